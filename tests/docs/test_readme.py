@@ -1,0 +1,109 @@
+"""README and its neighbours say what is true: commands parse, tables agree, links lead on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+from packaging.requirements import Requirement
+
+from kvstore.connector.config import parse_config
+from kvstore.units import GIB
+from tests.docs.commands import node_config, parse
+from tests.style.tree import ROOT, files
+
+PAGES = [file for file in files() if file.suffix == ".md"]
+_FENCE = re.compile(r"([^\n]*)\n```(python|bash|sh)\n(.*?)```", re.DOTALL)
+_MARK = re.compile(r"<!-- not run: .{10,} -->")
+_LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
+
+
+def _blocks(page: Path) -> list[tuple[str, str, str]]:
+    """(line before, language, code) of every fenced block of Python or shell."""
+    return _FENCE.findall((ROOT / page).read_text())
+
+
+def _commands() -> list[list[str]]:
+    """Every command line in README's shell blocks."""
+    commands = []
+    for _, language, code in _blocks(Path("README.md")):
+        if language != "python":
+            lexer = shlex.shlex(code.replace("\\\n", " "), posix=True, punctuation_chars="\n")
+            lexer.whitespace, lexer.whitespace_split = " \t", True
+            line: list[str] = []
+            for word in [*lexer, "\n"]:
+                if set(word) != {"\n"}:
+                    line.append(word)
+                elif line:
+                    commands.append(line)
+                    line = []
+    return commands
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_code_block_runs_or_says_why_not(page: Path) -> None:
+    for before, language, code in _blocks(page):
+        if not _MARK.fullmatch(before):
+            assert language == "python", f"say why this block is not run:\n{code}"
+            subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = _LINK.findall((ROOT / page).read_text())
+    missing = [target for target in targets if not (ROOT / page.parent / target).exists()]
+    assert not missing
+
+
+def test_the_dependency_table_is_that_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {(Requirement(line).name, "base") for line in project["dependencies"]}
+    for extra, lines in project["optional-dependencies"].items():
+        wanted |= {(Requirement(line).name, f"`[{extra}]`") for line in lines}
+    table = (ROOT / "README.md").read_text().split("## Dependencies")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([\w-]+) \| (base|`\[\w+\]`) \| .{5,} \|$", table, re.MULTILINE)
+    assert sorted(rows) == sorted(wanted)
+
+
+def test_the_commands_of_the_quick_start_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    for program, *arguments in _commands():
+        if program != "kvstore":
+            continue
+        name, _ = parse(arguments)
+        seen.add(name)
+        if name == "node":
+            assert node_config(arguments[1:], monkeypatch).dram_bytes == 64 * GIB
+    assert seen == {"node", "inspect", "clear"}
+
+
+def test_a_command_that_is_wrong_is_seen() -> None:
+    with pytest.raises(click.UsageError):
+        parse(["node", "--drams", "64GiB"])
+
+
+def test_the_engine_command_has_the_public_names() -> None:
+    (vllm,) = (command for command in _commands() if command[0] == "vllm")
+    assert vllm[vllm.index("--prefix-caching-hash-algo") + 1] == "sha256_cbor"
+    config = json.loads(vllm[vllm.index("--kv-transfer-config") + 1])
+    assert parse_config(config.pop("kv_connector_extra_config")).socket == "/run/kvstore/node.sock"
+    assert config == {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def test_make_knows_the_targets_that_are_named() -> None:
+    known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"(?:`|\n)make ([a-z-]+)", (ROOT / page).read_text()))
+        assert named <= known, page
