@@ -1,0 +1,384 @@
+"""The shared memory of a node: the arena that holds slots, and the generation page beside it.
+
+    Arena            node side    makes both memfds, seals them, writes generations and heartbeat
+    GenerationView   engine side  read-only: what a slot's generation is, whether the node lives
+    ArenaView        engine side  the arena, writable, as one array of bytes
+
+Layout of the generation page (version 1, u64 each, native little-endian):
+
+    offset 0  magic   8  layout version   16  incarnation   24  heartbeat ns   32  ready bytes
+    offset 4096  generation[0], generation[1], …       one per SLOT_BYTES_MIN of arena
+
+An engine maps nothing that it has not checked: size, seals, magic, version, incarnation. Without
+the seals a peer could shrink the memory under a reader (SIGBUS) or write its own generations.
+
+Does not cover: which slot is whose (`kvstore.engine`), how descriptors travel
+(`kvstore.client.link`, `kvstore.serve.attach`), pre-faulting in the background
+(`kvstore.tiers.dram`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import AttachError, ProtocolError
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation
+
+MAGIC: Final = int.from_bytes(b"KVSGEN01", "little")
+LAYOUT_VERSION: Final = 1
+F_SEAL_FUTURE_WRITE: Final = 0x0010
+ARENA_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+GENERATION_SEALS: Final = ARENA_SEALS | F_SEAL_FUTURE_WRITE
+POPULATE_CHUNK_BYTES: Final = 64 << 20
+
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python's mmap does not name it
+_MFD_HUGETLB: Final = 0x0004
+_MAGIC, _VERSION, _INCARNATION, _HEARTBEAT, _READY = range(5)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def generation_page_bytes(arena_bytes: int) -> int:
+    """Size of the generation page of an arena: header page and words, in whole pages."""
+    word_bytes = 8 * -(-arena_bytes // SLOT_BYTES_MIN)
+    return PAGE_BYTES + -(-word_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class _Mapping:
+    """Shared pages of a file, unmapped when the last array over them is gone.
+
+    Not `mmap.mmap`: that keeps a duplicate of the descriptor open for its whole life, which a
+    forked child would inherit. A child never has the pages (MADV_DONTFORK), so it must not unmap
+    the range either: something else may live there by then.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
+        self.address = 0
+        self.size_bytes = size_bytes
+        self._writable = writable
+        self._pid = os.getpid()
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, size_bytes, protection, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            _raise_errno()
+        self.address = address
+        self.advise(mmap.MADV_DONTFORK)
+        self.advise(mmap.MADV_DONTDUMP)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size_bytes,),
+            "typestr": "|u1",
+            "data": (self.address, not self._writable),
+            "version": 3,
+        }
+
+    def advise(self, advice: int, begin: int = 0, end: int | None = None) -> None:
+        """madvise on bytes [begin, end), page aligned. Runs without the GIL. Raises OSError."""
+        length = (self.size_bytes if end is None else end) - begin
+        if _libc.madvise(self.address + begin, length, advice):
+            _raise_errno()
+
+    def __del__(self, _munmap: Any = _libc.munmap, _getpid: Any = os.getpid) -> None:
+        if self.address and _getpid() == self._pid:
+            _munmap(self.address, self.size_bytes)
+
+
+def _raise_errno() -> NoReturn:
+    code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code))
+
+
+class Arena:
+    """Node side: makes, maps and seals both memories. Not thread safe, but for `set_ready`.
+
+    `array` is the arena, shape [arena_bytes] u8; nobody may touch bytes that are not populated.
+    """
+
+    def __init__(self, *, arena_bytes: int, incarnation: Incarnation) -> None:
+        """Make both memories; no page of the arena is taken yet.
+
+        Raises:
+            OSError: the kernel has no room for them.
+        """
+        assert arena_bytes > 0
+        assert arena_bytes % SLOT_BYTES_MIN == 0, arena_bytes
+        assert incarnation, "an incarnation is not zero"
+        self.arena_bytes = arena_bytes
+        self.generation_bytes = generation_page_bytes(arena_bytes)
+        self.arena_fd, arena, self.huge_pages = _make_arena(arena_bytes)
+        self.generation_fd = os.memfd_create(
+            "kvstore-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        )
+        os.ftruncate(self.generation_fd, self.generation_bytes)
+        # Ours is the last writable mapping that this file ever gets.
+        generations = _Mapping(self.generation_fd, self.generation_bytes, writable=True)
+        fcntl.fcntl(self.generation_fd, fcntl.F_ADD_SEALS, GENERATION_SEALS)
+        self._mapping: _Mapping | None = arena
+        self.array: NDArray[np.uint8] = np.asarray(arena)
+        words = np.asarray(generations).view(np.uint64)
+        self._header = words[: PAGE_BYTES // 8]
+        self._generations = words[PAGE_BYTES // 8 :]
+        self._generations[:] = 1
+        self._header[:3] = MAGIC, LAYOUT_VERSION, incarnation
+
+    def raise_generations(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
+        """Publish `generations[i]` for `slots[i]`, which every mapping sees on return."""
+        self._generations[slots // np.uint32(PAGES_PER_GENERATION)] = generations
+
+    def generations(self, slots: NDArray[np.uint32]) -> NDArray[np.uint64]:
+        """The published generations of `slots`, same shape."""
+        found: NDArray[np.uint64] = self._generations[slots // np.uint32(PAGES_PER_GENERATION)]
+        return found
+
+    def beat(self, now_ns: int) -> None:
+        """Publish that the node was alive at `now_ns` of its monotonic clock."""
+        self._header[_HEARTBEAT] = now_ns
+
+    def set_ready(self, ready_bytes: int) -> None:
+        """Publish how many bytes from the start are populated. One thread at a time."""
+        self._header[_READY] = ready_bytes
+
+    def populate(self, begin: int, end: int) -> None:
+        """Take pages for bytes [begin, end), charged to this process's cgroup.
+
+        Raises:
+            OSError: no memory for them; nothing is signalled, the rest of the arena still works.
+        """
+        assert self._mapping is not None, "closed"
+        try:
+            self._mapping.advise(_MADV_POPULATE_WRITE, begin, end)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # Kernels before 5.14. Like populate it reports want of memory instead of signalling.
+            os.posix_fallocate(self.arena_fd, begin, end - begin)
+
+    def close(self) -> None:
+        """Close the descriptors. Engines that mapped the memory keep theirs."""
+        if self._mapping is None:
+            return
+        self._mapping = None
+        self.array = np.empty(0, np.uint8)
+        os.close(self.arena_fd)
+        os.close(self.generation_fd)
+
+
+def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
+    """A sealed memfd of that size and its mapping; from the huge page pool if it has room."""
+    free_bytes, page_bytes = huge_page_pool()
+    if page_bytes and arena_bytes % page_bytes == 0 and free_bytes >= arena_bytes:
+        try:
+            return *_make_memfd(arena_bytes, _MFD_HUGETLB), True
+        except OSError:  # the pool shrank, or a cgroup limit forbids it: ordinary pages then
+            pass
+    fd, mapping = _make_memfd(arena_bytes, 0)
+    try:
+        mapping.advise(mmap.MADV_HUGEPAGE)
+        huge = "[never]" not in _read(_SHMEM_ENABLED) and "[deny]" not in _read(_SHMEM_ENABLED)
+    except OSError:  # a kernel without transparent huge pages
+        huge = False
+    return fd, mapping, huge
+
+
+def _make_memfd(size_bytes: int, flags: int) -> tuple[int, _Mapping]:
+    fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        os.ftruncate(fd, size_bytes)
+        mapping = _Mapping(fd, size_bytes, writable=True)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, ARENA_SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, mapping
+
+
+_SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+
+def huge_page_pool() -> tuple[int, int]:
+    """(free bytes, page bytes) of the default huge page pool; zeros when there is none."""
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    page_kib = int(fields.get("Hugepagesize", "0 kB").split()[0])
+    free_count = int(fields.get("HugePages_Free", "0")) - int(fields.get("HugePages_Rsvd", "0"))
+    return free_count * page_kib * 1024, page_kib * 1024
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+# ── engine side ──────────────────────────────────────────────────────────────────────────────────
+
+
+class GenerationView:
+    """Read-only view of a node's generation page. Closed in a forked child.
+
+    A closed view is never right by accident: generations read 0, which no slot has, and the
+    heartbeat is as old as the clock.
+    """
+
+    def __init__(self, fd: int, *, size_bytes: int, arena_bytes: int, incarnation: int) -> None:
+        """Map and check a received descriptor, which stays the caller's to close.
+
+        Raises:
+            AttachError: this is not the generation page that was announced.
+        """
+        _verify(fd, size_bytes=size_bytes, seals=GENERATION_SEALS, what="generation page")
+        if size_bytes != generation_page_bytes(arena_bytes):
+            raise AttachError(f"a generation page of {size_bytes} bytes does not fit the arena")
+        words = np.asarray(_map(fd, size_bytes, writable=False)).view(np.uint64)
+        if int(words[_MAGIC]) != MAGIC or int(words[_VERSION]) != LAYOUT_VERSION:
+            raise AttachError("the generation page has another magic or layout version")
+        if int(words[_INCARNATION]) != incarnation:
+            raise AttachError("the generation page belongs to another start of the node")
+        self._incarnation = Incarnation(incarnation)
+        self._words: NDArray[np.uint64] | None = words
+        self._slot_end = arena_bytes // PAGE_BYTES
+        _views.add(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._words is None
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self._incarnation
+
+    def generations(self, slots: NDArray[np.uint32]) -> NDArray[np.uint64]:
+        """A snapshot of the generations of `slots`, same shape.
+
+        Raises:
+            ProtocolError: a slot lies outside the arena.
+        """
+        if self._words is None:
+            return np.zeros(slots.shape, np.uint64)
+        if slots.size and int(slots.max()) >= self._slot_end:
+            raise ProtocolError("a slot lies outside the arena")
+        index = slots // np.uint32(PAGES_PER_GENERATION) + np.uint32(PAGE_BYTES // 8)
+        found: NDArray[np.uint64] = self._words[index]
+        return found
+
+    def heartbeat_ns(self) -> int:
+        """The node's monotonic time when its loop was last known to run."""
+        return 0 if self._words is None else int(self._words[_HEARTBEAT])
+
+    def ready_bytes(self) -> int:
+        """Bytes from the start of the arena whose pages exist."""
+        return 0 if self._words is None else int(self._words[_READY])
+
+    def close(self) -> None:
+        """Give the mapping back. Idempotent."""
+        self._words = None
+
+
+class ArenaView:
+    """Writable view of a node's arena. Closed in a forked child, where the pages do not exist."""
+
+    def __init__(self, fd: int, *, size_bytes: int, generations: GenerationView) -> None:
+        """Map and check a received descriptor, which stays the caller's to close.
+
+        Raises:
+            AttachError: this is not the arena that was announced.
+        """
+        _verify(fd, size_bytes=size_bytes, seals=ARENA_SEALS, what="arena")
+        self._mapping: _Mapping | None = _map(fd, size_bytes, writable=True)
+        self._generations = generations
+        self.size_bytes = size_bytes
+        _views.add(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._mapping is None
+
+    @property
+    def array(self) -> NDArray[np.uint8]:
+        """The whole arena, shape [size_bytes] u8; empty once closed.
+
+        The mapping lives as long as any array made from it, so a copy in flight in another thread
+        is safe across `close`.
+        """
+        return np.empty(0, np.uint8) if self._mapping is None else np.asarray(self._mapping)
+
+    @property
+    def address(self) -> int:
+        """Address of byte 0, 0 once closed. Valid only while the caller holds an `array`."""
+        return 0 if self._mapping is None else self._mapping.address
+
+    def populate(self, begin: int, end: int) -> int:
+        """Map bytes [begin, end) of the arena ahead of use, as far as the node has them ready.
+
+        Pages the node has not taken yet are left alone: touching them would charge this process's
+        cgroup instead of the node's. Runs without the GIL, chunk by chunk.
+
+        Returns: the end of what is mapped now, at most `end`.
+        Raises:
+            OSError: the kernel has no memory for the page tables.
+        """
+        mapping = self._mapping
+        begin -= begin % PAGE_BYTES
+        end = min(-(-end // PAGE_BYTES) * PAGE_BYTES, self._generations.ready_bytes())
+        if mapping is None:
+            return begin
+        for at in range(begin, end, POPULATE_CHUNK_BYTES):
+            stop = min(at + POPULATE_CHUNK_BYTES, end)
+            try:
+                mapping.advise(_MADV_POPULATE_WRITE, at, stop)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # Before 5.14: reading a shared page maps it, and changes nothing in it.
+                np.asarray(mapping)[at:stop:PAGE_BYTES].max()
+        return max(begin, end)
+
+    def close(self) -> None:
+        """Give the mapping back as soon as no array uses it. Idempotent."""
+        self._mapping = None
+
+
+_views: weakref.WeakSet[GenerationView | ArenaView] = weakref.WeakSet()
+
+
+def _close_views() -> None:
+    for view in list(_views):
+        view.close()
+
+
+os.register_at_fork(after_in_child=_close_views)
+
+
+def _verify(fd: int, *, size_bytes: int, seals: int, what: str) -> None:
+    try:
+        actual = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise AttachError(f"the {what} that the node sent is no sealable memory") from None
+    if actual & seals != seals:
+        raise AttachError(f"the {what} that the node sent is not sealed")
+    if size_bytes <= 0 or os.fstat(fd).st_size != size_bytes:
+        raise AttachError(f"the {what} that the node sent is not {size_bytes} bytes long")
+
+
+def _map(fd: int, size_bytes: int, *, writable: bool) -> _Mapping:
+    try:
+        return _Mapping(fd, size_bytes, writable=writable)
+    except OSError as error:
+        raise AttachError(f"cannot map {size_bytes} bytes of the node: {error.strerror}") from None

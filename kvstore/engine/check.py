@@ -1,0 +1,94 @@
+"""Everything that must be true of an engine between two steps. For tests; cost grows with size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.engine.slots import SlotState
+
+if TYPE_CHECKING:
+    from kvstore.engine.state import State
+
+
+def check(state: State) -> None:
+    """Raises AssertionError with the first contradiction found."""
+    _check_slabs(state)
+    _check_slots(state)
+    _check_blocks(state)
+    _check_leases(state)
+    _check_owners(state)
+
+
+def _check_slabs(state: State) -> None:
+    slots = state.slots
+    seen: set[int] = set()
+    for pool in slots.pools.values():
+        assert not seen & pool.slabs, "a slab is in two pools"
+        seen |= pool.slabs
+        words = [w for slab in pool.slabs for w in slots.words_in(slab).tolist()]
+        assert len(set(words)) == len(words), "two slots share a generation word"
+        assert len(set(pool.free)) == len(pool.free), "a slot is free twice"
+        free = {w for w in words if slots.state[w] == SlotState.FREE}
+        assert set(pool.free) == free, "the free list is not the free slots"
+    assert all(slab < slots.slabs_ready for slab in seen), "a slab without pages is used"
+    inside = np.zeros(len(slots.state), dtype=bool)
+    for slab in seen:
+        inside[slots.words_in(slab)] = True
+    assert not slots.state[~inside].any(), "a slot outside all slabs is in use"
+
+
+def _check_slots(state: State) -> None:
+    slots = state.slots
+    writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
+    assert bool(((slots.writer != 0) == writable).all()), "a writer without a grant, or reverse"
+    writers = set(np.unique(slots.writer[writable]).tolist())
+    assert writers <= set(state.connections), "a slot is granted to nobody"
+    for writer in writers:
+        states = slots.state[slots.writer == writer]
+        ended = state.connections[writer].ended
+        assert not ended or bool((states == SlotState.QUARANTINED).all()), "granted after the end"
+    assert bool((slots.generation > 0).all()), "generations start at 1"
+    assert not slots.raised, "a raised generation was not published"
+
+
+def _check_blocks(state: State) -> None:
+    residency, slots = state.residency, state.slots
+    table = residency.table
+    used = table.used_rows()
+    assert len(used) == len(table), "row counts differ"
+    held = (residency.word[used] >= 0) | (residency.file[used] != 0)
+    assert bool(held.all()), "a row whose block no tier holds"
+    sealed = np.flatnonzero(slots.state == SlotState.SEALED)
+    rows = residency.row_of_word[sealed].astype(np.int64)
+    assert bool((rows >= 0).all()), "a sealed slot without a block"
+    assert bool((residency.word[rows] == sealed).all()), "slot and block disagree"
+    assert int((residency.row_of_word >= 0).sum()) == len(sealed), "a block in an unsealed slot"
+    for scope in np.unique(table.scopes[used]).tolist():
+        mine = used[table.scopes[used] == scope]
+        found = residency.find(scope, table.keys[mine])
+        assert bool((found == mine).all()), "the table does not find a row"
+
+
+def _check_leases(state: State) -> None:
+    expected = np.zeros_like(state.slots.leases)
+    sessions = {owner.open_session for owner in state.owners.values()}
+    for session, _, lease in state.leases.items():
+        assert session in sessions, "a lease outlived its session"
+        expected[lease.words] += 1
+    assert bool((expected == state.slots.leases).all()), "lease counts differ"
+
+
+def _check_owners(state: State) -> None:
+    slots = state.slots
+    for key, owner in state.owners.items():
+        assert owner.key == key
+        assert not owner.is_empty, "an owner without connections"
+        for connection in [owner.scheduler, *owner.ranks.values()]:
+            if connection is not None:
+                assert not connection.ended, "an ended connection is attached"
+                assert state.connections[connection.id] is connection
+        if owner.open_session:
+            granted = (slots.state == SlotState.GRANTED) & (slots.session == owner.open_session)
+            assert int(granted.sum()) == owner.granted_slots, "credits are miscounted"

@@ -1,0 +1,42 @@
+"""Counts since the start of the node. Read by /metrics; only the engine adds."""
+
+from __future__ import annotations
+
+
+class Counters:
+    """Plain integers; the unit is in the name."""
+
+    __slots__ = (
+        "blocks_distrusted",
+        "blocks_granted",
+        "blocks_hit",
+        "blocks_missed",
+        "evictions",
+        "grants_refused",
+        "lease_asks",
+        "leases_expired",
+        "protocol_refusals",
+        "sessions_opened",
+        "slots_quarantined",
+        "stale_slots",
+        "stores_dropped",
+        "stores_joined",
+        "stores_sealed",
+    )
+
+    def __init__(self) -> None:
+        self.blocks_distrusted = 0
+        self.blocks_granted = 0
+        self.blocks_hit = 0
+        self.blocks_missed = 0
+        self.evictions = 0
+        self.grants_refused = 0
+        self.lease_asks = 0
+        self.leases_expired = 0
+        self.protocol_refusals = 0
+        self.sessions_opened = 0
+        self.slots_quarantined = 0
+        self.stale_slots = 0
+        self.stores_dropped = 0
+        self.stores_joined = 0
+        self.stores_sealed = 0

@@ -1,0 +1,231 @@
+"""The node's engine: events in, commands out. Decides everything, touches nothing.
+
+Covers: taking events in order, who may send what, clearing, the file tier's word. Does not cover:
+attaching (`sessions`), credits and seals (`stores`), leases (`lookups`), time (an argument),
+sockets and memory (`kvstore.serve`, `kvstore.tiers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.engine import check, report
+from kvstore.engine.counters import Counters
+from kvstore.engine.events import (
+    Clear,
+    Cleared,
+    Command,
+    Ended,
+    Event,
+    Exited,
+    FileGone,
+    FileKnown,
+    Hangup,
+    Ready,
+    Received,
+    Release,
+    Tick,
+)
+from kvstore.engine.lookups import Lookups
+from kvstore.engine.owners import Connection
+from kvstore.engine.sessions import Sessions
+from kvstore.engine.state import EngineConfig, State
+from kvstore.engine.stores import Stores
+from kvstore.types import ConnectionId, SpaceId
+from kvstore.wire.messages import (
+    Distrust,
+    Drop,
+    EngineMessage,
+    HelloRank,
+    HelloScheduler,
+    Hint,
+    LeaseAsk,
+    LeaseRelease,
+    LeaseRenew,
+    Quiet,
+    Seal,
+    keys_array,
+)
+
+__all__ = ["Engine", "EngineConfig"]
+
+_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease)
+
+
+class Engine:
+    """See the module. One thread; `step` is the only thing that changes it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._state = State(config)
+        self._sessions = Sessions(self._state)
+        self._stores = Stores(self._state)
+        self._lookups = Lookups(self._state)
+
+    @property
+    def counters(self) -> Counters:
+        """Counts since the start."""
+        return self._state.counters
+
+    def step(self, events: Sequence[Event], now_ns: int) -> list[Command]:
+        """Take events in order; returns what to do, in order."""
+        state = self._state
+        state.now_ns = now_ns
+        state.commands = []
+        state.hung_up.clear()
+        for event in events:
+            state.cause += 1
+            self._take(event)
+            state.publish_generations()
+        self._stores.grant_all()
+        state.publish_generations()
+        commands, state.commands = state.commands, []
+        return commands
+
+    def _take(self, event: Event) -> None:
+        state = self._state
+        match event:
+            case Received(connection=connection, message=message):
+                self._received(connection, message)
+            case Ended(connection=connection):
+                self._sessions.ended(connection)
+            case Exited(connection=connection):
+                self._sessions.exited(connection)
+            case Ready(ready_bytes=ready_bytes):
+                state.slots.ready(ready_bytes)
+                state.credits_due = True
+            case Tick():
+                state.counters.leases_expired += state.leases.expire(state.now_ns)
+                state.slots.retry_starved()
+                state.credits_due = True
+            case Clear(space=space, tenant=tenant):
+                count = self._clear(space, tenant)
+                state.publish_generations()
+                state.say(Cleared(count))
+            case FileKnown():
+                self._file_known(event)
+            case FileGone():
+                scope = state.residency.scope(event.tenant, SpaceId(event.space), event.shard)
+                rows = state.residency.find(scope, keys_array(event.keys))
+                state.residency.drop_file(np.unique(rows[rows >= 0]))
+
+    def _received(self, id: ConnectionId, message: EngineMessage) -> None:
+        connection = self._state.connections.get(id)
+        if connection is None and id in self._state.hung_up:
+            return
+        if isinstance(message, HelloScheduler | HelloRank):
+            if connection is None:
+                self._sessions.hello(id, message)
+            else:
+                self._sessions.hang_up(connection, "a second Hello on one connection")
+        elif connection is None:
+            self._state.counters.protocol_refusals += 1
+            self._state.say(Hangup(id, "the first datagram must be a Hello", self._state.cause))
+            self._state.say(Release(id))
+        elif connection.ended:
+            pass  # queued before the end; its session is over
+        else:
+            objection = self._dispatch(connection, message)
+            if objection:
+                self._sessions.hang_up(connection, objection)
+
+    def _dispatch(self, connection: Connection, message: EngineMessage) -> str:
+        """Returns why the connection must end, or nothing."""
+        if (connection.role == "scheduler") != isinstance(message, _FROM_SCHEDULER):
+            return f"{type(message).__name__} from a {connection.role}"
+        state, session = self._state, connection.owner.open_session
+        match message:
+            case LeaseAsk():
+                return self._lookups.lease(connection, message)
+            case Hint():
+                self._lookups.hint(connection, message)
+            case LeaseRenew(leases=leases):
+                state.leases.renew(session, leases, state.now_ns)
+            case LeaseRelease(leases=leases):
+                state.credits_due |= state.slots.any_starved
+                state.leases.release(session, leases)
+            case Seal():
+                return self._stores.seal(connection, message)
+            case Drop():
+                self._stores.drop(connection, message)
+            case Quiet(session=session):
+                return self._sessions.quiet(connection, session)
+            case Distrust():
+                self._stores.distrust(message)
+            case _:
+                raise AssertionError(f"{type(message).__name__} has no handler")
+        return ""
+
+    # ── all blocks ───────────────────────────────────────────────────────────────────────────────
+
+    def _clear(self, space: bytes | None, tenant: str | None) -> int:
+        """Forget blocks in every tier. Credits stay out; readers see generations change."""
+        residency = self._state.residency
+        scopes = {
+            number
+            for (its_tenant, its_space, _), number in residency.scopes().items()
+            if (space is None or its_space == space) and (tenant is None or its_tenant == tenant)
+        }
+        rows = residency.rows_in(scopes)
+        in_file = rows[residency.file[rows] != 0]
+        words = residency.words(rows)
+        residency.drop_file(in_file)
+        self._state.empty(words[words >= 0])
+        return len(rows)
+
+    def _file_known(self, event: FileKnown) -> None:
+        residency = self._state.residency
+        self._state.forget_unused_scopes()
+        scope = residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        _, first = np.unique(np.frombuffer(event.keys, dtype="V32"), return_index=True)
+        keys = keys_array(event.keys)[first]
+        locations = np.frombuffer(event.locations, dtype="<u8")[first]
+        rows = residency.find(scope, keys)
+        fits = np.flatnonzero(rows < 0)[: residency.table.free_count]
+        rows[fits] = residency.insert(scope, keys[fits])
+        residency.put_file(rows[rows >= 0], locations[rows >= 0])
+
+    def salvage(self) -> list[Command]:
+        """After `step` raised: what it had decided until then, raised generations included.
+
+        Without them a slot could be reused unnoticed by those who still read it.
+        """
+        self._state.publish_generations()
+        commands, self._state.commands = self._state.commands, []
+        return commands
+
+    # ── looking in ───────────────────────────────────────────────────────────────────────────────
+
+    def check(self) -> None:
+        """Raises AssertionError when the parts contradict each other."""
+        check.check(self._state)
+
+    def nodes(self) -> list[report.NodeReport]:
+        """This node, in one row."""
+        return report.nodes(self._state)
+
+    def tiers(self) -> list[report.TierReport]:
+        """One row per tier."""
+        return report.tiers(self._state)
+
+    def spaces(self) -> list[report.SpaceReport]:
+        """One row per (tenant, space)."""
+        return report.spaces(self._state)
+
+    def space_ids(self) -> list[SpaceId]:
+        """Full ids of the spaces that hold a block or have had an engine."""
+        return sorted({space for _, space, _ in self._state.residency.scopes()})
+
+    def blocks(self, *, limit: int = 1000, space: str = "") -> list[report.BlockReport]:
+        """Up to `limit` blocks whose space begins with the hex digits `space`."""
+        return report.blocks(self._state, limit=limit, space=space)
+
+    def leases(self) -> list[report.LeaseReport]:
+        """Leases, at most report.ROWS_MAX."""
+        return report.leases(self._state)
+
+    def jobs(self) -> list[report.JobReport]:
+        """Ranks that hold slots they may write."""
+        return report.jobs(self._state)

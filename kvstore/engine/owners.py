@@ -1,0 +1,142 @@
+"""Owners, their connections, and whether they have a session: who is attached, and to what.
+
+An owner is one engine instance: a scheduler and `rank_count` ranks. See ADR 0003 for how a session
+forms. Holds facts only; what follows from them (slots freed, datagrams sent) is `engine`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvstore.types import ConnectionId
+from kvstore.wire.layout import slot_bytes
+from kvstore.wire.messages import HelloRank, HelloScheduler
+
+OwnerKey = tuple[str, str, str]
+"""Tenant, engine id, nonce."""
+
+
+class Connection:
+    """One attached process. Stays known after its socket ended while it may still write."""
+
+    __slots__ = ("asked_session", "ended", "hello", "id", "owner", "quiet_session")
+
+    def __init__(self, id: ConnectionId, hello: HelloScheduler | HelloRank, owner: Owner) -> None:
+        self.id = id
+        self.hello = hello
+        self.owner = owner
+        self.ended = False
+        self.asked_session = 0
+        """The session that this rank was last asked to be quiet for."""
+        self.quiet_session = 0
+        """The session that this rank said it serves."""
+
+    @property
+    def role(self) -> Literal["scheduler", "rank"]:
+        return "scheduler" if isinstance(self.hello, HelloScheduler) else "rank"
+
+
+class Owner:
+    """One engine instance."""
+
+    __slots__ = (
+        "forming",
+        "granted_slots",
+        "key",
+        "open_session",
+        "opened_ns",
+        "ranks",
+        "refused",
+        "scheduler",
+        "scopes",
+        "slot_sizes",
+    )
+
+    def __init__(self, key: OwnerKey) -> None:
+        self.key = key
+        self.scheduler: Connection | None = None
+        self.ranks: dict[int, Connection] = {}
+        self.forming = 0
+        """Session that the ranks were asked to be quiet for; 0 when none."""
+        self.open_session = 0
+        self.opened_ns = 0
+        self.scopes: tuple[int, ...] = ()
+        """Of the open session, by rank."""
+        self.slot_sizes: tuple[int, ...] = ()
+        self.granted_slots = 0
+        """Of the open session, not yet sealed or dropped, all ranks together."""
+        self.refused = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Scheduler and all ranks are attached."""
+        if self.scheduler is None:
+            return False
+        hello = self.scheduler.hello
+        assert isinstance(hello, HelloScheduler)
+        return len(self.ranks) == hello.rank_count
+
+    @property
+    def is_empty(self) -> bool:
+        return self.scheduler is None and not self.ranks
+
+    def rank_hellos(self) -> list[HelloRank]:
+        """Hellos of the attached ranks, by rank."""
+        hellos = []
+        for rank in sorted(self.ranks):
+            hello = self.ranks[rank].hello
+            assert isinstance(hello, HelloRank)
+            hellos.append(hello)
+        return hellos
+
+    @property
+    def granted_blocks(self) -> int:
+        """Credits out, in blocks."""
+        return -(-self.granted_slots // max(len(self.scopes), 1))
+
+
+def objection(owner: Owner, *, slab_bytes: int) -> str:
+    """Why this complete owner cannot be served, in one sentence; empty when it can."""
+    hellos = owner.rank_hellos()
+    space = hellos[0].space
+    if any(hello.space != space for hello in hellos):
+        return "its ranks report different models or settings: all ranks must load the same"
+    if [hello.rank for hello in hellos] != list(range(len(hellos))):
+        return f"its ranks are not numbered from 0 to {len(hellos) - 1}"
+    covered = 0
+    for hello in hellos:
+        s = hello.shard
+        layers, heads = s.layer_end - s.layer_begin, s.head_end - s.head_begin
+        inside = 0 <= s.layer_begin < s.layer_end <= space.layer_count
+        if not (inside and 0 <= s.head_begin < s.head_end <= space.kv_head_count):
+            return f"rank {hello.rank} reports layers or heads that the model does not have"
+        expected = layers * heads * space.block_tokens * space.token_bytes
+        if hello.block_bytes != expected:
+            return (
+                f"rank {hello.rank} reports blocks of {hello.block_bytes} bytes where its layers "
+                f"and heads make {expected}"
+            )
+        if slot_bytes(hello.block_bytes) > slab_bytes:
+            return (
+                f"a block of rank {hello.rank} takes {hello.block_bytes} bytes, more than a slab "
+                f"of {slab_bytes}: start the node with a larger --slab (and --dram)"
+            )
+        covered += layers * heads
+    if covered != space.layer_count * space.kv_head_count or _overlap(hellos):
+        return "its ranks do not cover all layers and heads exactly once"
+    return ""
+
+
+def _overlap(hellos: list[HelloRank]) -> bool:
+    for i, hello in enumerate(hellos):
+        a = hello.shard
+        for other in hellos[i + 1 :]:
+            b = other.shard
+            if (
+                a.layer_begin < b.layer_end
+                and b.layer_begin < a.layer_end
+                and a.head_begin < b.head_end
+                and b.head_begin < a.head_end
+            ):
+                return True
+    return False

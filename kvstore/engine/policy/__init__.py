@@ -1,0 +1,1 @@
+"""Eviction policies: each decides only which slot goes next."""

@@ -1,0 +1,247 @@
+"""Typed snapshots for `kvstore inspect`. Bounded; keys are cut to 8 hex digits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from kvstore.engine.slots import SlotState
+from kvstore.types import Tier
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import HelloRank, HelloScheduler
+
+if TYPE_CHECKING:
+    from kvstore.engine.state import State
+
+ROWS_MAX = 10_000
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """A node."""
+
+    incarnation: str
+    connections: int
+    owners: int
+    sessions: int
+    leases: int
+    blocks: int
+
+
+class TierReport(msgspec.Struct, frozen=True):
+    """One tier. Slot counts are of dram; the file tier has blocks only."""
+
+    tier: str
+    capacity_bytes: int
+    ready_bytes: int
+    used_bytes: int
+    blocks: int
+    slots_sealed: int
+    slots_granted: int
+    slots_quarantined: int
+    slots_leased: int
+
+
+class SpaceReport(msgspec.Struct, frozen=True):
+    """One (tenant, space): what one model's engines share."""
+
+    space: str
+    tenant: str
+    label: str
+    blocks_dram: int
+    blocks_file: int
+    bytes_dram: int
+    engines: int
+
+
+class BlockReport(msgspec.Struct, frozen=True):
+    """One shard of one block."""
+
+    key: str
+    space: str
+    tenant: str
+    shard: str
+    tiers: str
+    slot: int
+    generation: int
+    leases: int
+
+
+class LeaseReport(msgspec.Struct, frozen=True):
+    """One lease."""
+
+    engine_id: str
+    session: int
+    lease: int
+    blocks: int
+    age_ms: int
+    expires_in_ms: int
+
+
+class JobReport(msgspec.Struct, frozen=True):
+    """Slots that one rank may still write."""
+
+    engine_id: str
+    rank: int
+    connection: int
+    attached: bool
+    slots_granted: int
+    slots_quarantined: int
+
+
+def nodes(state: State) -> list[NodeReport]:
+    """This node, in one row."""
+    return [
+        NodeReport(
+            incarnation=f"{state.config.incarnation:016x}",
+            connections=sum(not c.ended for c in state.connections.values()),
+            owners=len(state.owners),
+            sessions=sum(bool(owner.open_session) for owner in state.owners.values()),
+            leases=len(state.leases),
+            blocks=len(state.residency.table),
+        )
+    ]
+
+
+def tiers(state: State) -> list[TierReport]:
+    """One row per tier."""
+    slots = state.slots
+    # Whole columns at once: a scrape must not hold up the loop, however large the arena is.
+    held = np.bincount(slots.state, minlength=len(SlotState)).tolist()
+    leased = int((slots.leases > 0).sum())
+    used_bytes = slots.sealed_bytes()
+    return [
+        TierReport(
+            tier="dram",
+            capacity_bytes=state.config.arena_bytes,
+            ready_bytes=slots.slabs_ready * slots.slab_bytes,
+            used_bytes=used_bytes,
+            blocks=state.residency.count(Tier.DRAM),
+            slots_sealed=held[SlotState.SEALED],
+            slots_granted=held[SlotState.GRANTED],
+            slots_quarantined=held[SlotState.QUARANTINED],
+            slots_leased=leased,
+        ),
+        TierReport(
+            tier="file",
+            capacity_bytes=0,
+            ready_bytes=0,
+            used_bytes=0,
+            blocks=state.residency.count(Tier.FILE),
+            slots_sealed=0,
+            slots_granted=0,
+            slots_quarantined=0,
+            slots_leased=0,
+        ),
+    ]
+
+
+def spaces(state: State) -> list[SpaceReport]:
+    """One row per (tenant, space) that holds a block or has an engine."""
+    residency = state.residency
+    used = residency.table.used_rows()
+    scopes = residency.table.scopes[used]
+    words = residency.word[used]
+    found: dict[tuple[str, str], list[int]] = {}
+    labels: dict[tuple[str, str], str] = {}
+    for owner in state.owners.values():
+        if owner.open_session and owner.scheduler is not None:
+            tenant, space, _ = residency.address(owner.scopes[0])
+            row = found.setdefault((tenant, space.hex()), [0, 0, 0, 0])
+            row[3] += 1
+            hello = owner.scheduler.hello
+            assert isinstance(hello, HelloScheduler)
+            labels[tenant, space.hex()] = hello.label
+    # Counted over whole columns: no pass per scope.
+    in_dram = np.bincount(scopes[words >= 0])
+    in_file = np.bincount(scopes[residency.file[used] != 0], minlength=len(in_dram))
+    in_dram = np.pad(in_dram, (0, len(in_file) - len(in_dram)))
+    for scope in np.flatnonzero(in_dram + in_file).tolist():
+        tenant, space, _ = residency.address(scope)
+        row = found.setdefault((tenant, space.hex()), [0, 0, 0, 0])
+        row[0] += int(in_dram[scope])
+        row[1] += int(in_file[scope])
+        if in_dram[scope]:
+            word = int(words[np.argmax((scopes == scope) & (words >= 0))])
+            row[2] += int(in_dram[scope]) * state.slots.pool_of(word).slot_bytes
+    return [
+        SpaceReport(
+            space=space[:16],
+            tenant=tenant,
+            label=labels.get((tenant, space), ""),
+            blocks_dram=row[0],
+            blocks_file=row[1],
+            bytes_dram=row[2],
+            engines=row[3],
+        )
+        for (tenant, space), row in sorted(found.items())
+    ]
+
+
+def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
+    """Up to `limit` blocks whose space begins with the hex digits `space`."""
+    residency, slots = state.residency, state.slots
+    rows = residency.table.used_rows()
+    if space:
+        wanted = {n for (_, s, _), n in residency.scopes().items() if s.hex().startswith(space)}
+        rows = residency.rows_in(wanted)
+    out = []
+    for row in rows[: min(limit, ROWS_MAX)].tolist():
+        tenant, its_space, shard = residency.address(int(residency.table.scopes[row]))
+        word = int(residency.word[row])
+        held = [(word >= 0, "dram"), (int(residency.file[row]) != 0, "file")]
+        out.append(
+            BlockReport(
+                key=residency.table.keys[row].tobytes()[:4].hex(),
+                space=its_space.hex()[:16],
+                tenant=tenant,
+                shard=f"layers {shard.layer_begin}-{shard.layer_end} "
+                f"heads {shard.head_begin}-{shard.head_end}",
+                tiers="+".join(name for there, name in held if there),
+                slot=int(slots.slots_of(np.array([word]))[0]) if word >= 0 else -1,
+                generation=int(slots.generation[word]) if word >= 0 else 0,
+                leases=int(slots.leases[word]) if word >= 0 else 0,
+            )
+        )
+    return out
+
+
+def leases(state: State) -> list[LeaseReport]:
+    """All leases, at most ROWS_MAX."""
+    owner_of = {o.open_session: o for o in state.owners.values() if o.open_session}
+    now_ns = state.now_ns
+    return [
+        LeaseReport(
+            engine_id=owner_of[session].key[1],
+            session=session,
+            lease=number,
+            blocks=len(lease.words) // len(owner_of[session].scopes),
+            age_ms=(now_ns - lease.granted_ns) // NS_PER_MS,
+            expires_in_ms=(lease.expires_ns - now_ns) // NS_PER_MS,
+        )
+        for session, number, lease in state.leases.items()[:ROWS_MAX]
+    ]
+
+
+def jobs(state: State) -> list[JobReport]:
+    """Ranks that hold slots they may write."""
+    out = []
+    for connection in state.connections.values():
+        if not isinstance(connection.hello, HelloRank):
+            continue
+        words = state.slots.of_writer(connection.id)
+        if len(words) == 0:
+            continue
+        states = state.slots.state[words]
+        out.append(
+            JobReport(
+                engine_id=connection.hello.engine_id,
+                rank=connection.hello.rank,
+                connection=connection.id,
+                attached=not connection.ended,
+                slots_granted=int((states == SlotState.GRANTED).sum()),
+                slots_quarantined=int((states == SlotState.QUARANTINED).sum()),
+            )
+        )
+    return out

@@ -1,0 +1,126 @@
+"""Which tiers hold which block: one row per (scope, key), one column per tier.
+
+A scope is (tenant, space, shard), interned. A row lives as long as some tier holds its block.
+
+            dram                          file
+    ABSENT ──put──▶ HELD ──drop──▶ ABSENT       (each tier by itself, one table for all)
+
+Everything that changes where a block lives is here. Does not cover: slots (`slots`), the table
+(`table`), what to keep (`policy`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.table import BlockTable, Keys, Rows
+from kvstore.types import Shard, SpaceId, Tier
+
+Scope = tuple[str, SpaceId, Shard]
+
+NOT_IN_DRAM = -1
+NOT_IN_FILE = 0
+SCOPE_COUNT_MAX = 4096
+
+
+class Residency:
+    """Rows of blocks and what each tier holds of them."""
+
+    def __init__(self, *, block_count_max: int, word_count: int) -> None:
+        self.table = BlockTable(row_count_max=block_count_max)
+        # One more than there are rows: row -1, "no such block", reads as not in dram.
+        self.word = np.full(block_count_max + 1, NOT_IN_DRAM, dtype=np.int64)
+        self.file = np.zeros(block_count_max, dtype=np.uint64)
+        self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
+        self.row_of_word = np.full(word_count, -1, dtype=np.int32)
+        self._scopes: dict[Scope, int] = {}
+        self._scope_of: dict[int, Scope] = {}
+        self._next_scope = 1
+
+    # ── scopes ───────────────────────────────────────────────────────────────────────────────────
+
+    def scope(self, tenant: str, space: SpaceId, shard: Shard) -> int:
+        """The number of a scope, made when new."""
+        address = (tenant, space, shard)
+        number = self._scopes.get(address)
+        if number is None:
+            number = self._next_scope
+            self._next_scope += 1
+            self._scopes[address] = number
+            self._scope_of[number] = address
+        return number
+
+    def scopes(self) -> dict[Scope, int]:
+        """All known scopes."""
+        return dict(self._scopes)
+
+    def address(self, scope: int) -> Scope:
+        return self._scope_of[scope]
+
+    def forget_unused_scopes(self, *, keep: set[int]) -> None:
+        """When there are many, forget those that no block is in and that are not in `keep`."""
+        if len(self._scopes) < SCOPE_COUNT_MAX:
+            return
+        used = keep.union(np.unique(self.table.scopes).tolist())
+        for address, number in list(self._scopes.items()):
+            if number not in used:
+                del self._scopes[address], self._scope_of[number]
+
+    # ── blocks ───────────────────────────────────────────────────────────────────────────────────
+
+    def find(self, scope: int, keys: Keys) -> Rows:
+        """Rows of keys, -1 where no tier holds the block."""
+        return self.table.find(scope, keys)
+
+    def words(self, rows: Rows) -> NDArray[np.int64]:
+        """Slot words of rows, NOT_IN_DRAM where there is none (also for row -1)."""
+        return self.word[rows]
+
+    def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
+        """These rows' blocks are sealed in these slots now."""
+        assert bool((self.word[rows] == NOT_IN_DRAM).all()), "a block is put into dram twice"
+        assert bool((self.row_of_word[words] == -1).all()), "a slot is given two blocks"
+        self.word[rows] = words
+        self.row_of_word[words] = rows
+        self.checksum[rows] = checksums
+
+    def drop_dram(self, words: NDArray[np.int64]) -> Rows:
+        """These slots hold their blocks no more. Returns the rows they were."""
+        rows = self.row_of_word[words].astype(np.int64)
+        assert bool((rows >= 0).all()), "a slot without a block is emptied"
+        self.word[rows] = NOT_IN_DRAM
+        self.row_of_word[words] = -1
+        self._forget_absent(rows)
+        return rows
+
+    def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
+        """The file tier holds these rows' blocks at these places, none of them 0."""
+        assert bool((locations != NOT_IN_FILE).all()), "0 means: in no file"
+        self.file[rows] = locations
+
+    def drop_file(self, rows: Rows) -> None:
+        """The file tier holds these rows' blocks no more."""
+        self.file[rows] = NOT_IN_FILE
+        self._forget_absent(rows)
+
+    def insert(self, scope: int, keys: Keys) -> Rows:
+        """Rows for absent, distinct keys; some tier must be put for each before anything else."""
+        return self.table.insert(scope, keys)
+
+    def _forget_absent(self, rows: Rows) -> None:
+        absent = (self.word[rows] == NOT_IN_DRAM) & (self.file[rows] == NOT_IN_FILE)
+        self.table.delete(rows[absent])
+
+    def count(self, tier: Tier) -> int:
+        """Blocks that a tier holds."""
+        if tier is Tier.DRAM:
+            return int((self.row_of_word >= 0).sum())
+        if tier is Tier.FILE:
+            return int((self.file != NOT_IN_FILE).sum())
+        return 0
+
+    def rows_in(self, scopes: set[int]) -> Rows:
+        """All rows of these scopes."""
+        used = self.table.used_rows()
+        return used[np.isin(self.table.scopes[used], list(scopes))]

@@ -1,0 +1,317 @@
+"""Slots: who may write or read each piece of the arena, and which sizes it is cut into.
+
+    arena ─ slabs of equal size ─ each slab given to one pool ─ slots of the pool's size
+
+Everything that changes the state, owner, generation or lease count of a slot lives here.
+
+        grant             seal
+    FREE ────▶ GRANTED ────────▶ SEALED        free: raises the generation, from every state
+      ▲           │ lose (socket ended, process lives)
+      │           ▼
+      └────── QUARANTINED
+
+A slot is named by its word: the number of its generation word, slot // PAGES_PER_GENERATION.
+Does not cover: which block is in a slot (`residency`), when to free (`engine`, `policy`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.policy.lru import NONE, Lru, Mask, Words
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
+
+_HISTORY_BATCHES = 256
+
+
+class SlotState(enum.IntEnum):
+    """State of a slot. Words inside a slot, or in no slab yet, stay FREE."""
+
+    FREE = 0
+    GRANTED = 1
+    SEALED = 2
+    QUARANTINED = 3
+
+
+class SlotEvent(enum.Enum):
+    """What can happen to a slot."""
+
+    GRANT = "grant"
+    SEAL = "seal"
+    LOSE = "lose"
+    FREE = "free"
+
+
+TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.GRANT): SlotState.GRANTED,
+    (SlotState.GRANTED, SlotEvent.SEAL): SlotState.SEALED,
+    (SlotState.GRANTED, SlotEvent.LOSE): SlotState.QUARANTINED,
+    (SlotState.GRANTED, SlotEvent.FREE): SlotState.FREE,
+    (SlotState.SEALED, SlotEvent.FREE): SlotState.FREE,
+    (SlotState.QUARANTINED, SlotEvent.FREE): SlotState.FREE,
+}
+"""The one table; a pair that is missing is a bug of ours."""
+
+_ILLEGAL = 255
+_NEXT = {
+    event: np.array(
+        [TRANSITIONS.get((state, event), _ILLEGAL) for state in SlotState], dtype=np.uint8
+    )
+    for event in SlotEvent
+}
+
+
+class Pool:
+    """All slots of one size."""
+
+    def __init__(self, *, slot_bytes: int, slots_per_slab: int, lru: Lru) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots_per_slab = slots_per_slab
+        self.lru = lru
+        self.slabs: set[int] = set()
+        self.free: list[int] = []
+        """Words of free slots; the last one is granted next."""
+        self.is_starved = False
+        """Nothing could be freed; not tried again until something changes."""
+
+    @property
+    def capacity(self) -> int:
+        return len(self.slabs) * self.slots_per_slab
+
+
+class Slots:
+    """The arena's slots, in columns by word."""
+
+    def __init__(self, *, arena_bytes: int, slab_bytes: int) -> None:
+        assert slab_bytes % SLOT_BYTES_MIN == 0, "slabs are whole generation words"
+        word_count = arena_bytes // SLOT_BYTES_MIN
+        self.slab_bytes = slab_bytes
+        self._words_per_slab = slab_bytes // SLOT_BYTES_MIN
+        self.slab_count = arena_bytes // slab_bytes
+        self._slabs_ready = 0
+        self._slabs_free: deque[int] = deque()
+        self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
+        self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
+        self.state = np.zeros(word_count, dtype=np.uint8)
+        self.generation = np.ones(word_count, dtype=np.uint64)
+        self.writer = np.zeros(word_count, dtype=np.int64)
+        """Connection that may write, while GRANTED or QUARANTINED."""
+        self.session = np.zeros(word_count, dtype=np.int64)
+        self.leases = np.zeros(word_count, dtype=np.int32)
+        self.stamps = np.zeros(word_count, dtype=np.int64)
+        self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
+        """Slot id of the slot that begins in a word: slots are packed at 4 KiB."""
+        self._next_stamp = 1
+        self.pools: dict[int, Pool] = {}
+        self._history: deque[tuple[int, SlotEvent, Words]] = deque(maxlen=_HISTORY_BATCHES)
+        self.raised: list[Words] = []
+        """Words whose generation was raised and not yet published."""
+
+    # ── names ────────────────────────────────────────────────────────────────────────────────────
+
+    def slots_of(self, words: Words) -> NDArray[np.uint32]:
+        """Slot ids (first pages) of words."""
+        return self._slot[words]
+
+    def words_of(self, slots: NDArray[np.uint32]) -> tuple[Words, NDArray[np.bool_]]:
+        """Words of slot ids, and which of them really are slots of this arena."""
+        words = slots.astype(np.int64) // PAGES_PER_GENERATION
+        known = words < len(self.state)
+        words = np.where(known, words, 0)
+        return words, known & (self.slots_of(words) == slots)
+
+    def pool_of(self, word: int) -> Pool:
+        pool = self._pool_of_slab[word // self._words_per_slab]
+        assert pool is not None, f"word {word} is in no pool"
+        return pool
+
+    # ── transitions ──────────────────────────────────────────────────────────────────────────────
+
+    def _change(self, words: Words, event: SlotEvent, cause: int) -> None:
+        target = _NEXT[event][self.state[words]]
+        if bool((target == _ILLEGAL).any()):
+            word = int(words[int(np.argmax(target == _ILLEGAL))])
+            raise AssertionError(self._story(word, event))
+        self.state[words] = target
+        self._history.append((cause, event, words))
+
+    def _story(self, word: int, event: SlotEvent) -> str:
+        past = [f"{c}:{e.value}" for c, e, words in self._history if word in words]
+        return (
+            f"slot word {word} is {SlotState(int(self.state[word])).name}, which knows no "
+            f"{event.value}; its past (event:change): {', '.join(past) or 'not remembered'}"
+        )
+
+    def grant(self, pool: Pool, count: int, *, writer: int, session: int, cause: int) -> Words:
+        """Take `count` free slots; the caller saw that they are there."""
+        words = np.array(pool.free[-count:][::-1], dtype=np.int64)
+        assert len(words) == count, "more granted than free"
+        del pool.free[-count:]
+        self._change(words, SlotEvent.GRANT, cause)
+        self.writer[words] = writer
+        self.session[words] = session
+        return words
+
+    def seal(self, words: Words, cause: int) -> None:
+        """Slots of one pool are complete and readable from now on."""
+        self._change(words, SlotEvent.SEAL, cause)
+        self.writer[words] = 0
+        if len(words):
+            pool = self.pool_of(int(words[0]))
+            pool.is_starved = False
+            self.touch(pool, words)
+
+    def lose(self, words: Words, cause: int) -> None:
+        """The writer's socket ended; its process may still write."""
+        self._change(words, SlotEvent.LOSE, cause)
+
+    def free(self, words: Words, cause: int) -> None:
+        """Give back, with a new generation."""
+        if len(words) == 0:
+            return
+        self._change(words, SlotEvent.FREE, cause)
+        self.writer[words] = 0
+        self.session[words] = 0
+        self.stamps[words] = 0
+        self.generation[words] += np.uint64(1)
+        self.raised.append(words)
+        slabs = words // self._words_per_slab
+        sizes = self._slot_bytes_of_slab[slabs]
+        for size in np.unique(sizes).tolist():
+            pool = self.pools[size]
+            pool.free += words[sizes == size].tolist()
+            pool.is_starved = False
+
+    # ── order of use ─────────────────────────────────────────────────────────────────────────────
+
+    def touch(self, pool: Pool, words: Words) -> None:
+        """Slots of one pool are used now; the first of `words` counts as used last, so that a chain
+        loses its end before its start."""
+        if len(words):
+            pool.lru.touch(words[::-1], self._next_stamp)
+            self._next_stamp += len(words)
+
+    def victims(self, pool: Pool, count: int) -> Words:
+        """Sealed, unleased slots to free, least recently used first; at most `count`."""
+        return pool.lru.pop(count, self._evictable)
+
+    # ── slabs ────────────────────────────────────────────────────────────────────────────────────
+
+    def pool(self, slot_bytes: int) -> Pool:
+        """The pool for this slot size, made when new."""
+        pool = self.pools.get(slot_bytes)
+        if pool is None:
+            pool = Pool(
+                slot_bytes=slot_bytes,
+                slots_per_slab=self.slab_bytes // slot_bytes,
+                lru=Lru(self.stamps, members=lambda: self._members(slot_bytes)),
+            )
+            self.pools[slot_bytes] = pool
+        return pool
+
+    def _members(self, slot_bytes: int) -> Mask:
+        """Which words lie in slabs of a pool."""
+        mask = np.zeros(len(self.state), dtype=bool)
+        whole = self.slab_count * self._words_per_slab
+        mask[:whole] = np.repeat(self._slot_bytes_of_slab == slot_bytes, self._words_per_slab)
+        return mask
+
+    def _evictable(self, words: Words | slice) -> Mask:
+        mask: Mask = (self.state[words] == SlotState.SEALED) & (self.leases[words] == 0)
+        return mask
+
+    def ready(self, ready_bytes: int) -> None:
+        """Pages have arrived up to here: whole slabs below become usable."""
+        now = min(ready_bytes // self.slab_bytes, self.slab_count)
+        self._slabs_free.extend(range(self._slabs_ready, now))
+        self._slabs_ready = max(self._slabs_ready, now)
+        self.retry_starved()
+
+    def retry_starved(self) -> None:
+        """Something changed: pools that found nothing to free may look again."""
+        for pool in self.pools.values():
+            pool.is_starved = False
+
+    @property
+    def any_starved(self) -> bool:
+        """Whether a pool waits for something to be let go."""
+        return any(pool.is_starved for pool in self.pools.values())
+
+    @property
+    def slabs_ready(self) -> int:
+        return self._slabs_ready
+
+    def extend(self, pool: Pool) -> bool:
+        """Give the pool a free slab. False: there is none."""
+        if not self._slabs_free:
+            return False
+        slab = self._slabs_free.popleft()
+        self._pool_of_slab[slab] = pool
+        self._slot_bytes_of_slab[slab] = pool.slot_bytes
+        pool.slabs.add(slab)
+        pages = self.slab_bytes // PAGE_BYTES * slab + np.arange(pool.slots_per_slab) * (
+            pool.slot_bytes // PAGE_BYTES
+        )
+        words = pages // PAGES_PER_GENERATION
+        self._slot[words] = pages
+        pool.free[:0] = words[::-1].tolist()
+        pool.is_starved = False
+        return True
+
+    def words_in(self, slab: int) -> Words:
+        """Words of all slots of a slab that has a pool."""
+        pool = self._pool_of_slab[slab]
+        assert pool is not None
+        return self._words_of_slabs(pool, np.array([slab])).reshape(-1)
+
+    def _words_of_slabs(self, pool: Pool, slabs: NDArray[np.int64]) -> Words:
+        """Shape [slabs, slots of a slab]."""
+        pages = np.arange(pool.slots_per_slab) * (pool.slot_bytes // PAGE_BYTES)
+        begin = slabs * (self.slab_bytes // PAGE_BYTES)
+        words: Words = (begin[:, None] + pages) // PAGES_PER_GENERATION
+        return words
+
+    def coldest_slab(self, pool: Pool) -> tuple[int, int] | None:
+        """(slab, newest stamp in it) of the pool's slab that was used longest ago, among those
+        whose slots are all free, or sealed and unleased."""
+        slabs = np.array(sorted(pool.slabs), dtype=np.int64)
+        words = self._words_of_slabs(pool, slabs)
+        in_use = (self.state[words] == SlotState.GRANTED) | (self.leases[words] != 0)
+        in_use |= self.state[words] == SlotState.QUARANTINED
+        usable = np.flatnonzero(~in_use.any(axis=1))
+        if len(usable) == 0:
+            return None
+        newest = self.stamps[words[usable]].max(axis=1)
+        coldest = int(newest.argmin())
+        return int(slabs[usable[coldest]]), int(newest[coldest])
+
+    def take_slab(self, slab: int) -> None:
+        """Take an all-free slab from its pool; it can be given to another."""
+        words = self.words_in(slab)
+        assert bool((self.state[words] == SlotState.FREE).all()), "a slab in use is taken"
+        pool = self._pool_of_slab[slab]
+        assert pool is not None
+        gone = set(words.tolist())
+        pool.free = [word for word in pool.free if word not in gone]
+        pool.slabs.remove(slab)
+        self._pool_of_slab[slab] = None
+        self._slot_bytes_of_slab[slab] = 0
+        self._slabs_free.append(slab)
+
+    def sealed_bytes(self) -> int:
+        """Bytes in sealed slots, padding included."""
+        sealed = np.flatnonzero(self.state == SlotState.SEALED)
+        counts = np.bincount(sealed // self._words_per_slab, minlength=self.slab_count)
+        return sum(
+            int(counts[slab]) * pool.slot_bytes
+            for pool in self.pools.values()
+            for slab in pool.slabs
+        )
+
+    def of_writer(self, writer: int) -> Words:
+        """Slots that this connection may still write."""
+        return np.flatnonzero(self.writer == writer) if writer else NONE

@@ -1,0 +1,110 @@
+"""What the parts of the engine share: the tables, the clock of this step, and the commands so far.
+
+Holds no decision. `sessions`, `stores` and `lookups` decide; `engine` dispatches to them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from kvstore.engine.counters import Counters
+from kvstore.engine.events import Command, Hangup, RaiseGenerations, Send
+from kvstore.engine.leases import Leases
+from kvstore.engine.owners import Connection, Owner, OwnerKey
+from kvstore.engine.policy.lru import Words
+from kvstore.engine.residency import Residency
+from kvstore.engine.slots import Slots
+from kvstore.types import ConnectionId
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import Message
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and limits of one node."""
+
+    incarnation: int
+    arena_bytes: int
+    slab_bytes: int
+    """Multiple of 64 KiB; a slot is never larger."""
+    generation_bytes: int
+    """Size of the generation page's memfd, for Welcome."""
+    block_count_max: int
+    connection_count_max: int = 256
+    lease_ttl_ms: int = 10_000
+    lease_count_max: int = 4096
+    """A session's."""
+    credit_share: float = 0.125
+    credit_blocks_max: int = 512
+    low_watermark: float = 0.02
+    high_watermark: float = 0.05
+
+
+class State:
+    """All state of one node's engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.slots = Slots(arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes)
+        self.residency = Residency(
+            block_count_max=config.block_count_max, word_count=len(self.slots.state)
+        )
+        self.leases = Leases(
+            self.slots, ttl_ns=config.lease_ttl_ms * NS_PER_MS, count_max=config.lease_count_max
+        )
+        self.owners: dict[OwnerKey, Owner] = {}
+        self.connections: dict[ConnectionId, Connection] = {}
+        self.now_ns = 0
+        self.cause = 0
+        """Number of the event being taken."""
+        self.commands: list[Command] = []
+        self.hung_up: set[ConnectionId] = set()
+        """In this step: what they sent before they could know is not heard."""
+        self.credits_due = True
+        """Something changed that may allow or need a grant."""
+
+    def say(self, command: Command) -> None:
+        """Append a command."""
+        if isinstance(command, Hangup):
+            self.hung_up.add(command.connection)
+        self.commands.append(command)
+
+    def send(self, connection: Connection, message: Message) -> None:
+        """Send to an attached process; generations that were raised go first."""
+        if not connection.ended:
+            self.publish_generations()
+            self.commands.append(Send(connection.id, message, self.cause))
+
+    def publish_generations(self) -> None:
+        """Before anything else can see the slots."""
+        if self.slots.raised:
+            words = np.concatenate(self.slots.raised)
+            self.slots.raised.clear()
+            self.commands.append(
+                RaiseGenerations(
+                    self.slots.slots_of(words), self.slots.generation[words], self.cause
+                )
+            )
+
+    def forget_unused_scopes(self) -> None:
+        """Before a scope is made: those that neither blocks nor sessions use go, when many."""
+        used = {scope for owner in self.owners.values() for scope in owner.scopes}
+        self.residency.forget_unused_scopes(keep=used)
+
+    def free(self, words: Words) -> None:
+        """Give slots back that hold no block."""
+        if len(words):
+            self.slots.free(words, self.cause)
+            self.credits_due = True
+
+    def empty(self, words: Words) -> None:
+        """Sealed slots lose their blocks. Readers with a lease see the generation change."""
+        if len(words):
+            self.residency.drop_dram(words)
+            self.free(words)
+
+    def evict(self, words: Words) -> None:
+        """Empty slots to make room."""
+        self.counters.evictions += len(words)
+        self.empty(words)

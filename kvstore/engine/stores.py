@@ -1,0 +1,176 @@
+"""Stores: credits out, seals in, copies that turned out bad.
+
+A granted slot comes back by its writer's Seal or Drop; only what was granted to that very
+connection, in that session, with that generation counts. Duplicate stores are joined: the first
+seal of a (space, shard, key) wins, the other slot is free again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.admission import Admission
+from kvstore.engine.owners import Connection, Owner
+from kvstore.engine.policy.lru import Words
+from kvstore.engine.slots import SlotState
+from kvstore.engine.state import State
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    Distrust,
+    Drop,
+    Grant,
+    HelloRank,
+    Seal,
+    checksums_array,
+    generations_array,
+    keys_array,
+    slots_array,
+)
+
+
+class Stores:
+    """Grants, seals, drops."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        config = state.config
+        self._admission = Admission(
+            state.slots,
+            credit_share=config.credit_share,
+            credit_blocks_max=config.credit_blocks_max,
+            low_watermark=config.low_watermark,
+            high_watermark=config.high_watermark,
+            evict=state.evict,
+        )
+
+    def drop(self, connection: Connection, message: Drop) -> None:
+        """Granted slots that were not written: free again."""
+        words, valid = self._valid(connection, message)
+        words = np.unique(words[valid])
+        self._state.counters.stores_dropped += len(words)
+        self._ungrant(connection.owner, words, message.session)
+
+    def _valid(
+        self, connection: Connection, message: Seal | Drop
+    ) -> tuple[Words, NDArray[np.bool_]]:
+        slots = slots_array(message.slots)
+        words, known = self._state.slots.words_of(slots)
+        valid = (
+            known
+            & (self._state.slots.writer[words] == connection.id)
+            & (self._state.slots.state[words] == SlotState.GRANTED)
+            & (self._state.slots.generation[words] == generations_array(message.generations))
+            & (self._state.slots.session[words] == message.session)
+        )
+        self._state.counters.stale_slots += int((~valid).sum())
+        return words, valid
+
+    def seal(self, connection: Connection, message: Seal) -> str:
+        """Publish what is complete. Returns why the connection must end, or nothing."""
+        owner = connection.owner
+        words, valid = self._valid(connection, message)
+        keys = keys_array(message.keys)
+        if len(np.unique(np.frombuffer(message.keys, dtype="V32"))) != len(keys) or len(
+            np.unique(words[valid])
+        ) != int(valid.sum()):
+            return "a Seal that names a key or slot twice"
+        if not owner.open_session or message.session != owner.open_session:
+            self._ungrant(owner, words[valid], message.session)
+            return ""
+        words, keys = words[valid], keys[valid]
+        checksums = checksums_array(message.checksums)[valid]
+        hello = connection.hello
+        assert isinstance(hello, HelloRank)
+        scope = owner.scopes[sorted(owner.ranks).index(hello.rank)]
+        rows = self._state.residency.find(scope, keys)
+        duplicate = self._state.residency.words(rows) >= 0
+        self._state.counters.stores_joined += int(duplicate.sum())
+        self._ungrant(owner, words[duplicate], message.session)
+        words, keys, rows = words[~duplicate], keys[~duplicate], rows[~duplicate]
+        checksums = checksums[~duplicate]
+        absent = np.flatnonzero(rows < 0)
+        overflow = absent[self._state.residency.table.free_count :]
+        if len(overflow):
+            # The table is full of blocks that the file tier holds: this store is dropped.
+            self._state.counters.stores_dropped += len(overflow)
+            self._ungrant(owner, words[overflow], message.session)
+            keep = np.setdiff1d(np.arange(len(words)), overflow)
+            words, keys, rows, checksums = words[keep], keys[keep], rows[keep], checksums[keep]
+            absent = np.flatnonzero(rows < 0)
+        rows[absent] = self._state.residency.insert(scope, keys[absent])
+        self._state.residency.put_dram(rows, words, checksums)
+        self._state.slots.seal(words, self._state.cause)
+        owner.granted_slots -= len(words)
+        self._state.credits_due = True
+        self._state.counters.stores_sealed += len(words)
+        return ""
+
+    def _ungrant(self, owner: Owner, words: Words, session: int) -> None:
+        self._state.free(words)
+        if session == owner.open_session:
+            owner.granted_slots -= len(words)
+
+    def distrust(self, message: Distrust) -> None:
+        """Forget copies whose bytes failed their checksum."""
+        words, known = self._state.slots.words_of(slots_array(message.slots))
+        bad = (
+            known
+            & (self._state.slots.state[words] == SlotState.SEALED)
+            & (self._state.slots.generation[words] == generations_array(message.generations))
+        )
+        words = np.unique(words[bad])
+        self._state.counters.blocks_distrusted += len(words)
+        self._state.empty(words)
+
+    def grant_all(self) -> None:
+        """Top up credits of sessions that used half of theirs."""
+        if not self._state.credits_due:
+            return
+        self._state.credits_due = False
+        sessions = [owner for owner in self._state.owners.values() if owner.open_session]
+        active = {size for owner in sessions for size in owner.slot_sizes}
+        for owner in sessions:
+            pools = [self._state.slots.pools[size] for size in owner.slot_sizes]
+            sharing = sum(
+                set(other.slot_sizes) & set(owner.slot_sizes) != set() for other in sessions
+            )
+            target = self._admission.credit_target(pools, sessions=sharing)
+            if owner.granted_blocks > target // 2:
+                continue
+            self._grant(owner, target - owner.granted_blocks, active)
+
+    def _grant(self, owner: Owner, wanted: int, active: set[int]) -> None:
+        shards = len(owner.scopes)
+        wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // shards)
+        sizes = owner.slot_sizes
+        pools = {size: self._state.slots.pools[size] for size in sizes}
+        for size, pool in pools.items():
+            self._admission.make_room(pool, wanted * sizes.count(size), active)
+        # Counted at the end: making room for one size may take what was free for another.
+        count = min(wanted, *(len(p.free) // sizes.count(size) for size, p in pools.items()))
+        if count == 0:
+            self._state.counters.grants_refused += 1
+            return
+        columns = [
+            self._state.slots.grant(
+                self._state.slots.pools[size],
+                count,
+                writer=owner.ranks[rank].id,
+                session=owner.open_session,
+                cause=self._state.cause,
+            )
+            for rank, size in zip(sorted(owner.ranks), sizes, strict=True)
+        ]
+        words = np.stack(columns, axis=1).reshape(-1)
+        owner.granted_slots += len(words)
+        self._state.counters.blocks_granted += count
+        assert owner.scheduler is not None
+        self._state.send(
+            owner.scheduler,
+            Grant(
+                session=owner.open_session,
+                slots=self._state.slots.slots_of(words).astype("<u4").tobytes(),
+                generations=self._state.slots.generation[words].astype("<u8").tobytes(),
+            ),
+        )

@@ -1,0 +1,67 @@
+"""Logging of the node: one line a record, on stderr, and never a flood.
+
+No prompt text, no tokens, and of a key at most 8 hex digits (`short`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+PERIOD_S: Final = 10.0
+RECORDS_PER_PERIOD_MAX: Final = 20
+TEMPLATE_COUNT_MAX: Final = 1000
+MESSAGE_CHARACTERS_MAX: Final = 500
+
+
+class RateLimit(logging.Filter):
+    """Lets through RECORDS_PER_PERIOD_MAX records of one message template per PERIOD_S.
+
+    The first record of the next period says how many were dropped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False: drop the record."""
+        template = str(record.msg)
+        now_s = time.monotonic()
+        begin_s, count = self._seen.get(template, (now_s, 0))
+        if now_s - begin_s >= PERIOD_S:
+            if count > RECORDS_PER_PERIOD_MAX:
+                dropped = count - RECORDS_PER_PERIOD_MAX
+                record.msg = f"{template} ({dropped} like this were left out)"
+            begin_s, count = now_s, 0
+        if len(self._seen) >= TEMPLATE_COUNT_MAX:
+            self._seen.clear()
+        self._seen[template] = (begin_s, count + 1)
+        return count < RECORDS_PER_PERIOD_MAX
+
+
+class OneLine(logging.Formatter):
+    """A record's message as one printable line: parts of it may be a peer's words."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, with everything but plain ASCII escaped."""
+        text = record.message[:MESSAGE_CHARACTERS_MAX]
+        record.message = text.encode("unicode_escape").decode("ascii")
+        return super().formatMessage(record)
+
+
+def setup(level: str) -> None:
+    """Send the log of kvstore to stderr at `level` and above."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(RateLimit())
+    root = logging.getLogger("kvstore")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+def short(key: bytes) -> str:
+    """As much of a key or space as may be shown: 8 hex digits."""
+    return key[:4].hex()

@@ -1,0 +1,140 @@
+"""Every metric of kvstore, in one table: name, kind, unit, labels, help.
+
+Nothing exports a number that is not listed here, and the documentation is made from the same rows.
+Covers names and families of the node. Does not cover: where the values come from
+(`kvstore.serve.pages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, Literal, NamedTuple
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class Metric(NamedTuple):
+    """One row. The name ends in the unit, counters in ``_total`` as well."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+
+
+METRICS: Final = (
+    Metric(
+        "kvstore_ready_bytes", "gauge", "bytes", ("tier",), "Bytes of the tier whose pages exist."
+    ),
+    Metric("kvstore_used_bytes", "gauge", "bytes", ("tier",), "Bytes of slots that hold a block."),
+    Metric("kvstore_capacity_bytes", "gauge", "bytes", ("tier",), "Bytes the tier will have."),
+    Metric("kvstore_connections", "gauge", "", (), "Sockets of engines that are open now."),
+    Metric("kvstore_connections_accepted_total", "counter", "", (), "Sockets ever accepted."),
+    Metric(
+        "kvstore_connections_refused_total",
+        "counter",
+        "",
+        ("reason",),
+        "Newcomers turned away: uid not allowed, node full, bad hello, no hello in time.",
+    ),
+    Metric(
+        "kvstore_connections_ended_total",
+        "counter",
+        "",
+        ("reason",),
+        "Attached sockets that ended: closed by the peer, protocol broken, outbox overflow,"
+        " process exited, hung up by the engine core, failure of the node.",
+    ),
+    Metric(
+        "kvstore_datagrams_total", "counter", "", ("direction",), "Datagrams received and sent."
+    ),
+    Metric(
+        "kvstore_step_seconds",
+        "histogram",
+        "seconds",
+        (),
+        "Time from a batch of events to the last command carried out.",
+    ),
+    Metric("kvstore_loop_failures_total", "counter", "", (), "Bugs caught by the node's loop."),
+    Metric(
+        "kvstore_heartbeat_gap_seconds",
+        "gauge",
+        "seconds",
+        (),
+        "Longest time between two heartbeats since the start; engines give up at 0.25.",
+    ),
+    Metric("kvstore_queries_total", "counter", "", (), "Questions of inspect and /metrics."),
+    Metric("kvstore_info", "gauge", "", ("version", "incarnation"), "Always 1."),
+    Metric("kvstore_blocks", "gauge", "", ("tier",), "Block shards held."),
+    Metric(
+        "kvstore_slots",
+        "gauge",
+        "",
+        ("state",),
+        "Slots that hold a block (sealed; leased: being read), may be written (granted), or wait"
+        " for their writer to be proven quiet (quarantined).",
+    ),
+    Metric("kvstore_sessions", "gauge", "", (), "Engines whose ranks are all attached."),
+    Metric("kvstore_leases", "gauge", "", (), "Runs of blocks that engines are reading."),
+    *(
+        Metric(f"kvstore_{name}_total", "counter", "", (), text)
+        for name, text in (
+            ("blocks_distrusted", "Blocks forgotten because a reader's checksum failed."),
+            ("blocks_granted", "Credits given: blocks an engine may store."),
+            ("blocks_hit", "Blocks looked up and leased."),
+            ("blocks_missed", "Blocks looked up and not there."),
+            ("evictions", "Slots emptied to make room."),
+            ("grants_refused", "Times no credit could be given: everything is leased or granted."),
+            ("lease_asks", "Lookups."),
+            ("leases_expired", "Leases that ran out unreleased."),
+            ("protocol_refusals", "Peers refused or hung up on by the engine core."),
+            ("sessions_opened", "Sessions opened."),
+            ("slots_quarantined", "Slots whose writer hung up while its process lived."),
+            ("stale_slots", "Slots in seals and drops that were no longer the sender's."),
+            ("stores_dropped", "Credits given back unused, or stores without room."),
+            ("stores_joined", "Stores of blocks that were there already."),
+            ("stores_sealed", "Block shards stored."),
+        )
+    ),
+)
+BY_NAME: Final = {metric.name: metric for metric in METRICS}
+
+Sample = tuple[Sequence[str], float]
+
+
+def family(name: str, samples: Iterable[Sample]) -> Family:
+    """The family of a listed counter or gauge with its (label values, value) samples."""
+    metric = BY_NAME[name]
+    made: CounterMetricFamily | GaugeMetricFamily
+    if metric.kind == "counter":
+        made = CounterMetricFamily(name, metric.help, labels=metric.labels)
+    else:
+        assert metric.kind == "gauge", f"{name} is a {metric.kind}"
+        made = GaugeMetricFamily(name, metric.help, labels=metric.labels)
+    for labels, value in samples:
+        made.add_metric(labels, value)
+    return made
+
+
+def histogram(
+    name: str, *, bounds: Sequence[float], counts: Sequence[int], total: float
+) -> HistogramMetricFamily:
+    """The family of a listed histogram; `counts` has one entry more than `bounds`."""
+    metric = BY_NAME[name]
+    assert metric.kind == "histogram", f"{name} is a {metric.kind}"
+    assert len(counts) == len(bounds) + 1
+    cumulative = 0
+    buckets: list[tuple[str, float]] = []
+    for bound, count in zip((*map(repr, bounds), "+Inf"), counts, strict=True):
+        cumulative += count
+        buckets.append((bound, cumulative))
+    made = HistogramMetricFamily(name, metric.help)
+    made.add_metric((), buckets, total)
+    return made

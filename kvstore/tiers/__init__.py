@@ -1,0 +1,1 @@
+"""Mechanisms behind the `Tier` port: memory that holds slots."""

@@ -1,0 +1,108 @@
+"""The dram tier: the node's arena, shared with the engines that attach.
+
+Covers pre-faulting: a background thread takes the pages chunk by chunk, so that the node's cgroup
+is charged and no engine ever waits for (or dies of) a page fault; capacity grows as they arrive.
+When the kernel runs out, the tier stays as large as it got. Does not cover: making and sealing the
+memory (`kvstore.arena`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvstore.arena import Arena
+from kvstore.ports import Capabilities
+from kvstore.types import PAGE_BYTES, Generation, SlotId
+from kvstore.units import MIB, format_size
+
+CHUNK_BYTES = 16 * MIB
+"""What is pre-faulted at a time: about 40 ms of ordinary pages, so a stop is never late."""
+
+_log = logging.getLogger(__name__)
+
+
+class DramTier:
+    """A `Tier` over an `Arena`, which it owns."""
+
+    def __init__(self, arena: Arena, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._arena = arena
+        self._chunk_bytes = chunk_bytes
+        self._ready_bytes = 0
+        self._stop = threading.Event()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._populate, name="prefault", daemon=True)
+
+    def start(self) -> None:
+        """Begin to take the pages. Once."""
+        self._thread.start()
+
+    @property
+    def arena(self) -> Arena:
+        return self._arena
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(shareable=True, huge_pages=self._arena.huge_pages, persistent=False)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._arena.arena_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        return self._ready_bytes
+
+    def wait_populated(self, timeout_s: float) -> bool:
+        """Wait until the pages are all there, or no more come. False: still at it."""
+        return self._done.wait(timeout_s)
+
+    def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        which, values = np.asarray(slots, np.uint32), np.asarray(generations, np.uint64)
+        assert which.shape == values.shape, "one generation per slot"
+        if not which.size:
+            return
+        assert int(which.max()) * PAGE_BYTES < self.capacity_bytes, "outside the tier"
+        assert (values >= self._arena.generations(which)).all(), "a generation never goes back"
+        self._arena.raise_generations(which, values)
+
+    def generation(self, slot: SlotId) -> Generation:
+        assert 0 <= slot * PAGE_BYTES < self.capacity_bytes, f"slot {slot} is outside the tier"
+        return Generation(int(self._arena.generations(np.array(slot, np.uint32))))
+
+    def beat(self, now_ns: int) -> None:
+        self._arena.beat(now_ns)
+
+    def view(self, slot: SlotId, length_bytes: int) -> memoryview:
+        begin = slot * PAGE_BYTES
+        assert 0 <= begin <= begin + length_bytes <= self._ready_bytes, "outside what is ready"
+        return self._arena.array.data[begin : begin + length_bytes]
+
+    def close(self) -> None:
+        """Stop pre-faulting, then close the memory. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._arena.close()
+
+    def _populate(self) -> None:
+        try:
+            for begin in range(0, self.capacity_bytes, self._chunk_bytes):
+                if self._stop.is_set():
+                    return
+                end = min(begin + self._chunk_bytes, self.capacity_bytes)
+                self._arena.populate(begin, end)
+                self._arena.set_ready(end)
+                self._ready_bytes = end
+        except OSError as error:
+            _log.warning(
+                "dram stays at %s of %s: the kernel has no more memory for it (%s)",
+                format_size(self._ready_bytes),
+                format_size(self.capacity_bytes),
+                error.strerror,
+            )
+        finally:
+            self._done.set()

@@ -1,0 +1,56 @@
+"""The reference tier: plain private memory, as obvious as can be.
+
+It runs the same contract suite as every other tier and stands in for them in simulations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.ports import Capabilities
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, Generation, SlotId
+
+
+class MemoryTier:
+    """A `Tier` over a bytearray; ready at once."""
+
+    def __init__(self, *, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._bytes = bytearray(capacity_bytes)
+        self._generations: dict[int, int] = {}
+        self.heartbeat_ns = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(shareable=False, huge_pages=False, persistent=False)
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._capacity_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        return self.capacity_bytes
+
+    def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
+        for slot, generation in zip(slots, generations, strict=True):
+            assert generation >= self.generation(SlotId(slot)), "a generation never goes back"
+            self._generations[self._word(slot)] = int(generation)
+
+    def generation(self, slot: SlotId) -> Generation:
+        return Generation(self._generations.get(self._word(slot), 1))
+
+    def beat(self, now_ns: int) -> None:
+        self.heartbeat_ns = now_ns
+
+    def view(self, slot: SlotId, length_bytes: int) -> memoryview:
+        begin = slot * PAGE_BYTES
+        assert 0 <= begin <= begin + length_bytes <= self.ready_bytes, "outside the tier"
+        return memoryview(self._bytes)[begin : begin + length_bytes]
+
+    def close(self) -> None:
+        self._bytes = bytearray()
+
+    def _word(self, slot: int) -> int:
+        assert 0 <= slot * PAGE_BYTES < self.capacity_bytes, f"slot {slot} is outside the tier"
+        return slot // PAGES_PER_GENERATION

@@ -1,0 +1,63 @@
+"""The identifiers and small values that every layer shares.
+
+Distinct ids are distinct types; every struct is frozen. Sizes and offsets are bytes unless the
+name ends in another unit.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+import msgspec
+
+KEY_BYTES = 32
+CHECKSUM_BYTES = 16
+PAGE_BYTES = 4096
+"""Alignment of slots, and the unit in which a `SlotId` counts."""
+SLOT_BYTES_MIN = 64 << 10
+"""Smallest slot: one generation word per this many bytes of arena."""
+PAGES_PER_GENERATION = SLOT_BYTES_MIN // PAGE_BYTES
+
+BlockKey = NewType("BlockKey", bytes)
+"""The engine's own 32-byte chained block hash (`sha256_cbor`)."""
+
+SpaceId = NewType("SpaceId", bytes)
+"""32-byte fingerprint of all that changes the bytes of a block except its tokens."""
+
+SlotId = NewType("SlotId", int)
+"""First 4 KiB page of a slot in the arena: byte offset = slot * PAGE_BYTES, generation word =
+slot // PAGES_PER_GENERATION. No slot is smaller than SLOT_BYTES_MIN, so no two share a word."""
+
+Generation = NewType("Generation", int)
+"""How often a slot was reused; u64, starts at 1, raised before every reuse."""
+
+SessionId = NewType("SessionId", int)
+"""One pairing of a scheduler with all its ranks, made by the node; never reused in one node
+incarnation. Credits and seals belong to a session."""
+
+LeaseId = NewType("LeaseId", int)
+"""Chosen by the scheduler side, unique for the life of its process."""
+
+ConnectionId = NewType("ConnectionId", int)
+"""One attached socket, numbered by the node; never reused in one incarnation."""
+
+Incarnation = NewType("Incarnation", int)
+"""Random non-zero u64 of one start of the node process."""
+
+
+class Tier(enum.IntEnum):
+    """Where bytes live. The order is that of speed, fastest first."""
+
+    HBM = 0
+    DRAM = 1
+    FILE = 2
+
+
+class Shard(msgspec.Struct, frozen=True, order=True):
+    """A canonical piece of a block: layers [begin, end) of KV heads [begin, end)."""
+
+    layer_begin: int
+    layer_end: int
+    head_begin: int
+    head_end: int

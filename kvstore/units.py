@@ -1,0 +1,47 @@
+"""Byte and time units. The bottom of the import order: imports nothing of kvstore."""
+
+from __future__ import annotations
+
+import re
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
+_FACTOR = {
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``64GiB``, ``512 MiB`` or ``1048576``.
+
+    Raises:
+        ValueError: the text is no size; the message says what a size looks like.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write a number and a unit, such as 64GiB")
+    number, unit = match.groups()
+    return int(float(number) * _FACTOR[(unit or "B").lower()])
+
+
+def format_size(size_bytes: int) -> str:
+    """The size with the largest binary unit that keeps it at or above one: ``1.5 GiB``."""
+    for unit, factor in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.4g} {unit}"
+    return f"{size_bytes} B"

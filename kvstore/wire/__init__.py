@@ -1,0 +1,1 @@
+"""Forms that leave a process: datagrams, fingerprints, layouts, records. Pure."""

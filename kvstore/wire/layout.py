@@ -1,0 +1,56 @@
+"""Geometry of a block: how one block of one shard lies in its slot.
+
+    slot bytes = [layer][head][token][K‖V]        (vLLM's LBHNC page per layer, layers contiguous)
+
+              page of layer 0            page of layer 1
+    ├─head 0─┼─head 1─┤…        ├─head 0─┼─head 1─┤…           …│ pad to 4 KiB │
+      token 0..N-1, each token_bytes = K bytes + V bytes of one head
+
+Covers: sizes and offsets. Does not cover: copying (`kvstore.kernels`), placing slots in the arena
+(`kvstore.engine.slots`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """Shape of one block of one shard."""
+
+    layer_count: int
+    head_count: int
+    token_count: int
+    """Tokens in a block."""
+    token_bytes: int
+    """Bytes of K‖V of one token in one head of one layer."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one layer of the block."""
+        return self.head_count * self.token_count * self.token_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload bytes of the block: all layers."""
+        return self.layer_count * self.page_bytes
+
+    def page_offset(self, layer: int) -> int:
+        """Byte offset of a layer's page in the slot. `layer` counts from the shard's first."""
+        assert 0 <= layer < self.layer_count, f"layer {layer} of {self.layer_count}"
+        return layer * self.page_bytes
+
+    def covers(self, shard: Shard) -> bool:
+        """True when this is the geometry of `shard`: as many layers and heads."""
+        return (
+            shard.layer_end - shard.layer_begin == self.layer_count
+            and shard.head_end - shard.head_begin == self.head_count
+        )
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Bytes that such a block takes in the arena: whole pages, never below the minimum."""
+    pages = -(-block_bytes // PAGE_BYTES)
+    return max(pages * PAGE_BYTES, SLOT_BYTES_MIN)

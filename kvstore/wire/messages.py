@@ -1,0 +1,320 @@
+"""The attach protocol: every datagram between an engine and the node.
+
+One SOCK_SEQPACKET unix socket per scheduler and per rank; one msgpack-encoded struct per datagram.
+Control only: the bytes of blocks never pass through a socket.
+
+    scheduler                      node                        rank r
+      │ HelloScheduler ─────────────▶│◀──────────── HelloRank │        + own pidfd (SCM_RIGHTS)
+      │◀──── Welcome (gen. page) ────│── Welcome (arena, gen. page) ──▶│   or Refused, then close
+      │                              │── Quiesce(session) ────────────▶│   drain own copies …
+      │                              │◀──────────── Quiet(session) ────│   … serve this session only
+      │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
+      │ Hint, LeaseAsk, Renew, Release│◀── Seal, Drop, Distrust ───────│
+      │◀──── HintReply, LeaseReply, Grant                              │
+      │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
+
+Arrays travel as bytes, little-endian: keys 32 bytes each, slots u32, generations u64, checksums 16
+bytes each. With S shards per block, an array of n blocks is shaped [n][S], shard minor.
+
+Ways to be broken: not msgpack; unknown tag; field of another type; longer than DATAGRAM_BYTES_MAX;
+a byte array that is no multiple of its element or not as long as its neighbours. All of them raise
+`ProtocolError` from `decode_*`, and the connection is closed.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import ProtocolError
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Shard
+from kvstore.wire.space import Space
+
+PROTOCOL_VERSION: Final = 1
+KEYS_PER_DATAGRAM_MAX: Final = 2048
+DATAGRAM_BYTES_MAX: Final = 160 << 10
+"""Room for the largest datagram: 2,048 keys with slots, generations and checksums are 120 KiB."""
+LEASES_PER_DATAGRAM_MAX: Final = 4096
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+U64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Small = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+KeyArray = Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_BYTES)]
+LeaseList = Annotated[list[U64], msgspec.Meta(max_length=LEASES_PER_DATAGRAM_MAX)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all datagrams; the tag is the class name."""
+
+
+# ── engine → node ────────────────────────────────────────────────────────────────────────────────
+
+
+class HelloScheduler(Message, frozen=True):
+    """First datagram of a scheduler. Ancillary data: its own pidfd."""
+
+    protocol: int
+    engine_id: Name
+    nonce: Name
+    """Differs between two starts of an engine with the same id."""
+    tenant: Name
+    rank_count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    process: Name
+    """Random name of this process; another one after a fork or restart."""
+    weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    label: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    """Model name for `kvstore inspect`; no part of any address."""
+
+
+class HelloRank(Message, frozen=True):
+    """First datagram of a rank. Ancillary data: its own pidfd.
+
+    Sending it says: this process runs no copy into the arena, and knows no session yet.
+    """
+
+    protocol: int
+    engine_id: Name
+    nonce: Name
+    tenant: Name
+    rank: Small
+    process: Name
+    space: Space
+    shard: Shard
+    block_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class Quiet(Message, frozen=True):
+    """Rank: every copy of earlier sessions has ended; from now on only `session` is served."""
+
+    session: U64
+
+
+class Hint(Message, frozen=True):
+    """Scheduler: a request with these keys (chain order) has arrived. Touches; pins nothing."""
+
+    request: U64
+    keys: KeyArray
+
+
+class LeaseAsk(Message, frozen=True):
+    """Scheduler: pin the longest run of these keys, in chain order, that is in dram."""
+
+    lease: U64
+    keys: KeyArray
+    with_checksums: bool = False
+
+
+class LeaseRenew(Message, frozen=True):
+    """Scheduler: these leases last `ttl_ms` from now."""
+
+    leases: LeaseList
+
+
+class LeaseRelease(Message, frozen=True):
+    """Scheduler: nobody reads under these leases any more."""
+
+    leases: LeaseList
+
+
+class Seal(Message, frozen=True):
+    """Rank: these slots hold complete bytes of these keys and will not change."""
+
+    session: U64
+    keys: KeyArray
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+
+
+class Drop(Message, frozen=True):
+    """Rank: these granted slots were not written and will not be: they are free again."""
+
+    session: U64
+    slots: bytes
+    generations: bytes
+
+
+class Distrust(Message, frozen=True):
+    """Rank: the bytes in these slots failed their checksum. The node forgets the copies."""
+
+    slots: bytes
+    generations: bytes
+
+
+# ── node → engine ────────────────────────────────────────────────────────────────────────────────
+
+
+class Welcome(Message, frozen=True):
+    """Ancillary data: [generation page] to a scheduler, [arena, generation page] to a rank."""
+
+    protocol: int
+    incarnation: U64
+    now_ns: U64
+    """The node's monotonic clock while sending; the heartbeat word counts on the same clock."""
+    arena_bytes: U64
+    generation_bytes: U64
+
+
+class Refused(Message, frozen=True):
+    """The node will not serve this engine; the connection ends. `reason` is one clear sentence."""
+
+    reason: str
+    permanent: bool
+    """True: asking again with the same engine is pointless."""
+
+
+class Quiesce(Message, frozen=True):
+    """To a rank: end every copy, then answer Quiet(session)."""
+
+    session: U64
+    weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """That of the scheduler's Hello: ranks need it for the space in the checksum's header."""
+
+
+class SessionOpen(Message, frozen=True):
+    """All ranks are attached and quiet. Credits follow; lookups are answered from now on."""
+
+    session: U64
+    shard_count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+class SessionClosed(Message, frozen=True):
+    """Credits and leases of the session are void; another session may open on this socket."""
+
+    session: U64
+    reason: str
+
+
+class HintReply(Message, frozen=True):
+    """What the node knows of a Hint's keys, now and without promise."""
+
+    request: U64
+    present: bytes
+    """One bit per key, little bit order, whole bytes: 1 = all shards known in any tier."""
+
+
+class LeaseReply(Message, frozen=True):
+    """The leased run, from the first key asked for; may be empty. [n][S] slots and generations."""
+
+    lease: U64
+    ttl_ms: U64
+    slots: bytes
+    generations: bytes
+    checksums: bytes = b""
+
+
+class Grant(Message, frozen=True):
+    """Credits: free slots, one per shard for each of n blocks, recorded with their owner."""
+
+    session: U64
+    slots: bytes
+    generations: bytes
+
+
+EngineMessage = (
+    HelloScheduler
+    | HelloRank
+    | Quiet
+    | Hint
+    | LeaseAsk
+    | LeaseRenew
+    | LeaseRelease
+    | Seal
+    | Drop
+    | Distrust
+)
+NodeMessage = (
+    Welcome | Refused | Quiesce | SessionOpen | SessionClosed | HintReply | LeaseReply | Grant
+)
+
+_M = TypeVar("_M")
+_encoder = msgspec.msgpack.Encoder()
+_engine_decoder: msgspec.msgpack.Decoder[EngineMessage] = msgspec.msgpack.Decoder(EngineMessage)
+_node_decoder: msgspec.msgpack.Decoder[NodeMessage] = msgspec.msgpack.Decoder(NodeMessage)
+
+
+def encode(message: Message) -> bytes:
+    """The datagram of a message. Callers keep batches within KEYS_PER_DATAGRAM_MAX."""
+    datagram = _encoder.encode(message)
+    assert len(datagram) <= DATAGRAM_BYTES_MAX, f"{type(message).__name__}: {len(datagram)} bytes"
+    return datagram
+
+
+def decode_from_engine(datagram: bytes | memoryview) -> EngineMessage:
+    """Decode what a node received. Raises ProtocolError for anything malformed."""
+    message = _decode(_engine_decoder, datagram)
+    match message:
+        case Hint(keys=keys) | LeaseAsk(keys=keys):
+            _elements(keys, KEY_BYTES, "keys")
+        case Seal():
+            n = _elements(message.keys, KEY_BYTES, "keys")
+            _same(n, _elements(message.slots, 4, "slots"), "slots")
+            _same(n, _elements(message.generations, 8, "generations"), "generations")
+            _same(n, _elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
+        case Drop() | Distrust():
+            n = _elements(message.slots, 4, "slots")
+            _same(n, _elements(message.generations, 8, "generations"), "generations")
+        case _:
+            pass
+    return message
+
+
+def decode_from_node(datagram: bytes | memoryview) -> NodeMessage:
+    """Decode what an engine received. Raises ProtocolError for anything malformed."""
+    message = _decode(_node_decoder, datagram)
+    match message:
+        case LeaseReply() | Grant():
+            n = _elements(message.slots, 4, "slots")
+            _same(n, _elements(message.generations, 8, "generations"), "generations")
+            if isinstance(message, LeaseReply) and message.checksums:
+                _same(n, _elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
+        case _:
+            pass
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_M], datagram: bytes | memoryview) -> _M:
+    if len(datagram) > DATAGRAM_BYTES_MAX:
+        raise ProtocolError(f"datagram of {len(datagram)} bytes; at most {DATAGRAM_BYTES_MAX}")
+    try:
+        return decoder.decode(datagram)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed datagram: {error}") from None
+
+
+def _elements(array: bytes, size: int, name: str) -> int:
+    count, rest = divmod(len(array), size)
+    if rest:
+        raise ProtocolError(f"{name}: {len(array)} bytes are no multiple of {size}")
+    return count
+
+
+def _same(expected: int, count: int, name: str) -> None:
+    if count != expected:
+        raise ProtocolError(f"{name}: {count} elements where {expected} were announced")
+
+
+# ── arrays ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def slots_array(data: bytes) -> NDArray[np.uint32]:
+    """Read-only view, shape [count]."""
+    return np.frombuffer(data, dtype="<u4")
+
+
+def generations_array(data: bytes) -> NDArray[np.uint64]:
+    """Read-only view, shape [count]."""
+    return np.frombuffer(data, dtype="<u8")
+
+
+def keys_array(data: bytes) -> NDArray[np.uint64]:
+    """Read-only view of 32-byte keys as words, shape [count, 4]."""
+    return np.frombuffer(data, dtype="<u8").reshape(-1, KEY_BYTES // 8)
+
+
+def checksums_array(data: bytes) -> NDArray[np.uint64]:
+    """Read-only view of 16-byte checksums as words, shape [count, 2]."""
+    return np.frombuffer(data, dtype="<u8").reshape(-1, CHECKSUM_BYTES // 8)

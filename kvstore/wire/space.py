@@ -1,0 +1,53 @@
+"""The space: a fingerprint of everything, tokens aside, that changes the bytes of a block.
+
+Two engines share blocks only when every field here is equal. Parallel sizes are not part of it:
+shards are canonical (`Shard`). A field added here makes every stored block unreachable, which is a
+cold start and never a wrong answer; a field forgotten here is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from kvstore.types import SpaceId
+
+_encoder = msgspec.msgpack.Encoder(order="deterministic")
+
+
+class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a rank reports of its model. Strings are as the engine spells them."""
+
+    model: str
+    """Digest of the model's own configuration (hex)."""
+    weights: str
+    """Digest of config.json and, per weights file, of size, header and sampled pieces (hex)."""
+    dtype: str
+    kv_dtype: str
+    quantization: str
+    attention_backend: str
+    kv_layout: str
+    isa: str
+    """Instruction set in whose order CPU pages are packed; empty on GPUs."""
+    block_tokens: int
+    hash_block_tokens: int
+    layer_count: int
+    """Of the whole model, not of the rank."""
+    kv_head_count: int
+    """Of the whole model, not of the rank."""
+    token_bytes: int
+    """Bytes of K‖V of one token in one head of one layer."""
+    hash_algorithm: str
+    hash_seed: str
+    engine_version: str
+    """Name and minor version of the engine, such as ``vllm-0.32``."""
+
+
+def fingerprint(space: Space, *, weights_epoch: str) -> SpaceId:
+    """The 32-byte id of `space`.
+
+    `weights_epoch` is empty until weights change in place; then it is a fresh random text, so that
+    the engine moves to a space of its own at once.
+    """
+    return SpaceId(hashlib.sha256(_encoder.encode((space, weights_epoch))).digest())
