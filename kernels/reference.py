@@ -1,0 +1,36 @@
+"""Packing and unpacking a block, written to be obviously right. `pack.py` is compared with this.
+
+A layer is an array [block_count, page_bytes] u8, however it is strided. A slot is [block_bytes] u8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+def checksum(header: bytes, payload: bytes) -> bytes:
+    """The 16 bytes of xxh3-128 over header, then payload (`kvstore.wire.record`)."""
+    return xxhash.xxh3_128_digest(header + payload)
+
+
+def pack(layers: Sequence[Bytes], block: int, slot: Bytes, header: bytes) -> bytes:
+    """Copy one block, layer by layer, into its slot. Returns the checksum."""
+    payload = b"".join(layer[block].tobytes() for layer in layers)
+    slot[: len(payload)] = np.frombuffer(payload, np.uint8)
+    return checksum(header, payload)
+
+
+def unpack(slot: Bytes, layers: Sequence[Bytes], block: int, header: bytes) -> bytes:
+    """Copy a slot into one block, layer by layer. Returns the checksum of what the slot holds."""
+    begin = 0
+    for layer in layers:
+        page_bytes = layer.shape[1]
+        layer[block] = slot[begin : begin + page_bytes]
+        begin += page_bytes
+    return checksum(header, slot[:begin].tobytes())

@@ -1,0 +1,15 @@
+"""The pure part of a connector: what to ask, load, store and fence, with no engine types.
+
+| module          | cares about                                  | in → out                      |
+|-----------------|----------------------------------------------|-------------------------------|
+| `plan.py`       | the values that scheduler and ranks exchange | –                             |
+| `config.py`     | limits and names                             | –                             |
+| `breaker.py`    | when the cache is off, and for how long      | failures → open or closed     |
+| `attachment.py` | the connection, session, credits, heartbeat  | datagrams → state, credits    |
+| `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |
+| `stores.py`     | which filled blocks go where, fences         | full blocks, credits → StoreJob |
+| `stats.py`      | counters                                     | –                             |
+| `scheduler.py`  | joins them for one engine                    | requests → StepPlan           |
+| `copies.py`     | one running job of a rank                    | arrays → block copies         |
+| `rank.py`       | the jobs of one rank                         | StepPlan, datagrams → copies  |
+"""

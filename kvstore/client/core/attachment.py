@@ -1,0 +1,210 @@
+"""The scheduler's connection to the node: attached or not, session, credits, heartbeat.
+
+    DOWN ──connected──▶ GREETED ──Welcome──▶ WAITING ──SessionOpen──▶ OPEN
+      ▲                                         ▲──── SessionClosed ────┘
+      └── disconnected, refused, heartbeat too old: from every state, with back-off
+
+Rules. 1: only this class changes the state. 2: credits exist only while OPEN and die with the
+session. 3: every change worth knowing leaves one notice, never one per request.
+Pure: the caller owns the socket and reads the heartbeat word.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+
+import numpy as np
+
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import (
+    PROTOCOL_VERSION,
+    Grant,
+    HelloScheduler,
+    Message,
+    Refused,
+    SessionClosed,
+    SessionOpen,
+    Welcome,
+    generations_array,
+    slots_array,
+)
+
+_RETRY_MS_MIN = 50
+_RETRY_MS_MAX = 1000
+_REFUSED_RETRY_MS = 10_000
+_GREETING_MS_MAX = 10_000
+
+
+class State(enum.Enum):
+    """Where the connection stands."""
+
+    DOWN = "down"
+    GREETED = "greeted"
+    WAITING = "waiting for the ranks"
+    OPEN = "open"
+
+
+Credit = tuple[tuple[int, ...], tuple[int, ...]]
+"""Slots and generations of one block, one per shard."""
+
+
+class Attachment:
+    """See the module. Times are the engine's monotonic nanoseconds."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.state = State.DOWN
+        self.session = 0
+        self.shard_count = 1
+        self.incarnation = 0
+        self.weights_epoch = ""
+        self.credits: deque[Credit] = deque()
+        self.outbox: list[Message] = []
+        self.notices: list[str] = []
+        self.state_since_ns = 0
+        self._retry_at_ns = 0
+        self._retry_ms = _RETRY_MS_MIN
+        self._clock_offset_ns = 0
+        self._away_noticed = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is State.OPEN
+
+    def is_forming(self, now_ns: int, within_ms: int) -> bool:
+        """True while an attachment under way is young enough to be worth waiting for."""
+        return (
+            self.state in (State.GREETED, State.WAITING)
+            and now_ns - self.state_since_ns < within_ms * NS_PER_MS
+        )
+
+    def wants_connection(self, now_ns: int) -> bool:
+        return self.state is State.DOWN and now_ns >= self._retry_at_ns
+
+    def connect_failed(self, now_ns: int, reason: str) -> None:
+        """The socket is absent or refuses. One notice, then silence until something changes."""
+        self._back_off(now_ns, self._retry_ms)
+        self._retry_ms = min(self._retry_ms * 2, _RETRY_MS_MAX)
+        self._notice_away(reason)
+
+    def hello(self) -> HelloScheduler:
+        """What the caller sends first on a new socket."""
+        return HelloScheduler(
+            protocol=PROTOCOL_VERSION,
+            engine_id=self._config.engine_id,
+            nonce=self._config.nonce,
+            tenant=self._config.tenant,
+            rank_count=self._config.rank_count,
+            process=self._config.process,
+            weights_epoch=self.weights_epoch,
+            label=self._config.label,
+        )
+
+    def connected(self, now_ns: int) -> None:
+        """The socket is connected and the hello is on its way."""
+        assert self.state is State.DOWN, self.state
+        self._enter(State.GREETED, now_ns)
+
+    def disconnected(self, now_ns: int, reason: str) -> None:
+        """The socket ended, or the caller closed it on our word. Safe to call when down."""
+        if self.state is State.DOWN:
+            return
+        self._end_session()
+        self._enter(State.DOWN, now_ns)
+        self.outbox.clear()
+        self._back_off(now_ns, self._retry_ms)
+        self._retry_ms = min(self._retry_ms * 2, _RETRY_MS_MAX)
+        self._notice_away(reason)
+
+    def restart(self, weights_epoch: str, now_ns: int) -> None:
+        """Attach again at once, to the space of this epoch. The caller closes the socket."""
+        self.weights_epoch = weights_epoch
+        self._end_session()
+        self._enter(State.DOWN, now_ns)
+        self.outbox.clear()
+        self._retry_at_ns = now_ns
+        self.notices.append("the engine's cache was reset: moving to a space of its own")
+
+    def received(self, message: Message, now_ns: int) -> str | None:
+        """Take an attachment message. Returns a reason when the caller must close the socket."""
+        match message:
+            case Welcome():
+                self.incarnation = message.incarnation
+                self._clock_offset_ns = now_ns - message.now_ns
+                self._enter(State.WAITING, now_ns)
+            case SessionOpen():
+                self.session = message.session
+                self.shard_count = message.shard_count
+                self._enter(State.OPEN, now_ns)
+                self._retry_ms = _RETRY_MS_MIN
+                self._away_noticed = False
+                self.notices.append(f"attached to the node, session {message.session}: cache on")
+            case SessionClosed():
+                if message.session == self.session:
+                    self._end_session()
+                    self._enter(State.WAITING, now_ns)
+                    self._notice_away(message.reason)
+            case Grant():
+                if message.session == self.session:
+                    self._add_credits(message)
+            case Refused():
+                self._notice_away(f"refused: {message.reason}")
+                self._end_session()
+                self._enter(State.DOWN, now_ns)
+                self._back_off(now_ns, _REFUSED_RETRY_MS)
+                return "refused"
+            case _:
+                pass
+        return None
+
+    def greeting_is_late(self, now_ns: int) -> bool:
+        """A hello without a Welcome for so long: another node may serve the path by now."""
+        return (
+            self.state is State.GREETED
+            and now_ns - self.state_since_ns > _GREETING_MS_MAX * NS_PER_MS
+        )
+
+    def heartbeat_lost(self, now_ns: int, heartbeat_ns: int) -> bool:
+        """Whether the node has been away longer than the limit. `heartbeat_ns`: its last word."""
+        if self.state not in (State.WAITING, State.OPEN) or heartbeat_ns == 0:
+            return False
+        # Clocks differ between time namespaces. Every look bounds the offset from above (it is
+        # offset + age); the smallest bound seen is the offset to within one beat. A Welcome that
+        # lay unread for seconds alone would make the node look that much younger.
+        self._clock_offset_ns = min(self._clock_offset_ns, now_ns - heartbeat_ns)
+        age_ns = now_ns - heartbeat_ns - self._clock_offset_ns
+        return age_ns > self._config.heartbeat_timeout_ms * NS_PER_MS
+
+    def _add_credits(self, grant: Grant) -> None:
+        shards = self.shard_count
+        slots = slots_array(grant.slots)
+        if len(slots) % shards:
+            return  # a grant we cannot read is no grant; the node still counts it as ours
+        rows = slots.reshape(-1, shards).tolist()
+        generations = generations_array(grant.generations).reshape(-1, shards).tolist()
+        self.credits.extend((tuple(s), tuple(g)) for s, g in zip(rows, generations, strict=True))
+
+    def _end_session(self) -> None:
+        self.session = 0
+        self.credits.clear()
+
+    def _enter(self, state: State, now_ns: int) -> None:
+        self.state = state
+        self.state_since_ns = now_ns
+
+    def _back_off(self, now_ns: int, retry_ms: int) -> None:
+        self._retry_at_ns = now_ns + retry_ms * NS_PER_MS
+
+    def _notice_away(self, reason: str) -> None:
+        if not self._away_noticed:
+            self._away_noticed = True
+            self.notices.append(f"cache off, requests are computed: {reason}")
+
+
+def credit_arrays(credits: list[Credit]) -> tuple[bytes, bytes]:
+    """[n][S] slots and generations of credits, as they travel."""
+    slots = np.array([slots for slots, _ in credits], dtype="<u4")
+    generations = np.array([generations for _, generations in credits], dtype="<u8")
+    return slots.tobytes(), generations.tobytes()

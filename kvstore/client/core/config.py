@@ -1,0 +1,33 @@
+"""What the scheduler's core must be told. One frozen value; the connector builds it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and names of one engine's scheduler side."""
+
+    engine_id: str
+    nonce: str
+    """Differs between two starts of the same engine id."""
+    process: str
+    tenant: str
+    rank_count: int
+    block_tokens: int
+    label: str = ""
+    lookup_deadline_ms: int = 20
+    """From the first question for a request to the answer 0."""
+    heartbeat_timeout_ms: int = 250
+    min_load_tokens: int = 128
+    """Cost gate: shorter hits are computed, since two engine steps and a lookup cost more."""
+    store_decode: bool = True
+    """Store blocks that fill during decoding, too."""
+    verify_every: int = 64
+    """Every n-th load is checked against its checksums; 1 checks all, 0 none."""
+    breaker_failures_max: int = 3
+    breaker_cooldown_ms: int = 1000
+    recent_keys_max: int = 65_536
+    """Keys remembered as stored, so that equal prompts are stored once."""
+    push_work_ms_max: int = 1000
+    """Longest time that running copies keep an otherwise idle engine stepping."""

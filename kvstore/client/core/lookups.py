@@ -1,0 +1,313 @@
+"""Leases and loads of requests: what is asked, how long it is waited for, how each load ends.
+
+    NONE ──ask──▶ ASKED ──reply──▶ HELD ──allocated──▶ LOADING ──every rank reported──▶ NONE
+                    │ deadline        │ not loaded, finished
+                    ▼                 ▼
+                  NONE (late reply is released)
+
+Rules. 1: a lease that was asked for is released exactly once, or dies with its session. 2: a
+request whose load failed is answered 0 for ever. 3: nothing here waits.
+Does not cover: stores (`stores.py`), the connection (`attachment.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstore.client.core.attachment import Attachment
+from kvstore.client.core.breaker import Breaker
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.plan import LoadJob, LoadResult
+from kvstore.client.core.stats import SchedulerStats
+from kvstore.types import CHECKSUM_BYTES
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    LEASES_PER_DATAGRAM_MAX,
+    LeaseAsk,
+    LeaseRelease,
+    LeaseRenew,
+    LeaseReply,
+)
+
+ASKS_PER_LOOKUP_MAX = 8
+"""What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """Ask again in the next step."""
+
+
+class Hit(msgspec.Struct, frozen=True):
+    """So many tokens beyond the engine's own hit can be loaded."""
+
+    tokens: int
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """Nothing to load; `reason` is one of a small fixed set of words for metrics and logs."""
+
+    reason: str
+
+
+Outcome = Pending | Hit | Miss
+PENDING = Pending()
+
+
+class Stage(enum.Enum):
+    """Where the lookup of one request stands; see the module."""
+
+    NONE = 0
+    ASKED = 1
+    HELD = 2
+    LOADING = 3
+
+
+class _Part:
+    """One LeaseAsk of a request; long prompts need several."""
+
+    __slots__ = ("count", "lease", "renew_at_ns", "reply", "ttl_ns")
+
+    def __init__(self, lease: int, count: int) -> None:
+        self.lease = lease
+        self.count = count
+        self.reply: LeaseReply | None = None
+        self.renew_at_ns = 0
+        self.ttl_ns = 0
+
+
+class Lookup:
+    """The lookup state of one request. Only `Lookups` changes it."""
+
+    __slots__ = (
+        "asked_at_ns",
+        "failed",
+        "first_block",
+        "found_blocks",
+        "load_reports",
+        "miss_reason",
+        "parts",
+        "session",
+        "stage",
+        "target_blocks",
+    )
+
+    def __init__(self) -> None:
+        self.stage = Stage.NONE
+        self.failed = ""
+        """Why this request is answered 0 for ever; empty while it is not."""
+        self.session = 0
+        self.first_block = 0
+        self.found_blocks = 0
+        self.asked_at_ns = 0
+        self.parts: list[_Part] = []
+        self.load_reports = 0
+        self.miss_reason = ""
+        self.target_blocks: tuple[int, ...] = ()
+
+
+class Lookups:
+    """All lookups of one engine."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        attachment: Attachment,
+        breaker: Breaker,
+        stats: SchedulerStats,
+    ) -> None:
+        self._config = config
+        self._attachment = attachment
+        self._breaker = breaker
+        self._stats = stats
+        self._next_lease = 1
+        self._loads_planned = 0
+        self._by_lease: dict[int, tuple[Lookup, _Part]] = {}
+
+    @property
+    def leases_open(self) -> int:
+        """Leases asked for and not yet released."""
+        return len(self._by_lease)
+
+    def match(
+        self,
+        lookup: Lookup,
+        keys: Sequence[bytes],
+        *,
+        first_block: int,
+        now_ns: int,
+        may_ask: bool = True,
+    ) -> Outcome:
+        """The answer for a request whose blocks before `first_block` the engine has itself.
+
+        Idempotent: the engine repeats the question until the request is admitted. With `may_ask`
+        False nothing new is asked of the node in this step; the deadline begins with the question.
+        """
+        if lookup.failed:
+            return self._miss(lookup, lookup.failed)
+        if lookup.stage in (Stage.ASKED, Stage.HELD) and (
+            lookup.session != self._attachment.session or first_block < lookup.first_block
+        ):
+            self.release(lookup)
+        if lookup.stage is Stage.NONE:
+            if not may_ask and self._attachment.is_open:
+                return PENDING
+            refusal = self._ask(lookup, keys, first_block=first_block, now_ns=now_ns)
+            return refusal if refusal is not None else PENDING
+        if lookup.stage is Stage.ASKED:
+            if now_ns - lookup.asked_at_ns < self._config.lookup_deadline_ms * NS_PER_MS:
+                return PENDING
+            self.release(lookup)
+            self._breaker.failed(now_ns)
+            lookup.failed = "deadline"
+            return self._miss(lookup, lookup.failed)
+        assert lookup.stage is Stage.HELD, lookup.stage
+        blocks = lookup.first_block + lookup.found_blocks - first_block
+        tokens = blocks * self._config.block_tokens
+        if tokens < max(self._config.min_load_tokens, 1):
+            self.release(lookup)
+            return self._miss(lookup, "cost gate" if tokens > 0 else "not stored")
+        lookup.miss_reason = ""
+        return Hit(tokens)
+
+    def replied(self, reply: LeaseReply, now_ns: int) -> None:
+        """The node's answer to a LeaseAsk; late or unknown ones are given back."""
+        entry = self._by_lease.get(reply.lease)
+        if entry is None:
+            if reply.slots:
+                self._attachment.outbox.append(LeaseRelease(leases=[reply.lease]))
+            return
+        lookup, part = entry
+        part.reply = reply
+        part.ttl_ns = reply.ttl_ms * NS_PER_MS
+        part.renew_at_ns = now_ns + part.ttl_ns // 3
+        if lookup.stage is not Stage.ASKED or any(p.reply is None for p in lookup.parts):
+            return
+        self._breaker.succeeded()
+        lookup.stage = Stage.HELD
+        lookup.found_blocks = 0
+        for p in lookup.parts:
+            found = self._found(p)
+            lookup.found_blocks += found
+            if found < p.count:
+                break
+
+    def start_load(
+        self,
+        lookup: Lookup,
+        *,
+        request: str,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        first_block: int,
+        now_ns: int,
+    ) -> LoadJob:
+        """The job that fills `block_ids` with blocks `first_block`… of the held leases."""
+        assert lookup.stage is Stage.HELD, lookup.stage
+        shards = self._attachment.shard_count
+        begin = first_block - lookup.first_block
+        end = begin + len(block_ids)
+        assert 0 <= begin < end <= lookup.found_blocks, (begin, end, lookup.found_blocks)
+        replies = [part.reply for part in lookup.parts if part.reply is not None]
+        verified = all(r.checksums for r in replies if r.slots)
+
+        def cut(arrays: list[bytes], size: int) -> bytes:
+            return b"".join(arrays)[begin * shards * size : end * shards * size]
+
+        lookup.stage = Stage.LOADING
+        lookup.load_reports = 0
+        lookup.target_blocks = tuple(block_ids)
+        return LoadJob(
+            request=request,
+            lease=lookup.parts[0].lease,
+            session=lookup.session,
+            block_ids=lookup.target_blocks,
+            keys=b"".join(keys[first_block : first_block + len(block_ids)]),
+            slots=cut([r.slots for r in replies], 4),
+            generations=cut([r.generations for r in replies], 8),
+            checksums=cut([r.checksums for r in replies], CHECKSUM_BYTES) if verified else b"",
+        )
+
+    def reported(self, result: LoadResult, now_ns: int) -> Lookup | None:
+        """One rank's result. Returns the lookup when all ranks have reported, else None."""
+        entry = self._by_lease.get(result.lease)
+        if entry is None or entry[0].stage is not Stage.LOADING:
+            return None
+        lookup = entry[0]
+        if result.failed_block_ids:
+            lookup.failed = lookup.miss_reason = "load failed"
+            if lookup.session == self._attachment.session:
+                self._breaker.failed(now_ns)  # not for a session that ended under its loads
+        lookup.load_reports += 1
+        if lookup.load_reports < self._config.rank_count:
+            return None
+        self.release(lookup)
+        return lookup
+
+    def release(self, lookup: Lookup) -> None:
+        """Give every lease of the lookup back. No effect when there is none."""
+        released = [part.lease for part in lookup.parts]
+        for lease in released:
+            self._by_lease.pop(lease, None)
+        # An unanswered ask is released too: the node handles datagrams in order.
+        if released and lookup.session == self._attachment.session:
+            self._attachment.outbox.append(LeaseRelease(leases=released))
+        lookup.parts = []
+        lookup.stage = Stage.NONE
+        lookup.target_blocks = ()
+
+    def renew(self, now_ns: int) -> None:
+        """Renew leases past a third of their life. Called every step; cheap when none is due."""
+        due = []
+        for lease, (_, part) in self._by_lease.items():
+            if part.reply is not None and now_ns >= part.renew_at_ns:
+                part.renew_at_ns = now_ns + part.ttl_ns // 3
+                due.append(lease)
+        for i in range(0, len(due), LEASES_PER_DATAGRAM_MAX):
+            batch = due[i : i + LEASES_PER_DATAGRAM_MAX]
+            self._attachment.outbox.append(LeaseRenew(leases=batch))
+
+    def _ask(
+        self, lookup: Lookup, keys: Sequence[bytes], *, first_block: int, now_ns: int
+    ) -> Outcome | None:
+        attachment = self._attachment
+        if not attachment.is_open:
+            if attachment.is_forming(now_ns, self._config.lookup_deadline_ms):
+                return PENDING
+            return self._miss(lookup, "node away")
+        wanted = len(keys) - first_block
+        if wanted * self._config.block_tokens < max(self._config.min_load_tokens, 1):
+            return self._miss(lookup, "cost gate" if wanted > 0 else "no full block")
+        if not self._breaker.allows(now_ns):
+            return self._miss(lookup, "breaker open")
+        self._loads_planned += 1
+        verify_every = self._config.verify_every
+        verify = verify_every > 0 and self._loads_planned % verify_every == 0
+        keys_per_ask = max(1, KEYS_PER_DATAGRAM_MAX // attachment.shard_count)
+        lookup.session = attachment.session
+        lookup.first_block = first_block
+        lookup.found_blocks = 0
+        lookup.asked_at_ns = now_ns
+        lookup.stage = Stage.ASKED
+        end = min(len(keys), first_block + keys_per_ask * ASKS_PER_LOOKUP_MAX)
+        for begin in range(first_block, end, keys_per_ask):
+            batch = keys[begin : min(begin + keys_per_ask, end)]
+            part = _Part(self._next_lease, len(batch))
+            self._next_lease += 1
+            lookup.parts.append(part)
+            self._by_lease[part.lease] = (lookup, part)
+            attachment.outbox.append(
+                LeaseAsk(lease=part.lease, keys=b"".join(batch), with_checksums=verify)
+            )
+        return None
+
+    def _found(self, part: _Part) -> int:
+        assert part.reply is not None
+        return min(len(part.reply.slots) // (4 * self._attachment.shard_count), part.count)
+
+    def _miss(self, lookup: Lookup, reason: str) -> Miss:
+        lookup.miss_reason = reason
+        return Miss(reason)

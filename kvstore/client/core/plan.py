@@ -1,0 +1,79 @@
+"""What the scheduler side tells the ranks each step, and what they report back.
+
+Plans travel inside the engine's own step metadata, to every rank the same. Arrays are bytes as on
+the attach socket (`kvstore.wire.messages`): [n][S], shard minor, so rank r reads column r.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LoadJob(msgspec.Struct, frozen=True):
+    """Copy slots into engine blocks. One job per request; a lease pins the slots."""
+
+    request: str
+    lease: int
+    session: int
+    block_ids: tuple[int, ...]
+    """Targets in the engine's cache, in chain order, shape [n]."""
+    keys: bytes
+    """32 bytes each, [n]; needed to verify checksums."""
+    slots: bytes
+    generations: bytes
+    checksums: bytes = b""
+    """[n][S] of 16 bytes; when present the rank verifies every block of this job."""
+
+
+class StoreJob(msgspec.Struct, frozen=True):
+    """Copy engine blocks into granted slots after the step's forward, then seal."""
+
+    job: int
+    session: int
+    block_ids: tuple[int, ...]
+    keys: bytes
+    slots: bytes
+    generations: bytes
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One step's orders."""
+
+    loads: tuple[LoadJob, ...] = ()
+    stores: tuple[StoreJob, ...] = ()
+    fence_blocks: tuple[int, ...] = ()
+    """Engine blocks about to be overwritten whose store may still be running: the rank waits for
+    those copies before anything of this step runs."""
+
+    @property
+    def empty(self) -> bool:
+        """True when the step asks nothing of the ranks."""
+        return not (self.loads or self.stores or self.fence_blocks)
+
+
+class LoadResult(msgspec.Struct, frozen=True):
+    """How one rank's part of a LoadJob ended."""
+
+    request: str
+    lease: int
+    loaded_blocks: int
+    failed_block_ids: tuple[int, ...]
+    """Empty when all is well. From the first bad block on; its reason is in `reason`."""
+    bytes_moved: int
+    duration_ns: int
+    reason: str = ""
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """What one rank did since its last report."""
+
+    rank: int
+    session: int
+    """The session this rank serves now; 0 when none."""
+    loads: tuple[LoadResult, ...] = ()
+    store_jobs_done: tuple[int, ...] = ()
+    """Jobs whose source blocks are no longer read, whether sealed or dropped."""
+    blocks_sealed: int = 0
+    blocks_dropped: int = 0
+    store_bytes: int = 0
+    store_ns: int = 0

@@ -1,0 +1,342 @@
+"""The scheduler side of a connector: requests and datagrams in, step plans and datagrams out.
+
+    engine's scheduler ── new_request, match, allocated, fill, finished ─▶ core ──▶ StepPlan
+    attach socket      ── connected, received, disconnected ─────────────▶ core ──▶ outbox
+
+Joins `attachment` (connection), `lookups` (leases, loads) and `stores` (credits, fences); holds
+what belongs to a request. Pure: no engine types, no clock, no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from kvstore.client.core.attachment import Attachment, State
+from kvstore.client.core.breaker import Breaker
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.lookups import PENDING, Hit, Lookup, Lookups, Miss, Outcome, Stage
+from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
+from kvstore.client.core.stats import SchedulerStats
+from kvstore.client.core.stores import HINT_KEYS_MAX, StoreProgress, Stores
+from kvstore.wire.messages import (
+    Hint,
+    HintReply,
+    LeaseReply,
+    Message,
+)
+
+
+class RequestStory(msgspec.Struct, frozen=True):
+    """What became of one request's prefix: the one log line, and later `kvstore explain`."""
+
+    request: str
+    prompt_tokens: int
+    local_tokens: int
+    loaded_tokens: int
+    miss_reason: str
+    """Why nothing, or nothing more, was loaded; empty after a load."""
+    lookup_ns: int
+    load_ns: int
+    stored_blocks: int
+
+
+class _Request:
+    __slots__ = (
+        "answer",
+        "asked_ns",
+        "finished",
+        "load_ns",
+        "loaded_tokens",
+        "local_blocks",
+        "local_tokens",
+        "lookup",
+        "lookup_ns",
+        "progress",
+        "prompt_tokens",
+        "tag",
+    )
+
+    def __init__(self, tag: int, prompt_tokens: int, progress: StoreProgress) -> None:
+        self.tag = tag
+        self.prompt_tokens = prompt_tokens
+        self.progress = progress
+        self.lookup = Lookup()
+        self.local_blocks = 0
+        self.local_tokens = 0
+        self.loaded_tokens = 0
+        self.answer: Outcome | None = None
+        self.asked_ns = 0
+        self.lookup_ns = 0
+        self.load_ns = 0
+        self.finished = False
+
+
+class SchedulerCore:
+    """See the module. All times are the caller's monotonic nanoseconds."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.stats = SchedulerStats()
+        self.attachment = Attachment(config)
+        self._breaker = Breaker(
+            failures_max=config.breaker_failures_max, cooldown_ms=config.breaker_cooldown_ms
+        )
+        self._lookups = Lookups(config, self.attachment, self._breaker, self.stats)
+        self._stores = Stores(config, self.attachment, self.stats)
+        self._requests: dict[str, _Request] = {}
+        self._by_tag: dict[int, _Request] = {}
+        self._next_tag = 1
+        self._loads: list[LoadJob] = []
+        self._loads_running = 0
+        self._load_targets: list[int] = []
+        self._incarnation = 0
+
+    # ── connection ───────────────────────────────────────────────────────────────────────────────
+
+    def received(self, message: Message, now_ns: int) -> str | None:
+        """Take one datagram. Returns a reason when the socket must be closed."""
+        match message:
+            case LeaseReply():
+                self._lookups.replied(message, now_ns)
+            case HintReply():
+                request = self._by_tag.get(message.request)
+                if request is not None:
+                    bits = np.unpackbits(
+                        np.frombuffer(message.present, dtype=np.uint8), bitorder="little"
+                    )
+                    request.progress.present = bits.astype(bool)
+            case _:
+                reason = self.attachment.received(message, now_ns)
+                if self.attachment.incarnation != self._incarnation:
+                    self._incarnation = self.attachment.incarnation
+                    self._stores.forget_recent()
+                return reason
+        return None
+
+    def take_outbox(self) -> list[Message]:
+        """Datagrams to send now, in order."""
+        outbox = self.attachment.outbox
+        self.attachment.outbox = []
+        return outbox
+
+    def take_notices(self) -> list[str]:
+        """Sentences for the log: one per change of state."""
+        notices = self.attachment.notices
+        self.attachment.notices = []
+        return notices
+
+    def new_weights(self, epoch: str, now_ns: int) -> None:
+        """Weights changed or the cache was reset: nothing stored so far may be served again.
+
+        The caller closes the socket; the next attachment opens a space of its own.
+        """
+        self.attachment.restart(epoch, now_ns)
+        self._stores.forget_recent()
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    def new_request(
+        self, request: str, keys: Sequence[bytes], *, prompt_tokens: int, now_ns: int
+    ) -> None:
+        """A request arrived. Sends a hint; pins nothing."""
+        tag = self._next_tag
+        self._next_tag += 1
+        entry = _Request(tag, prompt_tokens, self._stores.new_progress())
+        entry.asked_ns = now_ns
+        self._requests[request] = entry
+        self._by_tag[tag] = entry
+        if self.attachment.is_open and keys:
+            hinted = b"".join(keys[:HINT_KEYS_MAX])
+            self.attachment.outbox.append(Hint(request=tag, keys=hinted))
+
+    def match(
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        *,
+        local_tokens: int,
+        now_ns: int,
+        may_ask: bool = True,
+    ) -> Outcome:
+        """How many tokens beyond `local_tokens` (whole blocks) can be loaded. `may_ask`: see
+        `Lookups.match`."""
+        entry = self._requests.get(request)
+        if entry is None:
+            return Miss("unknown request")
+        entry.local_tokens = local_tokens
+        entry.local_blocks = local_tokens // self.config.block_tokens
+        outcome = self._lookups.match(
+            entry.lookup,
+            keys,
+            first_block=entry.local_blocks,
+            now_ns=now_ns,
+            may_ask=may_ask,
+        )
+        if outcome is not PENDING:
+            entry.answer = outcome
+            entry.lookup_ns = entry.lookup_ns or max(now_ns - entry.asked_ns, 1)
+        return outcome
+
+    def allocated(
+        self,
+        request: str,
+        keys: Sequence[bytes],
+        *,
+        block_ids: Sequence[int],
+        external_tokens: int,
+        now_ns: int,
+    ) -> None:
+        """The engine admitted the request; `block_ids` is its whole table.
+
+        With `external_tokens` > 0 a load is planned into the blocks after the local ones; with 0
+        the engine computes, and held leases are given back.
+        """
+        entry = self._requests.get(request)
+        if entry is None:
+            return
+        lookup = entry.lookup
+        # The engine repeats its question at will, but admits a request once a start.
+        if entry.answer is not None:
+            self._count(entry.answer)
+            entry.answer = None
+        if external_tokens > 0 and lookup.stage is Stage.HELD:
+            count = external_tokens // self.config.block_tokens
+            targets = block_ids[entry.local_blocks : entry.local_blocks + count]
+            job = self._lookups.start_load(
+                lookup,
+                request=request,
+                keys=keys,
+                block_ids=targets,
+                first_block=entry.local_blocks,
+                now_ns=now_ns,
+            )
+            self._loads.append(job)
+            self._load_targets.extend(job.block_ids)
+            self._loads_running += 1
+            entry.loaded_tokens = external_tokens
+            self.stats.add("load_blocks", count)
+        elif external_tokens == 0 and lookup.stage in (Stage.ASKED, Stage.HELD):
+            self._lookups.release(lookup)
+
+    def full_blocks(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
+        """Blocks of the request that will be complete and verified after this step, or 0 when
+        nothing is left to store: the cheap question asked for every running request.
+
+        Args:
+            request: its id.
+            computed_tokens: computed so far plus scheduled in this step (drafts included).
+            known_tokens: verified tokens; drafts and placeholders are not among them.
+        """
+        entry = self._requests.get(request)
+        if entry is None or entry.lookup.stage is Stage.LOADING:
+            return 0
+        tokens = min(computed_tokens, known_tokens)
+        if not self.config.store_decode:
+            tokens = min(tokens, entry.prompt_tokens)
+        full = tokens // self.config.block_tokens
+        return full if self._stores.has_work(entry.progress, full) else 0
+
+    def fill(
+        self, request: str, keys: Sequence[bytes], *, block_ids: Sequence[int], full_blocks: int
+    ) -> None:
+        """Store what this step completes. Call after `full_blocks` said there is something."""
+        entry = self._requests[request]
+        loaded_end = entry.local_blocks + entry.loaded_tokens // self.config.block_tokens
+        self._stores.bind(
+            entry.progress,
+            keys=keys,
+            block_ids=block_ids,
+            full_blocks=min(full_blocks, len(keys), len(block_ids)),
+            local_blocks=loaded_end,
+        )
+
+    def dealt_with_blocks(self, request: str) -> int:
+        """Leading blocks of the request that are stored, on their way, or known to be held."""
+        return self._requests[request].progress.next_block
+
+    def finished(self, request: str) -> RequestStory | None:
+        """The request ended, in whatever way. A running load ends by its ranks' reports."""
+        entry = self._requests.pop(request, None)
+        if entry is None:
+            return None
+        self._by_tag.pop(entry.tag, None)
+        if entry.lookup.stage in (Stage.ASKED, Stage.HELD):
+            self._lookups.release(entry.lookup)
+        return RequestStory(
+            request=request,
+            prompt_tokens=entry.prompt_tokens,
+            local_tokens=entry.local_tokens,
+            loaded_tokens=entry.loaded_tokens,
+            miss_reason=entry.lookup.miss_reason,
+            lookup_ns=entry.lookup_ns,
+            load_ns=entry.load_ns,
+            stored_blocks=entry.progress.next_block,
+        )
+
+    def _count(self, outcome: Outcome) -> None:
+        """Count how a request was answered when it was admitted."""
+        match outcome:
+            case Hit(tokens):
+                self.stats.add("hits")
+                self.stats.add("hit_tokens", tokens)
+            case Miss(reason):
+                self.stats.add("misses")
+                self.stats.add("misses_" + reason.replace(" ", "_"))
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, new_blocks: Iterable[int], now_ns: int) -> StepPlan:
+        """This step's orders. `new_blocks`: engine blocks handed out since the last plan."""
+        self._lookups.renew(now_ns)
+        fence = self._stores.fence([*new_blocks, *self._load_targets])
+        loads = tuple(self._loads)
+        self._loads, self._load_targets = [], []
+        return StepPlan(loads=loads, stores=self._stores.take_jobs(now_ns), fence_blocks=fence)
+
+    def rescue_plan(self) -> StepPlan:
+        """Only the loads already promised, for a caller that can go on no longer."""
+        loads = tuple(self._loads)
+        self._loads, self._load_targets = [], []
+        return StepPlan(loads=loads)
+
+    def reported(self, report: RankReport, now_ns: int) -> None:
+        """Take what one rank did."""
+        for result in report.loads:
+            self.stats.add("load_bytes", result.bytes_moved)
+            self.stats.add("load_ns", result.duration_ns)
+            if result.failed_block_ids:
+                self.stats.add("load_failures")
+            entry = self._requests.get(result.request)
+            if entry is not None:
+                entry.load_ns = max(entry.load_ns, result.duration_ns)
+                if result.failed_block_ids:
+                    entry.loaded_tokens = min(
+                        entry.loaded_tokens, result.loaded_blocks * self.config.block_tokens
+                    )
+            if self._lookups.reported(result, now_ns) is not None:
+                self._loads_running -= 1
+        self._stores.reported(report.store_jobs_done)
+        self.stats.add("store_blocks_sealed", report.blocks_sealed)
+        self.stats.add("store_blocks_dropped", report.blocks_dropped)
+        self.stats.add("store_bytes", report.store_bytes)
+        self.stats.add("store_ns", report.store_ns)
+
+    def has_pending_work(self, now_ns: int) -> bool:
+        """Whether an idle engine should keep stepping: copies run, and not for too long."""
+        return self._stores.running(now_ns)
+
+    @property
+    def is_serving(self) -> bool:
+        """Attached, session open, breaker closed."""
+        return self.attachment.state is State.OPEN and not self._breaker.is_open
+
+    @property
+    def leases_open(self) -> int:
+        """Leases not yet given back; 0 when no request is under way."""
+        return self._lookups.leases_open
+
+
+__all__ = ["PENDING", "Hit", "Miss", "Outcome", "RequestStory", "SchedulerCore"]

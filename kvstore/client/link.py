@@ -1,0 +1,207 @@
+"""The engine's end of the attach socket: mechanism only.
+
+Covers: connecting, the Hello with the own pidfd, datagrams both ways without ever blocking, the
+descriptors that come with Welcome, and forks (the child keeps neither socket nor memory). Does not
+cover: what to say and when, heartbeat age, back-off (`kvstore.client.core`).
+
+One thread at a time. Nothing here raises after `connect`: what goes wrong with the node arrives as
+one `Lost` from `receive`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+
+import msgspec
+
+from kvstore.arena import ArenaView, GenerationView
+from kvstore.errors import AttachError, ProtocolError
+from kvstore.wire.messages import (
+    DATAGRAM_BYTES_MAX,
+    HelloRank,
+    HelloScheduler,
+    Message,
+    NodeMessage,
+    Welcome,
+    decode_from_node,
+    encode,
+)
+
+SEND_BUFFER_BYTES = 1 << 20
+"""Asked for, so that a few of the largest datagrams fit; the kernel may give less."""
+RECEIVE_COUNT_MAX = 256
+"""Datagrams taken by one `receive`; the rest waits for the next call."""
+_DESCRIPTORS_MAX = 8
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTORS_MAX * 4)
+_NON_BLOCKING = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """The link is over; told once, as the last thing that `receive` returns."""
+
+    reason: str
+    """One clear sentence for the log."""
+
+
+class Link:
+    """One attached socket of a scheduler or rank.
+
+    `generations` is there once Welcome has been received, `arena` too on a rank. Both were
+    checked; both stay usable after `close` as long as somebody holds them.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket: socket.socket | None = sock
+        self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
+        self._failure = ""
+        self.arena: ArenaView | None = None
+        self.generations: GenerationView | None = None
+        _links.add(self)
+
+    @classmethod
+    def connect(cls, path: str | os.PathLike[str], hello: HelloScheduler | HelloRank) -> Link:
+        """Connect to the node at `path` and introduce this process, without blocking.
+
+        Raises:
+            AttachError: nobody answers at `path`; the text says why.
+        """
+        sock = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            sock.connect(os.fspath(path))
+            own = os.pidfd_open(os.getpid())
+            try:
+                socket.send_fds(sock, [encode(hello)], [own], socket.MSG_NOSIGNAL)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # refused before we spoke: `receive` has the reason
+            finally:
+                os.close(own)
+        except OSError as error:
+            sock.close()
+            raise AttachError(f"no kvstore node at {os.fspath(path)}: {error.strerror}") from None
+        return cls(sock)
+
+    @property
+    def closed(self) -> bool:
+        return self._socket is None
+
+    def fileno(self) -> int:
+        """For select and epoll; -1 once closed."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def send(self, message: Message) -> bool:
+        """Send one datagram now. False: not sent, because the node reads too slowly or is gone."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send(encode(message), _NON_BLOCKING)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            # What the node sent before it hung up, such as a Refused, is still to be read.
+            self._failure = f"the node hung up: {error.strerror}"
+            return False
+        return True
+
+    def receive(self) -> Sequence[NodeMessage | Lost]:
+        """What has arrived, oldest first; empty when nothing has. Never blocks.
+
+        A `Lost` is always last, and the link is closed when it is returned.
+        """
+        if self._socket is None:
+            return ()
+        got: list[NodeMessage | Lost] = []
+        try:
+            while len(got) < RECEIVE_COUNT_MAX:
+                try:
+                    message = self._receive_one(self._socket)
+                except ConnectionResetError as error:
+                    # Reported once, ahead of what is still queued.
+                    self._failure = f"the node hung up: {error.strerror}"
+                    continue
+                if message is None:
+                    return got + self._lose("the node closed the connection")
+                got.append(message)
+        except BlockingIOError:
+            return got + self._lose(self._failure) if self._failure else got
+        except OSError as error:
+            return got + self._lose(f"the node cannot be read: {error.strerror}")
+        except (ProtocolError, AttachError) as error:
+            return got + self._lose(str(error))
+        return got
+
+    def close(self) -> None:
+        """End the connection. Idempotent; the memory is given back when nobody holds it."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self.arena = self.generations = None
+
+    def _receive_one(self, sock: socket.socket) -> NodeMessage | None:
+        """The next message; None at the end. Raises OSError, ProtocolError, AttachError."""
+        if self.generations is not None:  # no descriptors any more: the kernel drops them for us
+            size = sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
+            return decode_from_node(memoryview(self._buffer)[:size]) if size else None
+        descriptors: list[int] = []
+        try:
+            size, ancillary, _, _ = sock.recvmsg_into(
+                [self._buffer], _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+            descriptors = received_descriptors(ancillary)
+            if not size:
+                return None
+            message = decode_from_node(memoryview(self._buffer)[:size])
+            if isinstance(message, Welcome):
+                self._map(message, descriptors)
+            return message
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _map(self, welcome: Welcome, descriptors: list[int]) -> None:
+        """Map what came with Welcome: [generation page], or [arena, generation page]."""
+        if len(descriptors) not in (1, 2):
+            raise AttachError(f"the node sent {len(descriptors)} descriptors with its Welcome")
+        generations = GenerationView(
+            descriptors[-1],
+            size_bytes=welcome.generation_bytes,
+            arena_bytes=welcome.arena_bytes,
+            incarnation=welcome.incarnation,
+        )
+        if len(descriptors) == 2:
+            self.arena = ArenaView(
+                descriptors[0], size_bytes=welcome.arena_bytes, generations=generations
+            )
+        self.generations = generations
+
+    def _lose(self, reason: str) -> list[NodeMessage | Lost]:
+        self.close()
+        return [Lost(reason)]
+
+
+def received_descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors in the ancillary data of one datagram; the caller owns them all."""
+    found = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _close_links() -> None:
+    for link in list(_links):
+        with contextlib.suppress(OSError):
+            link.close()
+
+
+os.register_at_fork(after_in_child=_close_links)
