@@ -1,0 +1,1 @@
+"""Generated gRPC code and its conversion to and from `kvstore.wire`."""

@@ -1,0 +1,191 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class NodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodesReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[NodeReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[NodeReport, _Mapping]]] = ...) -> None: ...
+
+class NodeReport(_message.Message):
+    __slots__ = ("incarnation", "connections", "owners", "sessions", "leases", "blocks")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    connections: int
+    owners: int
+    sessions: int
+    leases: int
+    blocks: int
+    def __init__(self, incarnation: _Optional[str] = ..., connections: _Optional[int] = ..., owners: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class TiersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TiersReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[TierReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ...) -> None: ...
+
+class TierReport(_message.Message):
+    __slots__ = ("tier", "capacity_bytes", "ready_bytes", "used_bytes", "blocks", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_SEALED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_LEASED_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    capacity_bytes: int
+    ready_bytes: int
+    used_bytes: int
+    blocks: int
+    slots_sealed: int
+    slots_granted: int
+    slots_quarantined: int
+    slots_leased: int
+    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., slots_sealed: _Optional[int] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., slots_leased: _Optional[int] = ...) -> None: ...
+
+class SpacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SpacesReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[SpaceReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[SpaceReport, _Mapping]]] = ...) -> None: ...
+
+class SpaceReport(_message.Message):
+    __slots__ = ("space", "tenant", "label", "blocks_dram", "blocks_file", "bytes_dram", "engines")
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DRAM_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FILE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DRAM_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    space: str
+    tenant: str
+    label: str
+    blocks_dram: int
+    blocks_file: int
+    bytes_dram: int
+    engines: int
+    def __init__(self, space: _Optional[str] = ..., tenant: _Optional[str] = ..., label: _Optional[str] = ..., blocks_dram: _Optional[int] = ..., blocks_file: _Optional[int] = ..., bytes_dram: _Optional[int] = ..., engines: _Optional[int] = ...) -> None: ...
+
+class BlocksRequest(_message.Message):
+    __slots__ = ("limit", "space")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    limit: int
+    space: str
+    def __init__(self, limit: _Optional[int] = ..., space: _Optional[str] = ...) -> None: ...
+
+class BlocksReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[BlockReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[BlockReport, _Mapping]]] = ...) -> None: ...
+
+class BlockReport(_message.Message):
+    __slots__ = ("key", "space", "tenant", "shard", "tiers", "slot", "generation", "leases")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    space: str
+    tenant: str
+    shard: str
+    tiers: str
+    slot: int
+    generation: int
+    leases: int
+    def __init__(self, key: _Optional[str] = ..., space: _Optional[str] = ..., tenant: _Optional[str] = ..., shard: _Optional[str] = ..., tiers: _Optional[str] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ..., leases: _Optional[int] = ...) -> None: ...
+
+class LeasesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeasesReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[LeaseReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[LeaseReport, _Mapping]]] = ...) -> None: ...
+
+class LeaseReport(_message.Message):
+    __slots__ = ("engine_id", "session", "lease", "blocks", "age_ms", "expires_in_ms")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_MS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    session: int
+    lease: int
+    blocks: int
+    age_ms: int
+    expires_in_ms: int
+    def __init__(self, engine_id: _Optional[str] = ..., session: _Optional[int] = ..., lease: _Optional[int] = ..., blocks: _Optional[int] = ..., age_ms: _Optional[int] = ..., expires_in_ms: _Optional[int] = ...) -> None: ...
+
+class JobsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JobsReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[JobReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[JobReport, _Mapping]]] = ...) -> None: ...
+
+class JobReport(_message.Message):
+    __slots__ = ("engine_id", "rank", "connection", "attached", "slots_granted", "slots_quarantined")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    CONNECTION_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    rank: int
+    connection: int
+    attached: bool
+    slots_granted: int
+    slots_quarantined: int
+    def __init__(self, engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., connection: _Optional[int] = ..., attached: _Optional[bool] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("space",)
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    space: str
+    def __init__(self, space: _Optional[str] = ...) -> None: ...
+
+class ClearReply(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...

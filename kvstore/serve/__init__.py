@@ -1,0 +1,1 @@
+"""The shell: processes, sockets, loops, flags. Decides nothing about blocks."""

@@ -1,0 +1,164 @@
+"""The client of the inspect service, and how its answers look in a terminal."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.engine.report import (
+    BlockReport,
+    JobReport,
+    LeaseReport,
+    NodeReport,
+    SpaceReport,
+    TierReport,
+)
+from kvstore.errors import AttachError
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.convert import Row, from_message
+from kvstore.proto.inspect_pb2_grpc import InspectStub
+from kvstore.serve.inspect import REPLY_BYTES_MAX, SUFFIX
+from kvstore.units import format_size
+
+TIMEOUT_S: Final = 5.0
+TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs")
+SUMMARY: Final = ("nodes", "tiers", "spaces", "leases", "jobs")
+WIDE_COLUMNS: Final = 240
+"""Of output that is no terminal: scripts must not see a line break in a row."""
+
+
+class NodeClient:
+    """Asks one node. Use as a context."""
+
+    def __init__(self, node_socket: Path) -> None:
+        """Connect to the node whose attach socket is `node_socket`.
+
+        Raises:
+            AttachError: there is none; the text says how to start one.
+        """
+        path = node_socket.absolute()
+        path = path.with_name(path.name + SUFFIX)
+        _probe(path, node_socket)
+        self._channel = grpc.insecure_channel(
+            f"unix:{path}", options=[("grpc.max_receive_message_length", REPLY_BYTES_MAX)]
+        )
+        self._stub = InspectStub(self._channel)
+
+    def rows(self, topic: str, *, limit: int, space: str) -> list[Row]:
+        """The rows of one topic. Raises AttachError."""
+        stub = self._stub
+        kinds: dict[str, tuple[Any, Any, type[Any]]] = {
+            "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
+            "tiers": (stub.Tiers, pb.TiersRequest(), TierReport),
+            "spaces": (stub.Spaces, pb.SpacesRequest(), SpaceReport),
+            "blocks": (stub.Blocks, pb.BlocksRequest(limit=limit, space=space), BlockReport),
+            "leases": (stub.Leases, pb.LeasesRequest(), LeaseReport),
+            "jobs": (stub.Jobs, pb.JobsRequest(), JobReport),
+        }
+        call, request, kind = kinds[topic]
+        return [from_message(kind, row) for row in _call(call, request).rows]
+
+    def clear(self, *, space: str) -> int:
+        """Forget blocks; returns how many. Raises AttachError."""
+        return int(_call(self._stub.Clear, pb.ClearRequest(space=space)).blocks)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._channel.close()
+
+
+def _probe(path: Path, node_socket: Path) -> None:
+    """Say precisely why nobody answers: gRPC would only say that nobody does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except PermissionError:
+            raise AttachError(
+                f"the node at {node_socket} belongs to another user: run this as that user or root"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
+                raise AttachError(f"no answer from {path}: {error.strerror}") from None
+            raise AttachError(
+                f"no node at {node_socket}: start one with"
+                f" 'kvstore node --socket {node_socket} --dram auto', or name another --socket"
+            ) from None
+
+
+def _call(call: Callable[..., Any], request: Any) -> Any:
+    try:
+        return call(request, timeout=TIMEOUT_S)
+    except grpc.RpcError as error:
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            details = (
+                f"the node did not answer within {TIMEOUT_S:.0f} s: it is stopped or overloaded"
+            )
+        raise AttachError(str(details)) from None
+
+
+# ── what it looks like ───────────────────────────────────────────────────────────────────────────
+
+_SIZES = ("capacity_bytes", "ready_bytes", "used_bytes", "bytes_dram")
+_EMPTY = {
+    "spaces": "no engine has stored anything yet",
+    "blocks": "no blocks",
+    "leases": "nobody is reading",
+    "jobs": "nobody may write",
+}
+
+
+def as_json(found: dict[str, list[Row]]) -> str:
+    """One object, a list of rows per topic."""
+    return msgspec.json.format(msgspec.json.encode(found)).decode()
+
+
+def show(found: dict[str, list[Row]]) -> None:
+    """Print tables to stdout: one line a row, numbers to the right, sizes readable."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDE_COLUMNS)
+    for number, (topic, every) in enumerate(found.items()):
+        rows = [row for row in every if not _is_absent(row)]
+        if number:
+            console.print()
+        if rows:
+            console.print(_table(topic, rows))
+        else:
+            console.print(Text(topic, style="bold"), Text(_EMPTY.get(topic, "none"), style="dim"))
+
+
+def _is_absent(row: Row) -> bool:
+    """A tier that this node was not given."""
+    return isinstance(row, TierReport) and not row.capacity_bytes and not row.blocks
+
+
+def _table(topic: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=topic, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    values = [msgspec.structs.asdict(row) for row in rows]
+    for name, value in values[0].items():
+        title = name.removesuffix("_bytes").replace("_", " ")
+        number = isinstance(value, int) and not isinstance(value, bool)
+        table.add_column(title, justify="right" if number else "left", header_style="dim")
+    for row in values:
+        table.add_row(*(_cell(name, value) for name, value in row.items()))
+    return table
+
+
+def _cell(name: str, value: object) -> Text:
+    if name in _SIZES and isinstance(value, int):
+        return Text(format_size(value))
+    if isinstance(value, bool):
+        return Text("yes" if value else "no")
+    if name == "slots_quarantined" and value:
+        return Text(str(value), style="yellow")
+    return Text("-" if value in ("", None) else str(value))

@@ -1,0 +1,453 @@
+"""The node's end of the attach sockets: who may come in, and datagrams both ways.
+
+Covers: the check of every newcomer (uid, pidfd, hello in time, room), reading in the order that
+the protocol promises, bounded outboxes, and the pidfds by which the death of a process is seen.
+Turns sockets into engine events. Does not cover: what the messages mean (`kvstore.engine`), whose
+turn it is (`kvstore.serve.driver`), the socket's files (`kvstore.serve.listener`).
+
+Order of one round: ranks, read until empty; then processes that ended; then one datagram of each
+scheduler; then newcomers. One datagram, because a second one may be younger than the look at the
+ranks: every datagram that is read from a scheduler was there when the ranks were looked at, so a
+seal sent before a lookup is seen by it.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import logging
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.client.link import received_descriptors
+from kvstore.engine.events import Ended, Event, Exited, Received
+from kvstore.errors import ProtocolError
+from kvstore.ports import Clock
+from kvstore.serve.listener import Listener
+from kvstore.types import ConnectionId
+from kvstore.units import NS_PER_S
+from kvstore.wire.messages import (
+    DATAGRAM_BYTES_MAX,
+    HelloRank,
+    HelloScheduler,
+    Refused,
+    decode_from_engine,
+    encode,
+)
+
+HELLO_DEADLINE_NS = 2 * NS_PER_S
+OUTBOX_COUNT_MAX = 512
+OUTBOX_BYTES_MAX = 512 << 10
+RANK_COUNT_MAX = 1024
+RANK_BYTES_MAX = 2 << 20
+"""Most that one rank is read for in one round: what its socket can hold at once."""
+ACCEPT_COUNT_MAX = 64
+ACCEPT_PAUSE_NS = NS_PER_S // 2
+SEND_BUFFER_BYTES = 1 << 20
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+_log = logging.getLogger(__name__)
+
+
+class Sent(enum.Enum):
+    """What became of a datagram."""
+
+    DONE = enum.auto()
+    """With the kernel, or queued in the outbox."""
+    OVERFLOW = enum.auto()
+    """It cannot be had: the peer does not read and its outbox is full, or the kernel refuses."""
+    GONE = enum.auto()
+    """There is no such connection any more."""
+
+
+class AttachCounters:
+    """What the door saw since the start; read by /metrics."""
+
+    def __init__(self) -> None:
+        self.datagrams_received = 0
+        self.datagrams_sent = 0
+        self.accepted = 0
+        self.refused: dict[str, int] = {"uid": 0, "full": 0, "hello": 0, "late": 0}
+        self.ended: dict[str, int] = dict.fromkeys(
+            ("closed", "protocol", "overflow", "exited", "engine", "failure"), 0
+        )
+
+
+class Connection:
+    """One socket and, once it has introduced itself, the process behind it."""
+
+    def __init__(self, number: ConnectionId, sock: socket.socket, *, deadline_ns: int) -> None:
+        self.number = number
+        self.socket: socket.socket | None = sock
+        self.pidfd: int | None = None
+        self.is_rank = False
+        self.deadline_ns = deadline_ns
+        """By when it must have introduced itself."""
+        self.outbox: deque[bytes] = deque()
+        self.outbox_bytes = 0
+
+    @property
+    def introduced(self) -> bool:
+        return self.pidfd is not None
+
+
+Read = Callable[[int], list[Event]]
+
+
+class Source(NamedTuple):
+    """Something in epoll: its turn in the round, whom it belongs to, how to read it."""
+
+    turn: int
+    connection: ConnectionId | None
+    read: Read
+
+
+TURN_WAKE, TURN_RANK, TURN_PROCESS, TURN_SCHEDULER, TURN_NEWCOMER, TURN_LISTENER = range(6)
+
+
+class Attach:
+    """All attached sockets. One thread.
+
+    The driver asks `ready` whose turn it is and calls each `Source.read`, which yields engine
+    events; the executor calls `send`, `hang_up` and `release`.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        allow_uids: frozenset[int],
+        connection_count_max: int,
+        clock: Clock,
+    ) -> None:
+        self.counters = AttachCounters()
+        self._listener = listener
+        self._allow_uids = allow_uids
+        self._connection_count_max = connection_count_max
+        self._clock = clock
+        self._epoll = select.epoll()
+        self._sources: dict[int, Source] = {}
+        self._connections: dict[ConnectionId, Connection] = {}
+        """Everyone with an open socket or a pidfd that the engine still needs."""
+        self._socket_count = 0
+        self._next_number = 1
+        self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
+        self._view = memoryview(self._buffer)
+        self._accept_again_ns: int | None = None
+        self.watch(listener.socket.fileno(), Source(TURN_LISTENER, None, self._accept))
+
+    # ── for the driver ───────────────────────────────────────────────────────────────────────────
+
+    def watch(self, fd: int, source: Source) -> None:
+        """Have `ready` return `source` whenever `fd` can be read."""
+        self._sources[fd] = source
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def ready(self, timeout_s: float) -> list[tuple[int, int]]:
+        """(descriptor, epoll mask) of what is ready, in the order in which to `read` it."""
+        found = self._epoll.poll(timeout_s)
+        if len(found) > 1:
+            sources = self._sources
+            found.sort(key=lambda item: sources[item[0]].turn)
+        return found
+
+    def owner(self, fd: int) -> ConnectionId | None:
+        """Whose descriptor this is; None for what belongs to the node itself or is gone."""
+        source = self._sources.get(fd)
+        return None if source is None else source.connection
+
+    def read(self, fd: int, mask: int) -> list[Event]:
+        """The events of one ready descriptor; none if it was closed earlier in this round."""
+        source = self._sources.get(fd)
+        return [] if source is None else source.read(mask)
+
+    def expire(self, now_ns: int) -> None:
+        """Hang up on newcomers that stay silent; listen again after a pause."""
+        for connection in [c for c in self._connections.values() if not c.introduced]:
+            if connection.deadline_ns <= now_ns:
+                self._refuse(connection, "late", "no hello within 2 s")
+        if self._accept_again_ns is not None and self._accept_again_ns <= now_ns:
+            self._accept_again_ns = None
+            self._epoll.register(self._listener.socket.fileno(), select.EPOLLIN)
+
+    # ── for the executor ─────────────────────────────────────────────────────────────────────────
+
+    def send(self, number: ConnectionId, datagram: bytes, descriptors: Sequence[int] = ()) -> Sent:
+        """Send now or queue; never blocks. Descriptors go only with the first datagram."""
+        connection = self._connections.get(number)
+        if connection is None or connection.socket is None:
+            return Sent.GONE
+        if not connection.outbox:
+            try:
+                if descriptors:
+                    socket.send_fds(connection.socket, [datagram], descriptors, socket.MSG_NOSIGNAL)
+                else:
+                    connection.socket.send(datagram, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                if descriptors:
+                    return Sent.OVERFLOW
+                self._epoll.modify(connection.socket, select.EPOLLIN | select.EPOLLOUT)
+            except (BrokenPipeError, ConnectionResetError):
+                return Sent.DONE  # it hung up; reading will tell the engine so
+            except OSError as error:
+                _log.warning("connection %d cannot be sent to: %s", number, error.strerror)
+                return Sent.OVERFLOW
+            else:
+                self.counters.datagrams_sent += 1
+                return Sent.DONE
+        if (
+            len(connection.outbox) >= OUTBOX_COUNT_MAX
+            or connection.outbox_bytes + len(datagram) > OUTBOX_BYTES_MAX
+        ):
+            return Sent.OVERFLOW
+        connection.outbox.append(datagram)
+        connection.outbox_bytes += len(datagram)
+        return Sent.DONE
+
+    def hang_up(self, number: ConnectionId, kind: str = "") -> None:
+        """Close the socket of a connection; its process stays watched until `release`.
+
+        What is queued goes out as far as the peer's socket takes it; nobody waits for it.
+        """
+        connection = self._connections.get(number)
+        if connection is None or connection.socket is None:
+            return
+        if connection.outbox:
+            self._flush(connection)
+        if kind:
+            self.counters.ended[kind] += 1
+        self._forget(connection.socket.fileno())
+        connection.socket.close()
+        connection.socket = None
+        connection.outbox.clear()
+        self._socket_count -= 1
+        if connection.pidfd is None:
+            del self._connections[number]
+
+    def release(self, number: ConnectionId) -> None:
+        """Forget a connection altogether: the engine has nothing left that its process holds."""
+        self.hang_up(number)
+        connection = self._connections.pop(number, None)
+        if connection is not None and connection.pidfd is not None:
+            self._forget(connection.pidfd)
+            os.close(connection.pidfd)
+
+    def close(self) -> None:
+        """Close every socket and pidfd, and remove the socket file."""
+        for number in list(self._connections):
+            self.release(number)
+        self._listener.close()
+        self._epoll.close()
+
+    @property
+    def socket_count(self) -> int:
+        """Sockets open now, introduced or not."""
+        return self._socket_count
+
+    # ── newcomers ────────────────────────────────────────────────────────────────────────────────
+
+    def _accept(self, _mask: int) -> list[Event]:
+        for _ in range(ACCEPT_COUNT_MAX):
+            try:
+                sock, _ = self._listener.socket.accept()
+            except BlockingIOError:
+                return []
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    continue
+                # Level-triggered, the listener would spin the loop: leave it alone for a moment.
+                _log.warning("cannot accept connections: %s", error.strerror)
+                self._epoll.unregister(self._listener.socket.fileno())
+                self._accept_again_ns = self._clock.now_ns() + ACCEPT_PAUSE_NS
+                return []
+            self._admit(sock)
+        return []
+
+    def _admit(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        number = ConnectionId(self._next_number)
+        self._next_number += 1
+        connection = Connection(number, sock, deadline_ns=self._clock.now_ns() + HELLO_DEADLINE_NS)
+        self._connections[number] = connection
+        self._socket_count += 1
+        self.counters.accepted += 1
+        self.watch(sock.fileno(), Source(TURN_NEWCOMER, number, self._reader(connection)))
+        _, uid, _ = _CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid not in self._allow_uids:
+            self._refuse(connection, "uid", f"uid {uid} is not allowed: start with --allow-uid")
+        elif (
+            self._socket_count > self._connection_count_max
+            or len(self._connections) > 2 * self._connection_count_max
+        ):
+            self._refuse(
+                connection,
+                "full",
+                f"the node serves at most {self._connection_count_max} connections",
+                permanent=False,
+            )
+
+    def _refuse(
+        self, connection: Connection, kind: str, reason: str, *, permanent: bool = True
+    ) -> None:
+        """Tell a newcomer why, as far as it listens, and hang up."""
+        self.counters.refused[kind] += 1
+        _log.info("connection refused: %s", reason)
+        self.send(connection.number, encode(Refused(reason=reason, permanent=permanent)))
+        self.hang_up(connection.number)
+
+    def _introduce(self, connection: Connection, sock: socket.socket) -> list[Event]:
+        """Read the first datagram: a Hello with the pidfd of its process."""
+        descriptors: list[int] = []
+        try:
+            size, ancillary, _, _ = sock.recvmsg_into(
+                [self._buffer], _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+            descriptors = received_descriptors(ancillary)
+            if not size:
+                self.hang_up(connection.number)
+                return []
+            hello = decode_from_engine(self._view[:size])
+            if not isinstance(hello, HelloScheduler | HelloRank):
+                raise ProtocolError("the first datagram is no hello")
+            peer_pid, _, _ = _CREDENTIALS.unpack(
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            if len(descriptors) != 1 or not vouches_for(descriptors[0], peer_pid):
+                raise ProtocolError("hello came without the pidfd of its process")
+            connection.pidfd = descriptors.pop()
+        except BlockingIOError:
+            return []
+        except OSError:
+            self.hang_up(connection.number)
+            return []
+        except ProtocolError as error:
+            self._refuse(connection, "hello", str(error))
+            return []
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        connection.is_rank = isinstance(hello, HelloRank)
+        number = connection.number
+        turn = TURN_RANK if connection.is_rank else TURN_SCHEDULER
+        self._sources[sock.fileno()] = Source(turn, number, self._reader(connection))
+        self.watch(
+            connection.pidfd, Source(TURN_PROCESS, number, lambda _: self._exited(connection))
+        )
+        self.counters.datagrams_received += 1
+        return [Received(number, hello)]
+
+    # ── datagrams ────────────────────────────────────────────────────────────────────────────────
+
+    def _reader(self, connection: Connection) -> Read:
+        if not connection.introduced:
+            return lambda _: (
+                [] if connection.socket is None else self._introduce(connection, connection.socket)
+            )
+
+        def read(mask: int) -> list[Event]:
+            if mask & select.EPOLLOUT:
+                self._flush(connection)
+            if mask & ~select.EPOLLOUT == 0:
+                return []
+            return self._receive(connection, RANK_COUNT_MAX if connection.is_rank else 1)
+
+        return read
+
+    def _receive(self, connection: Connection, count_max: int) -> list[Event]:
+        """Up to `count_max` datagrams as events; Ended is the last one if it hung up."""
+        number, sock = connection.number, connection.socket
+        events: list[Event] = []
+        if sock is None:
+            return events
+        bytes_left = RANK_BYTES_MAX
+        kind = "closed"
+        try:
+            while count_max > 0 and bytes_left > 0:
+                size = sock.recv_into(self._buffer)
+                if not size:
+                    break
+                events.append(Received(number, decode_from_engine(self._view[:size])))
+                count_max -= 1
+                bytes_left -= size
+            else:
+                self.counters.datagrams_received += len(events)
+                return events
+        except BlockingIOError:
+            self.counters.datagrams_received += len(events)
+            return events
+        except OSError:
+            pass  # reset by the peer: the end, like an orderly one
+        except ProtocolError as error:
+            kind = "protocol"
+            _log.warning("connection %d hung up: %s", number, error)
+        self.counters.datagrams_received += len(events)
+        self.hang_up(number, kind)
+        events.append(Ended(number))
+        return events
+
+    def _exited(self, connection: Connection) -> list[Event]:
+        """The process is gone: what it sent counts, then its socket and pidfd are closed.
+
+        A forked grandchild may hold the socket open; it is nobody the node knows.
+        """
+        events = self._receive(connection, RANK_COUNT_MAX)
+        if connection.socket is not None:
+            self.hang_up(connection.number, "exited")
+            events.append(Ended(connection.number))
+        if connection.pidfd is not None:
+            self._forget(connection.pidfd)
+            os.close(connection.pidfd)
+            connection.pidfd = None
+        self._connections.pop(connection.number, None)
+        events.append(Exited(connection.number))
+        return events
+
+    def _flush(self, connection: Connection) -> None:
+        sock = connection.socket
+        if sock is None:
+            return
+        try:
+            while connection.outbox:
+                sock.send(connection.outbox[0], socket.MSG_NOSIGNAL)
+                connection.outbox_bytes -= len(connection.outbox.popleft())
+                self.counters.datagrams_sent += 1
+        except BlockingIOError:
+            return
+        except OSError:
+            connection.outbox.clear()  # it hung up; reading will tell the engine so
+        self._epoll.modify(sock, select.EPOLLIN)
+
+    def _forget(self, fd: int) -> None:
+        if self._sources.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+
+
+def pid_of(fd: int) -> int | None:
+    """The process that a pidfd refers to; 0 or less when it lives in another pid namespace, None
+    when `fd` is no pidfd. Works in a process that is not dumpable too."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("Pid:"):
+            return int(line.removeprefix("Pid:"))
+    return None
+
+
+def vouches_for(pidfd: int, peer_pid: int) -> bool:
+    """Whether `pidfd` may stand for the peer: it is a pidfd, and of that very process as far as
+    both can be seen from this pid namespace. With another's, slots would come back too late or,
+    worse, too early."""
+    pid = pid_of(pidfd)
+    return pid is not None and (pid <= 0 or peer_pid <= 0 or pid == peer_pid)

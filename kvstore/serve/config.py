@@ -1,0 +1,307 @@
+"""The configuration of a node: one frozen tree, made from flags and YAML.
+
+Covers: every setting with its default and meaning, sizes that fit the machine, the sentence an
+operator reads when one does not. Does not cover: how the command line is spelled
+(`kvstore.serve.main`).
+
+Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
+text that is no size; dram larger than the memory there is; slab larger than dram; an address
+beyond loopback without the opt-in; a file tier, which this version does not have.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+
+from kvstore.arena import huge_page_pool
+from kvstore.errors import ConfigError
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.units import MIB, format_size, parse_size
+
+DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
+DEFAULT_METRICS: Final = "127.0.0.1:9464"
+ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
+SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
+SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
+"""The kernel's limit for a unix socket path, less the longest suffix we add."""
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig:
+    """Where /metrics and /healthz are served."""
+
+    host: str
+    port: int
+    """0: the kernel chooses; the ready line tells."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """Everything a node needs to know, checked."""
+
+    socket: Path
+    """Attach socket; whatever else the node makes lies beside it."""
+    dram_bytes: int
+    """Size of the arena; a multiple of SLOT_BYTES_MIN."""
+    dram_note: str
+    """How `auto` chose, for the ready line; empty when the operator chose."""
+    slab_bytes: int
+    """Unit in which the arena is divided among slot sizes; a multiple of SLOT_BYTES_MIN."""
+    http: HttpConfig | None
+    allow_uids: frozenset[int]
+    """Users whose processes may attach: the trust domain of the arena."""
+    log_level: str
+
+
+class Settings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab", kw_only=True
+):
+    """The settings as an operator writes them, in YAML with the names of the flags."""
+
+    socket: str = DEFAULT_SOCKET
+    dram: str | int = "auto"
+    file: str | None = None
+    slab: str | int = "auto"
+    metrics: str | bool = DEFAULT_METRICS
+    metrics_beyond_loopback: bool = False
+    allow_uid: list[int] | int | None = None
+    log_level: str = "info"
+
+
+def load_config(path: Path | None, flags: Mapping[str, Any]) -> NodeConfig:
+    """The configuration from a YAML file, if any, overridden by flags that are not None.
+
+    `flags` has the keys of `Settings` in YAML spelling.
+
+    Raises:
+        ConfigError: one sentence: what is wrong and how to mend it.
+    """
+    merged = {} if path is None else _read_yaml(path)
+    merged.update({name: value for name, value in flags.items() if value is not None})
+    try:
+        settings = msgspec.convert(merged, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(error, path)) from None
+    return _resolve(settings)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), path)
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        summary = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} is not YAML: {summary}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"--config {path} must hold lines such as 'dram: 64GiB'")
+    return content
+
+
+def _refuse_duplicates(document: yaml.Node | None, path: Path) -> None:
+    """YAML lets the last of two equal keys win, silently; an operator meant one of them."""
+    if isinstance(document, yaml.MappingNode):
+        names = [str(key.value) for key, _ in document.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"--config {path} has {name!r} twice: keep one of them")
+
+
+def _explain(error: msgspec.ValidationError, path: Path | None) -> str:
+    where = f"--config {path}" if path else "configuration"
+    names = [field.encode_name for field in msgspec.structs.fields(Settings)]
+    unknown = re.search(r"unknown field `(.*)`", str(error))
+    if unknown:
+        return f"{where}: unknown key {unknown[1]!r}; known keys are {', '.join(names)}"
+    text, _, at = str(error).partition(" - at `$.")
+    return f"{where}: {at.rstrip('`')}: {text[0].lower()}{text[1:]}"
+
+
+def _resolve(settings: Settings) -> NodeConfig:
+    if settings.file is not None:
+        _parse_file(settings.file)
+        raise ConfigError(
+            "this version has no file tier yet: start without --file; blocks stay in dram only"
+        )
+    dram_bytes, note = _dram(settings.dram)
+    level = settings.log_level.lower()
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"log-level {level!r} is unknown: use one of {', '.join(LOG_LEVELS)}")
+    return NodeConfig(
+        socket=_socket(settings.socket),
+        dram_bytes=dram_bytes,
+        dram_note=note,
+        slab_bytes=_slab(settings.slab, dram_bytes),
+        http=_http(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
+        allow_uids=_uids(settings.allow_uid),
+        log_level=level,
+    )
+
+
+def _parse_file(text: str) -> tuple[Path, int]:
+    """PATH:SIZE of the file tier."""
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise ConfigError(f"file {text!r} must be PATH:SIZE, such as /var/lib/kvstore:2TiB")
+    return Path(path), _size("file", size)
+
+
+def _size(name: str, text: str | int) -> int:
+    try:
+        return parse_size(str(text))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _dram(text: str | int) -> tuple[int, str]:
+    """(bytes, how auto chose)."""
+    available, source = available_memory()
+    note = ""
+    if text == "auto":
+        size = available // 2
+        note = f"half of the {format_size(available)} that {source} has available"
+    else:
+        size = _size("dram", text)
+    size -= size % SLOT_BYTES_MIN
+    if size < ARENA_BYTES_MIN:
+        raise ConfigError(
+            f"--dram {text} is too small: give at least {format_size(ARENA_BYTES_MIN)}, with its"
+            " unit, such as 64GiB"
+        )
+    if size > max(available, huge_page_pool()[0]):
+        raise ConfigError(
+            f"dram of {format_size(size)} is more than the {format_size(available)} that {source}"
+            " has available: choose a smaller --dram, or auto"
+        )
+    return size, note
+
+
+def _slab(text: str | int, dram_bytes: int) -> int:
+    if text == "auto":
+        size = min(SLAB_BYTES_AUTO_MAX, dram_bytes // 4)
+        return size - size % SLOT_BYTES_MIN
+    size = _size("slab", text)
+    if not SLOT_BYTES_MIN <= size <= dram_bytes or size % SLOT_BYTES_MIN:
+        raise ConfigError(
+            f"slab of {format_size(size)} must be a multiple of {format_size(SLOT_BYTES_MIN)}"
+            f" and at most dram, {format_size(dram_bytes)}: leave it out, or use auto"
+        )
+    return size
+
+
+def _socket(text: str) -> Path:
+    path = Path(text)
+    if not path.is_absolute():
+        path = Path.cwd() / path
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"socket path {path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes a socket may"
+            " have: choose a shorter one"
+        )
+    return path
+
+
+def _http(text: str | bool, *, beyond_loopback: bool) -> HttpConfig | None:
+    if text is False or text == "off":  # YAML reads a bare off as false
+        return None
+    host, colon, port = str(text).rpartition(":")
+    host = host.strip("[]")
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        number = int(port)
+        if not colon or not 0 <= number <= 65535:
+            raise ValueError(port)
+    except ValueError:
+        raise ConfigError(
+            f"metrics {text!r} must be an IP address and a port, such as {DEFAULT_METRICS}, or off"
+        ) from None
+    if not address.is_loopback and not beyond_loopback:
+        raise ConfigError(
+            f"metrics on {address} can be read from other machines: use 127.0.0.1, or add"
+            " --metrics-beyond-loopback if that is meant"
+        )
+    return HttpConfig(host=str(address), port=number)
+
+
+def _uids(value: list[int] | int | None) -> frozenset[int]:
+    if value is None:
+        return frozenset({os.geteuid(), 0})
+    uids = frozenset([value] if isinstance(value, int) else value)
+    if not uids or min(uids) < 0:
+        raise ConfigError("allow-uid must name numeric user ids, such as 1000")
+    return uids | {os.geteuid()}
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def available_memory() -> tuple[int, str]:
+    """(bytes, whose): the least of what the machine and every cgroup above this process has left.
+
+    Page cache that can be dropped counts as available, as it does for the kernel's own limits.
+    """
+    candidates = [(_machine_available(), "the machine")]
+    for directory, limit, usage in _cgroup_levels():
+        left = _cgroup_left(directory, limit_file=limit, usage_file=usage)
+        if left is not None:
+            candidates.append((left, "the memory cgroup"))
+    return min(candidates)
+
+
+def _machine_available() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo has no MemAvailable: give --dram a size")
+
+
+def _cgroup_levels() -> list[tuple[Path, str, str]]:
+    """(directory, limit file, usage file) of this process's memory cgroups, v2 and v1.
+
+    Inside a container the path is relative to the container's own root or, without a cgroup
+    namespace, not visible at all: then the mount point itself is the container's group.
+    """
+    levels = []
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            roots = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
+            files = ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            roots = [Path("/sys/fs/cgroup/memory")]
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        relative = Path(path.lstrip("/"))
+        for root in roots:
+            levels += [(root / part, *files) for part in (relative, *relative.parents)]
+    return levels
+
+
+def _cgroup_left(directory: Path, *, limit_file: str, usage_file: str) -> int | None:
+    """Bytes left in one cgroup; None when it has no limit or is not there."""
+    try:
+        limit = (directory / limit_file).read_text(encoding="utf-8").strip()
+        usage = int((directory / usage_file).read_text(encoding="utf-8"))
+        stat = (directory / "memory.stat").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    fields = dict(line.split() for line in stat.splitlines())
+    cache = int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
+    return max(0, int(limit) - max(0, usage - cache))

@@ -1,0 +1,236 @@
+"""The loop of a node: one thread that reads sockets, steps the engine and carries out commands.
+
+    epoll ─▶ Attach.read ─▶ events ─▶ Engine.step ─▶ commands ─▶ Executor ─▶ tier, sockets
+      ▲                                                              │
+      └── wake-up: queries of other threads            events ◀──────┘
+
+Covers: whose turn it is, heartbeat, ticks, queries from other threads, and the one broad except of
+the node. Does not cover: what anything means. Everything that touches engine, executor or sockets
+runs in this loop; other threads come in through `query` and `clear` only.
+
+One connection's datagrams are one step, so a failure in them is that connection's alone: it is
+logged once per place, counted, and the connection is hung up.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from kvstore.engine.engine import Engine
+from kvstore.engine.events import Clear, Ended, Event, Ready, Tick
+from kvstore.errors import KVStoreError
+from kvstore.ports import Clock, Tier
+from kvstore.serve.attach import TURN_WAKE, Attach, Source
+from kvstore.serve.executor import Executor, Poisoned
+from kvstore.types import ConnectionId
+from kvstore.units import NS_PER_MS, NS_PER_S
+
+BEAT_NS: Final = 20 * NS_PER_MS
+"""Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
+TICK_NS: Final = 100 * NS_PER_MS
+QUERY_COUNT_MAX: Final = 64
+STEP_BUCKETS_NS: Final = tuple(1000 << n for n in range(0, 16, 2))
+"""Upper bounds of the step histogram: 1 µs, 4 µs, … 16 ms."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class NodeBusy(KVStoreError):
+    """The loop did not get to a query in time, or too many wait already. Ask again later."""
+
+
+class DriverCounters:
+    """What the loop did since the start; read by /metrics through `Driver.query`."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.step_ns = 0
+        self.step_buckets = [0] * (len(STEP_BUCKETS_NS) + 1)
+        self.failures = 0
+        self.queries = 0
+        self.beat_gap_ns_max = 0
+
+
+class Driver:
+    """Runs one node until `stop`."""
+
+    def __init__(
+        self, *, engine: Engine, tier: Tier, attach: Attach, executor: Executor, clock: Clock
+    ) -> None:
+        self.counters = DriverCounters()
+        self._engine = engine
+        self._tier = tier
+        self._attach = attach
+        self._executor = executor
+        self._clock = clock
+        self._ready_bytes = 0
+        self._beat_ns = 0
+        self._tick_ns = 0
+        self._stopping = False
+        self._poisoned = False
+        self._failed_places: set[str] = set()
+        self._queries: deque[tuple[concurrent.futures.Future[object], Callable[[], object]]] = (
+            deque()
+        )
+        self._queries_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        attach.watch(self._wake_fd, Source(TURN_WAKE, None, self._answer))
+
+    # ── from any thread ──────────────────────────────────────────────────────────────────────────
+
+    def stop(self) -> None:
+        """End `run` soon. Safe in a signal handler."""
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def query(self, ask: Callable[[Engine], _T], *, timeout_s: float) -> _T:
+        """Run `ask` on the loop, between two steps, and return its answer.
+
+        Raises:
+            NodeBusy: no answer within `timeout_s`, or QUERY_COUNT_MAX queries wait already.
+        """
+        return self._on_loop(lambda: ask(self._engine), timeout_s)
+
+    def clear(self, *, space: bytes | None, tenant: str | None, timeout_s: float) -> int:
+        """Forget blocks: of a space, a tenant, both, or all. Returns how many. Raises NodeBusy."""
+        return self._on_loop(lambda: self._step([Clear(space=space, tenant=tenant)]), timeout_s)
+
+    def _on_loop(self, call: Callable[[], _T], timeout_s: float) -> _T:
+        future: concurrent.futures.Future[object] = concurrent.futures.Future()
+        with self._queries_lock:
+            if len(self._queries) >= QUERY_COUNT_MAX or self._stopping:
+                raise NodeBusy("the node is busy: ask again later")
+            self._queries.append((future, call))
+        os.eventfd_write(self._wake_fd, 1)
+        try:
+            return future.result(timeout_s)  # type: ignore[return-value]
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            raise NodeBusy(f"the node did not answer within {timeout_s} s") from None
+
+    # ── the loop ─────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        """Serve until `stop`.
+
+        Raises:
+            Poisoned: the tier and the engine disagree; no engine may trust this node any more.
+        """
+        self._beat_ns = self._clock.now_ns()
+        self._tier.beat(self._beat_ns)
+        while not self._stopping:
+            now_ns = self._beat_if_due()
+            if now_ns - self._tick_ns >= TICK_NS:
+                self._tick(now_ns)
+            wait_ns = self._beat_ns + BEAT_NS - now_ns
+            for fd, mask in self._attach.ready(max(0, wait_ns) / NS_PER_S):
+                self._serve(fd, mask)
+                self._beat_if_due()
+        with self._queries_lock:
+            for future, _ in self._queries:
+                future.cancel()
+        if self._poisoned:
+            raise Poisoned("generations could not be published")
+
+    def _serve(self, fd: int, mask: int) -> None:
+        """Read one descriptor and act on it: one of the two places that catch everything."""
+        owner = self._attach.owner(fd)
+        try:
+            events = self._attach.read(fd, mask)
+            if events:
+                self._step(events)
+        except Exception as error:
+            self._recover(error, owner)
+
+    def _tick(self, now_ns: int) -> None:
+        """What time alone brings about: the other place that catches everything."""
+        self._tick_ns = now_ns
+        try:
+            self._attach.expire(now_ns)
+            events: list[Event] = [Tick()]
+            ready_bytes = self._tier.ready_bytes
+            if ready_bytes != self._ready_bytes:
+                self._ready_bytes = ready_bytes
+                events.insert(0, Ready(ready_bytes))
+            self._step(events)
+        except Exception as error:
+            self._recover(error, None)
+
+    def _step(self, events: list[Event]) -> int:
+        """Step until nothing follows. Returns how many blocks were cleared."""
+        cleared_blocks = 0
+        while events:
+            begin_ns = self._clock.now_ns()
+            outcome = self._executor.carry_out(self._engine.step(events, begin_ns))
+            self._measure(self._clock.now_ns() - begin_ns)
+            cleared_blocks += outcome.cleared_blocks
+            events = outcome.events
+        return cleared_blocks
+
+    def _measure(self, duration_ns: int) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.step_ns += duration_ns
+        # 1 µs and each factor of four above it: half the bit length, without a search.
+        bucket = ((duration_ns // 1000).bit_length() + 1) // 2
+        counters.step_buckets[min(bucket, len(STEP_BUCKETS_NS))] += 1
+
+    def _beat_if_due(self) -> int:
+        now_ns = self._clock.now_ns()
+        gap_ns = now_ns - self._beat_ns
+        if gap_ns >= BEAT_NS:
+            self.counters.beat_gap_ns_max = max(self.counters.beat_gap_ns_max, gap_ns)
+            self._beat_ns = now_ns
+            self._tier.beat(now_ns)
+        return now_ns
+
+    def _answer(self, _mask: int) -> list[Event]:
+        os.eventfd_read(self._wake_fd)
+        while True:
+            with self._queries_lock:
+                if not self._queries:
+                    return []
+                future, call = self._queries.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            self.counters.queries += 1
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+            self._beat_if_due()
+
+    def _recover(self, error: Exception, owner: ConnectionId | None) -> None:
+        """A bug costs one connection, not the node, and never a wrong byte."""
+        self._failed(error)
+        if isinstance(error, Poisoned):
+            self._poisoned = True
+            self.stop()
+            return
+        try:
+            # A step that failed keeps its commands. Without those that raised generations, a
+            # reader could take the bytes of a slot that was reused for the ones it asked for.
+            self._executor.carry_out(self._engine.salvage())
+            if owner is not None:
+                self._attach.hang_up(owner, "failure")
+                self._step([Ended(owner)])
+        except Exception as again:
+            self._failed(again)
+            self._executor.carry_out(self._engine.salvage())
+
+    def _failed(self, error: Exception) -> None:
+        self.counters.failures += 1
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else "?"
+        if place not in self._failed_places and len(self._failed_places) < 100:
+            self._failed_places.add(place)
+            _log.error("a bug in the node, its connection is closed", exc_info=error)

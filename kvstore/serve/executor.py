@@ -1,0 +1,101 @@
+"""Carries out what the engine core decided.
+
+Covers: the order that safety asks for (generations before every send), sending, admitting with
+descriptors, hanging up. What goes wrong comes back as events for the next step, never as a call
+into the engine. Does not cover: deciding (`kvstore.engine`), sockets (`kvstore.serve.attach`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore.engine.events import (
+    Admit,
+    Cleared,
+    Command,
+    Ended,
+    Event,
+    Hangup,
+    RaiseGenerations,
+    Release,
+    Send,
+)
+from kvstore.ports import Tier
+from kvstore.serve.attach import Attach, Sent
+from kvstore.types import ConnectionId
+from kvstore.wire.messages import encode
+
+_log = logging.getLogger(__name__)
+
+
+class Poisoned(Exception):
+    """Slots may be reused without their readers noticing: the node must stop at once."""
+
+
+class Outcome(NamedTuple):
+    """What came of one batch of commands."""
+
+    events: list[Event]
+    """For the engine's next step."""
+    cleared_blocks: int
+
+
+class Executor:
+    """Commands to effects. One thread."""
+
+    def __init__(self, *, tier: Tier, attach: Attach, arena_fd: int, generation_fd: int) -> None:
+        self._tier = tier
+        self._attach = attach
+        self._arena_fd = arena_fd
+        self._generation_fd = generation_fd
+
+    def carry_out(self, commands: Sequence[Command]) -> Outcome:
+        """Do all of it. Never raises for a peer that is slow or gone.
+
+        Raises:
+            Poisoned: the tier refused to raise a generation.
+        """
+        # Before anything else can tell somebody about these slots: see DESIGN.md, generation page.
+        try:
+            for command in commands:
+                if isinstance(command, RaiseGenerations):
+                    self._tier.raise_generations(command.slots, command.generations)
+        except AssertionError as error:
+            raise Poisoned("generations could not be published") from error
+        events: list[Event] = []
+        cleared_blocks = 0
+        for command in commands:
+            match command:
+                case RaiseGenerations():
+                    pass
+                case Send(connection=number, message=message):
+                    self._send(number, encode(message), (), events)
+                case Admit(connection=number, welcome=welcome, with_arena=with_arena):
+                    descriptors = (
+                        (self._arena_fd, self._generation_fd)
+                        if with_arena
+                        else (self._generation_fd,)
+                    )
+                    self._send(number, encode(welcome), descriptors, events)
+                case Hangup(connection=number, reason=reason):
+                    _log.info("connection %d: the node hangs up: %s", number, reason)
+                    self._attach.hang_up(number, "engine")
+                case Release(connection=number):
+                    self._attach.release(number)
+                case Cleared(blocks=blocks):
+                    cleared_blocks += blocks
+        return Outcome(events, cleared_blocks)
+
+    def _send(
+        self,
+        number: ConnectionId,
+        datagram: bytes,
+        descriptors: Sequence[int],
+        events: list[Event],
+    ) -> None:
+        if self._attach.send(number, datagram, descriptors) is Sent.OVERFLOW:
+            _log.warning("connection %d does not read: the node hangs up", number)
+            self._attach.hang_up(number, "overflow")
+            events.append(Ended(number))

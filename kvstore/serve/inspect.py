@@ -1,0 +1,153 @@
+"""The inspect service: what `kvstore inspect` and `kvstore clear` ask, over gRPC on a unix socket.
+
+Only the node's own user can open the socket (0600). Every answer is made on the loop, between two
+steps, so every list has a limit. Does not cover: what the rows mean (`kvstore.engine.report`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import Message
+
+from kvstore.engine.engine import Engine
+from kvstore.errors import ConfigError
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.convert import Row, to_message
+from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
+from kvstore.serve.driver import Driver, NodeBusy
+
+SUFFIX: Final = ".rpc"
+THREAD_COUNT: Final = 2
+CALL_COUNT_MAX: Final = 8
+REQUEST_BYTES_MAX: Final = 64 << 10
+REPLY_BYTES_MAX: Final = 4 << 20
+BLOCK_ROWS_MAX: Final = 1000
+"""Rows of one Blocks reply: about 10 ms of the loop."""
+QUERY_TIMEOUT_S: Final = 2.0
+
+
+class SpaceUnknown(Exception):
+    """No space, or more than one, begins with these digits."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class InspectService(InspectServicer):
+    """Asks the loop; knows nothing itself."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def Nodes(self, request: pb.NodesRequest, context: grpc.ServicerContext) -> pb.NodesReply:
+        return pb.NodesReply(rows=self._rows(context, lambda engine: engine.nodes()))
+
+    def Tiers(self, request: pb.TiersRequest, context: grpc.ServicerContext) -> pb.TiersReply:
+        return pb.TiersReply(rows=self._rows(context, lambda engine: engine.tiers()))
+
+    def Spaces(self, request: pb.SpacesRequest, context: grpc.ServicerContext) -> pb.SpacesReply:
+        return pb.SpacesReply(rows=self._rows(context, lambda engine: engine.spaces()))
+
+    def Blocks(self, request: pb.BlocksRequest, context: grpc.ServicerContext) -> pb.BlocksReply:
+        limit = min(request.limit or BLOCK_ROWS_MAX, BLOCK_ROWS_MAX)
+        space = request.space.lower()
+        return pb.BlocksReply(
+            rows=self._rows(context, lambda engine: engine.blocks(limit=limit, space=space))
+        )
+
+    def Leases(self, request: pb.LeasesRequest, context: grpc.ServicerContext) -> pb.LeasesReply:
+        return pb.LeasesReply(rows=self._rows(context, lambda engine: engine.leases()))
+
+    def Jobs(self, request: pb.JobsRequest, context: grpc.ServicerContext) -> pb.JobsReply:
+        return pb.JobsReply(rows=self._rows(context, lambda engine: engine.jobs()))
+
+    def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearReply:
+        prefix = request.space.lower()
+        try:
+            space = None
+            if prefix:
+                space = self._driver.query(
+                    lambda engine: find_space(engine, prefix), timeout_s=QUERY_TIMEOUT_S
+                )
+            blocks = self._driver.clear(space=space, tenant=None, timeout_s=QUERY_TIMEOUT_S)
+        except SpaceUnknown as error:
+            context.abort(error.code, str(error))
+        except NodeBusy as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        return pb.ClearReply(blocks=blocks)
+
+    def _rows(
+        self, context: grpc.ServicerContext, ask: Callable[[Engine], Sequence[Row]]
+    ) -> Iterable[Any]:
+        try:
+            rows = self._driver.query(ask, timeout_s=QUERY_TIMEOUT_S)
+        except NodeBusy as error:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        messages: list[Message] = [to_message(row) for row in rows]
+        return messages
+
+
+def find_space(engine: Engine, prefix: str) -> bytes:
+    """The one space whose hex form begins with `prefix`. Raises SpaceUnknown."""
+    found = [space for space in engine.space_ids() if space.hex().startswith(prefix)]
+    if not found:
+        raise SpaceUnknown(
+            grpc.StatusCode.NOT_FOUND,
+            f"no space begins with {prefix!r}: see kvstore inspect spaces",
+        )
+    if len(found) > 1:
+        raise SpaceUnknown(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"{len(found)} spaces begin with {prefix!r}: give more digits",
+        )
+    return found[0]
+
+
+class InspectServer:
+    """The service on its socket, from construction until `close`."""
+
+    def __init__(self, socket: Path, driver: Driver) -> None:
+        """Listen beside the attach socket `socket`, whose lock the caller holds.
+
+        Raises:
+            ConfigError: the socket cannot be made.
+        """
+        self.path = socket.with_name(socket.name + SUFFIX)
+        self._pool = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="inspect")
+        self._server = grpc.server(
+            self._pool,
+            options=[
+                ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
+                ("grpc.max_send_message_length", REPLY_BYTES_MAX),
+                ("grpc.max_concurrent_streams", CALL_COUNT_MAX),
+                ("grpc.max_metadata_size", 8 << 10),
+            ],
+            maximum_concurrent_rpcs=CALL_COUNT_MAX,
+        )
+        add_InspectServicer_to_server(InspectService(driver), self._server)
+        # gRPC makes the file itself: the mask keeps others out from the first moment.
+        mask = os.umask(0o177)
+        try:
+            self._server.add_insecure_port(f"unix:{self.path}")
+        except RuntimeError:
+            raise ConfigError(
+                f"socket {self.path} cannot be made: choose another --socket"
+            ) from None
+        finally:
+            os.umask(mask)
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop at once and remove the socket file."""
+        self._server.stop(grace=0).wait(0.5)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(OSError):
+            self.path.unlink()

@@ -1,0 +1,107 @@
+"""The attach socket's files: taken over from a dead node, never from a living one.
+
+Covers: directory, lock file, socket file, their modes, and their removal. Does not cover: who may
+come in (`kvstore.serve.attach`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+
+
+class Listener:
+    """The listening socket and the files that belong to it.
+
+    A lock file beside it tells a living node from a socket file that a dead one left behind;
+    connecting to find out would look like an engine to a living node.
+    """
+
+    def __init__(self, path: Path, *, others_may_connect: bool) -> None:
+        """Take over `path`.
+
+        Raises:
+            ConfigError: the path is in use by a living node, or cannot be a socket.
+        """
+        self._path = path
+        try:
+            path.parent.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(
+                f"socket directory {path.parent} cannot be made: {error.strerror}; choose another"
+                " --socket"
+            ) from None
+        self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
+        self.socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        try:
+            remove_socket_file(path)
+            # The mode is set before anyone can connect: until listen() nobody can.
+            self.socket.bind(os.fspath(path))
+            path.chmod(0o666 if others_may_connect else 0o600)
+            self.socket.listen(128)
+        except OSError as error:
+            self.socket.close()
+            os.close(self._lock_fd)
+            raise ConfigError(
+                f"socket {path} cannot be made: {error.strerror}; choose another --socket"
+            ) from None
+        except ConfigError:
+            self.socket.close()
+            os.close(self._lock_fd)
+            raise
+
+    def close(self) -> None:
+        """Stop listening and remove the files. Idempotent."""
+        if self.socket.fileno() < 0:
+            return
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        with contextlib.suppress(OSError):
+            self._path.with_name(self._path.name + ".lock").unlink()
+        os.close(self._lock_fd)
+
+
+def remove_socket_file(path: Path) -> None:
+    """Remove what a dead node left. Raises ConfigError when `path` is no socket."""
+    try:
+        if not path.is_socket():
+            if path.exists():
+                raise ConfigError(f"{path} exists and is no socket: choose another --socket")
+            return
+        path.unlink()
+    except PermissionError:
+        raise ConfigError(f"{path} belongs to another user: choose another --socket") from None
+
+
+def _lock(lock_path: Path, path: Path) -> int:
+    """An exclusive lock for the life of this process."""
+    while True:
+        try:
+            fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{lock_path} cannot be opened: {error.strerror}; choose another --socket"
+            ) from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(lock_path)):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(
+                f"another kvstore node is running on {path}: stop it first, or choose another"
+                " --socket"
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # its last owner removed it between our open and our lock: once more

@@ -1,0 +1,173 @@
+"""Puts one node process together and takes it apart again.
+
+    config ─▶ arena ─▶ tier ─▶ engine ─▶ attach ─▶ executor ─▶ driver, with inspect and http beside
+
+Covers: order of start and stop, limits of the process. Does not cover: any of the parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Final, NamedTuple
+
+from kvstore.arena import Arena
+from kvstore.engine.engine import Engine, EngineConfig
+from kvstore.errors import ConfigError
+from kvstore.ports import Clock
+from kvstore.serve.attach import Attach
+from kvstore.serve.clock import MonotonicClock
+from kvstore.serve.config import NodeConfig
+from kvstore.serve.driver import Driver
+from kvstore.serve.executor import Executor
+from kvstore.serve.http import HttpServer
+from kvstore.serve.inspect import InspectServer
+from kvstore.serve.listener import Listener
+from kvstore.serve.pages import NodeCollector, make_pages
+from kvstore.tiers.dram import DramTier
+from kvstore.types import SLOT_BYTES_MIN, Incarnation
+from kvstore.units import format_size
+
+CONNECTION_COUNT_MAX: Final = 256
+SWITCH_INTERVAL_S: Final = 0.0005
+_PR_SET_DUMPABLE: Final = 4
+
+_log = logging.getLogger(__name__)
+
+
+class Running(NamedTuple):
+    """A node that serves, as told to `on_ready`."""
+
+    socket: str
+    dram_bytes: int
+    dram_note: str
+    slab_bytes: int
+    huge_pages: bool
+    metrics_url: str
+    """Empty when off."""
+    incarnation: Incarnation
+
+    def line(self) -> str:
+        """The line that tells an operator, and a script, that the node is ready."""
+        note = f" ({self.dram_note})" if self.dram_note else ""
+        return (
+            f"kvstore node ready: socket={self.socket} metrics={self.metrics_url or 'off'}"
+            f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
+            f" slab={format_size(self.slab_bytes)} dram={format_size(self.dram_bytes)}{note}"
+        )
+
+
+def run_node(config: NodeConfig, on_ready: Callable[[Running], None]) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP (a closed terminal). Call it in the main thread.
+
+    Raises:
+        ConfigError: the node cannot start with this configuration on this machine.
+    """
+    harden_process()
+    with contextlib.ExitStack() as stack:
+        driver, running = _assemble(config, MonotonicClock(), stack)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: driver.stop())
+        # Start-up objects live for ever: no collection needs to look at them again.
+        gc.freeze()
+        on_ready(running)
+        driver.run()
+    _log.info("stopped")
+
+
+def _assemble(
+    config: NodeConfig, clock: Clock, stack: contextlib.ExitStack
+) -> tuple[Driver, Running]:
+    """Make all parts, in order; `stack` takes them apart in the opposite one."""
+    incarnation = Incarnation(secrets.randbelow(2**63 - 1) + 1)
+    listener = Listener(
+        config.socket, others_may_connect=bool(config.allow_uids - {0, os.geteuid()})
+    )
+    stack.callback(listener.close)
+    arena = _make_arena(config, incarnation)
+    tier = DramTier(arena)
+    stack.callback(tier.close)
+    attach = Attach(
+        listener,
+        allow_uids=config.allow_uids,
+        connection_count_max=CONNECTION_COUNT_MAX,
+        clock=clock,
+    )
+    stack.callback(attach.close)
+    driver = Driver(
+        engine=_make_engine(config, arena, incarnation),
+        tier=tier,
+        attach=attach,
+        executor=Executor(
+            tier=tier, attach=attach, arena_fd=arena.arena_fd, generation_fd=arena.generation_fd
+        ),
+        clock=clock,
+    )
+    url = ""
+    if config.http is not None:
+        collector = NodeCollector(
+            driver=driver,
+            attach=attach,
+            tier=tier,
+            incarnation=incarnation,
+            version=version("kvstore"),
+        )
+        http = HttpServer(config.http, make_pages(collector, driver))
+        stack.callback(http.close)
+        http.start()
+        url = http.url + "/metrics"
+    rpc = InspectServer(config.socket, driver)
+    stack.callback(rpc.close)
+    tier.start()
+    return driver, Running(
+        socket=str(config.socket),
+        dram_bytes=config.dram_bytes,
+        dram_note=config.dram_note,
+        slab_bytes=config.slab_bytes,
+        huge_pages=arena.huge_pages,
+        metrics_url=url,
+        incarnation=incarnation,
+    )
+
+
+def _make_arena(config: NodeConfig, incarnation: Incarnation) -> Arena:
+    try:
+        return Arena(arena_bytes=config.dram_bytes, incarnation=incarnation)
+    except OSError as error:
+        raise ConfigError(
+            f"dram of {format_size(config.dram_bytes)} cannot be had: {error.strerror};"
+            " choose a smaller --dram"
+        ) from None
+
+
+def _make_engine(config: NodeConfig, arena: Arena, incarnation: Incarnation) -> Engine:
+    return Engine(
+        EngineConfig(
+            incarnation=incarnation,
+            arena_bytes=config.dram_bytes,
+            slab_bytes=config.slab_bytes,
+            generation_bytes=arena.generation_bytes,
+            block_count_max=config.dram_bytes // SLOT_BYTES_MIN,
+            connection_count_max=CONNECTION_COUNT_MAX,
+        )
+    )
+
+
+def harden_process() -> None:
+    """Limits and protections of this process, before there is anything to protect."""
+    # No core file and no ptrace by the same user: the arena is other people's prompts. It makes
+    # /proc/self root's, but a process may always look at itself, which `pid_of` needs.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # A thread that renders /metrics must not keep the loop from the interpreter for 5 ms.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
