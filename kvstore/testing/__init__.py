@@ -1,0 +1,1 @@
+"""The public test kit: clock, memory, world, contract suites, local models."""

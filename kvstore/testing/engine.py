@@ -1,0 +1,453 @@
+"""A real vLLM server as a child process, with or without the connector, and a client for it.
+
+Covers: start, readiness, completions with their time to first token, the engine's own counters,
+the processes it is made of, stop and kill. Does not cover: the node (`kvstore.testing.process`),
+what is sent (`kvstore.testing.workload`).
+
+The model is served on a port that the kernel chose on 127.0.0.1. Nothing survives the caller: the
+server runs under `kvstore.testing.guard`, so an engine belongs to the thread that started it.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self
+
+import msgspec
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.errors import KVStoreError
+from kvstore.testing import guard
+
+READY_TIMEOUT_S: Final = 300.0
+"""A start takes 12 s on a quiet machine, and all of ten times that on a busy one."""
+STOP_TIMEOUT_S: Final = 20.0
+REQUEST_TIMEOUT_S: Final = 120.0
+POLL_S: Final = 0.05
+SERVED_NAME: Final = "model"
+WARM_UP_PROMPT: Final = tuple(range(32))
+"""Shorter than a block, so nothing of it is stored. See `Engine.warm_up`."""
+
+_ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
+"""The last line of a traceback, alone or behind vLLM's prefix."""
+
+
+class EngineError(KVStoreError):
+    """The engine did not start, ended, or answered something other than a completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How to start one vLLM server."""
+
+    model: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """float32 where tokens are compared: in bfloat16 vLLM's own cache hit already changes one
+    greedy output in about a hundred against a full recompute."""
+    socket: Path | None = None
+    """The node's attach socket; None: vLLM without the connector."""
+    max_model_len: int = 4096
+    kv_blocks: int | None = None
+    """Blocks (128 tokens) of the engine's own cache; None: as many as fit `kv_space_gib`."""
+    kv_space_gib: int = 1
+    max_num_seqs: int = 64
+    hash_algorithm: str = "sha256_cbor"
+    load_failure_policy: str = "recompute"
+    connector_extra: dict[str, object] = field(default_factory=dict)
+    """Further keys of `kv_connector_extra_config`."""
+    spin: bool = False
+    """True: the engine's OpenMP threads spin while they wait, as vLLM's default has it: right on
+    cores of their own, and what a benchmark measures. On cores that others use too, a step then
+    waits again and again for a thread that is not running: seconds instead of milliseconds."""
+    environment: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the server."""
+
+    def command(self) -> list[str]:
+        """The server's command line."""
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(self.model), "--served-model-name", SERVED_NAME]
+        command += ["--host", "127.0.0.1", "--port", "0", "--enforce-eager", "--dtype", self.dtype]
+        command += ["--max-model-len", str(self.max_model_len)]
+        command += ["--max-num-seqs", str(self.max_num_seqs)]
+        command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        command += ["--prefix-caching-hash-algo", self.hash_algorithm]
+        if self.kv_blocks is not None:
+            command += ["--num-gpu-blocks-override", str(self.kv_blocks)]
+        if self.socket is not None:
+            transfer = {
+                "kv_connector": "KVStoreConnector",
+                "kv_connector_module_path": "kvstore.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": self.load_failure_policy,
+                "kv_connector_extra_config": {"socket": str(self.socket), **self.connector_extra},
+            }
+            command += ["--kv-transfer-config", msgspec.json.encode(transfer).decode()]
+        return [*command, *self.arguments]
+
+    def full_environment(self) -> dict[str, str]:
+        """The server's environment."""
+        return {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gib),
+            # Binding would pin every engine of the machine to the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_SERVER_DEV_MODE": "1",  # offers /reset_prefix_cache
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            # The working directory must not shadow the installed package.
+            "PYTHONSAFEPATH": "1",
+            **({} if self.spin else {"OMP_WAIT_POLICY": "PASSIVE"}),
+            **self.environment,
+        }
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One answered request."""
+
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were not computed: the engine's own cache and the connector's together."""
+    ttft_s: float
+    """From before the request was sent until its first token arrived."""
+    duration_s: float
+
+
+class HitCounts(msgspec.Struct, frozen=True):
+    """The engine's own counters since its start, in tokens."""
+
+    local_queries: float
+    local_hits: float
+    external_queries: float
+    external_hits: float
+    preemptions: float
+
+
+class _Usage(msgspec.Struct):
+    class Details(msgspec.Struct):
+        cached_tokens: int | None = None
+
+    prompt_tokens: int
+    prompt_tokens_details: Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """The part of a streamed completion that is of interest."""
+
+    class Choice(msgspec.Struct):
+        token_ids: list[int] | None = None
+
+    choices: list[Choice] = []
+    usage: _Usage | None = None
+    error: object = None
+
+
+_chunk_decoder = msgspec.json.Decoder(_Chunk)
+
+
+class Engine:
+    """A running server. Make it with `Engine.start`, use it in a `with`."""
+
+    def __init__(self, config: EngineConfig, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.config = config
+        self.log = log
+        self.port = 0
+        self.start_seconds = 0.0
+        self._process = process
+        self._pidfd = os.pidfd_open(process.pid)
+
+    @classmethod
+    def start(
+        cls,
+        config: EngineConfig,
+        *,
+        log: Path,
+        ready_timeout_s: float = READY_TIMEOUT_S,
+        warm: bool = True,
+    ) -> Engine:
+        """Start a server and wait until it answers; `log` receives its output.
+
+        Raises:
+            EngineError: it ended or was not ready in time; says what the log says. Nothing is left.
+        """
+        begin = time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, guard.__file__, str(os.getpid()), *config.command()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=config.full_environment(),
+                start_new_session=True,
+            )
+        engine = cls(config, process, log)
+        try:
+            engine._wait_ready(begin + ready_timeout_s)
+            engine.start_seconds = time.monotonic() - begin
+            if warm:
+                engine.warm_up()
+        except BaseException:
+            engine.kill()
+            raise
+        return engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _wait_ready(self, deadline: float) -> None:
+        while not self._is_healthy():
+            if self.wait(POLL_S):
+                raise EngineError(f"vLLM ended while starting: {self.last_error()}")
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM was not ready in time: {self.last_error()}")
+
+    def _is_healthy(self) -> bool:
+        server = self._server()
+        if server is None:
+            return False
+        try:
+            listening = [
+                c.laddr.port for c in server.net_connections("tcp4") if c.status == "LISTEN"
+            ]
+            if not listening:
+                return False
+            self.port = listening[0]
+            return self._request("GET", "/health", timeout_s=5.0)[0] == http.client.OK
+        except (OSError, http.client.HTTPException, psutil.Error):
+            return False
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when all its processes have ended, waiting for that up to `timeout_s`."""
+        if self._process.returncode is None:
+            if not select.select([self._pidfd], [], [], timeout_s)[0]:
+                return False
+            self._process.wait()
+            os.close(self._pidfd)
+        return True
+
+    def stop(self) -> None:
+        """Ask it to end, as a service manager would; kill it when it does not."""
+        if server := self._server():
+            try:
+                server.send_signal(signal.SIGTERM)
+            except psutil.NoSuchProcess:
+                pass
+            else:
+                self.wait(STOP_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes, reaped on return."""
+        if self._process.returncode is None:
+            self._process.terminate()  # the guard kills its descendants and ends
+        while not self.wait(STOP_TIMEOUT_S):
+            self._process.kill()
+
+    def last_error(self) -> str:
+        """The last line of the log that names an error, and where the rest is."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        # vLLM's server ends with one that only points at the error of its child.
+        wrong = [x for x in lines if _ERROR_LINE.search(x) and "root cause" not in x]
+        last = (wrong or lines or ["no output"])[-1]
+        return f"{last.strip()[-400:]} (log: {self.log})"
+
+    # ── processes ────────────────────────────────────────────────────────────────────────────────
+
+    def _server(self) -> psutil.Process | None:
+        try:
+            children = psutil.Process(self._process.pid).children()
+        except psutil.NoSuchProcess:
+            return None
+        return children[0] if children and self._process.returncode is None else None
+
+    def _titled(self, title: str) -> list[int]:
+        found = []
+        try:
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                try:
+                    line = process.cmdline()
+                except psutil.Error:
+                    continue
+                if line and line[0].startswith(title):
+                    found.append(process.pid)
+        except psutil.NoSuchProcess:
+            pass
+        return sorted(found)
+
+    @property
+    def server_pid(self) -> int:
+        """The process that speaks HTTP."""
+        server = self._server()
+        if server is None:
+            raise EngineError("the engine has ended")
+        return server.pid
+
+    @property
+    def scheduler_pid(self) -> int:
+        """The process with the scheduler side of the connector."""
+        return self._titled("VLLM::EngineCore")[0]
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The processes with the worker side, one per rank."""
+        return self._titled("VLLM::Worker")
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    def warm_up(self) -> None:
+        """Run a short prompt once.
+
+        On CPUs with AMX a fresh bfloat16 engine whose very first forward computes a single token
+        dies with SIGILL in its attention, connector or not; a cache hit that leaves one token to
+        compute is that case. Any prefill first and all is well. It also pays for first-time set-up
+        that no measurement should contain.
+        """
+        self.complete(WARM_UP_PROMPT, max_tokens=2)
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+        extra: dict[str, object] | None = None,
+    ) -> Completion:
+        """Greedy completion of token ids, streamed. `extra` goes into the request's body.
+
+        Raises:
+            EngineError: refused, broken off, or later than `timeout_s` between two tokens.
+        """
+        body = {
+            "model": SERVED_NAME,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            **(extra or {}),
+        }
+        tokens: list[int] = []
+        usage: _Usage | None = None
+        first = 0.0
+        data = msgspec.json.encode(body)
+        begin = time.perf_counter()
+        try:
+            for chunk in self._stream(data, timeout_s):
+                new = [token for choice in chunk.choices for token in choice.token_ids or ()]
+                if new and not tokens:
+                    first = time.perf_counter() - begin
+                tokens += new
+                usage = chunk.usage or usage
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+            raise EngineError(f"the completion broke off: {error!r}") from error
+        if usage is None or not tokens:
+            raise EngineError("the completion ended without a token or its usage")
+        details = usage.prompt_tokens_details
+        return Completion(
+            tokens=tuple(tokens),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=(details.cached_tokens or 0) if details else 0,
+            ttft_s=first,
+            duration_s=time.perf_counter() - begin,
+        )
+
+    def complete_many(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, concurrency: int
+    ) -> list[Completion]:
+        """Completions of all prompts, in their order, `concurrency` at a time."""
+        ask = functools.partial(self.complete, max_tokens=max_tokens)
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(ask, prompts))
+
+    def _stream(self, body: bytes, timeout_s: float) -> Iterator[_Chunk]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", body, headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                text = response.read(2000).decode(errors="replace")
+                raise EngineError(f"the engine answered {response.status}: {text}")
+            for line in response:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                chunk = _chunk_decoder.decode(line[6:])
+                if chunk.error is not None:
+                    raise EngineError(f"the engine reported {str(chunk.error)[:400]}")
+                yield chunk
+        finally:
+            connection.close()
+
+    def _request(self, method: str, path: str, *, timeout_s: float = 30.0) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    # ── cache ────────────────────────────────────────────────────────────────────────────────────
+
+    def forget(self, *, external: bool = False, timeout_s: float = 10.0) -> None:
+        """Empty the engine's own prefix cache; `external` resets the connector's too.
+
+        The engine refuses while blocks are in use, as during a store: asked again until it agrees.
+        """
+        deadline = time.monotonic() + timeout_s
+        path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
+        while True:
+            status, body = self._request("POST", path)
+            if status == http.client.OK and msgspec.json.decode(body) == {"success": True}:
+                return
+            if time.monotonic() > deadline or self.wait(POLL_S):
+                raise EngineError(f"the engine did not empty its cache: {status} {body[:200]!r}")
+
+    def metrics(self) -> dict[str, float]:
+        """All samples of /metrics, summed over their labels."""
+        status, body = self._request("GET", "/metrics")
+        if status != http.client.OK:
+            raise EngineError(f"/metrics answered {status}")
+        sums: dict[str, float] = {}
+        for family in text_string_to_metric_families(body.decode()):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+    def hits(self) -> HitCounts:
+        """How many prompt tokens were looked up and found, by whom."""
+        sums = self.metrics()
+        return HitCounts(
+            local_queries=sums["vllm:prefix_cache_queries_total"],
+            local_hits=sums["vllm:prefix_cache_hits_total"],
+            external_queries=sums.get("vllm:external_prefix_cache_queries_total", 0.0),
+            external_hits=sums.get("vllm:external_prefix_cache_hits_total", 0.0),
+            preemptions=sums.get("vllm:num_preemptions_total", 0.0),
+        )

@@ -1,0 +1,88 @@
+"""Runs a command and lets nothing of it survive: neither the command's end nor the caller's.
+
+    python guard.py PARENT_PID COMMAND [ARGUMENT …]
+
+Started as a script, so that it needs no installed package. It dies with its parent *thread*
+(PR_SET_PDEATHSIG), adopts orphans (PR_SET_CHILD_SUBREAPER), and on SIGTERM, or when the command has
+ended, kills and reaps every descendant. Exit status: that of the command, 128 + signal if killed.
+
+multiprocessing's resource trackers are killed last, and only when they do not leave by themselves:
+they take the killed processes' shared memory with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_CHILD_SUBREAPER: Final = 36
+TRACKER_GRACE_S: Final = 3.0
+_SIGNALS: Final = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def main(arguments: list[str]) -> int:
+    """Command line without the program's name; returns the exit status."""
+    parent, command = int(arguments[0]), arguments[1:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    libc = ctypes.CDLL(None, use_errno=True)
+    for option, value in ((PR_SET_PDEATHSIG, signal.SIGTERM), (PR_SET_CHILD_SUBREAPER, 1)):
+        if libc.prctl(option, int(value), 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() != parent:
+        return 128 + signal.SIGTERM  # the parent was gone before it could be watched
+    child = os.posix_spawnp(command[0], command, os.environ, setsigmask=())
+    status: int | None = None
+    while status is None and signal.sigwait(_SIGNALS) == signal.SIGCHLD:
+        status = _reap(child)
+    _end_descendants()
+    if status is None:
+        return 128 + signal.SIGTERM
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _reap(child: int) -> int | None:
+    """Collect all that ended; the status of `child` if it was among them."""
+    found = None
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return found
+        if pid == 0:
+            return found
+        if pid == child:
+            found = status
+
+
+def _end_descendants() -> None:
+    """Kill children until there are none; the orphans that this makes become children."""
+    give_up = time.monotonic() + TRACKER_GRACE_S
+    while children := _children():
+        for pid in children:
+            if time.monotonic() > give_up or not _is_tracker(pid):
+                os.kill(pid, signal.SIGKILL)  # unreaped children of ours: no pid can be reused
+        signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+        _reap(0)
+
+
+def _children() -> list[int]:
+    pid = os.getpid()
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

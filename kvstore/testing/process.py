@@ -1,0 +1,163 @@
+"""A real node process for tests, demos and benchmarks.
+
+    with NodeProcess.start(tmp_path) as node:
+        link = Link.connect(node.socket, hello)
+
+Ready means that it said so: nothing sleeps. Whatever happens, the process is reaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+READY_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+
+
+class NodeFailed(Exception):
+    """The node did not start; carries its exit code and what it wrote to stderr."""
+
+    def __init__(self, code: int | None, stderr: str) -> None:
+        super().__init__(f"the node exited with {code}: {stderr.strip()}")
+        self.code = code
+        self.stderr = stderr
+
+
+class NodeProcess:
+    """One `kvstore node` in a directory of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], directory: Path, ready_line: str) -> None:
+        self.process = process
+        self.directory = directory
+        self.ready_line = ready_line
+
+    @classmethod
+    def start(
+        cls,
+        directory: Path,
+        *,
+        dram: str = "64MiB",
+        flags: Sequence[str] = (),
+        timeout_s: float = READY_TIMEOUT_S,
+    ) -> NodeProcess:
+        """Start a node with its socket in `directory` and wait for its ready line.
+
+        /metrics is on a port that the kernel chooses. `flags` come last, so they win.
+
+        Raises:
+            NodeFailed: it exited, or was not ready within `timeout_s`.
+        """
+        log = directory / "node.log"
+        with log.open("a", encoding="utf-8") as stderr:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "kvstore.serve.main", "node"),
+                    *("--socket", str(directory / "node.sock"), "--dram", dram),
+                    *("--metrics", "127.0.0.1:0", *flags),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                bufsize=1,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
+            )
+        try:
+            line = _read_line(process, timeout_s)
+            if not line.startswith("kvstore node ready:"):
+                process.kill()
+                raise NodeFailed(process.wait(STOP_TIMEOUT_S), log.read_text(encoding="utf-8"))
+        except BaseException:
+            _reap(process)
+            raise
+        return cls(process, directory, line)
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "node.sock"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def metrics_url(self) -> str:
+        """URL of /metrics; empty when off."""
+        found = re.search(r"metrics=(http\S+)", self.ready_line)
+        return found[1] if found else ""
+
+    @property
+    def log(self) -> str:
+        """What the node wrote to stderr so far."""
+        return (self.directory / "node.log").read_text(encoding="utf-8")
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code once it is gone."""
+        self.process.send_signal(signal.SIGTERM)
+        return self._wait()
+
+    def kill(self) -> int:
+        """SIGKILL; returns the exit code once it is gone."""
+        self.process.kill()
+        return self._wait()
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _reap(self.process)
+
+    def _wait(self) -> int:
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        finally:
+            _reap(self.process)
+
+
+def _reap(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)  # a stopped process does not see SIGTERM
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
+    """The first line of stdout; empty when the process ended or `timeout_s` passed."""
+    assert process.stdout is not None
+    deadline_s = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if not selector.select(max(0.0, deadline_s - time.monotonic())):
+            return ""
+        return process.stdout.readline()

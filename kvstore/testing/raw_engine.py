@@ -1,0 +1,261 @@
+"""An engine without vLLM: a scheduler and its ranks on real sockets, blocking and in one thread.
+
+    with RawEngine(node.socket) as engine:
+        engine.open()
+        engine.store(keys)
+        assert engine.lease(keys).slots
+
+For tests and benchmarks of a real node. It follows the protocol but decides nothing: no breaker,
+no back-off, no cost model (`kvstore.client.core` has those).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+import select
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.link import Link, Lost
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    PROTOCOL_VERSION,
+    Grant,
+    HelloRank,
+    HelloScheduler,
+    LeaseAsk,
+    LeaseRelease,
+    LeaseReply,
+    NodeMessage,
+    Quiesce,
+    Quiet,
+    Refused,
+    Seal,
+    SessionClosed,
+    SessionOpen,
+    generations_array,
+    slots_array,
+)
+from kvstore.wire.space import Space
+
+BLOCK_TOKENS: Final = 16
+LAYER_COUNT: Final = 4
+HEAD_COUNT: Final = 4
+TOKEN_BYTES: Final = 256
+BLOCK_BYTES: Final = LAYER_COUNT * HEAD_COUNT * BLOCK_TOKENS * TOKEN_BYTES
+"""64 KiB: the smallest slot, if one rank has it all."""
+
+
+class EngineGone(Exception):
+    """The node refused, hung up or closed the session; carries its words."""
+
+
+def make_space(*, model: str = "model") -> Space:
+    """A small space; another `model` shares nothing with it."""
+    return Space(
+        model=model,
+        weights="weights",
+        dtype="float32",
+        kv_dtype="float32",
+        quantization="",
+        attention_backend="CPU",
+        kv_layout="LBHNC",
+        isa="",
+        block_tokens=BLOCK_TOKENS,
+        hash_block_tokens=BLOCK_TOKENS,
+        layer_count=LAYER_COUNT,
+        kv_head_count=HEAD_COUNT,
+        token_bytes=TOKEN_BYTES,
+        hash_algorithm="sha256_cbor",
+        hash_seed="0",
+        engine_version="vllm-0.32",
+    )
+
+
+def make_keys(count: int, *, seed: str = "") -> list[bytes]:
+    """Distinct keys, the same for the same seed."""
+    return [hashlib.sha256(f"{seed}/{n}".encode()).digest() for n in range(count)]
+
+
+class RawEngine:
+    """A scheduler and `rank_count` ranks that share the heads among them."""
+
+    def __init__(
+        self,
+        socket: Path,
+        *,
+        engine_id: str = "engine",
+        tenant: str = "default",
+        model: str = "model",
+        rank_count: int = 1,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Connect everybody. Raises AttachError when there is no node."""
+        assert HEAD_COUNT % rank_count == 0
+        self.timeout_s = timeout_s
+        self.session = 0
+        self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
+        """(slots [S], generations [S]) of each free block, oldest first."""
+        self._lease_ids = itertools.count(1)
+        self._replies: dict[int, LeaseReply] = {}
+        self._failure = ""
+        nonce, heads = secrets.token_hex(4), HEAD_COUNT // rank_count
+        self.block_bytes = BLOCK_BYTES // rank_count
+        self.scheduler = Link.connect(
+            socket,
+            HelloScheduler(
+                protocol=PROTOCOL_VERSION,
+                engine_id=engine_id,
+                nonce=nonce,
+                tenant=tenant,
+                rank_count=rank_count,
+                process=f"scheduler-{nonce}",
+                label=model,
+            ),
+        )
+        self.ranks = [
+            Link.connect(
+                socket,
+                HelloRank(
+                    protocol=PROTOCOL_VERSION,
+                    engine_id=engine_id,
+                    nonce=nonce,
+                    tenant=tenant,
+                    rank=rank,
+                    process=f"rank{rank}-{nonce}",
+                    space=make_space(model=model),
+                    shard=Shard(0, LAYER_COUNT, rank * heads, (rank + 1) * heads),
+                    block_bytes=self.block_bytes,
+                ),
+            )
+            for rank in range(rank_count)
+        ]
+
+    def open(self) -> None:
+        """Wait until the node has opened a session. Raises EngineGone, TimeoutError."""
+        self.wait(lambda: self.session != 0)
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """Fill and seal a block per key; its bytes are the key, over and over.
+
+        As many as there are credits at a time, waiting for more. Raises EngineGone, TimeoutError.
+        """
+        left = list(keys)
+        while left:
+            self.wait(lambda: bool(self.credits))
+            batch = left[: min(len(self.credits), KEYS_PER_DATAGRAM_MAX)]
+            del left[: len(batch)]
+            granted, self.credits = self.credits[: len(batch)], self.credits[len(batch) :]
+            for rank, link in enumerate(self.ranks):
+                slots = np.array([slots[rank] for slots, _ in granted], "<u4")
+                generations = np.array([values[rank] for _, values in granted], "<u8")
+                self._fill(link, batch, slots)
+                sent = link.send(
+                    Seal(
+                        session=self.session,
+                        keys=b"".join(batch),
+                        slots=slots.tobytes(),
+                        generations=generations.tobytes(),
+                        checksums=bytes(CHECKSUM_BYTES * len(batch)),
+                    )
+                )
+                assert sent, "the node does not read"
+
+    def lease(self, keys: Sequence[bytes]) -> LeaseReply:
+        """Ask for a lease of these keys and wait for the reply. Raises EngineGone, TimeoutError."""
+        number = next(self._lease_ids)
+        assert self.scheduler.send(LeaseAsk(lease=number, keys=b"".join(keys)))
+        self.wait(lambda: number in self._replies)
+        return self._replies.pop(number)
+
+    def lease_stored(self, keys: Sequence[bytes]) -> LeaseReply:
+        """Lease once all of `keys` are there: a seal and a lookup travel on two sockets."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while True:
+            reply = self.lease(keys)
+            if len(reply.slots) == 4 * len(keys) * len(self.ranks):
+                return reply
+            self.release(reply)
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the node never published these keys")
+
+    def release(self, reply: LeaseReply) -> None:
+        """Give a lease back."""
+        assert self.scheduler.send(LeaseRelease(leases=[reply.lease]))
+
+    def read(self, reply: LeaseReply, *, rank: int = 0) -> list[bytes]:
+        """The bytes of every leased block of a rank."""
+        arena = self.ranks[rank].arena
+        assert arena is not None
+        slots = slots_array(reply.slots).reshape(-1, len(self.ranks))[:, rank]
+        begins = slots.astype(np.int64) * PAGE_BYTES
+        return [arena.array[at : at + self.block_bytes].tobytes() for at in begins]
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Serve the sockets until `done`. Raises EngineGone, TimeoutError."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while not done():
+            if self._failure:
+                raise EngineGone(self._failure)
+            links = [link for link in (self.scheduler, *self.ranks) if not link.closed]
+            ready, _, _ = select.select(links, [], [], max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                raise TimeoutError("the node said nothing in time")
+            for link in ready:
+                for message in link.receive():
+                    self._hear(link, message)
+
+    def close(self) -> None:
+        """Hang up, everybody."""
+        for link in (self.scheduler, *self.ranks):
+            link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _hear(self, link: Link, message: NodeMessage | Lost) -> None:
+        match message:
+            case Quiesce(session=session):
+                link.send(Quiet(session=session))
+            case SessionOpen(session=session):
+                self.session = session
+            case SessionClosed(reason=reason):
+                self.session = 0
+                self.credits.clear()
+                self._failure = reason
+            case Grant():
+                shape = (-1, len(self.ranks))
+                slots = slots_array(message.slots).reshape(shape)
+                generations = generations_array(message.generations).reshape(shape)
+                self.credits += zip(slots, generations, strict=True)
+            case LeaseReply():
+                self._replies[message.lease] = message
+            case Refused(reason=reason) | Lost(reason=reason):
+                self._failure = self._failure or reason
+            case _:
+                pass
+
+    def _fill(self, link: Link, keys: Sequence[bytes], slots: NDArray[np.uint32]) -> None:
+        assert link.arena is not None
+        for key, slot in zip(keys, slots, strict=True):
+            begin = int(slot) * PAGE_BYTES
+            link.arena.array[begin : begin + self.block_bytes] = np.frombuffer(
+                key * (self.block_bytes // KEY_BYTES), np.uint8
+            )

@@ -1,0 +1,198 @@
+"""Seeded prompts: conversations that grow, and a varied set for equality tests.
+
+Covers: text, token ids and their order. Pure: the tokenizer comes in as a function, answers come
+from whoever runs the model, nothing is read or timed. Does not cover: sending anything
+(`kvstore.testing.engine`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+Encode = Callable[[str], list[int]]
+"""Text to token ids, without added special tokens."""
+
+_DICTIONARY: Final = """
+able about account across action after again air all along always among animal answer arm autumn
+back bank basket beach bear before begin bell below better bird black blue boat body book bottle
+branch bread bridge bright brother brown build busy butter button call calm candle carry castle
+cause chair change cheese child circle city clean clear climb clock cloud coat cold colour
+common cook copper corner count country cover cross dark daughter day deep desk distant doctor
+door draw dream drink drive dry early earth east easy edge eight empty engine enough evening
+every family farm father feather field find finger fire first fish five flat flower follow
+forest forget four free fresh friend fruit full garden general gentle give glass gold grass
+green ground group grow half hammer hand happy harbour hat head heart heavy hill history hold
+honest honey horse hospital hour house hundred ice idea inside iron island journey keep kettle
+key kind kitchen knee knife lake lamp language large last laugh leaf learn left letter level
+light line listen little long lost low machine many map market measure meeting middle milk mind
+minute mirror money month moon morning mountain mouth music narrow needle never new night nine
+north nothing number ocean office old open orange order other paint paper parcel past path
+pencil people picture place plain plant plate pocket point poor present price problem quick
+quiet quite rain reach ready reason red rest rice river road roof room round sail salt same sand
+school science sea second secret seven shadow sharp sheep ship short silver simple sister six
+sleep slow small smooth snow soft song south spoon spring square star station stone story street
+strong sudden summer sun table tall teacher ten thing thread three ticket tired together
+tomorrow town train travel tree true under until useful valley village voice walk wall warm
+watch water wave weather week west wheel white wide wind window winter wire wood word work world
+write year yellow yesterday young
+"""
+WORDS: Final = tuple(_DICTIONARY.split())
+
+
+class ConversationPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Size and seed of a multi-round question answering workload."""
+
+    seed: int
+    users: int
+    rounds: int
+    system_words: int
+    """Words of the system prompt, which all users share."""
+    document_words: int
+    """Words that a user brings along in the first question; each user's are different."""
+    question_words: int
+    answer_tokens: int
+
+    def __post_init__(self) -> None:
+        for field in ("users", "rounds", "system_words", "question_words", "answer_tokens"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, not {getattr(self, field)}")
+        if self.document_words < 0:
+            raise ValueError(f"document_words must not be negative, not {self.document_words}")
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One request of the replay."""
+
+    user: int
+    round: int
+    prompt: tuple[int, ...]
+    """All of the conversation so far and the new question, as token ids."""
+
+
+class Conversations:
+    """The running state of a replay: what each user has asked and was answered.
+
+    Turns come round by round, the users of a round in a seeded order, so between two turns of one
+    user all others have spoken: an engine whose cache holds less than all histories has forgotten.
+
+        for turn in conversations:
+            conversations.answer(turn, model(turn.prompt))
+    """
+
+    def __init__(self, plan: ConversationPlan, encode: Encode) -> None:
+        self.plan = plan
+        rng = random.Random(plan.seed)
+        system = f"<|system|>Answer briefly. {prose(rng, plan.system_words)}<|end|>"
+        self._history = [encode(system) for _ in range(plan.users)]
+        self._questions = [
+            [encode(self._question(rng, round)) for round in range(plan.rounds)]
+            for _ in range(plan.users)
+        ]
+        self._order = [rng.sample(range(plan.users), plan.users) for _ in range(plan.rounds)]
+        self._open: Turn | None = None
+
+    def _question(self, rng: random.Random, round: int) -> str:
+        document = prose(rng, self.plan.document_words) + " " if round == 0 else ""
+        return f"<|user|>{document}{prose(rng, self.plan.question_words)}<|end|><|assistant|>"
+
+    def __len__(self) -> int:
+        return self.plan.users * self.plan.rounds
+
+    def __iter__(self) -> Iterator[Turn]:
+        """Each turn once. The one before must have been answered."""
+        for round, users in enumerate(self._order):
+            for user in users:
+                assert self._open is None, "the previous turn was not answered"
+                self._history[user] += self._questions[user][round]
+                self._open = Turn(user, round, tuple(self._history[user]))
+                yield self._open
+
+    def answer(self, turn: Turn, tokens: Sequence[int]) -> None:
+        """Add the model's answer to that user's history."""
+        assert turn == self._open, "an answer to another turn"
+        self._history[turn.user] += tokens
+        self._open = None
+
+
+def prose(rng: random.Random, words: int) -> str:
+    """That many words in sentences of 5 to 12."""
+    sentences: list[str] = []
+    while words > 0:
+        count = min(words, rng.randint(5, 12))
+        sentence = " ".join(rng.choice(WORDS) for _ in range(count))
+        sentences.append(sentence.capitalize() + ".")
+        words -= count
+    return " ".join(sentences)
+
+
+def text_tokens(rng: random.Random, encode: Encode, count: int) -> tuple[int, ...]:
+    """Exactly `count` tokens of prose."""
+    ids: list[int] = []
+    while len(ids) < count:
+        ids += encode(prose(rng, count - len(ids)) + " ")
+    return tuple(ids[:count])
+
+
+def fresh_prompts(
+    seed: int, *, count: int, tokens: int, encode: Encode
+) -> tuple[tuple[int, ...], ...]:
+    """`count` prompts of exactly `tokens` tokens whose first blocks already differ."""
+    rng = random.Random(seed)
+    marks = rng.sample(range(10**8), count)
+    return tuple(
+        (*encode(f"{mark:08} "), *text_tokens(rng, encode, tokens))[:tokens] for mark in marks
+    )
+
+
+def varied_prompts(
+    seed: int, *, count: int, block_tokens: int, blocks_max: int, encode: Encode
+) -> tuple[tuple[int, ...], ...]:
+    """Prompts that meet the edges of block caching, at least one of each kind when count >= 12.
+
+    Kinds, in turn: shorter than a block; one token below, at, and above a block edge; a random
+    length; the same as an earlier prompt; an earlier prompt cut at a block edge, in the middle of
+    a block, or continued; the first blocks of an earlier prompt with another rest; an earlier
+    prompt with one token changed in its first block, so that all its keys differ.
+    """
+    assert blocks_max >= 2, "prefixes need two blocks"
+    rng = random.Random(seed)
+    longest = blocks_max * block_tokens
+
+    def fresh(length: int) -> tuple[int, ...]:
+        return text_tokens(rng, encode, length)
+
+    def edge(delta: int) -> tuple[int, ...]:
+        return fresh(rng.randint(1, blocks_max - 1) * block_tokens + delta)
+
+    def earlier() -> tuple[int, ...]:
+        return rng.choice([p for p in prompts if len(p) > block_tokens])
+
+    def cut(prompt: tuple[int, ...], delta: int) -> tuple[int, ...]:
+        return prompt[: rng.randint(1, (len(prompt) - 1) // block_tokens) * block_tokens + delta]
+
+    def changed(prompt: tuple[int, ...]) -> tuple[int, ...]:
+        place = rng.randrange(block_tokens)
+        return (*prompt[:place], (prompt[place] + 1) % 256, *prompt[place + 1 :])
+
+    kinds: tuple[Callable[[], tuple[int, ...]], ...] = (
+        lambda: edge(1),
+        lambda: fresh(rng.randint(1, block_tokens - 1)),
+        lambda: edge(-1),
+        lambda: edge(0),
+        lambda: fresh(rng.randint(block_tokens, longest)),
+        earlier,
+        lambda: cut(earlier(), 0),
+        lambda: cut(earlier(), -rng.randint(1, block_tokens - 1)),
+        lambda: (*earlier(), *fresh(rng.randint(1, block_tokens)))[:longest],
+        lambda: (*cut(earlier(), 0), *fresh(rng.randint(1, block_tokens)))[:longest],
+        lambda: changed(earlier()),
+        lambda: fresh(longest),
+    )
+    prompts: list[tuple[int, ...]] = []
+    while len(prompts) < count:
+        prompts.append(kinds[len(prompts) % len(kinds)]())
+    return tuple(prompts)
