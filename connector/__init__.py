@@ -1,0 +1,41 @@
+"""The vLLM side of kvstore: what `--kv-transfer-config` loads.
+
+| module              | cares about                                          | runs in           |
+|---------------------|------------------------------------------------------|-------------------|
+| `vllm.py`           | vllm's connector interface, the one guard            | both              |
+| `scheduler_side.py` | requests and steps → `client.core.scheduler`         | scheduler process |
+| `worker_side.py`    | the step's hooks → jobs, fences, results             | each worker       |
+| `copier.py`         | the copy thread: attaching, copying, heartbeat       | each worker       |
+| `handoff.py`        | what passes between the worker's two threads         | each worker       |
+| `mapping.py`        | engine configuration → space, shard, geometry (pure) | each worker       |
+| `weights.py`        | the digest of the weights on disk                    | each worker       |
+| `config.py`         | keys of kv_connector_extra_config                    | both              |
+| `checks.py`         | engine configurations that are not served            | both              |
+| `stats.py`          | counts in vllm's metrics                             | both, frontend    |
+
+Importing this package is cheap and imports no engine: `KVStoreConnector` is loaded when asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["KVStoreConnector", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVStoreConnector":
+        from kvstore.connector.vllm import KVStoreConnector
+
+        return KVStoreConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: makes "kv_connector":"KVStoreConnector" enough."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if "KVStoreConnector" not in KVConnectorFactory._registry:  # noqa: SLF001 - no public question
+        KVConnectorFactory.register_connector(
+            "KVStoreConnector", "kvstore.connector.vllm", "KVStoreConnector"
+        )

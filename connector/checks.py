@@ -1,0 +1,68 @@
+"""Which engine configurations this connector serves. Everything else stops the start with the flag.
+
+These are mistakes of configuration, not of the node: they raise. What is learned from the node
+never does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:
+    """Raises ValueError with one sentence that names the flag to change."""
+    cache = vllm_config.cache_config
+    transfer = vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
+    assert transfer is not None, "the base class refuses this"
+    if cache.prefix_caching_hash_algo != "sha256_cbor":
+        raise ValueError(
+            "KVStoreConnector shares blocks by hashes that every process can compute: add "
+            "--prefix-caching-hash-algo sha256_cbor "
+            f"(it is {cache.prefix_caching_hash_algo})"
+        )
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            "KVStoreConnector turns every fault into a recompute: add "
+            '"kv_load_failure_policy":"recompute" to --kv-transfer-config '
+            f"(it is {transfer.kv_load_failure_policy})"
+        )
+    if parallel.world_size != 1:
+        raise ValueError(
+            "KVStoreConnector serves engines with one rank in this version: set "
+            "--tensor-parallel-size 1 and --pipeline-parallel-size 1"
+        )
+    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
+        raise ValueError(
+            "KVStoreConnector does not serve context parallelism: set "
+            "--decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
+        )
+    if kv_cache_config is not None:
+        _check_groups(kv_cache_config)
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    hash_tokens = kv_cache_config.hash_block_size
+    if groups and hash_tokens not in (None, groups[0].kv_cache_spec.block_size):
+        raise ValueError(
+            f"KVStoreConnector stores whole blocks of {groups[0].kv_cache_spec.block_size} tokens, "
+            f"but keys are made every {hash_tokens}: drop --prefix-match-unit"
+        )
+    if len(groups) > 1:
+        raise ValueError(
+            f"KVStoreConnector serves models with one KV cache group, this one has {len(groups)}: "
+            "try --disable-hybrid-kv-cache-manager, or run it without --kv-transfer-config"
+        )
+    # Exactly these: subclasses keep windows or sinks, whose blocks do not hold what the key says.
+    if groups and type(groups[0].kv_cache_spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise ValueError(
+            "KVStoreConnector serves full attention only, this model has "
+            f"{type(groups[0].kv_cache_spec).__name__}: run it without --kv-transfer-config"
+        )

@@ -1,0 +1,46 @@
+"""What an operator may write into `kv_connector_extra_config`: one frozen tree, no unknown keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys of `kv_connector_extra_config`. All but `socket` have defaults that suit most."""
+
+    socket: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    """The node's attach socket, such as /run/kvstore/node.sock."""
+    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=255)] = "default"
+    store: Literal["all", "prompt"] = "all"
+    """all: blocks filled by decoding too; prompt: only blocks of the prompt."""
+    min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 128
+    """Shorter hits are computed."""
+    lookup_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
+    heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=100, le=10_000)] = 250
+    verify_every: Annotated[int, msgspec.Meta(ge=0)] = 64
+    """Every n-th load is checked against its checksums; 1 checks every load, 0 none."""
+    log_requests: bool = False
+    """One log line a request: what was loaded, and why not more."""
+
+
+def parse_config(extra: Mapping[str, object]) -> ConnectorConfig:
+    """The configuration of one engine.
+
+    Raises:
+        ValueError: a key is unknown, missing, or its value cannot be; the sentence names it.
+    """
+    if "socket" not in extra:
+        raise ValueError(
+            'KVStoreConnector needs to know its node: add "kv_connector_extra_config":'
+            '{"socket":"/run/kvstore/node.sock"} to --kv-transfer-config'
+        )
+    try:
+        return msgspec.convert(dict(extra), ConnectorConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join(ConnectorConfig.__struct_fields__)
+        raise ValueError(
+            f"kv_connector_extra_config in --kv-transfer-config: {error}; known keys are {known}"
+        ) from None

@@ -1,0 +1,269 @@
+"""The copy thread of one rank: owns the attach socket and moves the blocks, between polls.
+
+    DOWN ──connect──▶ GREETED ──Welcome──▶ ATTACHED ──socket ended, heartbeat old──▶ DOWN, back-off
+
+It attaches by itself, again and again, and never raises for what the node says or fails to say.
+Copies run without the GIL (`kvstore.kernels`). With nothing to do it wakes ten times a second, to
+look at the node's heartbeat.
+
+A copy is valid when the slot's generation is the granted one before and after it. Between the two
+reads and the copy lie calls that release and take the GIL, which are full memory barriers.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+import time
+from collections import deque
+
+import numpy as np
+
+from kvstore.arena import ArenaView, GenerationView
+from kvstore.client.core.copies import Copied, Copy, LoadBlock, Mismatch, Outcome, Void
+from kvstore.client.link import Link, Lost
+from kvstore.connector.handoff import Handoff
+from kvstore.errors import AttachError, ProtocolError
+from kvstore.kernels.pack import PagedCache
+from kvstore.types import PAGE_BYTES
+from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.wire.messages import Message, NodeMessage, Refused, Welcome
+
+logger = logging.getLogger("vllm.kvstore.rank")
+
+RETRY_NS_MIN = 100 * NS_PER_MS
+RETRY_NS_MAX = 1000 * NS_PER_MS
+REFUSED_RETRY_NS = 10 * NS_PER_S
+GREETING_NS_MAX = 10 * NS_PER_S
+"""Without a Welcome for so long, connect again: another node may serve the path by now."""
+TICK_S = 0.1
+POPULATE_BYTES = 16 << 20
+"""Mapped ahead of use per idle turn: a few milliseconds at most."""
+
+
+class Heartbeat:
+    """How old a node's heartbeat is, whatever the offset between its clock and ours.
+
+    `now - heartbeat` is that offset plus an age; the smallest value ever seen is the offset within
+    the few milliseconds between two beats, however late anything was read.
+    """
+
+    def __init__(self, page: GenerationView) -> None:
+        self._page = page
+        self._offset_ns: int | None = None
+
+    def age_ns(self, now_ns: int) -> int:
+        difference = now_ns - self._page.heartbeat_ns()
+        if self._offset_ns is None or difference < self._offset_ns:
+            self._offset_ns = difference
+        return difference - self._offset_ns
+
+
+class Copier:
+    """See the module. Everything but `start` and `join` runs on its thread."""
+
+    def __init__(
+        self, handoff: Handoff, cache: PagedCache, *, socket: str, heartbeat_timeout_ms: int
+    ) -> None:
+        self._handoff = handoff
+        self._cache = cache
+        self._socket = socket
+        self._heartbeat_timeout_ns = heartbeat_timeout_ms * NS_PER_MS
+        self._link: Link | None = None
+        self._arena: ArenaView | None = None
+        self._generations: GenerationView | None = None
+        self._heartbeat: Heartbeat | None = None
+        """None while there is no Welcome on this connection."""
+        self._unsent: deque[Message] = deque()
+        self._greeted_ns = 0
+        self._retry_at_ns = 0
+        self._retry_ns = RETRY_NS_MIN
+        self._populated = 0
+        self._notice = ""
+        self._thread = threading.Thread(target=self._run, name="kvstore-copy", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. It ends after `Handoff.stop`."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """True when the thread has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ── the loop ─────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        reason = "the copy thread failed"
+        try:
+            while not self._handoff.stopping:
+                self._handoff.clear_wake()
+                self._attend(time.monotonic_ns())
+                if not self._copy_one() and not self._populate():
+                    self._sleep()
+            reason = "the engine is shutting down"
+        finally:
+            # Also when a bug of ours ends the thread: nobody may wait for it for ever.
+            self._say(f"detached: {reason}")
+            with self._handoff.core() as core:
+                core.retire(reason)
+            if self._link is not None:
+                self._link.close()
+
+    def _sleep(self) -> None:
+        poller = select.poll()
+        poller.register(self._handoff.wake_fd, select.POLLIN)
+        if self._link is not None:
+            poller.register(
+                self._link.fileno(), select.POLLIN | (select.POLLOUT if self._unsent else 0)
+            )
+        poller.poll(TICK_S * 1000)
+
+    def _say(self, notice: str) -> None:
+        """One log line a change, not one an attempt."""
+        if notice != self._notice:
+            self._notice = notice
+            logger.info("kvstore: %s", notice)
+
+    # ── the socket ───────────────────────────────────────────────────────────────────────────────
+
+    def _attend(self, now_ns: int) -> None:
+        """Attach, hear the node, notice its absence, speak. Never waits."""
+        if self._link is None:
+            if now_ns >= self._retry_at_ns:
+                self._connect(now_ns)
+            return
+        for message in self._link.receive():
+            reason = self._hear(message)
+            if reason:
+                self._detach(reason, now_ns)
+                return
+        if self._heartbeat is None:
+            if now_ns - self._greeted_ns > GREETING_NS_MAX:
+                self._detach("the node does not answer", now_ns)
+                return
+        elif self._heartbeat.age_ns(now_ns) > self._heartbeat_timeout_ns:
+            self._detach("the node's heartbeat stopped", now_ns)
+            return
+        self._speak()
+
+    def _connect(self, now_ns: int) -> None:
+        with self._handoff.core() as core:
+            hello = core.hello()
+        try:
+            self._link = Link.connect(self._socket, hello)
+        except AttachError as error:
+            self._back_off(now_ns)
+            self._say(str(error))
+        else:
+            self._greeted_ns = now_ns
+
+    def _hear(self, message: NodeMessage | Lost) -> str:
+        """Take one message. Returns why the connection must end, or nothing."""
+        if isinstance(message, Lost):
+            return message.reason
+        try:
+            with self._handoff.core() as core:
+                if isinstance(message, Welcome) and self._heartbeat is None:
+                    core.connected(message)
+                    self._take_mapping()
+                else:
+                    core.received(message)
+        except ProtocolError as error:
+            return f"the node broke the protocol: {error}"
+        if isinstance(message, Refused):
+            self._retry_ns = REFUSED_RETRY_NS
+            return f"the node refuses this engine: {message.reason}"
+        return ""
+
+    def _take_mapping(self) -> None:
+        assert self._link is not None
+        arena, generations = self._link.arena, self._link.generations
+        if arena is None or generations is None:
+            raise ProtocolError("Welcome to a rank without an arena")
+        self._arena, self._generations = arena, generations
+        self._heartbeat = Heartbeat(generations)
+        self._populated = 0
+        self._retry_ns = RETRY_NS_MIN
+        self._say("attached")
+
+    def _speak(self) -> None:
+        assert self._link is not None
+        with self._handoff.core() as core:
+            self._unsent.extend(core.take_outbox())
+        while self._unsent and self._link.send(self._unsent[0]):
+            self._unsent.popleft()
+
+    def _detach(self, reason: str, now_ns: int) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._heartbeat = None
+        self._unsent.clear()
+        with self._handoff.core() as core:
+            core.disconnected()
+        self._back_off(now_ns)
+        self._say(f"detached: {reason}")
+
+    def _back_off(self, now_ns: int) -> None:
+        self._retry_at_ns = now_ns + self._retry_ns
+        self._retry_ns = min(self._retry_ns * 2, max(RETRY_NS_MAX, self._retry_ns))
+
+    # ── copies ───────────────────────────────────────────────────────────────────────────────────
+
+    def _copy_one(self) -> bool:
+        with self._handoff.core() as core:
+            copy = core.next_copy()
+        if copy is None:
+            return False
+        outcome = self._copy(copy)
+        with self._handoff.core() as core:
+            core.finished(copy, outcome)
+        return True
+
+    def _copy(self, copy: Copy) -> Outcome:
+        assert self._arena is not None, "a session without a mapping"
+        assert self._generations is not None, "a session without a mapping"
+        begin = copy.slot * PAGE_BYTES
+        end = begin + self._cache.block_bytes
+        if end > self._generations.ready_bytes():
+            return Void("the slot lies outside the arena")
+        if not self._is_current(copy):
+            return Void()
+        slot = self._arena.array[begin:end]
+        begin_ns = time.perf_counter_ns()
+        checksum = b""
+        if not isinstance(copy, LoadBlock):
+            checksum = self._cache.store(copy.block_id, slot, copy.header)
+        elif copy.checksum is None:
+            self._cache.load(slot, copy.block_id)
+        else:
+            checksum = self._cache.load_checked(slot, copy.block_id, copy.header)
+        duration_ns = time.perf_counter_ns() - begin_ns
+        if not self._is_current(copy):
+            return Void()
+        if isinstance(copy, LoadBlock) and copy.checksum not in (None, checksum):
+            return Mismatch()
+        return Copied(checksum, duration_ns)
+
+    def _is_current(self, copy: Copy) -> bool:
+        assert self._generations is not None
+        (generation,) = self._generations.generations(np.array([copy.slot], np.uint32))
+        return int(generation) == copy.generation
+
+    def _populate(self) -> bool:
+        """Map the next part of the arena ahead of use. False when there is nothing to map."""
+        if self._heartbeat is None or self._arena is None or self._generations is None:
+            return False
+        ready = self._generations.ready_bytes()
+        if self._populated >= ready:
+            return False
+        try:
+            self._arena.populate(self._populated, min(self._populated + POPULATE_BYTES, ready))
+        except OSError:
+            # No memory for page tables now: the copies will fault them in, one by one.
+            self._populated = self._arena.size_bytes
+            return False
+        self._populated += POPULATE_BYTES
+        return True

@@ -1,0 +1,105 @@
+"""What passes between a worker's two threads: plans one way, results the other.
+
+    engine's thread ── submit, keep_off, wait_for_load, take_report ──▶ Handoff ◀── copy thread
+                                                                 (one lock, one RankCore, one wake)
+
+The lock is held for bookkeeping only, never while bytes move. Covers: locking, waiting, waking.
+Does not cover: what is decided (`kvstore.client.core.rank`), copying (`copier.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.client.core.rank import RankCore
+
+
+class Handoff:
+    """One per rank. Methods say which thread may call them."""
+
+    def __init__(self, core: RankCore) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stopping = False
+
+    # ── engine's thread ──────────────────────────────────────────────────────────────────────────
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step's jobs and wake the copy thread."""
+        with self._lock:
+            self._core.submit(plan)
+        self._wake()
+
+    def keep_off(self, block_ids: Sequence[int], *, timeout_s: float) -> bool:
+        """These engine blocks are about to be overwritten. Returns when no store reads them, or
+        after `timeout_s`; then such stores are abandoned and the answer is False.
+
+        Right in both cases: what is read too late is thrown away.
+        """
+        with self._changed:
+            if not self._core.fence(block_ids):
+                return True
+            self._wake()
+            if self._changed.wait_for(lambda: not self._core.fence(block_ids), timeout_s):
+                return True
+            self._core.give_up(block_ids)
+            return False
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Wait until a load has ended, if one runs at all, and not longer than that."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._core.has_ended_loads or not self._core.has_loads, timeout_s
+            )
+
+    def take_report(self) -> RankReport:
+        """What happened since the last call."""
+        with self._lock:
+            return self._core.take_report()
+
+    def stop(self) -> None:
+        """Ask the copy thread to end after the copy in flight."""
+        self._stopping = True
+        self._wake()
+
+    # ── copy thread ──────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def core(self) -> Iterator[RankCore]:
+        """The core, locked; whoever waits looks again afterwards."""
+        with self._changed:
+            yield self._core
+            self._changed.notify_all()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable when there may be something to do."""
+        return self._wake_fd
+
+    def clear_wake(self) -> None:
+        """Before looking for work, so that no wake is lost."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def close(self) -> None:
+        """After the copy thread's end, by whoever saw it end."""
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            with contextlib.suppress(BlockingIOError):  # full: it is awake
+                os.eventfd_write(self._wake_fd, 1)

@@ -1,0 +1,231 @@
+"""What a vllm engine's configuration and cache mean in kvstore's terms: space, shard, geometry.
+
+Pure: reads objects, opens no file (the weights' digest comes in). What cannot be told apart for
+certain is not served: a cold cache is cheap, a wrong one is not. The engine's version-dependent
+corners are here and in `vllm.py` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from kvstore.types import Shard
+from kvstore.wire.layout import Geometry
+from kvstore.wire.space import Space
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_NOT_THE_MODEL = frozenset(
+    {
+        "_commit_hash",
+        "_name_or_path",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys of a model's configuration that say where it came from, or how it is called or decoded, or
+that have a field of their own in Space."""
+_DRAFTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
+
+
+class NotServed(msgspec.Struct, frozen=True):
+    """This rank's cache cannot be shared; `reason` is one sentence for the log."""
+
+    reason: str
+
+
+class RankModel(msgspec.Struct, frozen=True):
+    """A rank's cache in the terms of the attach protocol."""
+
+    space: Space
+    shard: Shard
+    geometry: Geometry
+
+
+def layers_in_order(kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the layers that own memory, by the numbers in their names. A layer that shares
+    another's cache is not listed."""
+
+    def numbers(name: str) -> tuple[list[int], str]:
+        return [int(number) for number in re.findall(r"\d+", name)], name
+
+    owners: dict[int, str] = {}
+    for name in sorted(kv_caches, key=numbers):
+        owners.setdefault(kv_caches[name].data_ptr(), name)
+    return list(owners.values())
+
+
+def cache_arrays(
+    kv_caches: Mapping[str, torch.Tensor], *, block_count: int
+) -> list[NDArray[np.uint8]] | NotServed:
+    """Per layer, in order, the cache as [block_count, page_bytes] u8, sharing its memory.
+
+    Args:
+        kv_caches: per layer [block_count, heads, tokens, content], any strides outside of a page.
+        block_count: of the engine; a cache of smaller kernel blocks is not served.
+    """
+    import torch
+
+    arrays = []
+    for name in layers_in_order(kv_caches):
+        cache = kv_caches[name]
+        if cache.device.type != "cpu":
+            return NotServed(
+                f"the KV cache is on {cache.device.type}: this version serves CPU caches only, "
+                "CUDA streams follow"
+            )
+        if cache.ndim != 4 or cache.shape[0] != block_count or not cache[0].is_contiguous():
+            return NotServed(
+                f"the KV cache of {name} is not laid out as one page a block: shape "
+                f"{tuple(cache.shape)}, strides {cache.stride()}"
+            )
+        size = cache.element_size()
+        begin, stride = cache.storage_offset() * size, cache.stride(0) * size
+        memory = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).numpy()
+        page_bytes = cache[0].numel() * size
+        assert begin + (block_count - 1) * stride + page_bytes <= memory.size
+        arrays.append(
+            as_strided(memory[begin:], shape=(block_count, page_bytes), strides=(stride, 1))
+        )
+    if len({array.shape for array in arrays}) != 1:
+        return NotServed("the layers' pages differ in size")
+    return arrays
+
+
+def describe(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    weights: str,
+) -> RankModel | NotServed:
+    """Space, shard and geometry of a rank whose caches `cache_arrays` accepted."""
+    names = layers_in_order(kv_caches)
+    reason = _why_not(vllm_config, kv_cache_config, names)
+    if reason:
+        return NotServed(reason)
+    cache = kv_caches[names[0]]
+    head_count, token_count = int(cache.shape[1]), int(cache.shape[2])
+    geometry = Geometry(
+        layer_count=len(names),
+        head_count=head_count,
+        token_count=token_count,
+        token_bytes=int(cache.shape[3]) * cache.element_size(),
+    )
+    total_heads = int(vllm_config.model_config.get_total_num_kv_heads())
+    if head_count != total_heads:
+        return NotServed(f"this rank holds {head_count} of {total_heads} KV heads")
+    layer = vllm_config.compilation_config.static_forward_context[names[0]]
+    isa = _isa(layer)
+    if isa is None:
+        return NotServed("the attention backend does not say how it packs its pages")
+    model, cache_config = vllm_config.model_config, vllm_config.cache_config
+    space = Space(
+        model=model_digest(model),
+        weights=weights,
+        dtype=str(model.dtype),
+        kv_dtype=f"{cache_config.cache_dtype} as {cache.dtype}",
+        quantization=str(model.quantization or ""),
+        attention_backend=str(layer.get_attn_backend().get_name()),
+        kv_layout=str(kv_cache_config.kv_cache_layout),
+        isa=isa,
+        block_tokens=token_count,
+        hash_block_tokens=int(kv_cache_config.hash_block_size or token_count),
+        layer_count=len(names),
+        kv_head_count=total_heads,
+        token_bytes=geometry.token_bytes,
+        hash_algorithm=str(cache_config.prefix_caching_hash_algo),
+        hash_seed=_hash_seed(cache_config.prefix_caching_hash_algo),
+        engine_version=_engine_version(),
+    )
+    return RankModel(space=space, shard=Shard(0, len(names), 0, head_count), geometry=geometry)
+
+
+def model_digest(model: ModelConfig) -> str:
+    """Digest (hex) of what the engine computes, the weights aside.
+
+    Not vllm's own `compute_hash`: that is equal in all processes of an engine, but differs with the
+    model's path and with settings that leave the KV cache alone.
+    """
+    config = _without(model.hf_config.to_dict())
+    parts = {
+        "config": config,
+        "architecture": model.hf_config.architectures,
+        "implementation": str(model.model_impl),
+        "sliding window off": bool(model.disable_sliding_window),
+        "quantization": model.quantization_config,
+        "classes": model.model_class_overrides,
+    }
+    if "longrope" in str(config) or "dynamic" in str(config):
+        parts["context"] = model.max_model_len  # these scale positions by the context's length
+    text = msgspec.json.encode(parts, order="deterministic", enc_hook=repr)
+    return hashlib.sha256(text).hexdigest()
+
+
+def _without(config: Any) -> Any:
+    """A configuration, at every depth, without the keys that are not the model's."""
+    if isinstance(config, Mapping):
+        return {
+            str(key): _without(value) for key, value in config.items() if key not in _NOT_THE_MODEL
+        }
+    if isinstance(config, list | tuple):
+        return [_without(value) for value in config]
+    return config
+
+
+def _why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: list[str]) -> str:
+    if kv_cache_config.kv_cache_layout != "LBHNC":
+        return f"the KV cache layout is {kv_cache_config.kv_cache_layout}, not LBHNC"
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _DRAFTLESS:
+        return "the draft model of speculative decoding has a cache of its own"
+    grouped = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
+    if not set(names) <= grouped:
+        return "layers outside of the KV cache group have a cache"
+    return ""
+
+
+def _isa(layer: Any) -> str | None:
+    """In which order a CPU backend packs a page, and for which processor; None if it hides it."""
+    import torch
+
+    isa = getattr(layer, "isa", None)
+    if not isinstance(isa, str) or not isa:
+        return None
+    return f"{isa}/{torch.backends.cpu.get_cpu_capability()}/{platform.machine()}"
+
+
+def _hash_seed(algorithm: str) -> str:
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+    return str(resolve_none_hash_seed(get_hash_fn_by_name(algorithm)))
+
+
+def _engine_version() -> str:
+    import vllm
+
+    return "vllm-" + ".".join(vllm.__version__.split(".")[:2])

@@ -1,0 +1,309 @@
+"""The scheduler's half of the connector: vllm's requests and steps to `client.core`, and back.
+
+Translates only. Runs on the engine's scheduler thread and never waits for the node, with one
+exception that is bounded: after a lease was asked for it may watch the socket for the answer for up
+to `_SPIN_NS_PER_STEP` a step, because the answer usually takes less than the extra engine step that
+"ask again" costs.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvstore.client.core.plan import LoadJob, StepPlan
+from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
+from kvstore.client.link import Link, Lost
+from kvstore.errors import AttachError
+from kvstore.wire.messages import Hint, Message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvstore.client.core.config import SchedulerConfig
+    from kvstore.client.core.plan import RankReport
+    from kvstore.connector.config import ConnectorConfig
+
+logger = logging.getLogger("vllm.kvstore.scheduler")
+
+_SPIN_NS_PER_STEP = 300_000
+_KEYS_ASKED_PER_STEP = 4096
+"""Lookups begun in one step, in keys: a backlog is asked about over several steps, because joining
+and sending keys takes the scheduler's time (2 ms for so many, at the most)."""
+_UNREAD_NS_MAX = 250_000_000
+"""A node that takes nothing from a full socket for so long is as good as stopped."""
+_SELECT_FD_END = 1024
+
+
+class SchedulerSide:
+    """One per engine, in the scheduler's process."""
+
+    def __init__(self, config: ConnectorConfig, core_config: SchedulerConfig) -> None:
+        self._config = config
+        self._core = SchedulerCore(core_config)
+        self._block_tokens = core_config.block_tokens
+        self._link: Link | None = None
+        self._requests: dict[str, Request] = {}
+        self._due_tokens: dict[str, int] = {}
+        """Tokens at which the next block of a request is complete: most steps complete none."""
+        self._spin_left_ns = _SPIN_NS_PER_STEP
+        self._keys_left = _KEYS_ASKED_PER_STEP
+        self._unsent: deque[Message] = deque()
+        """What a full socket did not take yet; bounded, since nothing is asked meanwhile."""
+        self._unsent_since_ns = 0
+        self._promised: LoadJob | None = None
+        self.poll()
+
+    # ── the socket ───────────────────────────────────────────────────────────────────────────────
+
+    def poll(self) -> None:
+        """Take what the node sent, notice when it is gone, send what is due. Never waits."""
+        core, now_ns = self._core, time.monotonic_ns()
+        if self._link is None and core.attachment.wants_connection(now_ns):
+            self._connect(now_ns)
+        if self._link is not None:
+            self._receive(now_ns)
+        page = None if self._link is None else self._link.generations
+        if core.attachment.greeting_is_late(now_ns):
+            self._drop("the node does not answer", now_ns)
+        if page is not None and core.attachment.heartbeat_lost(now_ns, page.heartbeat_ns()):
+            self._drop("the node's heartbeat stopped", now_ns)
+        self._flush(now_ns)
+        for notice in core.take_notices():
+            logger.info("kvstore: %s", notice)
+
+    def _connect(self, now_ns: int) -> None:
+        try:
+            self._link = Link.connect(self._config.socket, self._core.attachment.hello())
+        except AttachError as error:
+            self._core.attachment.connect_failed(now_ns, str(error))
+        else:
+            self._core.attachment.connected(now_ns)
+
+    def _receive(self, now_ns: int) -> None:
+        assert self._link is not None
+        for message in self._link.receive():
+            if isinstance(message, Lost):
+                self._drop(message.reason, now_ns)
+                return
+            reason = self._core.received(message, now_ns)
+            if reason is not None:
+                self._drop(reason, now_ns)
+                return
+
+    def _flush(self, now_ns: int) -> None:
+        for message in self._core.take_outbox():
+            # Hints may be lost; in a backlog they would only make it longer.
+            if not (self._unsent and isinstance(message, Hint)):
+                self._unsent.append(message)
+        if self._link is None:
+            self._unsent.clear()
+            return
+        while self._unsent and self._link.send(self._unsent[0]):
+            self._unsent.popleft()
+            self._unsent_since_ns = now_ns
+        if not self._unsent:
+            self._unsent_since_ns = now_ns
+        elif now_ns - self._unsent_since_ns > _UNREAD_NS_MAX:
+            self._drop("the node does not read its socket", now_ns)
+
+    def _drop(self, reason: str, now_ns: int) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._unsent.clear()
+        self._core.attachment.disconnected(now_ns, reason)
+
+    def _watch(self) -> None:
+        """Wait for the answer to a question just asked, within what is left of this step."""
+        if self._link is None or self._spin_left_ns <= 0:
+            return
+        if self._link.fileno() >= _SELECT_FD_END:  # which select, the only finer clock, cannot take
+            self._spin_left_ns = 0
+            return
+        begin_ns = time.monotonic_ns()
+        select.select([self._link.fileno()], [], [], self._spin_left_ns / 1e9)
+        self.poll()
+        self._spin_left_ns -= time.monotonic_ns() - begin_ns
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    def on_new_request(self, request: Request) -> None:
+        """Hint the node. LoRA requests are left out: adapters have no digest yet."""
+        self.poll()
+        if request.lora_request is not None:
+            return
+        self._requests[request.request_id] = request
+        self._due_tokens[request.request_id] = self._block_tokens
+        self._core.new_request(
+            request.request_id,
+            request.block_hashes,
+            prompt_tokens=request.num_prompt_tokens,
+            now_ns=time.monotonic_ns(),
+        )
+        self._flush(time.monotonic_ns())
+
+    def get_num_new_matched_tokens(
+        self, request: Request, local_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens to load beyond the local ones; None: ask again next step."""
+        if request.request_id not in self._requests or request.skip_reading_prefix_cache:
+            return 0, False
+        self.poll()
+        outcome = self._match(request, local_tokens)
+        while (
+            outcome is PENDING
+            and self._link is not None
+            and self._spin_left_ns > 0
+            and not self._unsent
+        ):
+            self._flush(time.monotonic_ns())
+            self._watch()
+            outcome = self._match(request, local_tokens)
+        self._flush(time.monotonic_ns())
+        if outcome is PENDING:
+            return None, False
+        if isinstance(outcome, Hit):
+            return outcome.tokens, True
+        return 0, False
+
+    def _match(self, request: Request, local_tokens: int) -> object:
+        asked_before = self._core.leases_open
+        outcome = self._core.match(
+            request.request_id,
+            request.block_hashes,
+            local_tokens=local_tokens,
+            now_ns=time.monotonic_ns(),
+            may_ask=self._keys_left > 0 and not self._unsent,
+        )
+        if self._core.leases_open > asked_before:
+            self._keys_left -= len(request.block_hashes)
+        return outcome
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, external_tokens: int
+    ) -> None:
+        """The engine admitted the request with this block table."""
+        if request.request_id not in self._requests:
+            return
+        block_ids = blocks.get_block_ids()[0] if external_tokens else []
+        if external_tokens:
+            # Should an error of ours follow, this load still ends: as failed, and computed again.
+            self._promised = LoadJob(request.request_id, 0, 0, tuple(block_ids), b"", b"", b"")
+        self._core.allocated(
+            request.request_id,
+            request.block_hashes,
+            block_ids=block_ids,
+            external_tokens=external_tokens,
+            now_ns=time.monotonic_ns(),
+        )
+        self._promised = None
+
+    def request_finished(self, request: Request) -> None:
+        """The request ended; its blocks are free at once, fences protect running copies."""
+        if self._requests.pop(request.request_id, None) is None:
+            return
+        del self._due_tokens[request.request_id]
+        story = self._core.finished(request.request_id)
+        self._flush(time.monotonic_ns())
+        if story is not None and self._config.log_requests:
+            logger.info(
+                "kvstore: request %s: prompt %d tokens, engine's own %d, loaded %d%s, "
+                "lookup %.2f ms, load %.2f ms, blocks stored or known %d",
+                story.request,
+                story.prompt_tokens,
+                story.local_tokens,
+                story.loaded_tokens,
+                f" ({story.miss_reason})" if story.miss_reason else "",
+                story.lookup_ns / 1e6,
+                story.load_ns / 1e6,
+                story.stored_blocks,
+            )
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def build_plan(self, output: SchedulerOutput) -> StepPlan:
+        """This step's orders to the ranks."""
+        self.poll()
+        self._spin_left_ns = _SPIN_NS_PER_STEP
+        self._keys_left = _KEYS_ASKED_PER_STEP
+        state = output.kv_connector_block_state
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            computed = request.num_computed_tokens + scheduled
+            if computed >= self._due_tokens[request_id] and state is not None:
+                self._store(request, computed, state)
+        plan = self._core.plan(_new_blocks(output), time.monotonic_ns())
+        self._flush(time.monotonic_ns())
+        return plan
+
+    def _store(self, request: Request, computed: int, state: KVConnectorBlockState) -> None:
+        """Store the blocks that this step completes, as far as there is room for them."""
+        request_id = request.request_id
+        full = self._core.full_blocks(
+            request_id, computed_tokens=computed, known_tokens=request.num_tokens
+        )
+        block_ids = state.get_block_ids(request_id) if full else None
+        if block_ids is not None:
+            self._core.fill(
+                request_id, request.block_hashes, block_ids=block_ids[0], full_blocks=full
+            )
+            done = self._core.dealt_with_blocks(request_id)
+            self._due_tokens[request_id] = (done + 1) * self._block_tokens
+
+    def rescue_plan(self) -> StepPlan:
+        """After an error of ours: loads already promised must still reach the ranks."""
+        plan, promised = self._core.rescue_plan(), self._promised
+        self._promised = None
+        return plan if promised is None else StepPlan(loads=(*plan.loads, promised))
+
+    def reported(self, reports: Iterable[RankReport]) -> None:
+        """What the ranks did."""
+        now_ns = time.monotonic_ns()
+        for report in reports:
+            self._core.reported(report, now_ns)
+        self._flush(now_ns)
+
+    def has_pending_work(self) -> bool:
+        """Whether an idle engine should keep stepping for running copies."""
+        return self._core.has_pending_work(time.monotonic_ns())
+
+    def reset(self, epoch: str) -> bool:
+        """Move to a space of its own: nothing stored before is served again."""
+        now_ns = time.monotonic_ns()
+        self._core.new_weights(epoch, now_ns)
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self.poll()
+        return True
+
+    def take_stats(self) -> dict[str, int]:
+        """Counts since the last call."""
+        return self._core.stats.take()
+
+    def close(self) -> None:
+        """Detach."""
+        self._drop("the engine is shutting down", time.monotonic_ns())
+
+
+def _new_blocks(output: SchedulerOutput) -> list[int]:
+    """Engine blocks handed out in this step: the forward or a copy will overwrite them."""
+    blocks: list[int] = []
+    for new in output.scheduled_new_reqs:
+        for group in new.block_ids:
+            blocks.extend(group)
+    for per_request in output.scheduled_cached_reqs.new_block_ids:
+        for group in per_request or ():
+            blocks.extend(group)
+    blocks.extend(copy[1] for copy in output.kv_cache_block_copies or ())
+    return blocks

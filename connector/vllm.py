@@ -1,0 +1,343 @@
+"""`KVStoreConnector`: the class that vllm loads through --kv-transfer-config.
+
+Knows vllm's interface (0.32) and nothing else: every method hands over to the scheduler's or the
+rank's half. One guard stands around each of them, because nothing of ours may raise into the engine
+(promise P2): after an error of our own the cache is off for the life of this process, with one log
+line, and promised loads still end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.stats import CacheHitSource
+
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.connector.checks import check_engine
+from kvstore.connector.config import ConnectorConfig, parse_config
+from kvstore.connector.scheduler_side import SchedulerSide
+from kvstore.connector.stats import KVStorePromMetrics, KVStoreStats
+from kvstore.connector.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvstore")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class KVStoreMetadata(KVConnectorMetadata):
+    """A step's orders, on their way to the ranks."""
+
+    plan: StepPlan
+
+
+@dataclass
+class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
+    """What ranks did, on its way to the scheduler."""
+
+    reports: list[RankReport] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVStoreWorkerMetadata:
+        """Join the reports of two ranks or steps."""
+        assert isinstance(other, KVStoreWorkerMetadata)
+        return KVStoreWorkerMetadata(self.reports + other.reports)
+
+
+def _guarded(
+    fallback: Callable[[KVStoreConnector], Any], *, also_when_off: bool = False
+) -> Callable[[F], F]:
+    """No error of ours leaves the method: it counts, the cache goes off, `fallback` answers.
+
+    `also_when_off`: what was promised to the engine must still end, so the method goes on being
+    called; after a shutdown the rank's half fails every load, once each.
+    """
+
+    def wrap(method: F) -> F:
+        @functools.wraps(method)
+        def guarded(self: KVStoreConnector, *args: Any, **kwargs: Any) -> Any:
+            if self.is_off and not also_when_off:
+                return fallback(self)
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                self.turn_off(method.__name__, error)
+                return fallback(self)
+
+        return cast("F", guarded)
+
+    return wrap
+
+
+class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module. One instance in the scheduler's process, one in each worker's."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config)
+        config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        self.is_off = False
+        self._errors = 0
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(config, _core_config(config, vllm_config))
+        else:
+            self._worker = WorkerSide(config, vllm_config, kv_cache_config)
+
+    def turn_off(self, where: str, error: Exception) -> None:
+        """After an error of our own: detach and stay off. Said once."""
+        self._errors += 1
+        if self.is_off:
+            return
+        self.is_off = True
+        logger.error(
+            "kvstore: error in %s; the cache is off until the engine restarts, requests are "
+            "computed. Please report this.",
+            where,
+            exc_info=error,
+        )
+        with contextlib.suppress(Exception):
+            self._detach()
+
+    def _detach(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.shutdown()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A best-effort cache: a dropped store is a future miss."""
+        return False
+
+    # ── scheduler side ───────────────────────────────────────────────────────────────────────────
+
+    @_guarded(lambda self: None)
+    def on_new_request(self, request: Request) -> None:
+        """A request was added."""
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    @_guarded(lambda self: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens beyond the engine's own hit; loads are always asynchronous."""
+        assert self._scheduler is not None
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @_guarded(lambda self: None)
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Blocks were allocated; plans the load when there is one."""
+        assert self._scheduler is not None
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """The step's orders to the ranks."""
+        return KVStoreMetadata(self._build_plan(scheduler_output))
+
+    @_guarded(lambda self: self._rescue_plan())
+    def _build_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        assert self._scheduler is not None
+        return self._scheduler.build_plan(scheduler_output)
+
+    def _rescue_plan(self) -> StepPlan:
+        return self._scheduler.rescue_plan() if self._scheduler is not None else StepPlan()
+
+    @_guarded(lambda self: None)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What the ranks did in the step."""
+        assert self._scheduler is not None
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KVStoreWorkerMetadata):
+            self._scheduler.reported(meta.reports)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended; its blocks may be reused at once (fences protect running copies)."""
+        self._request_finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`; this is the one that vllm calls."""
+        self._request_finished(request)
+        return False, None
+
+    @_guarded(lambda self: None)
+    def _request_finished(self, request: Request) -> None:
+        assert self._scheduler is not None
+        self._scheduler.request_finished(request)
+
+    @_guarded(lambda self: False)
+    def has_pending_push_work(self) -> bool:
+        """True while copies run that an idle engine should step for; bounded."""
+        return self._scheduler is not None and self._scheduler.has_pending_work()
+
+    @_guarded(lambda self: True)  # a cache that is off serves nothing, old or new
+    def reset_cache(self) -> bool | None:
+        """Nothing stored before is served again to this engine."""
+        assert self._scheduler is not None
+        return self._scheduler.reset(secrets.token_hex(8))
+
+    # ── worker side, in the order of a step ──────────────────────────────────────────────────────
+
+    @_guarded(lambda self: None)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The paged cache exists; the rank starts to attach."""
+        assert self._worker is not None
+        self._worker.register_kv_caches(kv_caches)
+
+    @_guarded(lambda self: None)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """First in a step: wait for copies out of blocks that are about to be overwritten."""
+        assert self._worker is not None
+        assert isinstance(kv_connector_metadata, KVStoreMetadata)
+        self._worker.handle_preemptions(kv_connector_metadata.plan)
+
+    @_guarded(lambda self: None, also_when_off=True)
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Submit the step's loads; they run beside the engine."""
+        assert self._worker is not None
+        self._idle_step = forward_context.attn_metadata is None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVStoreMetadata)
+        self._worker.start_load_kv(metadata.plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole requests, never layers."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Stores are whole blocks, after the forward."""
+
+    @_guarded(lambda self: None)
+    def wait_for_save(self) -> None:
+        """The forward ran: submit the step's stores. Does not wait for them."""
+        assert self._worker is not None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KVStoreMetadata)
+        self._worker.wait_for_save(metadata.plan)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose load ended, well or not, each exactly once."""
+        return None, self._finished_loads() or None
+
+    @_guarded(lambda self: set(), also_when_off=True)
+    def _finished_loads(self) -> set[str]:
+        assert self._worker is not None
+        return self._worker.get_finished(idle=self._idle_step)
+
+    _idle_step = False
+
+    @_guarded(lambda self: set(), also_when_off=True)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Target blocks that do not hold what was promised; they are recomputed."""
+        assert self._worker is not None
+        return self._worker.block_ids_with_load_errors()
+
+    @_guarded(lambda self: None, also_when_off=True)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """This rank's report, if there is something to tell."""
+        assert self._worker is not None
+        report = self._worker.build_worker_meta()
+        return None if report is None else KVStoreWorkerMetadata([report])
+
+    # ── both sides ───────────────────────────────────────────────────────────────────────────────
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counts for vllm's metrics and log line."""
+        if self._scheduler is None:
+            return None
+        data = self._scheduler.take_stats()
+        if self._errors:
+            data["connector_errors"], self._errors = self._errors, 0
+        return KVStoreStats(data=data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Stats from their shipped form."""
+        return KVStoreStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """Prometheus counters in the frontend."""
+        return KVStorePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """One page per layer and block, heads outermost."""
+        return "LBHNC"
+
+    @_guarded(lambda self: None)
+    def shutdown(self) -> None:
+        """Detach; running copies end first."""
+        self._detach()
+
+
+def _core_config(config: ConnectorConfig, vllm_config: VllmConfig) -> SchedulerConfig:
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    assert transfer.engine_id is not None
+    return SchedulerConfig(
+        engine_id=transfer.engine_id,
+        nonce=vllm_config.instance_id or "0",
+        process=secrets.token_hex(8),
+        tenant=config.tenant,
+        rank_count=vllm_config.parallel_config.world_size,
+        block_tokens=vllm_config.cache_config.block_size,
+        label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
+        lookup_deadline_ms=config.lookup_deadline_ms,
+        heartbeat_timeout_ms=config.heartbeat_timeout_ms,
+        min_load_tokens=config.min_load_tokens,
+        store_decode=config.store == "all",
+        verify_every=config.verify_every,
+    )

@@ -1,0 +1,215 @@
+"""A rank's half of the connector: vllm's step hooks to the copy thread, and back.
+
+Translates only. Runs on the engine's worker thread and waits in two places, both bounded: for
+stores that read blocks about to be overwritten, and, when the step has nothing else to do, a moment
+for a load that is about to end. Nothing here raises for what the node does; a rank that cannot
+serve its cache says why once, and from then on ends every job as failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.client.core.rank import RankConfig, RankCore, refuse
+from kvstore.connector.copier import Copier
+from kvstore.connector.handoff import Handoff
+from kvstore.connector.mapping import NotServed, cache_arrays, describe
+from kvstore.connector.weights import NoDigest, digest_weights
+from kvstore.kernels.pack import PagedCache
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvstore.connector.config import ConnectorConfig
+
+logger = logging.getLogger("vllm.kvstore.rank")
+
+FENCE_S_MAX = 0.1
+"""A fenced store overtakes all others and takes about 0.3 ms a block."""
+IDLE_WAIT_S_MAX = 0.005
+SHUTDOWN_S_MAX = 2.0
+
+
+class WorkerSide:
+    """One per worker process. All methods belong to the engine's worker thread."""
+
+    def __init__(
+        self, config: ConnectorConfig, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._rank: int = vllm_config.parallel_config.rank
+        self._handoff: Handoff | None = None
+        self._copier: Copier | None = None
+        self._reason = "the rank has no cache yet"
+        """Why there is no handoff."""
+        self._refused: RankReport | None = None
+        """Plans that came while there was no handoff."""
+        self._report: RankReport | None = None
+        """Told to `get_finished`'s caller, not yet to the scheduler."""
+        self._load_errors: set[int] = set()
+        _sides.add(self)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The paged cache exists: find out what it is, and start to attach."""
+        found = self._describe(kv_caches)
+        if isinstance(found, NotServed):
+            self._reason = found.reason
+            logger.warning("kvstore: the cache is off: %s", found.reason)
+            return
+        rank_config, cache = found
+        self._handoff = Handoff(RankCore(rank_config))
+        self._copier = Copier(
+            self._handoff,
+            cache,
+            socket=self._config.socket,
+            heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
+        )
+        self._copier.start()
+
+    def _describe(
+        self, kv_caches: dict[str, torch.Tensor]
+    ) -> tuple[RankConfig, PagedCache] | NotServed:
+        arrays = cache_arrays(kv_caches, block_count=self._kv_cache_config.num_blocks)
+        if isinstance(arrays, NotServed):
+            return arrays
+        begin_ns = time.monotonic_ns()
+        weights = digest_weights(self._vllm_config)
+        if isinstance(weights, NoDigest):
+            return NotServed(weights.reason)
+        rank_model = describe(
+            self._vllm_config, self._kv_cache_config, kv_caches, weights=weights.digest
+        )
+        if isinstance(rank_model, NotServed):
+            return rank_model
+        logger.info(
+            "kvstore: weights %s from %d files, %.1f MiB read in %.0f ms",
+            weights.digest[:8],
+            weights.file_count,
+            weights.read_bytes / 2**20,
+            (time.monotonic_ns() - begin_ns) / 1e6,
+        )
+        transfer = self._vllm_config.kv_transfer_config
+        assert transfer is not None
+        assert transfer.engine_id is not None
+        config = RankConfig(
+            engine_id=transfer.engine_id,
+            nonce=self._vllm_config.instance_id or "0",
+            tenant=self._config.tenant,
+            rank=self._rank,
+            process=secrets.token_hex(8),
+            space=rank_model.space,
+            shard=rank_model.shard,
+            block_bytes=rank_model.geometry.block_bytes,
+        )
+        cache = PagedCache(arrays)
+        assert cache.block_bytes == config.block_bytes, (cache.block_bytes, config.block_bytes)
+        return config, cache
+
+    # ── a step, in order ─────────────────────────────────────────────────────────────────────────
+
+    def handle_preemptions(self, plan: StepPlan) -> None:
+        """Wait until no store reads blocks that this step overwrites; abandon those that last."""
+        if not plan.fence_blocks or self._handoff is None:
+            return
+        if not self._handoff.keep_off(plan.fence_blocks, timeout_s=FENCE_S_MAX):
+            logger.warning("kvstore: stores were abandoned: their blocks are needed")
+
+    def start_load_kv(self, plan: StepPlan) -> None:
+        """Submit the step's loads."""
+        if plan.loads:
+            self._submit(StepPlan(loads=plan.loads))
+
+    def wait_for_save(self, plan: StepPlan) -> None:
+        """The forward ran: submit the step's stores."""
+        if plan.stores:
+            self._submit(StepPlan(stores=plan.stores))
+
+    def get_finished(self, *, idle: bool = False) -> set[str]:
+        """Requests whose load ended, well or not, each once.
+
+        With `idle` the step had nothing to compute: wait a moment for a load to end, rather than
+        let the engine sleep and ask again.
+        """
+        if self._handoff is None:
+            report, self._refused = self._refused, None
+        else:
+            if idle:
+                self._handoff.wait_for_load(IDLE_WAIT_S_MAX)
+            report = self._handoff.take_report()
+        if report is None:
+            return set()
+        self._report = _join(self._report, report)
+        for load in report.loads:
+            self._load_errors.update(load.failed_block_ids)
+        return {load.request for load in report.loads}
+
+    def block_ids_with_load_errors(self) -> set[int]:
+        """Target blocks of the loads that `get_finished` just named which hold nothing valid."""
+        errors, self._load_errors = self._load_errors, set()
+        return errors
+
+    def build_worker_meta(self) -> RankReport | None:
+        """What happened up to the last `get_finished`; None when there is nothing to tell."""
+        report, self._report = self._report, None
+        if report is None or report == RankReport(rank=report.rank, session=report.session):
+            return None
+        return report
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────
+
+    def shutdown(self) -> None:
+        """Detach after the copy in flight. Jobs that are left, and later ones, end as failed."""
+        if self._handoff is None or self._copier is None:
+            return
+        self._handoff.stop()
+        if self._copier.join(SHUTDOWN_S_MAX):
+            self._handoff.close()
+
+    def forget(self) -> None:
+        """In a forked child: thread, socket and memory stayed with the parent."""
+        self._handoff = self._copier = None
+        self._reason = "this is a forked child of a worker"
+
+    def _submit(self, plan: StepPlan) -> None:
+        if self._handoff is not None:
+            self._handoff.submit(plan)
+            return
+        refused = refuse(plan, rank=self._rank, reason=self._reason)
+        self._refused = _join(self._refused, refused)
+
+
+def _join(first: RankReport | None, second: RankReport) -> RankReport:
+    """Two reports of a rank in one."""
+    if first is None:
+        return second
+    return RankReport(
+        rank=second.rank,
+        session=second.session,
+        loads=first.loads + second.loads,
+        store_jobs_done=first.store_jobs_done + second.store_jobs_done,
+        blocks_sealed=first.blocks_sealed + second.blocks_sealed,
+        blocks_dropped=first.blocks_dropped + second.blocks_dropped,
+        store_bytes=first.store_bytes + second.store_bytes,
+        store_ns=first.store_ns + second.store_ns,
+    )
+
+
+_sides: weakref.WeakSet[WorkerSide] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for side in list(_sides):
+        side.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
