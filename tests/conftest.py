@@ -1,0 +1,47 @@
+"""What every test gets: fixed seeds, skipped hardware, and a check that nothing was left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.leaks import Baseline, prepare
+
+_LEAK_CHECKED = ("integration", "faults")
+
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("KVSTORE_HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_configure() -> None:
+    prepare()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacking = {}
+    if importlib.util.find_spec("vllm") is None:
+        lacking["engine"] = pytest.mark.skip(reason="vLLM is not installed: run make test")
+    if not Path("/dev/nvidiactl").exists():
+        lacking["gpu"] = pytest.mark.skip(reason="no NVIDIA GPU on this machine")
+    for item in items:
+        for name, skip in lacking.items():
+            if item.get_closest_marker(name):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test with real processes: no child, no name in /dev/shm, no descriptor more."""
+    if not set(_LEAK_CHECKED).intersection(request.path.parts):
+        yield
+        return
+    baseline = Baseline()
+    yield
+    found = baseline.wait()
+    assert not found, "left behind:\n  " + "\n  ".join(found)

@@ -1,0 +1,108 @@
+"""What every `Tier` promises, run by each of them. Add an implementation to `TIERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.arena import Arena
+from kvstore.ports import Tier
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.memory import MemoryTier
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
+
+CAPACITY_BYTES = 8 * SLOT_BYTES_MIN
+SLOTS = [SlotId(n * PAGES_PER_GENERATION) for n in range(8)]
+
+
+def _dram() -> Tier:
+    tier = DramTier(Arena(arena_bytes=CAPACITY_BYTES, incarnation=Incarnation(1)))
+    tier.start()
+    assert tier.wait_populated(10)
+    return tier
+
+
+TIERS: dict[str, Callable[[], Tier]] = {
+    "memory": lambda: MemoryTier(capacity_bytes=CAPACITY_BYTES),
+    "dram": _dram,
+}
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
+    made = TIERS[request.param]()
+    yield made
+    made.close()
+
+
+def test_it_is_a_tier(tier: Tier) -> None:
+    assert isinstance(tier, Tier)
+    assert tier.capacity_bytes == tier.ready_bytes == CAPACITY_BYTES
+    assert not tier.capabilities.persistent
+
+
+def test_generations_start_at_one(tier: Tier) -> None:
+    assert [tier.generation(slot) for slot in SLOTS] == [1] * 8
+
+
+@pytest.mark.parametrize("as_arrays", [False, True])
+def test_raised_generations_are_read_back_and_touch_no_neighbour(
+    tier: Tier, *, as_arrays: bool
+) -> None:
+    slots, generations = [SLOTS[6], SLOTS[1]], [2**63 - 1, 2]
+    if as_arrays:
+        arrays: Any = np.array(slots, np.uint32), np.array(generations, np.uint64)
+        tier.raise_generations(*arrays)
+    else:
+        tier.raise_generations(slots, generations)
+    assert [tier.generation(slot) for slot in SLOTS] == [1, 2, 1, 1, 1, 1, 2**63 - 1, 1]
+
+
+def test_raising_nothing_is_fine(tier: Tier) -> None:
+    tier.raise_generations([], [])
+    assert [tier.generation(slot) for slot in SLOTS] == [1] * 8
+
+
+def test_a_slot_of_many_pages_has_the_generation_of_its_first(tier: Tier) -> None:
+    tier.raise_generations([SLOTS[2]], [7])
+    assert tier.generation(SlotId(SLOTS[2] + PAGES_PER_GENERATION - 1)) == 7
+
+
+def test_views_are_the_bytes_themselves(tier: Tier) -> None:
+    first, again = tier.view(SLOTS[3], 10), tier.view(SLOTS[3], 20)
+    first[:] = b"0123456789"
+    assert bytes(again) == b"0123456789" + bytes(10)
+    assert bytes(tier.view(SlotId(SLOTS[3] - 1), PAGE_BYTES)) == bytes(PAGE_BYTES)
+
+
+def test_the_whole_tier_can_be_seen_and_not_a_byte_more(tier: Tier) -> None:
+    assert len(tier.view(SLOTS[0], CAPACITY_BYTES)) == CAPACITY_BYTES
+    with pytest.raises(AssertionError):
+        tier.view(SLOTS[7], SLOT_BYTES_MIN + 1)
+
+
+def test_a_slot_outside_is_our_own_bug(tier: Tier) -> None:
+    outside = SlotId(8 * PAGES_PER_GENERATION)
+    with pytest.raises(AssertionError):
+        tier.generation(outside)
+    with pytest.raises(AssertionError):
+        tier.raise_generations([outside], [2])
+    with pytest.raises(AssertionError):
+        tier.view(outside, 1)
+
+
+def test_going_back_is_our_own_bug(tier: Tier) -> None:
+    tier.raise_generations([SLOTS[0]], [5])
+    tier.raise_generations([SLOTS[0], SLOTS[0]], [5, 5])
+    with pytest.raises(AssertionError):
+        tier.raise_generations([SLOTS[0]], [4])
+
+
+def test_beating_and_closing_twice_are_harmless(tier: Tier) -> None:
+    tier.beat(1)
+    tier.close()
+    tier.close()
+    assert tier.capacity_bytes == CAPACITY_BYTES

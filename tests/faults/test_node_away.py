@@ -1,0 +1,157 @@
+"""P2 on a real engine: the node killed or stopped in the middle of loads and stores.
+
+The peer that was measured under the same treatment lost 43 of 60 requests. Here none may be lost,
+none wrong, and none later than the limit beyond its own recompute time.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from kvstore.testing.engine import Completion, Engine, EngineConfig
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.support import BLOCK_TOKENS, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+
+SEED = 60
+REQUESTS = 60
+PROMPTS = 12
+LATE_S = 1.5
+HURT_MIN = 4
+"""Kills, and stops, at least."""
+ROUNDS_MAX = 12
+
+
+class Tormentor:
+    """Kills or stops the node again and again, in a thread, until told to stop."""
+
+    def __init__(self, directory: Path, rng: random.Random) -> None:
+        self._directory = directory
+        self._rng = rng
+        self._done = threading.Event()
+        self.node = NodeProcess.start(directory, dram="256MiB")
+        self.kills = 0
+        self.stops = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        self.node.stop()
+
+    def _run(self) -> None:
+        while not self._done.wait(self._rng.uniform(0.5, 2.5)):
+            if self._rng.random() < 0.5:
+                self.node.kill()
+                self.kills += 1
+                self._done.wait(self._rng.uniform(0.0, 0.8))
+                self.node = NodeProcess.start(self._directory, dram="256MiB")
+            else:
+                self.node.pause()
+                self.stops += 1
+                self._done.wait(self._rng.uniform(0.5, 4.0))
+                self.node.resume()
+
+
+@pytest.fixture
+def tormentor(tmp_path: Path) -> Iterator[Tormentor]:
+    with Tormentor(tmp_path, random.Random(SEED)) as running:
+        yield running
+
+
+def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
+    medium_model: Path, encode: Encode, tormentor: Tormentor, tmp_path: Path
+) -> None:
+    rng = random.Random(SEED)
+    shared = text_tokens(rng, encode, 4 * BLOCK_TOKENS)
+    prompts = [
+        (*shared, *text_tokens(rng, encode, rng.randint(1, 12) * BLOCK_TOKENS + rng.randint(0, 90)))
+        for _ in range(PROMPTS)
+    ]
+    # Few blocks: prompts push each other out, so that the node is asked again and again.
+    config = EngineConfig(
+        model=medium_model,
+        socket=tormentor.node.socket,
+        kv_blocks=48,
+        connector_extra={"verify_every": 1},
+    )
+    with Engine.start(config, log=tmp_path / "engine.log") as engine:
+        recompute = [_computed(engine, prompt) for prompt in prompts]
+        reference = [done.tokens for done in recompute]
+        order = [rng.randrange(PROMPTS) for _ in range(REQUESTS)]
+        rounds = 0
+        before = engine.hits().external_hits
+        with ThreadPoolExecutor(2) as pool:
+            # Over and over until the node was hurt often enough and served in between.
+            while rounds < ROUNDS_MAX and not (
+                tormentor.kills >= HURT_MIN
+                and tormentor.stops >= HURT_MIN
+                and engine.hits().external_hits > before
+            ):
+                rounds += 1
+                done = list(pool.map(lambda i: engine.complete(prompts[i], max_tokens=8), order))
+                wrong = [i for i, c in zip(order, done, strict=True) if c.tokens != reference[i]]
+                assert wrong == []
+                # Two at a time share the cores: each may take as long as both recomputed.
+                slowest = 2 * max(c.duration_s for c in recompute)
+                late = [c.duration_s for c in done if c.duration_s > slowest + LATE_S]
+                assert late == []
+        assert engine.hits().external_hits > before, "the node never served: nothing was tested"
+        assert min(tormentor.kills, tormentor.stops) >= HURT_MIN, "the node was hardly hurt"
+    logging.getLogger(__name__).info(
+        "seed %d: %d requests, %d kills, %d stops",
+        *(SEED, rounds * REQUESTS, tormentor.kills, tormentor.stops),
+    )
+
+
+def _computed(engine: Engine, prompt: tuple[int, ...]) -> Completion:
+    engine.forget(external=True)
+    return engine.complete(prompt, max_tokens=8)
+
+
+def test_absent_at_start_gone_later_and_back_again(
+    tiny_model: Path, encode: Encode, tmp_path: Path
+) -> None:
+    rng = random.Random(SEED + 1)
+    directory = tmp_path / "node"
+    directory.mkdir()
+    config = EngineConfig(model=tiny_model, socket=directory / "node.sock")
+    prompts = iter([text_tokens(rng, encode, 3 * BLOCK_TOKENS + 5) for _ in range(200)])
+
+    def served(engine: Engine) -> bool:
+        prompt = next(prompts)
+        engine.complete(prompt, max_tokens=1)
+        engine.forget()
+        return engine.complete(prompt, max_tokens=1).cached_tokens == 3 * BLOCK_TOKENS
+
+    log = tmp_path / "engine.log"
+    with Engine.start(config, log=log) as engine:
+        assert not served(engine)
+        with NodeProcess.start(directory) as node:
+            wait_until(lambda: served(engine), "the engine attached by itself")
+            node.kill()
+            assert not served(engine)
+        with NodeProcess.start(directory):
+            wait_until(lambda: served(engine), "the engine attached again")
+        # Before the stop: ending, vLLM's server may report its own engine as dead.
+        text = log.read_text()
+    scheduler_lines = [
+        line for line in text.splitlines() if "cache off, requests are computed" in line
+    ]
+    assert len(scheduler_lines) == 2, scheduler_lines
+    assert "Traceback" not in text

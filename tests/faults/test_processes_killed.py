@@ -1,0 +1,80 @@
+"""P3: engine, scheduler process or worker killed -9: the node is back at baseline within 10 s."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from kvstore.testing.engine import Engine, EngineConfig, EngineError
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, inspect, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SEED = 9
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with NodeProcess.start(tmp_path, dram="64MiB") as process:
+        yield process
+
+
+def at_baseline(node: NodeProcess) -> bool:
+    """No owner, lease, granted or quarantined slot; descriptors are counted by the caller."""
+    (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
+    return (
+        not inspect(node, "nodes")[0]["connections"]
+        and not inspect(node, "leases")
+        and dram["slots_granted"] == 0
+        and dram["slots_quarantined"] == 0
+    )
+
+
+def descriptors(node: NodeProcess) -> int:
+    return len(os.listdir(f"/proc/{node.pid}/fd"))
+
+
+@pytest.mark.parametrize("victim", ["engine", "scheduler", "worker"])
+def test_after_a_kill_the_node_is_at_baseline(
+    tiny_model: Path, node: NodeProcess, encode: Encode, tmp_path: Path, victim: str
+) -> None:
+    rng = random.Random(f"{SEED} {victim}")
+    baseline = descriptors(node)
+    config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+    with Engine.start(config, log=tmp_path / "engine.log") as engine:
+        prompts = [text_tokens(rng, encode, 20 * BLOCK_TOKENS) for _ in range(6)]
+        for prompt in prompts[:3]:
+            engine.complete(prompt, max_tokens=1)
+        engine.forget()
+
+        def busy() -> None:
+            try:
+                engine.complete_many(prompts * 3, max_tokens=40, concurrency=6)
+            except EngineError:
+                return  # it is being killed
+
+        load = Thread(target=busy)
+        load.start()
+        wait_until(lambda: engine.hits().external_hits > 0, "loads are under way")
+        pid = {
+            "engine": engine.server_pid,
+            "scheduler": engine.scheduler_pid,
+            "worker": engine.worker_pids[0],
+        }[victim]
+        os.kill(pid, signal.SIGKILL)
+        if victim == "engine":
+            engine.kill()
+        load.join(60)
+        assert not load.is_alive()
+        # vLLM ends its other processes when one dies; none of ours may keep them.
+        assert engine.wait(60), "vLLM did not end"
+        wait_until(lambda: at_baseline(node), "the node is back at baseline")
+        wait_until(lambda: descriptors(node) == baseline, "descriptors are closed")

@@ -1,0 +1,118 @@
+"""Several engines and models on one node, and a dram that is far too small."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.models import build_model
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.support import (
+    BLOCK_TOKENS,
+    PATIENT,
+    blocks_in_dram,
+    inspect,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SEED = 5
+FOUR_SLOTS = "2MiB"
+"""A block of the tiny model in float32 is 512 KiB."""
+
+
+def test_two_engines_share_blocks_and_two_models_do_not(
+    tiny_model: Path, encode: Encode, tmp_path: Path
+) -> None:
+    other_model = build_model(tmp_path / "other", size="tiny", weights_seed=77)
+    prompt = text_tokens(random.Random(SEED), encode, 4 * BLOCK_TOKENS + 9)
+    with NodeProcess.start(tmp_path, dram="128MiB") as node:
+        mine = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+        theirs = EngineConfig(model=other_model, socket=node.socket, connector_extra=PATIENT)
+        with (
+            Engine.start(mine, log=tmp_path / "a.log") as a,
+            Engine.start(mine, log=tmp_path / "b.log") as b,
+            Engine.start(theirs, log=tmp_path / "c.log") as c,
+        ):
+            first = a.complete(prompt, max_tokens=8)
+            assert first.cached_tokens == 0
+            wait_until(lambda: blocks_in_dram(node) == 4, "the first engine's blocks are stored")
+            second = b.complete(prompt, max_tokens=8)
+            assert second.cached_tokens == 4 * BLOCK_TOKENS
+            assert second.tokens == first.tokens
+            foreign = c.complete(prompt, max_tokens=8)
+            assert foreign.cached_tokens == 0
+            assert foreign.tokens != first.tokens
+            wait_until(lambda: blocks_in_dram(node) == 8, "the other model's blocks are stored")
+            assert len(inspect(node, "spaces")) == 2
+            # The second engine goes away; the first still hits what either stored.
+            b.kill()
+            a.forget()
+            assert a.complete(prompt, max_tokens=8).cached_tokens == 4 * BLOCK_TOKENS
+            c.forget()
+            again = c.complete(prompt, max_tokens=8)
+            assert again.cached_tokens == 4 * BLOCK_TOKENS
+            assert again.tokens == foreign.tokens
+
+
+def test_a_dram_of_four_slots_serves_what_it_can_and_answers_stay_right(
+    tiny_model: Path, encode: Encode, tmp_path: Path
+) -> None:
+    rng = random.Random(SEED + 1)
+    prompts = [text_tokens(rng, encode, rng.randint(1, 6) * BLOCK_TOKENS + 3) for _ in range(12)]
+    with NodeProcess.start(tmp_path, dram=FOUR_SLOTS) as node:
+        config = EngineConfig(
+            model=tiny_model, socket=node.socket, connector_extra={**PATIENT, "verify_every": 1}
+        )
+        with Engine.start(config, log=tmp_path / "engine.log") as engine:
+            reference = []
+            for prompt in prompts:
+                engine.forget(external=True)
+                reference.append(engine.complete(prompt, max_tokens=6).tokens)
+            for _ in range(4):
+                engine.forget()
+                done = engine.complete_many(prompts, max_tokens=6, concurrency=6)
+                assert [c.tokens for c in done] == reference
+            # One prompt at a time: its first block at least stays and is found.
+            engine.complete(prompts[0], max_tokens=1)
+            engine.forget()
+            wait_until(lambda: 0 < blocks_in_dram(node) <= 4, "something is held")
+            served = engine.hits().external_hits
+            for _ in range(3):
+                engine.forget()
+                engine.complete(prompts[0], max_tokens=1)
+            assert engine.hits().external_hits > served
+
+
+def test_a_preempted_request_loads_its_own_blocks_when_it_resumes(
+    tiny_model: Path, encode: Encode, tmp_path: Path
+) -> None:
+    rng = random.Random(SEED + 2)
+    prompts = [text_tokens(rng, encode, 3 * BLOCK_TOKENS + 20) for _ in range(6)]
+    with NodeProcess.start(tmp_path, dram="256MiB") as node:
+        # Three of these requests fit at their full length; six are begun.
+        config = EngineConfig(
+            model=tiny_model,
+            socket=node.socket,
+            kv_blocks=22,
+            max_model_len=1024,
+            connector_extra=PATIENT,
+            arguments=("--no-enable-prefix-caching",),
+        )
+        with Engine.start(config, log=tmp_path / "engine.log") as engine:
+            alone = [engine.complete(p, max_tokens=3 * BLOCK_TOKENS).tokens for p in prompts]
+            before, computed_before = engine.hits(), engine.metrics()
+            done = engine.complete_many(prompts, max_tokens=3 * BLOCK_TOKENS, concurrency=6)
+            after, computed_after = engine.hits(), engine.metrics()
+    assert [c.tokens for c in done] == alone
+    preemptions = after.preemptions - before.preemptions
+    assert preemptions >= 1, "nothing was preempted: the test tests nothing"
+    name = "vllm:kvstore_hit_tokens_total"
+    loaded = computed_after[name] - computed_before[name]
+    # All six prompts are held, so every start loads 3 blocks; a resumption also what it decoded.
+    assert loaded >= 3 * BLOCK_TOKENS * (len(prompts) + preemptions)

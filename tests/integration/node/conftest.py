@@ -1,0 +1,60 @@
+"""A real node process for each test, and what can be seen of it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvstore.testing.process import NodeProcess
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with NodeProcess.start(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def open_directory(tmp_path: Path) -> Iterator[Path]:
+    """A directory that every user can reach."""
+    parents = [tmp_path, *tmp_path.parents]
+    modes = [(path, path.stat().st_mode) for path in parents if path != Path("/")]
+    for path, mode in modes:
+        path.chmod(mode | 0o711)
+    yield tmp_path
+    for path, mode in modes:
+        path.chmod(mode)
+
+
+def peer_descriptors(node: NodeProcess) -> tuple[int, int]:
+    """How many (sockets, pidfds) the node has open."""
+    targets = []
+    for fd in os.listdir(f"/proc/{node.pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed while we looked
+            targets.append(os.readlink(f"/proc/{node.pid}/fd/{fd}"))
+    sockets = sum(target.startswith("socket:") for target in targets)
+    return sockets, sum("pidfd" in target for target in targets)
+
+
+def resident_bytes(node: NodeProcess) -> int:
+    """Memory of the node itself, the arena left out."""
+    info = psutil.Process(node.pid).memory_info()
+    return int(info.rss - info.shared)
+
+
+def eventually(check: Callable[[], bool], *, timeout_s: float = 10.0) -> bool:
+    """True as soon as `check` is; for what another process does in its own time."""
+    deadline_s = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not check():
+        if time.monotonic() > deadline_s:
+            return False
+        pause.wait(0.02)
+    return True

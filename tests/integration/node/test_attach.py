@@ -1,0 +1,405 @@
+"""Engines that come, misbehave and die: none of it reaches the others or stays behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.client.link import received_descriptors
+from kvstore.errors import AttachError
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_BYTES, EngineGone, RawEngine, make_keys, make_space
+from kvstore.types import Shard
+from kvstore.wire.messages import (
+    DATAGRAM_BYTES_MAX,
+    Distrust,
+    HelloRank,
+    HelloScheduler,
+    Hint,
+    LeaseAsk,
+    LeaseRenew,
+    Message,
+    Quiet,
+    Refused,
+    Seal,
+    Welcome,
+    decode_from_node,
+    encode,
+)
+from tests.integration.node.conftest import eventually, peer_descriptors, resident_bytes
+
+pytestmark = pytest.mark.slow
+
+HELLO = HelloScheduler(
+    protocol=1, engine_id="raw", nonce="n", tenant="t", rank_count=1, process="p"
+)
+
+
+@pytest.fixture
+def bystander(node: NodeProcess) -> Iterator[RawEngine]:
+    """An engine that does nothing wrong; it must not notice anything."""
+    with RawEngine(node.socket, engine_id="bystander") as engine:
+        engine.open()
+        keys = make_keys(4, seed="bystander")
+        engine.store(keys)
+        yield engine
+        assert engine.read(engine.lease_stored(keys)) == [
+            key * (engine.block_bytes // 32) for key in keys
+        ]
+
+
+def raw_socket(node: NodeProcess) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(str(node.socket))  # blocking: a full backlog is waited for
+    sock.settimeout(10)
+    return sock
+
+
+def send(sock: socket.socket, datagram: bytes, descriptors: Sequence[int] = ()) -> bool:
+    """False: the node has hung up."""
+    try:
+        socket.send_fds(sock, [datagram], descriptors)
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
+def introduce(sock: socket.socket, hello: Message = HELLO) -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    send(sock, encode(hello), [pidfd])  # may be refused already; the reason is there to be read
+    os.close(pidfd)
+
+
+# ── death ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def attach_and_hold(socket_path: Path, pipe: Connection, *, grandchild: bool) -> None:
+    """In a child: take every credit, write nothing, then wait to be killed."""
+    with RawEngine(socket_path, engine_id="victim") as engine:
+        engine.open()
+        engine.wait(lambda: bool(engine.credits))
+        if grandchild and os.fork() == 0:
+            holds = [engine.scheduler.fileno(), *(rank.fileno() for rank in engine.ranks)]
+            pipe.send(("grandchild", os.getpid(), holds))
+            signal.pause()
+        pipe.send(("attached", os.getpid(), len(engine.credits)))
+        signal.pause()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_killed_engine_leaves_nothing(
+    node: NodeProcess, method: str, bystander: RawEngine
+) -> None:
+    before = peer_descriptors(node)
+    context: Any = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(
+        target=attach_and_hold, args=(node.socket, theirs), kwargs={"grandchild": False}
+    )
+    child.start()
+    try:
+        assert ours.poll(30)
+        kind, pid, credit_count = ours.recv()
+        assert (kind, pid) == ("attached", child.pid)
+        assert credit_count > 0
+        assert peer_descriptors(node) == (before[0] + 2, before[1] + 2)
+    finally:
+        child.kill()
+        child.join(10)
+        child.close()
+        ours.close()
+        theirs.close()
+    assert eventually(lambda: peer_descriptors(node) == before)
+
+
+def test_a_forked_grandchild_delays_nothing(node: NodeProcess, bystander: RawEngine) -> None:
+    before = peer_descriptors(node)
+    context: Any = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(
+        target=attach_and_hold, args=(node.socket, theirs), kwargs={"grandchild": True}
+    )
+    child.start()
+    grandchild = 0
+    try:
+        said = {}
+        for _ in range(2):
+            assert ours.poll(30)
+            kind, pid, what = ours.recv()
+            said[kind] = pid, what
+        grandchild, holds = said["grandchild"]
+        assert holds == [-1, -1], "the links are closed in it"
+        child.kill()
+        child.join(10)
+        os.kill(grandchild, 0)
+        assert eventually(lambda: peer_descriptors(node) == before, timeout_s=2)
+        os.kill(grandchild, 0)
+    finally:
+        child.kill()
+        if grandchild:
+            os.kill(grandchild, signal.SIGKILL)
+        child.join(10)
+        child.close()
+        ours.close()
+        theirs.close()
+
+
+HOLDER = """
+import os, socket, sys
+from kvstore.types import Shard
+from kvstore.wire.messages import HelloScheduler, encode
+hello = HelloScheduler(
+    protocol=1, engine_id="h", nonce="n", tenant="t", rank_count=1, process="p")
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.connect(sys.argv[1])
+socket.send_fds(sock, [encode(hello)], [os.pidfd_open(os.getpid())])
+sock.recv(4096)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_grandchild_that_holds_the_socket_does_not_hide_the_death(
+    node: NodeProcess, bystander: RawEngine
+) -> None:
+    """As from a library that forks without telling Python."""
+    before = peer_descriptors(node)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(node.socket)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    grandchild = int(holder.stdout.readline())
+    try:
+        assert peer_descriptors(node) == (before[0] + 1, before[1] + 1)
+        holder.kill()
+        holder.wait(10)
+        os.kill(grandchild, 0)
+        assert eventually(lambda: peer_descriptors(node) == before, timeout_s=2)
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        holder.communicate(timeout=10)
+
+
+def test_slots_of_a_dead_writer_are_used_again(tmp_path: Path) -> None:
+    """A node of four slots: they must come back for the second engine to store four blocks."""
+    context: Any = multiprocessing.get_context("fork")
+    with NodeProcess.start(tmp_path, dram="256KiB") as node:
+        for _ in range(3):
+            ours, theirs = context.Pipe()
+            child = context.Process(
+                target=attach_and_hold, args=(node.socket, theirs), kwargs={"grandchild": False}
+            )
+            child.start()
+            assert ours.poll(30)
+            ours.recv()
+            child.kill()
+            child.join(10)
+            child.close()
+            ours.close()
+            theirs.close()
+        with RawEngine(node.socket) as engine:
+            engine.open()
+            for key in make_keys(8):
+                engine.store([key])
+                engine.release(engine.lease_stored([key]))
+        assert "bug in the node" not in node.log
+
+
+# ── misbehaviour ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_garbage_costs_only_its_own_connection(node: NodeProcess, bystander: RawEngine) -> None:
+    generator = random.Random(20261121)
+    before, resident = peer_descriptors(node), resident_bytes(node)
+    hello_rank = HelloRank(
+        protocol=1,
+        engine_id="raw",
+        nonce="n",
+        tenant="t",
+        rank=0,
+        process="p",
+        space=make_space(),
+        shard=Shard(0, 4, 0, 4),
+        block_bytes=BLOCK_BYTES,
+    )
+    slots, generations = bytes(8), bytes(16)
+    words = [
+        *(HELLO, hello_rank, LeaseAsk(lease=1, keys=bytes(64)), Quiet(session=3)),
+        Seal(session=1, keys=bytes(64), slots=slots, generations=generations, checksums=bytes(32)),
+        Distrust(slots=slots, generations=generations),
+        LeaseRenew(leases=[1, 2, 3]),
+    ]
+    valid = [encode(word) for word in words]
+    with (node.directory / "file").open("w+b") as file:
+        for _ in range(400):
+            with raw_socket(node) as sock:
+                if generator.random() < 0.7:
+                    introduce(sock, generator.choice([HELLO, hello_rank]))
+                for _ in range(generator.randrange(1, 8)):
+                    datagram = bytearray(generator.choice(valid))
+                    for _ in range(generator.randrange(1, 6)):
+                        datagram[generator.randrange(len(datagram))] = generator.randrange(256)
+                    if generator.random() < 0.2:
+                        datagram = bytearray(generator.randbytes(generator.randrange(1, 4000)))
+                    count = generator.choice([0, 0, 0, 1, 5])
+                    if not send(sock, bytes(datagram), [file.fileno()] * count):
+                        break
+    assert eventually(lambda: peer_descriptors(node) == before)
+    assert resident_bytes(node) < resident + (32 << 20)
+    assert "Traceback" not in node.log, node.log
+
+
+@pytest.mark.parametrize("size", [0, 1, DATAGRAM_BYTES_MAX + 1, 180_000])
+def test_odd_sizes_cost_only_their_own_connection(
+    node: NodeProcess, bystander: RawEngine, size: int
+) -> None:
+    with raw_socket(node) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        introduce(sock)
+        assert isinstance(decode_from_node(sock.recv(4096)), Welcome)
+        sock.send(bytes(size))
+        assert sock.recv(4096) == b""
+
+
+def test_a_flood_from_one_that_never_reads_is_cut_off(
+    node: NodeProcess, bystander: RawEngine
+) -> None:
+    resident = resident_bytes(node)
+    hint = encode(Hint(request=1, keys=bytes(32 * 64)))
+    with raw_socket(node) as sock:
+        introduce(sock)
+        sent = 0
+        while send(sock, hint):
+            sent += 1
+            assert sent < 200_000
+            if sent % 500 == 0:
+                bystander.lease(make_keys(4, seed="bystander"))
+    assert sent > 0
+    assert resident_bytes(node) < resident + (32 << 20)
+    assert "does not read" in node.log
+
+
+def test_three_hundred_connections(node: NodeProcess, bystander: RawEngine) -> None:
+    with ExitStack() as stack:
+        answers = []
+        for number in range(300):
+            sock = stack.enter_context(raw_socket(node))
+            hello = HelloScheduler(
+                protocol=1,
+                engine_id=f"e{number}",
+                nonce="n",
+                tenant="t",
+                rank_count=1,
+                process=f"p{number}",
+            )
+            introduce(sock, hello)
+            try:
+                data, ancillary, _, _ = sock.recvmsg(4096, socket.CMSG_SPACE(16))
+            except ConnectionResetError:
+                data, ancillary, _, _ = sock.recvmsg(4096, socket.CMSG_SPACE(16))
+            for descriptor in received_descriptors(ancillary):
+                os.close(descriptor)
+            answers.append(decode_from_node(data))
+        welcomed = [answer for answer in answers if isinstance(answer, Welcome)]
+        refused = [answer for answer in answers if isinstance(answer, Refused)]
+        assert len(welcomed) == 256 - 2, "the bystander has two"
+        assert len(refused) == 46
+        assert {(r.reason, r.permanent) for r in refused} == {
+            ("the node serves at most 256 connections", False)
+        }
+        bystander.lease(make_keys(4, seed="bystander"))
+    with RawEngine(node.socket, engine_id="later") as engine:
+        engine.open()
+        assert engine.session, "there is room again"
+
+
+# ── users ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_user(uid: int, socket_path: Path) -> str:
+    """What a process of `uid` gets from the node: the outcome in words."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = "died"
+        try:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+            with RawEngine(socket_path, engine_id="other") as engine:
+                engine.open()
+                said = "session"
+        except (AttachError, EngineGone) as error:
+            said = str(error)
+        finally:
+            os.write(theirs, said.encode())
+            os._exit(0)
+    os.close(theirs)
+    os.waitpid(pid, 0)
+    with os.fdopen(ours, "rb") as pipe:
+        return pipe.read().decode()
+
+
+def test_a_second_user_cannot_attach(open_directory: Path) -> None:
+    assert os.geteuid() == 0, "this test changes user: run it as root"
+    with NodeProcess.start(open_directory) as node:
+        assert "Permission denied" in as_user(65534, node.socket), "the mode keeps it out"
+        node.socket.chmod(0o666)
+        assert as_user(65534, node.socket) == (
+            "uid 65534 is not allowed: start with --allow-uid"
+        ), "and if it were wrong, the check of the uid"
+        assert as_user(0, node.socket) == "session"
+
+
+def test_an_allowed_user_can_attach(open_directory: Path) -> None:
+    assert os.geteuid() == 0, "this test changes user: run it as root"
+    with NodeProcess.start(open_directory, flags=["--allow-uid", "65534"]) as node:
+        assert as_user(65534, node.socket) == "session"
+        assert as_user(65533, node.socket) == "uid 65533 is not allowed: start with --allow-uid"
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_the_node_hands_out_cannot_be_turned_against_it(node: NodeProcess) -> None:
+    with raw_socket(node) as sock:
+        introduce(sock)
+        _, ancillary, _, _ = sock.recvmsg(4096, socket.CMSG_SPACE(16))
+        (page,) = received_descriptors(ancillary)
+        for size in (0, 1 << 30):
+            with pytest.raises(PermissionError):
+                os.ftruncate(page, size)
+        with pytest.raises(PermissionError):
+            os.pwrite(page, b"\xff" * 8, 4096)
+        os.close(page)
+
+
+def test_forking_does_not_disturb_the_parent(node: NodeProcess) -> None:
+    with RawEngine(node.socket) as engine:
+        engine.open()
+        keys = make_keys(2)
+        engine.store(keys)
+        pid = os.fork()
+        if pid == 0:
+            closed = all(link.closed for link in (engine.scheduler, *engine.ranks))
+            os._exit(0 if closed else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert engine.read(engine.lease_stored(keys)) == [
+            key * (engine.block_bytes // 32) for key in keys
+        ]

@@ -1,0 +1,183 @@
+"""`kvstore inspect` and `kvstore clear` against a real node, as an operator types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.inspect_pb2_grpc import InspectStub
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
+
+pytestmark = pytest.mark.slow
+
+
+def kvstore(*arguments: str, columns: str = "100") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore.serve.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "COLUMNS": columns, "PYTHONSAFEPATH": "1"},
+    )
+
+
+def inspected(node: NodeProcess, *arguments: str) -> dict[str, Any]:
+    done = kvstore("inspect", *arguments, "--json", "--socket", str(node.socket))
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture
+def two_models(node: NodeProcess) -> Iterator[tuple[RawEngine, RawEngine]]:
+    """One engine with 5 blocks, one of another model with 3 blocks on each of two ranks."""
+    with (
+        RawEngine(node.socket, engine_id="one", model="llama") as one,
+        RawEngine(node.socket, engine_id="two", model="qwen", rank_count=2) as two,
+    ):
+        for engine, count in ((one, 5), (two, 3)):
+            engine.open()
+            engine.store(make_keys(count))
+            engine.release(engine.lease_stored(make_keys(count)))
+        yield one, two
+
+
+def test_json_is_what_was_stored(
+    node: NodeProcess, two_models: tuple[RawEngine, RawEngine]
+) -> None:
+    reply = two_models[0].lease(make_keys(4))
+    found = inspected(node)
+    assert list(found) == ["nodes", "tiers", "spaces", "leases", "jobs"]
+    (row,) = found["nodes"]
+    assert (row["connections"], row["owners"], row["sessions"], row["leases"]) == (5, 2, 2, 1)
+    dram = next(tier for tier in found["tiers"] if tier["tier"] == "dram")
+    assert dram["capacity_bytes"] == 64 << 20
+    assert dram["blocks"] == dram["slots_sealed"] == 5 + 2 * 3
+    assert dram["slots_leased"] == 4
+    spaces = {space["label"]: space for space in found["spaces"]}
+    assert {name: space["blocks_dram"] for name, space in spaces.items()} == {"llama": 5, "qwen": 6}
+    (lease,) = found["leases"]
+    assert (lease["engine_id"], lease["lease"], lease["blocks"]) == ("one", reply.lease, 4)
+    assert {(job["engine_id"], job["rank"]) for job in found["jobs"]} == {
+        ("one", 0),
+        ("two", 0),
+        ("two", 1),
+    }
+
+
+def test_blocks_by_space_and_limit(
+    node: NodeProcess, two_models: tuple[RawEngine, RawEngine]
+) -> None:
+    space = next(s for s in inspected(node, "spaces")["spaces"] if s["label"] == "llama")["space"]
+    blocks = inspected(node, "blocks", "--space", space[:8].upper())["blocks"]
+    assert {block["key"] for block in blocks} == {key[:4].hex() for key in make_keys(5)}
+    assert {block["space"] for block in blocks} == {space}
+    assert len(inspected(node, "blocks", "--limit", "2")["blocks"]) == 2
+
+
+def test_clear_forgets_one_space_and_then_all(
+    node: NodeProcess, two_models: tuple[RawEngine, RawEngine]
+) -> None:
+    one, two = two_models
+    space = next(s for s in inspected(node, "spaces")["spaces"] if s["label"] == "qwen")["space"]
+    done = kvstore("clear", "--space", space[:6], "--socket", str(node.socket))
+    assert (done.returncode, done.stdout) == (0, "6 blocks forgotten\n")
+    assert len(two.lease(make_keys(3)).slots) == 0
+    assert len(one.lease(make_keys(5)).slots) == 5 * 4
+    done = kvstore("clear", "--socket", str(node.socket))
+    assert (done.returncode, done.stdout) == (0, "5 blocks forgotten\n")
+    assert inspected(node, "nodes")["nodes"][0]["blocks"] == 0
+    one.store(make_keys(1))
+    assert len(one.lease_stored(make_keys(1)).slots) == 4, "engines go on"
+
+
+def test_clear_refuses_what_it_cannot_tell_apart(
+    node: NodeProcess, two_models: tuple[RawEngine, RawEngine]
+) -> None:
+    done = kvstore("clear", "--space", "nonsense", "--socket", str(node.socket))
+    assert done.returncode == 1
+    assert done.stderr == ("kvstore: no space begins with 'nonsense': see kvstore inspect spaces\n")
+    assert inspected(node, "nodes")["nodes"][0]["blocks"] == 11
+
+
+def test_tables_are_for_people(node: NodeProcess, two_models: tuple[RawEngine, RawEngine]) -> None:
+    done = kvstore("inspect", "--socket", str(node.socket))
+    assert done.returncode == 0
+    assert "64 MiB" in done.stdout
+    assert "nobody is reading" in done.stdout
+    assert "\x1b" not in done.stdout, "no colours into a pipe"
+    assert "file" not in done.stdout.split("spaces")[0].split("tiers")[1].split("blocks")[1], (
+        "a tier the node does not have is not shown"
+    )
+    blocks = kvstore("inspect", "blocks", "--socket", str(node.socket), columns="20").stdout
+    assert len(blocks.splitlines()) == 2 + 11, "a row is a line, however narrow"
+
+
+@pytest.mark.parametrize("command", ["inspect", "clear"])
+def test_no_node_is_one_sentence_with_the_way_out(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "node.sock"
+    done = kvstore(command, "--socket", str(path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"kvstore: no node at {path}: start one with 'kvstore node --socket {path} --dram auto',"
+        " or name another --socket\n"
+    )
+
+
+def test_a_stopped_node_is_said_to_be_stopped(node: NodeProcess) -> None:
+    node.pause()
+    done = kvstore("inspect", "nodes", "--socket", str(node.socket))
+    node.resume()
+    assert done.returncode == 1
+    assert "did not answer within 5 s: it is stopped or overloaded" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["inspect", "bloks"], "'bloks' is not one of 'nodes', 'tiers'"),
+        (["inspect", "--limit", "0"], "'--limit': 0 is not in the range"),
+        (["nod"], "no such command 'nod'"),
+        (["node", "--drum", "1GiB"], "No such option"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = kvstore(*arguments)
+    assert done.returncode == 2
+    assert sentence.lower() in done.stderr.lower()
+    assert done.stderr.count("\n") == 1
+    assert "--help'" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["node"], ["inspect"], ["clear"], ["version"]])
+def test_every_command_has_help_with_an_example(arguments: list[str]) -> None:
+    done = kvstore(*arguments, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: kvstore")
+    if arguments != ["version"]:
+        assert "Example" in done.stdout
+
+
+def test_version() -> None:
+    assert kvstore("version").stdout.startswith("kvstore 0.")
+
+
+def test_the_service_bounds_what_it_is_sent(node: NodeProcess) -> None:
+    with grpc.insecure_channel(f"unix:{node.socket}.rpc") as channel:
+        stub = InspectStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Blocks(pb.BlocksRequest(space="a" * 100_000), timeout=10)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(stub.Tiers(pb.TiersRequest(), timeout=10).rows) == 2, "it goes on"

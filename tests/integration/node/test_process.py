@@ -1,0 +1,285 @@
+"""The node as a process: start, stop, what it leaves, what it listens on, who may start it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvstore.client.link import Lost
+from kvstore.obs.metrics import METRICS
+from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
+from tests.integration.node.conftest import eventually
+
+pytestmark = pytest.mark.slow
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def page(node: NodeProcess, path: str) -> tuple[int, str]:
+    return get(node.metrics_url.removesuffix("/metrics") + path)
+
+
+def sample(metrics: str, name: str) -> float:
+    (line,) = [line for line in metrics.splitlines() if line.startswith(name + " ")]
+    return float(line.split()[-1])
+
+
+# ── stopping ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_is_clean_and_quick_with_everybody_attached(
+    node: NodeProcess, number: signal.Signals
+) -> None:
+    port = int(node.metrics_url.split(":")[2].split("/")[0])
+    with RawEngine(node.socket) as engine, socket.create_connection(("127.0.0.1", port)) as slow:
+        engine.open()
+        slow.send(b"GET /met")
+        begin_s = time.monotonic()
+        node.process.send_signal(number)
+        assert node.process.wait(10) == 0
+        assert time.monotonic() - begin_s < 1.0
+        assert select.select([engine.scheduler], [], [], 5)[0]
+        assert any(isinstance(message, Lost) for message in engine.scheduler.receive())
+    assert [p.name for p in node.directory.iterdir()] == ["node.log"]
+    assert "Traceback" not in node.log
+
+
+def test_memory_outlives_a_killed_node_and_its_heart_has_stopped(node: NodeProcess) -> None:
+    with RawEngine(node.socket) as engine:
+        engine.open()
+        keys = make_keys(3)
+        engine.store(keys)
+        reply = engine.lease_stored(keys)
+        generations = engine.ranks[0].generations
+        assert generations is not None
+        node.kill()
+        beat_ns = generations.heartbeat_ns()
+        assert engine.read(reply) == [key * (engine.block_bytes // 32) for key in keys]
+        assert eventually(lambda: time.monotonic_ns() - beat_ns > 250_000_000)
+        assert generations.heartbeat_ns() == beat_ns
+
+
+def test_a_stopped_node_has_no_heartbeat_and_resumes(node: NodeProcess) -> None:
+    with RawEngine(node.socket) as engine:
+        engine.open()
+        page = engine.ranks[0].generations
+        assert page is not None
+        node.pause()
+        assert eventually(lambda: time.monotonic_ns() - page.heartbeat_ns() > 250_000_000)
+        node.resume()
+        assert eventually(lambda: time.monotonic_ns() - page.heartbeat_ns() < 50_000_000)
+
+
+def test_a_killed_node_is_replaced_by_another_incarnation(tmp_path: Path) -> None:
+    incarnations = []
+    for _ in range(3):
+        with NodeProcess.start(tmp_path) as node, RawEngine(node.socket) as engine:
+            engine.open()
+            page = engine.scheduler.generations
+            assert page is not None
+            incarnations.append(page.incarnation)
+            node.kill()
+    assert len(set(incarnations)) == 3
+
+
+def test_two_nodes_on_one_socket(node: NodeProcess, tmp_path: Path) -> None:
+    with pytest.raises(NodeFailed) as caught:
+        NodeProcess.start(tmp_path)
+    assert caught.value.code == 2
+    assert f"another kvstore node is running on {node.socket}" in caught.value.stderr
+    with RawEngine(node.socket) as engine:
+        engine.open()
+        assert engine.session
+
+
+# ── surroundings ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_listens_on_loopback_and_its_own_sockets_only(node: NodeProcess) -> None:
+    process = psutil.Process(node.pid)
+    inet = process.net_connections(kind="inet")
+    assert [(c.laddr.ip, c.status) for c in inet] == [("127.0.0.1", "LISTEN")]
+    made = {Path(str(c.laddr)).name for c in process.net_connections(kind="unix")} - {""}
+    assert made == {"node.sock", "node.sock.rpc"}
+    for name in made:
+        assert stat.S_IMODE((node.directory / name).stat().st_mode) == 0o600
+
+
+def test_without_metrics_it_has_no_tcp_socket_at_all(tmp_path: Path) -> None:
+    with NodeProcess.start(tmp_path, flags=["--metrics", "off"]) as node:
+        assert psutil.Process(node.pid).net_connections(kind="inet") == []
+
+
+def test_it_leaves_no_name_in_shared_memory_and_keeps_prompts_out_of_cores(
+    node: NodeProcess,
+) -> None:
+    assert "/dev/shm" not in Path(f"/proc/{node.pid}/maps").read_text()
+    targets = {
+        os.readlink(f"/proc/{node.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{node.pid}/fd")
+    }
+    assert not [target for target in targets if target.startswith("/dev/shm")]
+    assert {"/memfd:kvstore-arena (deleted)", "/memfd:kvstore-generations (deleted)"} <= targets
+    smaps = Path(f"/proc/{node.pid}/smaps").read_text().split("memfd:kvstore-arena")[1]
+    flags = next(line for line in smaps.splitlines() if line.startswith("VmFlags"))
+    assert {"dc", "dd"} <= set(flags.split()), "neither copied on fork nor dumped"
+
+
+def test_its_memory_is_the_arena_and_little_more(node: NodeProcess) -> None:
+    assert eventually(
+        lambda: sample(page(node, "/metrics")[1], 'kvstore_ready_bytes{tier="dram"}') == 64 << 20
+    )
+    info = psutil.Process(node.pid).memory_info()
+    assert info.shared >= 64 << 20, "its own cgroup pays"
+    assert info.rss < (64 << 20) + (128 << 20)
+
+
+RUN_AS = """
+import os, sys
+from kvstore.serve.main import main
+import encodings.idna
+os.setgroups([]); os.setgid({uid}); os.setuid({uid})
+main()
+"""
+"""Changes user after the imports: a venv below a private home cannot be read by another user."""
+
+
+def test_an_unprivileged_node_that_is_not_dumpable_still_checks_pidfds(
+    open_directory: Path,
+) -> None:
+    os.chown(open_directory, 65534, 65534)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c", RUN_AS.format(uid=65534), "node"),
+            *("--socket", str(open_directory / "node.sock"), "--dram", "1MiB", "--metrics", "off"),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("kvstore node ready")
+        assert psutil.Process(process.pid).uids().real == 65534
+        assert os.stat(f"/proc/{process.pid}/fd").st_uid == 0, "not dumpable"
+        with RawEngine(open_directory / "node.sock") as engine:
+            engine.open()
+            assert engine.session
+    finally:
+        process.terminate()
+        process.communicate(timeout=10)
+    assert process.returncode == 0
+
+
+# ── pages ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_pages(node: NodeProcess) -> None:
+    assert page(node, "/healthz") == (200, "ok\n")
+    with RawEngine(node.socket) as engine:
+        engine.open()
+        status, metrics = page(node, "/metrics")
+    assert status == 200
+    assert sample(metrics, "kvstore_connections") == 2
+    assert sample(metrics, "kvstore_loop_failures_total") == 0
+    assert page(node, "/")[0] == 404
+
+
+def test_every_metric_in_the_table_is_exported_and_no_other(node: NodeProcess) -> None:
+    exported = set()
+    for line in page(node, "/metrics")[1].splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split()
+            exported.add((name, kind))
+    assert exported == {(metric.name, metric.kind) for metric in METRICS}
+
+
+def test_what_an_engine_does_is_counted(node: NodeProcess) -> None:
+    with RawEngine(node.socket) as engine:
+        engine.open()
+        engine.store(make_keys(7))
+        engine.lease_stored(make_keys(7))
+        metrics = page(node, "/metrics")[1]
+    assert sample(metrics, "kvstore_stores_sealed_total") == 7
+    assert sample(metrics, "kvstore_blocks_hit_total") >= 7
+    assert sample(metrics, 'kvstore_blocks{tier="dram"}') == 7
+    assert sample(metrics, 'kvstore_slots{state="sealed"}') == 7
+    assert sample(metrics, "kvstore_leases") == 1
+    assert sample(metrics, "kvstore_sessions") == 1
+
+
+def test_a_stopped_loop_is_not_healthy(node: NodeProcess) -> None:
+    node.pause()
+    with pytest.raises(OSError, match="timed out"):
+        urllib.request.urlopen(node.metrics_url.replace("metrics", "healthz"), timeout=0.3).read()
+    node.resume()
+    assert page(node, "/healthz") == (200, "ok\n")
+
+
+# ── configuration ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--dram", "999TiB"], r"more than the .* has available: choose a smaller --dram"),
+        (["--dram", "lots"], "'lots' is not a size"),
+        (["--file", "/x:1GiB"], "no file tier yet"),
+        (["--metrics", "0.0.0.0:1"], "can be read from other machines"),
+        (["--config", "/absent.yaml"], "cannot be read"),
+        (["--slab", "1"], "must be a multiple of 64 KiB"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(
+    tmp_path: Path, flags: list[str], sentence: str
+) -> None:
+    with pytest.raises(NodeFailed, match=sentence) as caught:
+        NodeProcess.start(tmp_path, flags=flags)
+    assert caught.value.code == 2
+    assert caught.value.stderr.startswith("kvstore: ")
+    assert caught.value.stderr.count("\n") == 1
+    assert not (tmp_path / "node.sock").exists()
+
+
+def test_a_taken_metrics_port_leaves_nothing_behind(node: NodeProcess, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    address = node.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    with pytest.raises(NodeFailed, match="choose another --metrics") as caught:
+        NodeProcess.start(other, flags=["--metrics", address])
+    assert caught.value.code == 2
+    assert [p.name for p in other.iterdir()] == ["node.log"]
+
+
+def test_a_config_file_starts_a_node(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("slab: 128KiB\nallow-uid: 0\nlog-level: warning\n")
+    with NodeProcess.start(tmp_path, dram="1MiB", flags=["--config", str(file)]) as node:
+        assert "slab=128 KiB dram=1 MiB" in node.ready_line
+
+
+def test_a_tiny_dram_serves(tmp_path: Path) -> None:
+    with NodeProcess.start(tmp_path, dram="256KiB") as node, RawEngine(node.socket) as engine:
+        engine.open()
+        (key,) = make_keys(1)
+        engine.store([key])
+        assert len(engine.lease_stored([key]).slots) == 4

@@ -1,0 +1,93 @@
+"""Calls and imports that never appear, each with what to use instead."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.style.tree import ROOT, python_files
+
+BANNED_IMPORTS = dict.fromkeys(
+    ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"),
+    "runs code that a peer or a file chose: use msgspec",
+)
+BANNED_CALLS = {
+    "eval": "ast.literal_eval or a parser",
+    "exec": "a function",
+    "torch.load": "safetensors",
+    "yaml.load": "yaml.safe_load",
+    "yaml.unsafe_load": "yaml.safe_load",
+    "yaml.full_load": "yaml.safe_load",
+    "os.system": "subprocess.run with a list",
+    "os.popen": "subprocess.run with a list",
+    "time.sleep": "wait for the event itself, with a deadline",
+}
+BANNED_TRUE = {
+    "shell": "a list of arguments",
+    "allow_pickle": "plain arrays",
+}
+SLEEP_ALLOWED = {
+    "tests/leaks.py": "polls for what a killed process left, until a deadline",
+}
+
+
+def _dotted(node: ast.expr) -> str:
+    match node:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(value, name):
+            return f"{_dotted(value)}.{name}"
+        case _:
+            return ""
+
+
+def _findings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names):
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(module, names):
+                modules = [module or ""]
+                calls = [f"{module}.{alias.name}" for alias in names]
+                yield from (
+                    (node.lineno, f"{c}: use {BANNED_CALLS[c]}") for c in calls if c in BANNED_CALLS
+                )
+            case ast.Call(function, _, keywords):
+                modules = []
+                if (name := _dotted(function)) in BANNED_CALLS:
+                    yield node.lineno, f"{name}(): use {BANNED_CALLS[name]}"
+                for keyword in keywords:
+                    is_true = isinstance(keyword.value, ast.Constant) and keyword.value.value
+                    if keyword.arg in BANNED_TRUE and is_true:
+                        yield node.lineno, f"{keyword.arg}=True: use {BANNED_TRUE[keyword.arg]}"
+            case _:
+                continue
+        for module in modules:
+            if (top := module.split(".")[0]) in BANNED_IMPORTS:
+                yield node.lineno, f"import {top}: {BANNED_IMPORTS[top]}"
+
+
+def test_nothing_banned_is_used() -> None:
+    found = []
+    for file in python_files():
+        for line, text in _findings(ast.parse((ROOT / file).read_text())):
+            if not (text.startswith("time.sleep") and str(file) in SLEEP_ALLOWED):
+                found.append(f"{file}:{line}: {text}")
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(f"import {name}" for name in BANNED_IMPORTS),
+        *(f"from {name} import loads" for name in BANNED_IMPORTS),
+        *(f"{name}(x)" for name in BANNED_CALLS),
+        "from time import sleep",
+        "subprocess.run('ls', shell=True)",
+        "numpy.load(path, allow_pickle=True)",
+    ],
+)
+def test_each_ban_is_seen(source: str) -> None:
+    assert list(_findings(ast.parse(source)))

@@ -1,0 +1,73 @@
+"""Imports point one way: the contracts of pyproject.toml, over the tree as it is imported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scripts.stage import build
+from tests.style.tree import ROOT
+
+BREAKS = {
+    "units.py": "import kvstore.errors",
+    "engine": "import time",
+    "kernels": "import kvstore.tiers.memory",
+    "connector": "import kvstore.serve",
+    "serve": "import kvstore.kernels",
+}
+
+
+def _lint(stage: Path) -> subprocess.CompletedProcess[str]:
+    command = ["lint-imports", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    script = Path(sys.executable).with_name(command[0])
+    return subprocess.run(
+        [sys.executable, "-P", script, *command[1:]],
+        cwd=stage,
+        env={**os.environ, "PYTHONPATH": str(stage)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_imports_point_inward(tmp_path: Path) -> None:
+    build(tmp_path / "stage")
+    result = _lint(tmp_path / "stage")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("place", BREAKS)
+def test_a_broken_rule_is_seen(tmp_path: Path, place: str) -> None:
+    stage = tmp_path / "stage"
+    build(stage)
+    target = stage / "kvstore" / place
+    real = target.resolve()
+    target.unlink()
+    if real.is_dir():
+        shutil.copytree(real, target)
+        target = target / "__init__.py"
+    else:
+        shutil.copy(real, target)
+    with target.open("a") as module:
+        module.write(f"\n{BREAKS[place]}\n")
+    result = _lint(stage)
+    assert "BROKEN" in result.stdout, result.stdout + result.stderr
+
+
+def test_every_module_has_a_layer(tmp_path: Path) -> None:
+    build(tmp_path / "stage")
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = " ".join(config["contracts"][0]["layers"]).replace("|", " ").split()
+    present = {
+        f"kvstore.{entry.stem}"
+        for entry in (tmp_path / "stage" / "kvstore").iterdir()
+        if entry.suffix == ".py" or (entry / "__init__.py").exists()
+    }
+    # The kernels stand beside the layers, held by two contracts of their own.
+    assert present - {"kvstore.__init__", "kvstore.kernels"} == set(layers)

@@ -1,0 +1,99 @@
+"""The leak check itself: each kind of leak is seen, and its end too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.leaks import SHM, Baseline
+
+
+def test_a_clean_test_leaves_nothing() -> None:
+    assert Baseline().wait(deadline_s=0.0) == []
+
+
+def test_a_child_is_seen_until_it_ends() -> None:
+    baseline = Baseline()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert any(line.startswith(f"process {child.pid}") for line in baseline.leaks())
+    child.communicate(b"\n")
+    assert baseline.wait() == []
+
+
+def test_an_orphan_is_seen_and_reaped() -> None:
+    baseline = Baseline()
+    parent = """if True:
+        import signal, subprocess, sys
+        sleeper = [sys.executable, "-c", "import signal; signal.pause()"]
+        null = subprocess.DEVNULL
+        print(subprocess.Popen(sleeper, stdout=null, stderr=null).pid)
+    """
+    shown = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, check=True
+    )
+    orphan = psutil.Process(int(shown.stdout))
+    assert any(line.startswith(f"process {orphan.pid}") for line in baseline.leaks())
+    orphan.send_signal(signal.SIGKILL)
+    assert baseline.wait() == []
+    assert not psutil.pid_exists(orphan.pid)
+
+
+def test_a_name_in_shared_memory_is_seen() -> None:
+    baseline = Baseline()
+    name = f"kvstore-test-{uuid.uuid4().hex}"
+    (SHM / name).touch()
+    try:
+        assert baseline.leaks() == [f"/dev/shm/{name}"]
+    finally:
+        (SHM / name).unlink()
+    assert baseline.wait() == []
+
+
+def test_what_another_program_uses_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline = Baseline()
+    path = SHM / f"kvstore-test-{uuid.uuid4().hex}"
+    mapper = """if True:
+        import mmap, sys
+        with open(sys.argv[1], "w+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            mapping = mmap.mmap(file.fileno(), 0)
+        print(flush=True)
+        input()
+    """
+    command = [sys.executable, "-c", mapper, str(path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert f"/dev/shm/{path.name}" in baseline.leaks()
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.leaks._children", set)  # as if the child were a stranger
+            assert not any(path.name in line for line in baseline.leaks())
+        child.communicate(b"\n")
+    path.unlink()
+    assert baseline.wait() == []
+
+
+def test_a_descriptor_is_seen(tmp_path: Path) -> None:
+    baseline = Baseline()
+    with socket.socket(), (tmp_path / "file").open("w"):
+        memory = os.memfd_create("kvstore-test")
+        kinds = sorted(line.split(": ")[1] for line in baseline.leaks())
+        assert kinds == sorted([f"{tmp_path}/file", "/memfd:kvstore-test (deleted)", "socket"])
+        os.close(memory)
+    assert baseline.wait() == []
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 0.2])
+def test_waiting_ends(deadline_s: float) -> None:
+    baseline = Baseline()
+    with socket.socket():
+        assert baseline.wait(deadline_s=deadline_s) == ["1 more open: socket"]

@@ -1,0 +1,55 @@
+"""The package as installed: every folder is in it, and the names that others rely on resolve."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.style.tree import ROOT, python_files
+
+SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def _package_of(init: Path) -> str:
+    for package, folder in sorted(SETUP["package-dir"].items(), key=lambda item: -len(item[0])):
+        if init.parts[0] == folder:
+            return ".".join([package, *init.parts[1:-1]])
+    return ""
+
+
+def test_every_package_is_listed() -> None:
+    inits = [file for file in python_files() if file.name == "__init__.py"]
+    assert sorted(filter(None, map(_package_of, inits))) == sorted(SETUP["packages"])
+
+
+@pytest.mark.parametrize("where", [ROOT, Path("/")])
+@pytest.mark.parametrize(
+    "arguments", [("-c", "import kvstore.connector"), ("-m", "kvstore.serve.main", "--help")]
+)
+def test_it_imports_from_everywhere(where: Path, arguments: tuple[str, ...]) -> None:
+    # From the clone's root, ./kvstore is found before the installed package.
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=where, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_console_script_runs() -> None:
+    script = Path(sys.executable).with_name("kvstore")
+    result = subprocess.run([script, "--help"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "node" in result.stdout
+
+
+def test_the_engine_finds_the_plugin() -> None:
+    (entry,) = (
+        entry
+        for entry in importlib.metadata.entry_points(group="vllm.general_plugins")
+        if entry.name == "kvstore"
+    )
+    assert callable(entry.load())

@@ -1,0 +1,48 @@
+"""What results are made of: statistics that keep pairs together, an environment without names."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import record
+
+
+def test_the_interval_keeps_pairs_together() -> None:
+    """A machine that slows down during the run moves both halves of a pair alike."""
+    drift = np.linspace(1, 10, 60)
+    low, high = record.bootstrap_interval(list(drift), list(2 * drift), seed=1)
+    assert low == pytest.approx(0.5)
+    assert high == pytest.approx(0.5)
+
+
+def test_the_interval_widens_with_noise_and_holds_the_truth() -> None:
+    noise = np.random.default_rng(3).normal(1, 0.1, size=(2, 60))
+    low, high = record.bootstrap_interval(list(noise[0]), list(noise[1]), seed=1)
+    assert 0.9 < low < noise[0].sum() / noise[1].sum() < high < 1.1
+    assert high - low > 0.02
+
+
+def test_summary() -> None:
+    summary = record.summary([3.0, 1.0, 2.0])
+    assert (summary["count"], summary["p50"], summary["min"], summary["max"]) == (3, 2.0, 1.0, 3.0)
+
+
+def test_a_result_says_what_it_was_made_with_but_not_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    path = record.write("x", {"figure": 1}, seed=5)
+    text = path.read_text()
+    written = json.loads(text)
+    assert written["seed"] == 5
+    assert written["figure"] == 1
+    assert written["environment"]["cores"] == len(os.sched_getaffinity(0))
+    assert written["environment"]["packages"]["numpy"] == np.__version__
+    assert socket.gethostname() not in text
+    assert str(record.ROOT) not in text

@@ -1,0 +1,112 @@
+"""A scripted node for the scheduler's core: it answers what the test tells it to."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.scheduler import SchedulerCore
+from kvstore.units import NS_PER_MS
+from kvstore.wire import messages as m
+
+BLOCK_TOKENS = 128
+
+
+def chain(name: str, count: int) -> list[bytes]:
+    """`count` keys of one prompt."""
+    return [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(count)]
+
+
+class ScriptedNode:
+    """Holds one core and a clock; `keys` are what it pretends to hold."""
+
+    def __init__(self, **changes: object) -> None:
+        config = SchedulerConfig(
+            engine_id="e",
+            nonce="n",
+            process="p",
+            tenant="t",
+            rank_count=1,
+            block_tokens=BLOCK_TOKENS,
+            **changes,  # type: ignore[arg-type]
+        )
+        self.core = SchedulerCore(config)
+        self.now_ns = 1_000_000_000
+        self.keys: set[bytes] = set()
+        self.session = 0
+        self.sent: list[m.Message] = []
+
+    def wait(self, ms: float) -> None:
+        self.now_ns += int(ms * NS_PER_MS)
+
+    def attach(self, credits: int = 0) -> None:
+        """Connect and open a session with so many credits."""
+        assert self.core.attachment.wants_connection(self.now_ns)
+        self.core.attachment.connected(self.now_ns)
+        self.session += 1
+        self.give(
+            m.Welcome(
+                protocol=1,
+                incarnation=7,
+                now_ns=self.now_ns,
+                arena_bytes=1 << 20,
+                generation_bytes=8192,
+            )
+        )
+        self.give(m.SessionOpen(session=self.session, shard_count=1))
+        self.grant(credits)
+
+    def grant(self, credits: int, first_slot: int = 0) -> None:
+        if credits:
+            slots = np.arange(first_slot, first_slot + 16 * credits, 16, dtype="<u4")
+            generations = np.ones(credits, dtype="<u8")
+            self.give(
+                m.Grant(
+                    session=self.session, slots=slots.tobytes(), generations=generations.tobytes()
+                )
+            )
+
+    def give(self, message: m.Message) -> str | None:
+        return self.core.received(message, self.now_ns)
+
+    def exchange(self) -> list[m.Message]:
+        """Answer what the core sent, as a node with `self.keys` would; returns what it sent."""
+        sent = self.core.take_outbox()
+        self.sent += sent
+        for message in sent:
+            if isinstance(message, m.LeaseAsk):
+                self.give(self.lease_reply(message))
+            elif isinstance(message, m.Hint):
+                present = [bytes(k) in self.keys for k in split(message.keys)]
+                bits = np.packbits(np.array(present, dtype=bool), bitorder="little").tobytes()
+                self.give(m.HintReply(request=message.request, present=bits))
+        return sent
+
+    def lease_reply(self, ask: m.LeaseAsk) -> m.LeaseReply:
+        count = 0
+        for key in split(ask.keys):
+            if key not in self.keys:
+                break
+            count += 1
+        return m.LeaseReply(
+            lease=ask.lease,
+            ttl_ms=900,
+            slots=np.arange(0, 16 * count, 16, dtype="<u4").tobytes(),
+            generations=np.full(count, 5, dtype="<u8").tobytes(),
+            checksums=bytes(16 * count) if ask.with_checksums else b"",
+        )
+
+    def of(self, kind: type[m.Message]) -> list[m.Message]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[i : i + 32] for i in range(0, len(keys), 32)]
+
+
+@pytest.fixture
+def node() -> ScriptedNode:
+    return ScriptedNode()

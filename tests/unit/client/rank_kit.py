@@ -1,0 +1,109 @@
+"""A rank core in a session, jobs for it, and a driver that copies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvstore.client.core.copies import Copied, Copy, Outcome
+from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
+from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.types import Shard
+from kvstore.wire.messages import PROTOCOL_VERSION, Quiesce, Quiet, Welcome
+from kvstore.wire.space import Space
+
+SPACE = Space(
+    model="m",
+    weights="w",
+    dtype="float32",
+    kv_dtype="auto",
+    quantization="",
+    attention_backend="CPU_ATTN",
+    kv_layout="LBHNC",
+    isa="vec",
+    block_tokens=128,
+    hash_block_tokens=128,
+    layer_count=2,
+    kv_head_count=2,
+    token_bytes=64,
+    hash_algorithm="sha256_cbor",
+    hash_seed="",
+    engine_version="vllm-0.32",
+)
+CONFIG = RankConfig(
+    engine_id="e",
+    nonce="n",
+    tenant="t",
+    rank=1,
+    process="p",
+    space=SPACE,
+    shard=Shard(0, 2, 1, 2),
+    block_bytes=4096,
+)
+SHARDS = 2
+WELCOME = Welcome(
+    protocol=PROTOCOL_VERSION, incarnation=7, now_ns=1, arena_bytes=1 << 20, generation_bytes=4096
+)
+SUM = bytes(range(16))
+
+
+def arrays(first: int, count: int) -> tuple[bytes, bytes, bytes]:
+    """Keys, slots, generations of `count` blocks: in column c of block i the slot is
+    16 * (SHARDS * (first + i) + c), the generation that plus one."""
+    numbers = np.arange(SHARDS * first, SHARDS * (first + count), dtype=np.uint64) * 16
+    keys = b"".join((first + i).to_bytes(32, "big") for i in range(count))
+    return keys, numbers.astype("<u4").tobytes(), (numbers + 1).astype("<u8").tobytes()
+
+
+def load(
+    session: int, first: int, count: int, *, lease: int = 1, checksums: bytes = b""
+) -> LoadJob:
+    keys, slots, generations = arrays(first, count)
+    blocks = tuple(range(first, first + count))
+    return LoadJob(
+        request=f"r{lease}",
+        lease=lease,
+        session=session,
+        block_ids=blocks,
+        keys=keys,
+        slots=slots,
+        generations=generations,
+        checksums=checksums,
+    )
+
+
+def store(session: int, first: int, count: int, *, job: int = 1) -> StoreJob:
+    keys, slots, generations = arrays(first, count)
+    return StoreJob(
+        job=job,
+        session=session,
+        block_ids=tuple(range(first, first + count)),
+        keys=keys,
+        slots=slots,
+        generations=generations,
+    )
+
+
+def serving(session: int = 5) -> RankCore:
+    core = RankCore(CONFIG)
+    core.hello()
+    core.connected(WELCOME)
+    core.received(Quiesce(session))
+    assert core.take_outbox() == [Quiet(session)]
+    return core
+
+
+def run(core: RankCore, outcome: Callable[[Copy], Outcome] | None = None) -> list[Copy]:
+    copies = []
+    while (copy := core.next_copy()) is not None:
+        copies.append(copy)
+        core.finished(copy, outcome(copy) if outcome else Copied(SUM, 10))
+    return copies
+
+
+def plan(*jobs: LoadJob | StoreJob) -> StepPlan:
+    return StepPlan(
+        loads=tuple(job for job in jobs if isinstance(job, LoadJob)),
+        stores=tuple(job for job in jobs if isinstance(job, StoreJob)),
+    )

@@ -1,0 +1,102 @@
+"""Heartbeat, back-off, refusal: when the cache is off, and that it is said once."""
+
+from __future__ import annotations
+
+from kvstore.client.core.attachment import State
+from kvstore.units import NS_PER_MS
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import ScriptedNode
+
+
+def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
+    return node.core.attachment.heartbeat_lost(node.now_ns, heartbeat_ns)
+
+
+def test_a_beat_older_than_the_limit_means_away(node: ScriptedNode) -> None:
+    node.attach()
+    beat = node.now_ns
+    assert not lost(node, beat)
+    node.wait(250)
+    assert not lost(node, beat)
+    node.wait(1)
+    assert lost(node, beat)
+
+
+def test_a_node_on_another_clock_is_judged_by_the_smallest_offset_seen(
+    node: ScriptedNode,
+) -> None:
+    node.attach()
+    shift = 10**15
+    node.give(
+        m.Welcome(
+            protocol=1,
+            incarnation=7,
+            now_ns=node.now_ns + shift,
+            arena_bytes=1 << 20,
+            generation_bytes=8192,
+        )
+    )
+    assert not lost(node, node.now_ns + shift)
+    beat = node.now_ns + shift
+    node.wait(300)
+    assert lost(node, beat)
+
+
+def test_a_welcome_that_lay_unread_does_not_blind_the_engine(node: ScriptedNode) -> None:
+    node.core.attachment.connected(node.now_ns)
+    sent_ns = node.now_ns
+    node.wait(10_000)
+    node.give(
+        m.Welcome(
+            protocol=1, incarnation=7, now_ns=sent_ns, arena_bytes=1 << 20, generation_bytes=8192
+        )
+    )
+    beat = node.now_ns
+    assert not lost(node, beat)
+    node.wait(300)
+    assert lost(node, beat)
+
+
+def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: ScriptedNode) -> None:
+    attachment = node.core.attachment
+    tries = 0
+    for _ in range(1000):
+        if attachment.wants_connection(node.now_ns):
+            tries += 1
+            attachment.connect_failed(node.now_ns, "no such file")
+        node.wait(10)
+    assert 10 <= tries <= 20
+    assert len(node.core.take_notices()) == 1
+    node.wait(1000)
+    node.attach()
+    assert len(node.core.take_notices()) == 1
+    attachment.disconnected(node.now_ns, "gone")
+    assert attachment.state is State.DOWN
+    assert len(node.core.take_notices()) == 1
+
+
+def test_a_refusal_closes_and_waits_long(node: ScriptedNode) -> None:
+    node.core.attachment.connected(node.now_ns)
+    assert node.give(m.Refused(reason="other version", permanent=True)) is not None
+    node.wait(9000)
+    assert not node.core.attachment.wants_connection(node.now_ns)
+    node.wait(2000)
+    assert node.core.attachment.wants_connection(node.now_ns)
+    (notice,) = node.core.take_notices()
+    assert "other version" in notice
+
+
+def test_credits_end_with_the_connection(node: ScriptedNode) -> None:
+    node.attach(credits=3)
+    assert len(node.core.attachment.credits) == 3
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    assert not node.core.attachment.credits
+    assert node.core.take_outbox() == []
+
+
+def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:
+    node.attach()
+    node.core.new_weights("abc", node.now_ns)
+    assert node.core.attachment.hello().weights_epoch == "abc"
+    node.wait(NS_PER_MS)
+    assert node.core.attachment.state is State.DOWN

@@ -1,0 +1,323 @@
+"""The engine's end of the socket against a scripted node: outcomes, descriptors, forks."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.arena import Arena
+from kvstore.client.link import Link, Lost, received_descriptors
+from kvstore.errors import AttachError
+from kvstore.types import SLOT_BYTES_MIN, Incarnation
+from kvstore.wire.messages import (
+    DATAGRAM_BYTES_MAX,
+    HelloScheduler,
+    LeaseAsk,
+    NodeMessage,
+    Quiesce,
+    Refused,
+    Welcome,
+    decode_from_engine,
+    encode,
+)
+
+HELLO = HelloScheduler(protocol=1, engine_id="e", nonce="n", tenant="t", rank_count=1, process="p")
+
+
+class ScriptedNode:
+    """The other end: a listening socket and, after `accept`, one connection."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(str(path))
+        self.listener.listen(4)
+        self.peer: socket.socket | None = None
+        self.arena = Arena(arena_bytes=4 * SLOT_BYTES_MIN, incarnation=Incarnation(7))
+
+    def accept(self) -> tuple[bytes, list[int]]:
+        """The Hello datagram and the descriptors that came with it."""
+        self.peer, _ = self.listener.accept()
+        data, ancillary, _, _ = self.peer.recvmsg(4096, socket.CMSG_SPACE(16))
+        return data, received_descriptors(ancillary)
+
+    def welcome(self, *, descriptors: Sequence[int], **changes: int) -> None:
+        assert self.peer is not None
+        fields = {
+            "protocol": 1,
+            "incarnation": 7,
+            "now_ns": 1,
+            "arena_bytes": self.arena.arena_bytes,
+            "generation_bytes": self.arena.generation_bytes,
+        }
+        socket.send_fds(self.peer, [encode(Welcome(**(fields | changes)))], descriptors)
+
+    def close(self) -> None:
+        self.arena.close()
+        self.listener.close()
+        if self.peer is not None:
+            self.peer.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[ScriptedNode]:
+    made = ScriptedNode(tmp_path / "node.sock")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def link(node: ScriptedNode) -> Iterator[Link]:
+    made = Link.connect(node.path, HELLO)
+    _, descriptors = node.accept()
+    for descriptor in descriptors:
+        os.close(descriptor)
+    yield made
+    made.close()
+
+
+def receive(link: Link) -> Sequence[NodeMessage | Lost]:
+    """What arrives next; waits for it."""
+    assert select.select([link], [], [], 5)[0], "nothing arrived"
+    return link.receive()
+
+
+def open_descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+# ── connecting ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_hello_comes_with_the_pidfd_of_this_process(node: ScriptedNode) -> None:
+    before = open_descriptors()
+    link = Link.connect(node.path, HELLO)
+    data, (pidfd,) = node.accept()
+    assert decode_from_engine(data) == HELLO
+    assert f"Pid:\t{os.getpid()}\n" in Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    os.close(pidfd)
+    link.close()
+    assert node.peer is not None
+    node.peer.close()
+    assert open_descriptors() <= before
+
+
+@pytest.mark.parametrize("kind", ["absent", "dead", "stream"])
+def test_nobody_there_is_one_typed_error(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "node.sock"
+    if kind != "absent":
+        kinds = {"dead": socket.SOCK_SEQPACKET, "stream": socket.SOCK_STREAM}
+        with socket.socket(socket.AF_UNIX, kinds[kind]) as listener:
+            listener.bind(str(path))
+    before = open_descriptors()
+    with pytest.raises(AttachError, match=r"no kvstore node at .*node\.sock: "):
+        Link.connect(path, HELLO)
+    assert open_descriptors() == before
+
+
+def test_a_node_too_busy_to_accept_does_not_block(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    links = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+        links += [Link.connect(path, HELLO), Link.connect(path, HELLO)]
+        with pytest.raises(AttachError, match="temporarily unavailable"):
+            Link.connect(path, HELLO)
+    for link in links:
+        link.close()
+
+
+def test_a_refusal_that_comes_before_the_hello_is_heard(
+    node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Refused(reason="uid 5 is not allowed", permanent=True)
+
+    def refuse_first(*arguments: object) -> int:
+        peer, _ = node.listener.accept()
+        peer.send(encode(refused))
+        peer.close()
+        raise BrokenPipeError
+
+    monkeypatch.setattr(socket, "send_fds", refuse_first)
+    link = Link.connect(node.path, HELLO)
+    assert receive(link) == [refused, Lost("the node closed the connection")]
+
+
+# ── datagrams ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_there_is_no_message(link: Link) -> None:
+    assert link.receive() == []
+
+
+def test_messages_keep_their_order(link: Link, node: ScriptedNode) -> None:
+    assert node.peer is not None
+    sent = [Quiesce(session=n) for n in range(5)]
+    for message in sent:
+        node.peer.send(encode(message))
+    assert receive(link) == sent
+
+
+def test_sending_reports_a_node_that_does_not_read(link: Link, node: ScriptedNode) -> None:
+    assert node.peer is not None
+    ask = LeaseAsk(lease=1, keys=bytes(2048 * 32))
+    outcomes = [link.send(ask) for _ in range(100)]
+    accepted = outcomes.index(False)
+    assert accepted > 0
+    assert not any(outcomes[accepted:])
+    assert not link.closed, "would block is no failure"
+    for _ in range(accepted):
+        assert decode_from_engine(node.peer.recv(DATAGRAM_BYTES_MAX)) == ask
+    assert link.send(ask)
+
+
+def test_the_end_is_told_once_and_after_what_was_sent(link: Link, node: ScriptedNode) -> None:
+    assert node.peer is not None
+    node.peer.send(encode(Quiesce(session=3)))
+    node.peer.close()
+    assert receive(link) == [Quiesce(session=3), Lost("the node closed the connection")]
+    assert link.closed
+    assert link.fileno() == -1
+    assert link.receive() == ()
+    assert not link.send(Quiesce(session=1))
+
+
+@pytest.mark.parametrize("speaks_on", [False, True])
+def test_a_refusal_is_read_even_if_the_node_hung_up_on_unread_words(
+    link: Link, node: ScriptedNode, *, speaks_on: bool
+) -> None:
+    assert node.peer is not None
+    refused = Refused(reason="no", permanent=True)
+    assert link.send(LeaseAsk(lease=1, keys=bytes(32)))
+    node.peer.send(encode(refused))
+    node.peer.close()  # with our datagram unread: the kernel reports a reset first
+    if speaks_on:
+        assert not link.send(LeaseAsk(lease=2, keys=bytes(32)))
+    assert receive(link) == [refused, Lost("the node closed the connection")]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xc1", b"x" * (DATAGRAM_BYTES_MAX + 1), encode(LeaseAsk(lease=1, keys=b""))],
+    ids=["not msgpack", "too long", "an engine's message"],
+)
+@pytest.mark.parametrize("welcomed", [False, True])
+def test_garbage_ends_the_link(
+    link: Link, node: ScriptedNode, garbage: bytes, *, welcomed: bool
+) -> None:
+    assert node.peer is not None
+    if welcomed:
+        node.welcome(descriptors=[node.arena.generation_fd])
+    node.peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    node.peer.send(garbage)
+    got = receive(link)
+    assert len(got) == 1 + welcomed
+    assert isinstance(got[-1], Lost)
+    assert link.closed
+
+
+# ── descriptors ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_welcome_maps_what_came_with_it(link: Link, node: ScriptedNode) -> None:
+    before = open_descriptors()
+    node.arena.populate(0, SLOT_BYTES_MIN)
+    node.welcome(descriptors=[node.arena.arena_fd, node.arena.generation_fd])
+    (welcome,) = receive(link)
+    assert isinstance(welcome, Welcome)
+    assert link.arena is not None
+    assert link.generations is not None
+    link.arena.array[3] = 9
+    assert node.arena.array[3] == 9
+    node.arena.raise_generations(np.array([16], np.uint32), np.array([4], np.uint64))
+    assert link.generations.generations(np.array([0, 16], np.uint32)).tolist() == [1, 4]
+    assert open_descriptors() == before, "the descriptors are closed, the mappings stay"
+
+
+def test_a_scheduler_gets_no_arena(link: Link, node: ScriptedNode) -> None:
+    node.welcome(descriptors=[node.arena.generation_fd])
+    receive(link)
+    assert link.arena is None
+    assert link.generations is not None
+
+
+def test_views_outlive_the_link_for_those_who_hold_them(link: Link, node: ScriptedNode) -> None:
+    node.welcome(descriptors=[node.arena.arena_fd, node.arena.generation_fd])
+    receive(link)
+    generations = link.generations
+    assert generations is not None
+    link.close()
+    assert generations.generations(np.array([0], np.uint32)).tolist() == [1]
+    assert link.generations is None
+
+
+@pytest.mark.parametrize("case", ["none", "three", "swapped", "no seals", "other size", "late"])
+def test_memory_that_is_not_as_announced_ends_the_link(
+    link: Link, node: ScriptedNode, case: str
+) -> None:
+    assert node.peer is not None
+    arena_fd, page_fd = node.arena.arena_fd, node.arena.generation_fd
+    open_fd = os.memfd_create("open", os.MFD_ALLOW_SEALING)
+    os.ftruncate(open_fd, node.arena.generation_bytes)
+    before = open_descriptors()
+    if case == "late":  # a second Welcome must not bring new memory in
+        node.welcome(descriptors=[page_fd])
+        receive(link)
+        socket.send_fds(node.peer, [b"\xc1"], [page_fd])
+    elif case == "other size":
+        node.welcome(descriptors=[arena_fd, page_fd], arena_bytes=8 * SLOT_BYTES_MIN)
+    else:
+        node.welcome(
+            descriptors={
+                "none": [],
+                "three": [arena_fd, page_fd, page_fd],
+                "swapped": [page_fd, arena_fd],
+                "no seals": [arena_fd, open_fd],
+            }[case]
+        )
+    (lost,) = receive(link)
+    assert isinstance(lost, Lost)
+    assert link.arena is None
+    assert link.generations is None
+    assert len(open_descriptors()) == len(before) - 1, "all but the socket itself"
+    os.close(open_fd)
+
+
+def test_a_flood_of_descriptors_leaves_none_open(link: Link, node: ScriptedNode) -> None:
+    assert node.peer is not None
+    before = open_descriptors()
+    socket.send_fds(node.peer, [encode(Quiesce(session=1))], [node.arena.arena_fd] * 50)
+    assert receive(link) == [Quiesce(session=1)]
+    assert open_descriptors() == before
+
+
+# ── forks ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_forked_child_holds_neither_socket_nor_memory(link: Link, node: ScriptedNode) -> None:
+    assert node.peer is not None
+    node.welcome(descriptors=[node.arena.arena_fd, node.arena.generation_fd])
+    receive(link)
+    arena, generations = link.arena, link.generations
+    assert arena is not None
+    assert generations is not None
+    hold_read, hold_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(hold_write)
+        clean = link.closed and link.arena is None and arena.closed and generations.closed
+        os.read(hold_read, 1)  # stay alive until the parent has seen the end of the socket
+        os._exit(0 if clean else 1)
+    os.close(hold_read)
+    link.close()
+    node.peer.settimeout(5)
+    assert node.peer.recv(10) == b"", "the child kept the socket open"
+    os.close(hold_write)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

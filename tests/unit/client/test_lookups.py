@@ -1,0 +1,330 @@
+"""What a request is answered, what is leased, and that every lease is given back once."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.client.core.plan import LoadResult, RankReport
+from kvstore.client.core.scheduler import PENDING, Hit, Miss
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+
+
+def ask(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -> object:
+    return node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
+
+
+def arrive(node: ScriptedNode, request: str, keys: list[bytes]) -> None:
+    node.core.new_request(
+        request, keys, prompt_tokens=len(keys) * BLOCK_TOKENS + 3, now_ns=node.now_ns
+    )
+
+
+def load(node: ScriptedNode, request: str, keys: list[bytes], blocks: list[int], n: int) -> None:
+    node.core.allocated(
+        request,
+        keys,
+        block_ids=blocks,
+        external_tokens=n * BLOCK_TOKENS,
+        now_ns=node.now_ns,
+    )
+
+
+def ended(node: ScriptedNode, request: str, lease: int, *, failed: tuple[int, ...] = ()) -> None:
+    result = LoadResult(
+        request=request,
+        lease=lease,
+        loaded_blocks=0 if failed else 3,
+        failed_block_ids=failed,
+        bytes_moved=1,
+        duration_ns=1,
+    )
+    node.core.reported(RankReport(rank=0, session=1, loads=(result,)), node.now_ns)
+
+
+def test_without_a_node_every_answer_is_zero_and_nothing_waits(node: ScriptedNode) -> None:
+    keys = chain("a", 4)
+    arrive(node, "r", keys)
+    assert ask(node, "r", keys) == Miss("node away")
+    assert node.core.take_outbox() == []
+
+
+def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: ScriptedNode) -> None:
+    keys = chain("a", 5)
+    node.keys = set(keys[:3])
+    node.attach()
+    arrive(node, "r", keys)
+    assert ask(node, "r", keys) is PENDING
+    node.exchange()
+    for _ in range(3):
+        assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
+    assert len(node.of(m.LeaseAsk)) == 1
+    assert node.core.leases_open == 1
+
+
+def test_only_blocks_beyond_the_engines_own_hit_are_asked_for_and_loaded(
+    node: ScriptedNode,
+) -> None:
+    keys = chain("a", 5)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys, local=2)
+    node.exchange()
+    assert ask(node, "r", keys, local=2) == Hit(3 * BLOCK_TOKENS)
+    (lease,) = node.of(m.LeaseAsk)
+    assert isinstance(lease, m.LeaseAsk)
+    assert lease.keys == b"".join(keys[2:])
+    load(node, "r", keys, [10, 11, 12, 13, 14, 15], 3)
+    (job,) = node.core.plan((), node.now_ns).loads
+    assert job.block_ids == (12, 13, 14)
+    assert job.keys == b"".join(keys[2:])
+
+
+def test_the_engines_own_hit_may_grow_between_two_questions(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    assert ask(node, "r", keys, local=2) == Hit(4 * BLOCK_TOKENS)
+    load(node, "r", keys, list(range(6)), 4)
+    (job,) = node.core.plan((), node.now_ns).loads
+    # The lease began at block 0: the job must skip the two slots the engine needs no more.
+    assert m.slots_array(job.slots).tolist() == [32, 48, 64, 80]
+    assert job.keys == b"".join(keys[2:])
+
+
+def test_a_shrunken_own_hit_asks_again(node: ScriptedNode) -> None:
+    keys = chain("a", 6)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys, local=3)
+    node.exchange()
+    assert ask(node, "r", keys, local=1) is PENDING
+    node.exchange()
+    assert ask(node, "r", keys, local=1) == Hit(5 * BLOCK_TOKENS)
+    assert node.core.leases_open == 1
+
+
+def test_after_the_deadline_the_answer_is_zero_for_good_and_the_late_lease_goes_back(
+    node: ScriptedNode,
+) -> None:
+    keys = chain("a", 4)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    sent = node.core.take_outbox()
+    node.wait(19)
+    assert ask(node, "r", keys) is PENDING
+    node.wait(2)
+    assert ask(node, "r", keys) == Miss("deadline")
+    (late,) = [s for s in sent if isinstance(s, m.LeaseAsk)]
+    released = node.core.take_outbox()
+    assert released == [m.LeaseRelease(leases=[late.lease])]
+    node.give(node.lease_reply(late))
+    assert node.core.take_outbox() == [m.LeaseRelease(leases=[late.lease])]
+    assert node.core.leases_open == 0
+    assert ask(node, "r", keys) == Miss("deadline")
+
+
+def test_three_deadlines_open_the_breaker_and_a_probe_closes_it(node: ScriptedNode) -> None:
+    node.attach()
+    for i in range(3):
+        keys = chain(f"late{i}", 3)
+        arrive(node, f"r{i}", keys)
+        ask(node, f"r{i}", keys)
+        node.wait(25)
+        assert ask(node, f"r{i}", keys) == Miss("deadline")
+    node.core.take_outbox()
+    keys = chain("b", 3)
+    node.keys = set(keys)
+    arrive(node, "x", keys)
+    assert ask(node, "x", keys) == Miss("breaker open")
+    node.wait(1100)
+    assert ask(node, "x", keys) is PENDING
+    node.exchange()
+    assert ask(node, "x", keys) == Hit(3 * BLOCK_TOKENS)
+    assert node.core.is_serving
+
+
+def test_tiny_hits_are_computed_and_their_lease_goes_back() -> None:
+    node = ScriptedNode(min_load_tokens=2 * BLOCK_TOKENS)
+    keys = chain("a", 4)
+    node.keys = set(keys[:1])
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    assert ask(node, "r", keys) == Miss("cost gate")
+    assert node.core.leases_open == 0
+    assert any(isinstance(s, m.LeaseRelease) for s in node.exchange())
+
+
+def test_a_prompt_shorter_than_a_block_asks_nothing(node: ScriptedNode) -> None:
+    node.attach()
+    arrive(node, "r", [])
+    assert ask(node, "r", []) == Miss("no full block")
+    assert node.core.take_outbox() == []
+
+
+def test_lookups_that_end_without_a_load_give_the_lease_back(node: ScriptedNode) -> None:
+    keys = chain("a", 4)
+    node.keys = set(keys)
+    node.attach()
+    for i, way in enumerate(("computed", "aborted")):
+        arrive(node, f"r{i}", keys)
+        ask(node, f"r{i}", keys)
+        node.exchange()
+        if way == "computed":
+            load(node, f"r{i}", keys, [], 0)
+        else:
+            node.core.finished(f"r{i}")
+        assert node.core.leases_open == 0
+        assert sum(isinstance(s, m.LeaseRelease) for s in node.exchange()) == 1
+
+
+def test_an_aborted_load_keeps_its_lease_until_the_rank_reports(node: ScriptedNode) -> None:
+    keys = chain("a", 3)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    load(node, "r", keys, [1, 2, 3], 3)
+    (job,) = node.core.plan((), node.now_ns).loads
+    node.core.finished("r")
+    assert node.core.leases_open == 1
+    ended(node, "r", job.lease)
+    assert node.core.leases_open == 0
+
+
+def test_a_failed_load_answers_zero_for_ever(node: ScriptedNode) -> None:
+    keys = chain("a", 3)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    load(node, "r", keys, [1, 2, 3], 3)
+    (job,) = node.core.plan((), node.now_ns).loads
+    ended(node, "r", job.lease, failed=(1, 2, 3))
+    for _ in range(2):
+        assert ask(node, "r", keys) == Miss("load failed")
+    assert node.core.leases_open == 0
+
+
+def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:
+    keys = chain("a", 3)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    for _ in range(5):
+        node.wait(301)
+        node.core.plan((), node.now_ns)
+        (renewal,) = node.core.take_outbox()
+        assert isinstance(renewal, m.LeaseRenew)
+        node.core.plan((), node.now_ns)
+        assert node.core.take_outbox() == []
+
+
+def test_long_prompts_take_several_leases_that_act_as_one(node: ScriptedNode) -> None:
+    keys = chain("a", 5000)
+    node.attach()
+    for held, expected in ((5000, 5000), (3000, 3000), (2048, 2048), (100, 100)):
+        node.keys = set(keys[:held])
+        name = f"r{held}"
+        arrive(node, name, keys)
+        ask(node, name, keys)
+        node.exchange()
+        assert ask(node, name, keys) == Hit(expected * BLOCK_TOKENS)
+        load(node, name, keys, list(range(5000)), expected)
+        (job,) = node.core.plan((), node.now_ns).loads
+        assert len(m.slots_array(job.slots)) == expected
+        ended(node, name, job.lease)
+        node.core.finished(name)
+        assert node.core.leases_open == 0
+
+
+def test_a_new_session_voids_what_was_leased(node: ScriptedNode) -> None:
+    keys = chain("a", 3)
+    node.keys = set(keys)
+    node.attach(credits=2)
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    node.give(m.SessionClosed(session=1, reason="a rank left"))
+    assert not node.core.attachment.credits
+    node.wait(100)
+    assert ask(node, "r", keys) == Miss("node away")
+    node.session = 2
+    node.give(m.SessionOpen(session=2, shard_count=1))
+    assert ask(node, "r", keys) is PENDING
+    node.exchange()
+    assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
+
+
+def test_every_nth_load_is_verified() -> None:
+    node = ScriptedNode(verify_every=3)
+    node.attach()
+    for i in range(6):
+        keys = chain(f"k{i}", 3)
+        node.keys = set(keys)
+        arrive(node, f"r{i}", keys)
+        ask(node, f"r{i}", keys)
+        node.exchange()
+        ask(node, f"r{i}", keys)
+        load(node, f"r{i}", keys, [1, 2, 3], 3)
+        (job,) = node.core.plan((), node.now_ns).loads
+        assert len(job.checksums) == (48 if i % 3 == 2 else 0)
+
+
+@pytest.mark.parametrize("lie", [b"", b"\0" * 400])
+def test_a_node_that_leases_nothing_or_too_much_harms_nobody(
+    node: ScriptedNode, lie: bytes
+) -> None:
+    keys = chain("a", 3)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    (asked,) = [s for s in node.core.take_outbox() if isinstance(s, m.LeaseAsk)]
+    node.give(m.LeaseReply(lease=asked.lease, ttl_ms=1000, slots=lie, generations=lie + lie))
+    outcome = ask(node, "r", keys)
+    assert outcome in (Miss("not stored"), Hit(3 * BLOCK_TOKENS))
+
+
+def test_every_start_of_a_request_is_counted_once_however_often_it_is_asked() -> None:
+    node = ScriptedNode()
+    keys = chain("a", 3)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    for _ in range(2):  # admitted, preempted, admitted again
+        ask(node, "r", keys)
+        node.exchange()
+        for _ in range(4):
+            ask(node, "r", keys)
+        load(node, "r", keys, [1, 2, 3], 3)
+        (job,) = node.core.plan((), node.now_ns).loads
+        ended(node, "r", job.lease)
+        load(node, "r", keys, [1, 2, 3], 0)
+    counts = node.core.stats.take()
+    assert counts["hits"] == 2
+    assert counts["hit_tokens"] == 2 * 3 * BLOCK_TOKENS
+    assert "misses" not in counts
+    arrive(node, "s", chain("b", 3))
+    ask(node, "s", chain("b", 3))
+    node.exchange()
+    for _ in range(3):
+        assert ask(node, "s", chain("b", 3)) == Miss("not stored")
+        node.exchange()
+        ask(node, "s", chain("b", 3))
+        node.exchange()
+    ask(node, "s", chain("b", 3))
+    load(node, "s", chain("b", 3), [], 0)
+    assert node.core.stats.take()["misses"] == 1

@@ -1,0 +1,345 @@
+"""RankCore: named cases. `test_rank_machine.py` drives it through everything at once."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvstore.client.core.copies import Copied, LoadBlock, Mismatch, Outcome, StoreBlock, Void
+from kvstore.client.core.plan import RankReport
+from kvstore.client.core.rank import RankCore, refuse
+from kvstore.errors import ProtocolError
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    Distrust,
+    Drop,
+    Quiesce,
+    Quiet,
+    Refused,
+    Seal,
+    SessionOpen,
+    Welcome,
+    decode_from_engine,
+    encode,
+    generations_array,
+    slots_array,
+)
+from kvstore.wire.record import header, header_prefix
+from kvstore.wire.space import fingerprint
+from tests.unit.client.rank_kit import (
+    CONFIG,
+    SPACE,
+    SUM,
+    WELCOME,
+    load,
+    plan,
+    run,
+    serving,
+    store,
+)
+
+
+def test_loads_run_before_stores_and_take_this_ranks_column() -> None:
+    core = serving()
+    core.submit(plan(store(5, 10, 1), load(5, 20, 2, checksums=b"".join([SUM, b"x" * 16] * 2))))
+    copies = run(core)
+    assert [type(copy) for copy in copies] == [LoadBlock, LoadBlock, StoreBlock]
+    first = copies[0]
+    assert isinstance(first, LoadBlock)
+    assert (first.block_id, first.slot, first.generation) == (20, 16 * 41, 16 * 41 + 1)
+    assert first.checksum == b"x" * 16
+    prefix = header_prefix(
+        tenant="t",
+        space=fingerprint(SPACE, weights_epoch=""),
+        shard=CONFIG.shard,
+        block_bytes=4096,
+    )
+    assert first.header == header(prefix, first.key)
+
+
+def test_the_weights_epoch_of_the_session_is_in_the_header() -> None:
+    headers = []
+    for epoch in ("", "epoch-2"):
+        core = serving()
+        core.received(Quiesce(6, epoch))
+        core.submit(plan(load(6, 0, 1)))
+        headers.append(run(core)[0].header)
+    assert headers[0] != headers[1]
+
+
+def test_load_is_reported_whole() -> None:
+    core = serving()
+    core.submit(plan(load(5, 3, 4)))
+    run(core)
+    report = core.take_report()
+    (result,) = report.loads
+    assert (result.request, result.lease, result.loaded_blocks) == ("r1", 1, 4)
+    assert (result.failed_block_ids, result.reason) == ((), "")
+    assert (result.bytes_moved, result.duration_ns) == (4 * 4096, 40)
+    assert (report.rank, report.session) == (1, 5)
+    assert core.take_report() == RankReport(rank=1, session=5)
+
+
+@pytest.mark.parametrize("outcome", [Void("gone"), Mismatch()])
+def test_a_bad_block_fails_the_load_from_there_on(outcome: Outcome) -> None:
+    core = serving()
+    core.submit(plan(load(5, 3, 4)))
+    copies = run(core, lambda copy: outcome if copy.block_id == 5 else Copied(SUM))
+    assert [copy.block_id for copy in copies] == [3, 4, 5]
+    (result,) = core.take_report().loads
+    assert (result.loaded_blocks, result.failed_block_ids) == (2, (5, 6))
+    assert result.reason
+    bad = copies[-1]
+    distrust = [
+        Distrust(int(bad.slot).to_bytes(4, "little"), int(bad.generation).to_bytes(8, "little"))
+    ]
+    assert core.take_outbox() == (distrust if outcome == Mismatch() else [])
+
+
+def test_store_seals_what_was_copied_and_drops_the_rest() -> None:
+    core = serving()
+    core.submit(plan(store(5, 0, 3)))
+    run(core, lambda copy: Void() if copy.block_id == 1 else Copied(SUM, 10))
+    seal, drop = core.take_outbox()
+    assert isinstance(seal, Seal)
+    assert isinstance(drop, Drop)
+    assert decode_from_engine(encode(seal)) == seal
+    assert slots_array(seal.slots).tolist() == [16 * 1, 16 * 5]
+    assert generations_array(seal.generations).tolist() == [16 * 1 + 1, 16 * 5 + 1]
+    assert seal.checksums == SUM * 2
+    assert seal.keys == (0).to_bytes(32, "big") + (2).to_bytes(32, "big")
+    assert slots_array(drop.slots).tolist() == [16 * 3]
+    report = core.take_report()
+    assert report.store_jobs_done == (1,)
+    assert (report.blocks_sealed, report.blocks_dropped) == (2, 1)
+    assert (report.store_bytes, report.store_ns) == (2 * 4096, 20)
+
+
+def test_seals_are_split_to_fit_a_datagram() -> None:
+    core = serving()
+    core.submit(plan(store(5, 0, KEYS_PER_DATAGRAM_MAX + 1)))
+    run(core)
+    sizes = [len(m.slots) // 4 for m in core.take_outbox() if isinstance(m, Seal)]
+    assert sizes == [KEYS_PER_DATAGRAM_MAX, 1]
+
+
+@pytest.mark.parametrize("session", [0, 4, 6])
+def test_plans_of_another_session_are_not_obeyed(session: int) -> None:
+    core = serving()
+    core.submit(plan(load(session, 0, 2), store(session, 5, 3)))
+    assert core.next_copy() is None
+    assert core.take_outbox() == []
+    report = core.take_report()
+    assert report.loads[0].failed_block_ids == (0, 1)
+    assert report.loads[0].reason
+    assert (report.store_jobs_done, report.blocks_dropped) == ((1,), 3)
+
+
+def test_a_rank_that_serves_no_session_obeys_no_plan_of_session_zero() -> None:
+    core = RankCore(CONFIG)
+    core.submit(plan(load(0, 0, 1), store(0, 5, 1)))
+    assert core.next_copy() is None
+    assert core.take_report().loads[0].failed_block_ids == (0,)
+
+
+def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
+    core = serving()
+    core.submit(plan(load(5, 0, 3), load(5, 10, 1, lease=2), store(5, 20, 2)))
+    copy = core.next_copy()
+    assert copy is not None
+    core.received(Quiesce(6))
+    assert core.take_outbox() == []
+    ended = core.take_report()
+    assert [r.lease for r in ended.loads] == [2]  # lease 1 still has a copy in flight
+    assert ended.store_jobs_done == (1,)
+    assert (core.session, ended.session) == (0, 0)
+    core.finished(copy, Copied())
+    assert core.take_outbox() == [Quiet(6)]
+    (result,) = core.take_report().loads
+    assert (result.lease, result.loaded_blocks, result.failed_block_ids) == (1, 1, (1, 2))
+    assert core.session == 6
+
+
+def test_a_store_in_flight_over_a_session_change_is_not_sealed() -> None:
+    core = serving()
+    core.submit(plan(store(5, 0, 2)))
+    copy = core.next_copy()
+    assert copy is not None
+    core.received(Quiesce(6))
+    assert core.pending_store_blocks() == {0, 1}
+    core.finished(copy, Copied(SUM))
+    assert core.take_outbox() == [Quiet(6)]
+    assert core.pending_store_blocks() == set()
+    report = core.take_report()
+    assert (report.store_jobs_done, report.blocks_sealed, report.blocks_dropped) == ((1,), 0, 2)
+
+
+def test_loads_need_no_socket_stores_do() -> None:
+    core = serving()
+    core.submit(plan(load(5, 0, 2), store(5, 20, 2)))
+    core.disconnected()
+    core.submit(plan(load(5, 5, 1, lease=2), store(5, 30, 1, job=2)))
+    assert [copy.block_id for copy in run(core)] == [0, 1, 5]
+    report = core.take_report()
+    assert [r.failed_block_ids for r in report.loads] == [(), ()]
+    assert sorted(report.store_jobs_done) == [1, 2]
+    assert (report.session, report.blocks_dropped) == (0, 3)
+    assert core.take_outbox() == []
+
+
+def test_attaching_anew_ends_what_the_old_mapping_served() -> None:
+    core = serving()
+    core.submit(plan(load(5, 0, 2)))
+    core.disconnected()
+    core.hello()
+    core.connected(WELCOME)
+    assert core.next_copy() is None
+    assert core.take_report().loads[0].failed_block_ids == (0, 1)
+    core.submit(plan(load(5, 0, 2)))
+    assert core.next_copy() is None
+    assert core.take_report().loads[0].failed_block_ids == (0, 1)
+
+
+def test_a_disconnected_mismatch_distrusts_nobody() -> None:
+    core = serving()
+    core.submit(plan(load(5, 0, 1)))
+    core.disconnected()
+    run(core, lambda _: Mismatch())
+    assert core.take_outbox() == []
+
+
+def test_what_was_not_sent_dies_with_the_socket() -> None:
+    core = serving()
+    core.submit(plan(store(5, 0, 1)))
+    run(core)
+    core.disconnected()
+    core.connected(WELCOME)
+    assert core.take_outbox() == []
+
+
+def test_hello_while_a_copy_runs_is_a_bug() -> None:
+    core = serving()
+    core.submit(plan(load(5, 0, 1)))
+    core.next_copy()
+    with pytest.raises(AssertionError):
+        core.hello()
+
+
+@pytest.mark.parametrize("message", [SessionOpen(5, 1), WELCOME])
+def test_what_no_rank_may_get_ends_the_connection(message: SessionOpen | Welcome) -> None:
+    with pytest.raises(ProtocolError):
+        serving().received(message)
+
+
+def test_quiesce_before_welcome_and_other_versions_end_the_connection() -> None:
+    with pytest.raises(ProtocolError):
+        RankCore(CONFIG).received(Quiesce(1))
+    old = Welcome(protocol=99, incarnation=7, now_ns=1, arena_bytes=1 << 20, generation_bytes=4096)
+    with pytest.raises(ProtocolError):
+        RankCore(CONFIG).connected(old)
+
+
+def test_refused_is_kept_until_welcome() -> None:
+    core = RankCore(CONFIG)
+    refused = Refused("another model", permanent=True)
+    core.received(refused)
+    assert core.refused == refused
+    core.connected(WELCOME)
+    assert core.refused is None
+
+
+def test_malformed_arrays_fail_the_load_and_drop_the_store() -> None:
+    core = serving()
+    good = load(5, 0, 2)
+    for change in (
+        {"slots": good.slots[:-4]},
+        {"slots": good.slots[:8], "generations": good.generations[:16]},  # one shard: no column 1
+        {"generations": good.generations[:-8]},
+        {"keys": good.keys[:-32]},
+        {"checksums": SUM},
+    ):
+        core.submit(plan(msgspec.structs.replace(good, **change)))
+        (result,) = core.take_report().loads
+        assert result.failed_block_ids == (0, 1)
+    bad = store(5, 0, 2)
+    core.submit(plan(msgspec.structs.replace(bad, keys=b"")))
+    assert core.take_report().store_jobs_done == (1,)
+    assert core.next_copy() is None
+
+
+def test_empty_jobs_end_at_once() -> None:
+    core = serving()
+    core.submit(plan(load(5, 0, 0), store(5, 0, 0)))
+    report = core.take_report()
+    assert (report.loads[0].reason, report.store_jobs_done) == ("", (1,))
+
+
+def test_a_fenced_store_overtakes_and_its_fence_ends_with_the_copy() -> None:
+    core = serving()
+    core.submit(plan(store(5, 0, 1, job=1), store(5, 10, 2, job=2), load(5, 30, 1)))
+    assert not core.fence((99,))
+    assert core.fence((11, 99))
+    order = []
+    while core.fence((11, 99)):
+        copy = core.next_copy()
+        assert copy is not None
+        order.append(copy.block_id)
+        core.finished(copy, Copied(SUM))
+    assert order == [10, 11]
+    assert [copy.block_id for copy in run(core)] == [30, 0]
+
+
+def test_a_fence_given_up_spoils_the_copy_in_flight_that_reads_it() -> None:
+    core = serving()
+    core.submit(plan(store(5, 0, 3, job=1), store(5, 10, 2, job=2)))
+    copy = core.next_copy()
+    assert copy is not None
+    core.give_up((0, 11))
+    assert core.pending_store_blocks() == {0, 1, 2}
+    assert [type(m) for m in core.take_outbox()] == [Drop]  # job 2, whole
+    core.finished(copy, Copied(SUM))
+    assert not core.fence((0, 1, 2, 10, 11))
+    (drop,) = core.take_outbox()  # the block may have been overwritten while it was read
+    assert isinstance(drop, Drop)
+    assert len(drop.slots) == 3 * 4
+    report = core.take_report()
+    assert sorted(report.store_jobs_done) == [1, 2]
+    assert (report.blocks_sealed, report.blocks_dropped) == (0, 5)
+    core.submit(plan(store(5, 0, 1, job=3)))
+    run(core)
+    assert [type(m) for m in core.take_outbox()] == [Seal]
+
+
+def test_a_fence_given_up_leaves_other_copies_and_later_ones_alone() -> None:
+    core = serving()
+    core.submit(plan(store(5, 0, 2)))
+    first = core.next_copy()
+    assert first is not None
+    core.give_up((1,))
+    core.finished(first, Copied(SUM))
+    assert [type(m) for m in core.take_outbox()] == [Seal, Drop]
+    core.submit(plan(store(5, 1, 1, job=2)))
+    run(core)
+    assert [type(m) for m in core.take_outbox()] == [Seal]
+
+
+def test_retired_it_ends_what_there_is_and_what_comes() -> None:
+    core = serving()
+    core.submit(plan(load(5, 0, 2), load(5, 5, 1, lease=2), store(5, 20, 2)))
+    core.next_copy()
+    core.retire("shut down")
+    core.submit(plan(load(5, 9, 1, lease=3), store(5, 30, 1, job=2)))
+    report = core.take_report()
+    assert [(r.lease, r.loaded_blocks) for r in report.loads] == [(1, 0), (2, 0), (3, 0)]
+    assert all(r.reason for r in report.loads)
+    assert (report.store_jobs_done, report.session) == ((1, 2), 0)
+    assert core.next_copy() is None
+    assert core.take_outbox() == []
+    core.hello()
+
+
+def test_a_plan_refused_ends_every_job() -> None:
+    report = refuse(plan(load(5, 0, 2), store(5, 5, 3)), rank=1, reason="no cache")
+    assert (report.rank, report.session, report.blocks_dropped) == (1, 0, 3)
+    assert (report.loads[0].failed_block_ids, report.loads[0].reason) == ((0, 1), "no cache")
+    assert report.store_jobs_done == (1,)

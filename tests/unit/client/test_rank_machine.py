@@ -1,0 +1,208 @@
+"""RankCore driven through sessions, plans, copies, fences and broken sockets at once."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.client.core.copies import Copied, Copy, LoadBlock, Mismatch, Outcome, StoreBlock, Void
+from kvstore.client.core.plan import LoadJob, StoreJob
+from kvstore.client.core.rank import RankCore
+from kvstore.wire.messages import (
+    Distrust,
+    Drop,
+    Message,
+    Quiesce,
+    Quiet,
+    Seal,
+    generations_array,
+    slots_array,
+)
+from tests.unit.client.rank_kit import CONFIG, SHARDS, WELCOME, load, plan, run, store
+
+SELDOM = st.sampled_from([False, False, False, True])
+
+
+class RankMachine(RuleBasedStateMachine):
+    """Truth: which jobs are owed an end, which copy runs, which slots were acknowledged."""
+
+    @initialize()
+    def start(self) -> None:
+        self.core = RankCore(CONFIG)
+        self.node_session = 0  # last session the node asked for, on this connection
+        self.quiet: int | None = None
+        self.next_session = 1
+        self.next_number = 1
+        self.attached = False
+        self.copy: Copy | None = None
+        self.owed_loads: dict[int, LoadJob] = {}
+        self.owed_stores: dict[int, StoreJob] = {}
+        self.copied: dict[int, bytes] = {}  # slot → checksum of a finished store
+        self.accepted: dict[int, set[int]] = {}  # session → slots of stores that were accepted
+        self.acknowledged: set[tuple[int, int]] = set()
+        self.spoiled: set[int] = set()  # slots whose source may be overwritten
+
+    @precondition(lambda self: not self.attached and self.copy is None)
+    @rule()
+    def connect(self) -> None:
+        self.core.hello()
+        self.core.connected(WELCOME)
+        self.attached, self.quiet, self.node_session = True, None, 0
+        assert self.core.next_copy() is None, "a job outlived its mapping"
+
+    @precondition(lambda self: not self.attached and self.copy is None)
+    @rule()
+    def open_session(self) -> None:
+        self.connect()
+        self.quiesce()
+
+    @precondition(lambda self: self.attached)
+    @rule()
+    def disconnect(self) -> None:
+        self.core.disconnected()
+        self.attached = False
+        assert self.core.take_outbox() == []
+
+    @precondition(lambda self: self.attached)
+    @rule()
+    def quiesce(self) -> None:
+        self.node_session, self.quiet = self.next_session, None
+        self.next_session += 1
+        self.core.received(Quiesce(self.node_session))
+
+    @rule(count=st.integers(0, 4), stale=SELDOM, checked=st.booleans())
+    def submit_load(self, count: int, stale: bool, checked: bool) -> None:
+        n = self._number(count)
+        session = max(self._session() - stale, 0)
+        sums = b"s" * (count * SHARDS * 16) if checked else b""
+        job = load(session, n, count, lease=n, checksums=sums)
+        self.owed_loads[n] = job
+        self.core.submit(plan(job))
+
+    @rule(count=st.integers(0, 4), stale=SELDOM)
+    def submit_store(self, count: int, stale: bool) -> None:
+        n = self._number(count)
+        job = store(max(self._session() - stale, 0), n, count, job=n)
+        self.owed_stores[n] = job
+        if self.attached and self.quiet is not None and job.session == self.quiet:
+            slots = slots_array(job.slots).reshape(count, SHARDS)[:, 1].tolist()
+            self.accepted.setdefault(job.session, set()).update(slots)
+        self.core.submit(plan(job))
+
+    def _session(self) -> int:
+        return self.core.session or self.next_session
+
+    def _number(self, count: int) -> int:
+        number = self.next_number
+        self.next_number += max(count, 1)
+        return number
+
+    @precondition(lambda self: self.copy is None)
+    @rule()
+    def begin(self) -> None:
+        self.copy = self.core.next_copy()
+        assert (self.copy is not None) == self.core.has_work
+
+    @precondition(lambda self: self.copy is not None)
+    @rule(kind=st.sampled_from(["copied", "copied", "copied", "void", "mismatch"]))
+    def end(self, kind: str) -> None:
+        assert self.copy is not None
+        outcome: Outcome = Copied(int(self.copy.slot).to_bytes(16, "big"), 1)
+        if kind == "void" or (kind == "mismatch" and isinstance(self.copy, StoreBlock)):
+            outcome = Void()
+        elif kind == "mismatch":
+            outcome = Mismatch()
+        elif isinstance(self.copy, StoreBlock):
+            self.copied[self.copy.slot] = int(self.copy.slot).to_bytes(16, "big")
+        copy, self.copy = self.copy, None
+        self.core.finished(copy, outcome)
+
+    @rule(give_up=SELDOM, data=st.data())
+    def fence(self, give_up: bool, data: st.DataObject) -> None:
+        blocks = data.draw(st.frozensets(st.integers(1, self.next_number), max_size=3))
+        if give_up:
+            self.core.give_up(blocks)
+            in_flight = self.copy.block_id if isinstance(self.copy, StoreBlock) else None
+            if in_flight in blocks and self.copy is not None:
+                self.spoiled.add(self.copy.slot)
+            owner = [j for j in self.owed_stores.values() if in_flight in j.block_ids]
+            rest = blocks - frozenset(owner[0].block_ids if owner else ())
+            assert not self.core.fence(rest)
+        else:
+            waits = self.core.fence(blocks)
+            assert waits == (not blocks.isdisjoint(self.core.pending_store_blocks()))
+
+    @rule()
+    def read_outbox(self) -> None:
+        for message in self.core.take_outbox():
+            self._check_message(message)
+
+    def _check_message(self, message: Message) -> None:
+        assert self.attached, "nothing is said to nobody"
+        match message:
+            case Quiet(session):
+                assert session == self.node_session
+                self.quiet = session
+            case Seal() | Drop():
+                assert message.session == self.quiet, "a session that is over"
+                slots = slots_array(message.slots).tolist()
+                words = generations_array(message.generations).tolist()
+                assert words == [slot + 1 for slot in slots]
+                for slot in slots:
+                    assert slot in self.accepted[message.session]
+                    assert (message.session, slot) not in self.acknowledged
+                    self.acknowledged.add((message.session, slot))
+                    good = slot in self.copied and slot not in self.spoiled
+                    assert good == isinstance(message, Seal)
+                if isinstance(message, Seal):
+                    assert message.checksums == b"".join(self.copied[s] for s in slots)
+            case Distrust():
+                pass
+            case _:
+                raise AssertionError(message)
+
+    @rule()
+    def read_report(self) -> None:
+        report = self.core.take_report()
+        for result in report.loads:
+            job = self.owed_loads.pop(result.lease)  # KeyError: reported twice
+            assert job.block_ids[result.loaded_blocks :] == result.failed_block_ids
+            assert bool(result.reason) == bool(result.failed_block_ids)
+            self._not_in_flight(job)
+        for number in report.store_jobs_done:
+            self._not_in_flight(self.owed_stores.pop(number))
+
+    def _not_in_flight(self, job: LoadJob | StoreJob) -> None:
+        kind = LoadBlock if isinstance(job, LoadJob) else StoreBlock
+        if isinstance(self.copy, kind):
+            assert self.copy.block_id not in job.block_ids, "reported while a copy runs"
+
+    @invariant()
+    def pending_blocks_are_owed(self) -> None:
+        if hasattr(self, "core"):
+            self.read_outbox()
+            reading = self.core.pending_store_blocks()
+            if isinstance(self.copy, StoreBlock):
+                assert self.copy.block_id in reading
+            self.read_report()
+            assert reading <= {b for job in self.owed_stores.values() for b in job.block_ids}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        if self.copy is not None:
+            self.end("copied")
+        run(self.core, lambda copy: Void())
+        self.read_outbox()
+        self.read_report()
+        assert not self.owed_loads, "a load never ended"
+        assert not self.owed_stores, "a store never ended"
+        assert not self.core.pending_store_blocks()
+        if self.attached and self.quiet:
+            owed = {(self.quiet, slot) for slot in self.accepted.get(self.quiet, ())}
+            assert owed <= self.acknowledged, "a credit of the open session was never answered"
+
+
+TestRankMachine = RankMachine.TestCase
+TestRankMachine.settings = settings(max_examples=300, stateful_step_count=40)

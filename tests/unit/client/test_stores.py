@@ -1,0 +1,226 @@
+"""Which blocks are stored, with which credits, and which engine blocks are fenced."""
+
+from __future__ import annotations
+
+from kvstore.client.core.plan import LoadResult, RankReport, StoreJob
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+
+
+def step(
+    node: ScriptedNode,
+    request: str,
+    keys: list[bytes],
+    *,
+    computed: int,
+    known: int | None = None,
+    table: list[int] | None = None,
+    new: tuple[int, ...] = (),
+) -> StoreJob | None:
+    """One engine step of one request that has `computed` tokens after it."""
+    full = node.core.full_blocks(
+        request,
+        computed_tokens=computed,
+        known_tokens=computed if known is None else known,
+    )
+    if full:
+        node.core.fill(request, keys, block_ids=table or list(range(100, 200)), full_blocks=full)
+    jobs = node.core.plan(new, node.now_ns).stores
+    return jobs[0] if jobs else None
+
+
+def begin(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -> None:
+    node.core.new_request(request, keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
+    node.core.allocated(request, keys, block_ids=[], external_tokens=0, now_ns=node.now_ns)
+
+
+def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -> None:
+    keys = chain("a", 5)
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    first = step(node, "r", keys, computed=3 * BLOCK_TOKENS - 1)
+    assert first is not None
+    assert first.keys == b"".join(keys[:2])
+    assert first.block_ids == (100, 101)
+    assert step(node, "r", keys, computed=3 * BLOCK_TOKENS - 1) is None
+    second = step(node, "r", keys, computed=5 * BLOCK_TOKENS)
+    assert second is not None
+    assert second.block_ids == (102, 103, 104)
+
+
+def test_draft_tokens_never_complete_a_block(node: ScriptedNode) -> None:
+    keys = chain("a", 2)
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    job = step(node, "r", keys, computed=2 * BLOCK_TOKENS + 3, known=2 * BLOCK_TOKENS - 1)
+    assert job is not None
+    assert job.block_ids == (100,)
+
+
+def test_without_credits_the_chains_start_is_stored_first_and_the_rest_later(
+    node: ScriptedNode,
+) -> None:
+    keys = chain("a", 5)
+    node.attach(credits=2)
+    begin(node, "r", keys)
+    job = step(node, "r", keys, computed=5 * BLOCK_TOKENS)
+    assert job is not None
+    assert job.keys == b"".join(keys[:2])
+    assert step(node, "r", keys, computed=5 * BLOCK_TOKENS + 1) is None
+    node.grant(4, first_slot=320)
+    rest = step(node, "r", keys, computed=5 * BLOCK_TOKENS + 2)
+    assert rest is not None
+    assert rest.keys == b"".join(keys[2:])
+    assert m.slots_array(rest.slots).tolist() == [320, 336, 352]
+
+
+def test_equal_prompts_are_stored_once(node: ScriptedNode) -> None:
+    keys = chain("a", 3)
+    node.attach(credits=10)
+    begin(node, "r1", keys)
+    begin(node, "r2", keys)
+    assert step(node, "r1", keys, computed=3 * BLOCK_TOKENS) is not None
+    assert step(node, "r2", keys, computed=3 * BLOCK_TOKENS) is None
+
+
+def test_what_the_node_lost_since_is_stored_again(node: ScriptedNode) -> None:
+    keys = chain("a", 3)
+    node.attach(credits=10)
+    begin(node, "r1", keys)
+    assert step(node, "r1", keys, computed=3 * BLOCK_TOKENS) is not None
+    node.keys = set(keys[:1])  # the others were evicted
+    begin(node, "r2", keys, local=3)
+    job = step(node, "r2", keys, computed=3 * BLOCK_TOKENS)
+    assert job is not None
+    assert job.keys == b"".join(keys[1:])
+
+
+def test_loaded_and_known_blocks_are_not_stored_again(node: ScriptedNode) -> None:
+    keys = chain("a", 4)
+    node.keys = set(keys[:2])
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    job = step(node, "r", keys, computed=4 * BLOCK_TOKENS)
+    assert job is not None
+    assert job.keys == b"".join(keys[2:])
+
+
+def test_nothing_is_stored_while_the_requests_load_runs(node: ScriptedNode) -> None:
+    keys = chain("a", 4)
+    node.keys = set(keys[:3])
+    node.attach(credits=10)
+    node.core.new_request("r", keys, prompt_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns)
+    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.allocated(
+        "r",
+        keys,
+        block_ids=[1, 2, 3, 4],
+        external_tokens=3 * BLOCK_TOKENS,
+        now_ns=node.now_ns,
+    )
+    assert node.core.full_blocks("r", computed_tokens=512, known_tokens=512) == 0
+
+
+def test_only_the_prompt_is_stored_when_asked_so() -> None:
+    node = ScriptedNode(store_decode=False)
+    keys = chain("a", 4)
+    node.attach(credits=10)
+    node.core.new_request("r", keys[:2], prompt_tokens=2 * BLOCK_TOKENS + 9, now_ns=node.now_ns)
+    job = step(node, "r", keys, computed=4 * BLOCK_TOKENS)
+    assert job is not None
+    assert job.keys == b"".join(keys[:2])
+
+
+def test_a_block_that_is_handed_out_again_is_fenced_until_every_rank_read_it(
+    node: ScriptedNode,
+) -> None:
+    keys = chain("a", 2)
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    job = step(node, "r", keys, computed=2 * BLOCK_TOKENS, table=[7, 8])
+    assert job is not None
+    node.core.finished("r")
+    assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
+    assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
+    assert node.core.has_pending_work(node.now_ns)
+    node.core.reported(RankReport(rank=0, session=1, store_jobs_done=(job.job,)), node.now_ns)
+    assert node.core.plan((8, 9), node.now_ns).fence_blocks == ()
+    assert not node.core.has_pending_work(node.now_ns)
+
+
+def test_load_targets_are_fenced_too(node: ScriptedNode) -> None:
+    keys, other = chain("a", 2), chain("b", 2)
+    node.keys = set(other)
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    step(node, "r", keys, computed=2 * BLOCK_TOKENS, table=[7, 8])
+    node.core.finished("r")
+    node.core.new_request("s", other, prompt_tokens=300, now_ns=node.now_ns)
+    node.core.match("s", other, local_tokens=0, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match("s", other, local_tokens=0, now_ns=node.now_ns)
+    node.core.allocated(
+        "s", other, block_ids=[8, 3, 4], external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
+    )
+    assert node.core.plan((), node.now_ns).fence_blocks == (8,)
+
+
+def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedNode) -> None:
+    keys = chain("a", 2)
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    step(node, "r", keys, computed=2 * BLOCK_TOKENS)
+    assert node.core.has_pending_work(node.now_ns)
+    node.wait(1001)
+    assert not node.core.has_pending_work(node.now_ns)
+
+
+def test_credits_of_another_session_are_not_taken(node: ScriptedNode) -> None:
+    node.attach()
+    node.give(m.Grant(session=99, slots=b"\0\0\0\0", generations=b"\0\0\0\0\0\0\0\0"))
+    assert not node.core.attachment.credits
+
+
+def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
+    keys = chain("a", 2)
+    node.attach(credits=10)
+    begin(node, "r1", keys)
+    step(node, "r1", keys, computed=2 * BLOCK_TOKENS)
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    node.wait(2000)
+    node.core.attachment.connected(node.now_ns)
+    node.session = 5
+    node.give(
+        m.Welcome(protocol=1, incarnation=8, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192)
+    )
+    node.give(m.SessionOpen(session=5, shard_count=1))
+    node.grant(5)
+    node.core.new_request("r2", keys, prompt_tokens=256, now_ns=node.now_ns)
+    job = step(node, "r2", keys, computed=2 * BLOCK_TOKENS)
+    assert job is not None
+    assert job.session == 5
+
+
+def test_blocks_beyond_the_hint_that_were_loaded_are_not_stored_again(node: ScriptedNode) -> None:
+    keys = chain("a", 2100)
+    node.keys = set(keys)
+    node.attach(credits=10)
+    node.core.new_request("r", keys, prompt_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    table = list(range(2101))
+    node.core.allocated(
+        "r", keys, block_ids=table, external_tokens=2100 * BLOCK_TOKENS, now_ns=node.now_ns
+    )
+    (load,) = node.core.plan((), node.now_ns).loads
+    result = LoadResult("r", load.lease, 2100, (), 1, 1)
+    node.core.reported(RankReport(rank=0, session=1, loads=(result,)), node.now_ns)
+    assert step(node, "r", keys, computed=2100 * BLOCK_TOKENS, table=table) is None

@@ -1,0 +1,128 @@
+"""A node that does what a test says: a listening socket, an arena, a heartbeat. No engine core."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from kvstore.arena import Arena
+from kvstore.types import Incarnation
+from kvstore.wire.messages import (
+    DATAGRAM_BYTES_MAX,
+    PROTOCOL_VERSION,
+    HelloRank,
+    Message,
+    Quiesce,
+    Quiet,
+    Welcome,
+    decode_from_engine,
+    encode,
+)
+
+ARENA_BYTES = 4 << 20
+WAIT_S = 10.0
+M = TypeVar("M", bound=Message)
+
+
+class ScriptedNode:
+    def __init__(self, path: Path, *, incarnation: int = 7) -> None:
+        self.path = path
+        self.incarnation = incarnation
+        self.arena = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(incarnation))
+        self.arena.populate(0, ARENA_BYTES)
+        self.arena.set_ready(ARENA_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path.unlink(missing_ok=True)
+        self._listener.bind(str(path))
+        self._listener.listen(8)
+        self._listener.settimeout(WAIT_S)
+        self.connection: socket.socket | None = None
+        self._stop, self.alive = threading.Event(), threading.Event()
+        self.alive.set()
+        self._beater = threading.Thread(target=self._beat)
+        self._beater.start()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(0.02):
+            if self.alive.is_set():
+                self.arena.beat(time.monotonic_ns())
+
+    def accept(self) -> HelloRank:
+        """Wait for the next connection and its Hello."""
+        self.hang_up()
+        self.connection, _ = self._listener.accept()
+        self.connection.settimeout(WAIT_S)
+        return self.receive(HelloRank)
+
+    def receive(self, kind: type[M]) -> M:
+        """Wait for the next datagram, which must be of that kind."""
+        assert self.connection is not None
+        datagram, fds, _, _ = socket.recv_fds(self.connection, DATAGRAM_BYTES_MAX, 4)
+        for fd in fds:
+            os.close(fd)
+        assert datagram, "the rank hung up"
+        message = decode_from_engine(datagram)
+        assert isinstance(message, kind), message
+        return message
+
+    def is_hung_up(self) -> bool:
+        """Wait until the rank closes the connection."""
+        assert self.connection is not None
+        return self.connection.recv(DATAGRAM_BYTES_MAX) == b""
+
+    def send(self, message: Message) -> None:
+        assert self.connection is not None
+        self.connection.send(encode(message))
+
+    def send_raw(self, datagram: bytes) -> None:
+        assert self.connection is not None
+        self.connection.send(datagram)
+
+    def welcome(self) -> None:
+        assert self.connection is not None
+        self.arena.beat(time.monotonic_ns())
+        message = Welcome(
+            protocol=PROTOCOL_VERSION,
+            incarnation=self.incarnation,
+            now_ns=time.monotonic_ns(),
+            arena_bytes=ARENA_BYTES,
+            generation_bytes=self.arena.generation_bytes,
+        )
+        fds = [self.arena.arena_fd, self.arena.generation_fd]
+        socket.send_fds(self.connection, [encode(message)], fds)
+
+    def open_session(self, session: int) -> HelloRank:
+        """Accept, welcome, quiesce; returns the Hello when the rank is quiet."""
+        hello = self.accept()
+        self.welcome()
+        self.send(Quiesce(session))
+        assert self.receive(Quiet) == Quiet(session)
+        return hello
+
+    def hang_up(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+    def close(self) -> None:
+        self._stop.set()
+        self._beater.join()
+        self.hang_up()
+        self._listener.close()
+        self.path.unlink(missing_ok=True)
+        self.arena.close()
+
+
+@contextmanager
+def node_at(path: Path, *, incarnation: int = 7) -> Iterator[ScriptedNode]:
+    node = ScriptedNode(path, incarnation=incarnation)
+    try:
+        yield node
+    finally:
+        node.close()

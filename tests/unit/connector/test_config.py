@@ -1,0 +1,90 @@
+"""Configuration mistakes raise one sentence that names what to change; nothing is silent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.connector.config import ConnectorConfig, parse_config
+
+
+def test_a_socket_alone_is_enough() -> None:
+    config = parse_config({"socket": "/run/kvstore/node.sock"})
+    assert config == ConnectorConfig(socket="/run/kvstore/node.sock")
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({}, "socket"),
+        ({"socket": ""}, "socket"),
+        ({"socket": "/s", "min_laod_tokens": 3}, "min_laod_tokens"),
+        ({"socket": "/s", "store": "some"}, "store"),
+        ({"socket": "/s", "lookup_deadline_ms": 0}, "lookup_deadline_ms"),
+        ({"socket": "/s", "heartbeat_timeout_ms": 1}, "heartbeat_timeout_ms"),
+        ({"socket": "/s", "tenant": "x" * 256}, "tenant"),
+        ({"socket": 7}, "socket"),
+    ],
+)
+def test_a_bad_key_or_value_is_named(extra: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        parse_config(extra)
+
+
+def engine(**changes: Any) -> Any:
+    values = {"algorithm": "sha256_cbor", "policy": "recompute", "world": 1, "dcp": 1, **changes}
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(prefix_caching_hash_algo=values["algorithm"]),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=values["policy"]),
+        parallel_config=SimpleNamespace(
+            world_size=values["world"],
+            decode_context_parallel_size=values["dcp"],
+            prefill_context_parallel_size=1,
+        ),
+    )
+
+
+def groups(*specs: object, hash_tokens: int | None = None) -> Any:
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs],
+        hash_block_size=hash_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"algorithm": "sha256"}, "--prefix-caching-hash-algo sha256_cbor"),
+        ({"policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
+        ({"world": 2}, "--tensor-parallel-size 1"),
+        ({"dcp": 2}, "--decode-context-parallel-size 1"),
+    ],
+)
+def test_a_wrong_engine_setting_names_its_flag(changes: dict[str, object], flag: str) -> None:
+    from kvstore.connector.checks import check_engine
+
+    check_engine(engine(), None)
+    with pytest.raises(ValueError, match=flag):
+        check_engine(engine(**changes), None)
+
+
+@pytest.mark.engine
+def test_only_one_group_of_full_attention_is_served() -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    from kvstore.connector.checks import check_engine
+
+    full = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    window = SlidingWindowSpec(
+        block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=256
+    )
+    check_engine(engine(), groups(full, hash_tokens=128))
+    with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
+        check_engine(engine(), groups(full, window))
+    with pytest.raises(ValueError, match="SlidingWindowSpec"):
+        check_engine(engine(), groups(window))
+    with pytest.raises(ValueError, match="--prefix-match-unit"):
+        check_engine(engine(), groups(full, hash_tokens=64))

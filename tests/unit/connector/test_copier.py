@@ -1,0 +1,400 @@
+"""The copy thread against a scripted node, over a real socket and real shared memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
+from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.client.link import Link
+from kvstore.connector import copier as copier_module
+from kvstore.connector.copier import Copier, Heartbeat
+from kvstore.connector.handoff import Handoff
+from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.reference import Bytes, checksum
+from kvstore.types import PAGE_BYTES, Shard
+from kvstore.wire.messages import Distrust, Drop, Quiesce, Quiet, Refused, Seal
+from kvstore.wire.record import header, header_prefix
+from kvstore.wire.space import Space, fingerprint
+from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
+
+LAYERS, BLOCKS, PAGE = 4, 8, 32 << 10
+BLOCK = LAYERS * PAGE
+SLOT_PAGES = BLOCK // PAGE_BYTES
+SPACE = Space(
+    model="m",
+    weights="w",
+    dtype="float32",
+    kv_dtype="auto",
+    quantization="",
+    attention_backend="CPU_ATTN",
+    kv_layout="LBHNC",
+    isa="vec",
+    block_tokens=128,
+    hash_block_tokens=128,
+    layer_count=LAYERS,
+    kv_head_count=2,
+    token_bytes=128,
+    hash_algorithm="sha256_cbor",
+    hash_seed="",
+    engine_version="vllm-0.32",
+)
+CONFIG = RankConfig(
+    engine_id="e",
+    nonce="n",
+    tenant="t",
+    rank=0,
+    process="p",
+    space=SPACE,
+    shard=Shard(0, LAYERS, 0, 2),
+    block_bytes=BLOCK,
+)
+PREFIX = header_prefix(
+    tenant="t",
+    space=fingerprint(SPACE, weights_epoch=""),
+    shard=CONFIG.shard,
+    block_bytes=BLOCK,
+)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+class Rank:
+    """A copy thread with a cache of random bytes."""
+
+    def __init__(self, path: Path) -> None:
+        memory = np.random.default_rng(1).integers(0, 256, (LAYERS, BLOCKS, PAGE), np.uint8)
+        self.memory: Bytes = memory
+        self.handoff = Handoff(RankCore(CONFIG))
+        self.copier = Copier(
+            self.handoff, PagedCache(list(memory)), socket=str(path), heartbeat_timeout_ms=250
+        )
+        self.copier.start()
+
+    def block(self, index: int) -> bytes:
+        return self.memory[:, index].tobytes()
+
+    def load(
+        self,
+        blocks: tuple[int, ...],
+        slots: list[int],
+        *,
+        session: int,
+        generation: int = 1,
+        checksums: bytes = b"",
+    ) -> None:
+        job = LoadJob(
+            request="r",
+            lease=1,
+            session=session,
+            block_ids=blocks,
+            keys=b"".join(key(block) for block in blocks),
+            slots=np.array(slots, "<u4").tobytes(),
+            generations=np.full(len(slots), generation, "<u8").tobytes(),
+            checksums=checksums,
+        )
+        self.handoff.submit(StepPlan(loads=(job,)))
+
+    def store(
+        self, blocks: tuple[int, ...], slots: list[int], *, session: int, generation: int = 1
+    ) -> None:
+        job = StoreJob(
+            job=1,
+            session=session,
+            block_ids=blocks,
+            keys=b"".join(key(block) for block in blocks),
+            slots=np.array(slots, "<u4").tobytes(),
+            generations=np.full(len(slots), generation, "<u8").tobytes(),
+        )
+        self.handoff.submit(StepPlan(stores=(job,)))
+
+    def loaded(self) -> RankReport:
+        """Wait for the end of a load."""
+        self.handoff.wait_for_load(WAIT_S)
+        report = self.handoff.take_report()
+        assert report.loads, "no load ended"
+        return report
+
+    def stop(self) -> None:
+        self.handoff.stop()
+        assert self.copier.join(WAIT_S)
+        self.handoff.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "node.sock"
+
+
+@pytest.fixture
+def node(path: Path) -> Iterator[ScriptedNode]:
+    with node_at(path) as node:
+        yield node
+
+
+@pytest.fixture
+def rank(path: Path) -> Iterator[Rank]:
+    rank = Rank(path)
+    yield rank
+    rank.stop()
+
+
+def slot_bytes(node: ScriptedNode, slot: int) -> bytes:
+    return node.arena.array[slot * PAGE_BYTES : slot * PAGE_BYTES + BLOCK].tobytes()
+
+
+def test_what_is_stored_is_sealed_with_its_checksum(node: ScriptedNode, rank: Rank) -> None:
+    hello = node.open_session(5)
+    assert (hello.rank, hello.process, hello.block_bytes) == (0, "p", BLOCK)
+    assert (hello.space, hello.shard) == (SPACE, CONFIG.shard)
+    rank.store((3, 6), [0, 2 * SLOT_PAGES], session=5)
+    seal = node.receive(Seal)
+    assert seal.session == 5
+    assert seal.keys == key(3) + key(6)
+    assert slot_bytes(node, 0) == rank.block(3)
+    assert slot_bytes(node, 2 * SLOT_PAGES) == rank.block(6)
+    sums = [checksum(header(PREFIX, key(b)), rank.block(b)) for b in (3, 6)]  # type: ignore[arg-type]
+    assert seal.checksums == b"".join(sums)
+
+
+def test_what_is_loaded_is_what_was_stored(node: ScriptedNode, rank: Rank) -> None:
+    node.open_session(5)
+    stored = rank.block(3)
+    rank.store((3,), [SLOT_PAGES], session=5)
+    sums = node.receive(Seal).checksums
+    rank.memory[:, 3] = 0
+    rank.load((3,), [SLOT_PAGES], session=5, checksums=sums)
+    (result,) = rank.loaded().loads
+    assert (result.loaded_blocks, result.bytes_moved) == (1, BLOCK)
+    assert result.duration_ns > 0
+    assert rank.block(3) == stored
+
+
+@pytest.mark.parametrize("flip", [0, BLOCK - 1])
+def test_a_flipped_byte_fails_a_checked_load(node: ScriptedNode, rank: Rank, flip: int) -> None:
+    node.open_session(5)
+    rank.store((3,), [SLOT_PAGES], session=5)
+    sums = node.receive(Seal).checksums
+    node.arena.array[SLOT_PAGES * PAGE_BYTES + flip] ^= 1
+    rank.load((3,), [SLOT_PAGES], session=5, checksums=sums)
+    (result,) = rank.loaded().loads
+    assert result.failed_block_ids == (3,)
+    distrust = node.receive(Distrust)
+    assert distrust.slots == SLOT_PAGES.to_bytes(4, "little")
+
+
+def test_another_blocks_bytes_fail_a_checked_load(node: ScriptedNode, rank: Rank) -> None:
+    """Bytes intact, but stored under another key: the header is part of the checksum."""
+    node.open_session(5)
+    rank.store((3,), [SLOT_PAGES], session=5)
+    sums = node.receive(Seal).checksums
+    rank.load((4,), [SLOT_PAGES], session=5, checksums=sums)
+    assert rank.loaded().loads[0].failed_block_ids == (4,)
+
+
+def test_a_slot_of_another_generation_is_not_used(node: ScriptedNode, rank: Rank) -> None:
+    node.open_session(5)
+    before = rank.block(3)
+    rank.load((3,), [SLOT_PAGES], session=5, generation=2)
+    assert rank.loaded().loads[0].failed_block_ids == (3,)
+    assert rank.block(3) == before
+    rank.store((3,), [0], session=5, generation=2)
+    assert node.receive(Drop).slots == bytes(4)
+    assert slot_bytes(node, 0) == bytes(BLOCK), "written with a credit that is void"
+
+
+@pytest.mark.parametrize("store", [True, False])
+def test_a_generation_raised_during_a_copy_voids_it(
+    node: ScriptedNode, rank: Rank, store: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.open_session(5)
+    cache = rank.copier._cache
+    verb = "store" if store else "load"
+    original = getattr(cache, verb)
+
+    def copy_and_raise(*args: object) -> object:
+        result = original(*args)
+        node.arena.raise_generations(np.array([0], np.uint32), np.array([2], np.uint64))
+        return result
+
+    monkeypatch.setattr(cache, verb, copy_and_raise)
+    if store:
+        rank.store((3,), [0], session=5)
+        node.receive(Drop)
+    else:
+        rank.load((3,), [0], session=5)
+        assert rank.loaded().loads[0].failed_block_ids == (3,)
+
+
+@pytest.mark.parametrize("slot", [(4 << 20) // PAGE_BYTES - 1, 2**32 - 1])
+def test_a_slot_outside_the_arena_fails_the_load(node: ScriptedNode, rank: Rank, slot: int) -> None:
+    node.open_session(5)
+    rank.load((3,), [slot], session=5)
+    assert rank.loaded().loads[0].failed_block_ids == (3,)
+
+
+def test_a_new_session_is_quiet_and_voids_the_old_one(node: ScriptedNode, rank: Rank) -> None:
+    node.open_session(5)
+    node.send(Quiesce(6))
+    assert node.receive(Quiet) == Quiet(6)
+    rank.load((3,), [0], session=5)
+    assert rank.loaded().loads[0].reason
+    rank.load((3,), [0], session=6)
+    assert rank.loaded().loads[0].loaded_blocks == 1
+
+
+def test_it_attaches_when_the_node_appears_and_again_after_it_left(path: Path) -> None:
+    rank = Rank(path)
+    try:
+        for incarnation in (7, 8):
+            with node_at(path, incarnation=incarnation) as node:
+                hello = node.open_session(incarnation)
+                assert hello.process == "p"
+                rank.store((2,), [0], session=incarnation)
+                node.receive(Seal)
+                assert slot_bytes(node, 0) == rank.block(2)
+    finally:
+        rank.stop()
+
+
+def test_loads_go_on_in_the_mapping_of_a_dead_node(path: Path, rank: Rank) -> None:
+    with node_at(path) as node:
+        node.open_session(5)
+        rank.store((2,), [0], session=5)
+        node.receive(Seal)
+    stored = rank.block(2)
+    rank.memory[:, 2] = 0
+    rank.load((2,), [0], session=5)
+    assert rank.loaded().loads[0].loaded_blocks == 1
+    assert rank.block(2) == stored
+
+
+def test_a_node_without_heartbeat_is_left_and_tried_again(node: ScriptedNode, rank: Rank) -> None:
+    node.open_session(5)
+    node.alive.clear()
+    begin = time.monotonic()
+    assert node.is_hung_up()
+    assert 0.2 < time.monotonic() - begin < 5
+    rank.load((2,), [0], session=5)
+    assert rank.loaded().loads[0].loaded_blocks == 1
+    node.alive.set()
+    node.open_session(6)
+
+
+@pytest.mark.parametrize("datagram", [b"\xc1", b"x" * 1000])
+def test_a_node_that_talks_nonsense_is_left_and_tried_again(
+    node: ScriptedNode, rank: Rank, datagram: bytes
+) -> None:
+    node.open_session(5)
+    node.send_raw(datagram)
+    assert node.is_hung_up()
+    node.open_session(6)
+
+
+def test_a_message_for_a_scheduler_ends_the_connection(node: ScriptedNode, rank: Rank) -> None:
+    node.open_session(5)
+    node.welcome()  # twice
+    assert node.is_hung_up()
+
+
+def test_refused_is_said_once_and_asked_again_late(
+    node: ScriptedNode,
+    rank: Rank,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copier_module, "REFUSED_RETRY_NS", 300_000_000)
+    with caplog.at_level(logging.INFO, "vllm.kvstore.rank"):
+        times = []
+        for _ in range(3):
+            node.accept()
+            times.append(time.monotonic())
+            node.send(Refused("another model", permanent=True))
+            assert node.is_hung_up()
+    assert min(np.diff(times)) > 0.29
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "another model" in line] == [
+        "kvstore: detached: the node refuses this engine: another model"
+    ]
+
+
+def test_an_absent_node_is_one_log_line(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = threading.Semaphore(0)
+    original = Link.connect
+
+    def connect(*args: object) -> object:
+        attempts.release()
+        return original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Link, "connect", connect)
+    with caplog.at_level(logging.INFO, "vllm.kvstore.rank"):
+        rank = Rank(path)
+        assert all(attempts.acquire(timeout=WAIT_S) for _ in range(3))
+        lines = [record.getMessage() for record in caplog.records]
+        rank.stop()
+    assert len(lines) == 1
+    assert str(path) in lines[0]
+
+
+def test_stopped_it_ends_every_load(node: ScriptedNode, path: Path) -> None:
+    rank = Rank(path)
+    node.open_session(5)
+    rank.stop()
+    assert node.is_hung_up()
+    rank.load((2,), [0], session=5)
+    assert rank.loaded().loads[0].failed_block_ids == (2,)
+
+
+def test_a_bug_in_a_copy_ends_the_thread_but_no_load_hangs(
+    node: ScriptedNode, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+    rank = Rank(path)
+    node.open_session(5)
+    rank.load((BLOCKS,), [0], session=5)  # a block that the cache does not have
+    assert rank.loaded().loads[0].failed_block_ids == (BLOCKS,)
+    rank.load((2,), [0], session=5)
+    assert rank.loaded().loads[0].failed_block_ids == (2,)
+    rank.stop()
+    assert seen == [AssertionError]
+
+
+def test_the_arena_is_mapped_ahead_of_use(node: ScriptedNode, rank: Rank) -> None:
+    node.open_session(5)
+    rank.load((2,), [0], session=5)
+    rank.loaded()
+    for session in (6, 7):  # between the two answers lies a turn with nothing to copy
+        node.send(Quiesce(session))
+        node.receive(Quiet)
+    assert rank.copier._populated >= 4 << 20
+
+
+class _Page:
+    def __init__(self) -> None:
+        self.beat_ns = 0
+
+    def heartbeat_ns(self) -> int:
+        return self.beat_ns
+
+
+@pytest.mark.parametrize("offset_ns", [-(10**12), 0, 10**12])
+def test_heartbeat_age_does_not_depend_on_the_clocks(offset_ns: int) -> None:
+    page = _Page()
+    page.beat_ns = 10**13 + offset_ns
+    heartbeat = Heartbeat(page)  # type: ignore[arg-type]
+    assert heartbeat.age_ns(10**13 + 5 * 10**9) == 0  # read 5 s late
+    page.beat_ns = 10**13 + 6 * 10**9 + offset_ns
+    assert heartbeat.age_ns(10**13 + 6 * 10**9) == 0  # read at once
+    assert heartbeat.age_ns(10**13 + 6 * 10**9 + 3 * 10**8) == 3 * 10**8

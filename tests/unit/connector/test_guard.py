@@ -1,0 +1,130 @@
+"""P2: no error of ours reaches the engine, and after one the cache is off but loads still end."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+class Broken:
+    """Every call fails, except what must still work after a failure."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.rescued = object()
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: object, **__: object) -> None:
+            raise KeyError(name)
+
+        return fail
+
+    def close(self) -> None:
+        self.closed = True
+
+    def rescue_plan(self) -> object:
+        return self.rescued
+
+    def take_stats(self) -> dict[str, int]:
+        return {}
+
+
+def scheduler_connector() -> Any:
+    """A connector without the engine's constructor around it."""
+    from kvstore.connector.vllm import KVStoreConnector
+
+    connector: Any = object.__new__(KVStoreConnector)
+    connector.is_off, connector._errors, connector._worker = False, 0, None
+    connector._scheduler = Broken()
+    return connector
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "answer"),
+    [
+        ("on_new_request", (None,), None),
+        ("get_num_new_matched_tokens", (None, 0), (0, False)),
+        ("update_state_after_alloc", (None, None, 0), None),
+        ("update_connector_output", (SimpleNamespace(kv_connector_worker_meta=None),), None),
+        ("request_finished_all_groups", (None, ()), (False, None)),
+        ("request_finished", (None, []), (False, None)),
+        ("has_pending_push_work", (), False),
+        ("reset_cache", (), True),
+    ],
+)
+def test_a_failing_scheduler_side_answers_as_no_cache(
+    method: str, arguments: tuple[object, ...], answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    connector = scheduler_connector()
+    broken = connector._scheduler
+    with caplog.at_level(logging.ERROR, logger="vllm.kvstore"):
+        for _ in range(3):
+            assert getattr(connector, method)(*arguments) == answer
+    if method != "update_connector_output":  # without a report there is nothing to fail at
+        assert connector.is_off
+        assert broken.closed
+        assert len(caplog.records) == 1
+
+
+def test_loads_that_were_promised_reach_the_ranks_after_a_failure() -> None:
+    connector = scheduler_connector()
+    rescued = connector._scheduler.rescued
+    assert connector.build_connector_meta(None).plan is rescued
+    assert connector.is_off
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data == {"connector_errors": 1}
+
+
+def test_stats_add_up_and_make_a_line() -> None:
+    from kvstore.connector.stats import KVStoreStats
+
+    stats = KVStoreStats(data={"hits": 1, "load_bytes": 2**30, "load_ns": 10**9})
+    stats.aggregate(KVStoreStats(data={"hits": 2, "misses": 1}))
+    line = stats.reduce()
+    assert line["kvstore hits"] == 3
+    assert line["misses"] == 1
+    assert line["load GiB/s"] == 1.0
+    stats.reset()
+    assert stats.is_empty()
+
+
+def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
+    from kvstore.client.core.plan import LoadJob, StepPlan
+    from kvstore.connector.vllm import KVStoreConnector, KVStoreMetadata
+
+    class Worker:
+        """Fails a step's first hook; after its shutdown it refuses loads, as the real one does."""
+
+        def __init__(self) -> None:
+            self.down = False
+            self.ended: set[str] = set()
+
+        def handle_preemptions(self, plan: StepPlan) -> None:
+            raise KeyError("bug")
+
+        def start_load_kv(self, plan: StepPlan) -> None:
+            assert self.down
+            self.ended |= {load.request for load in plan.loads}
+
+        def get_finished(self, *, idle: bool) -> set[str]:
+            return self.ended
+
+        def shutdown(self) -> None:
+            self.down = True
+
+    connector: Any = object.__new__(KVStoreConnector)
+    connector.is_off, connector._errors, connector._scheduler = False, 0, None
+    connector._worker = Worker()
+    load = LoadJob("r", 1, 1, (4,), bytes(32), bytes(4), bytes(8))
+    metadata = KVStoreMetadata(StepPlan(loads=(load,)))
+    connector.handle_preemptions(metadata)
+    assert connector.is_off
+    connector._connector_metadata = metadata
+    connector.start_load_kv(SimpleNamespace(attn_metadata=None))
+    assert connector.get_finished(set()) == (None, {"r"})

@@ -1,0 +1,167 @@
+"""The scheduler's thread: a backlog is spread over steps, a full socket costs nobody the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.connector import scheduler_side
+from kvstore.connector.config import ConnectorConfig
+from kvstore.connector.scheduler_side import SchedulerSide
+from kvstore.wire import messages as m
+
+BLOCK_TOKENS = 16
+
+
+class FullSocket:
+    """A link whose socket takes `room` datagrams, then none until told."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.sent: list[m.Message] = []
+        self.inbox: list[m.Message] = [
+            m.Welcome(
+                protocol=1, incarnation=1, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192
+            ),
+            m.SessionOpen(session=1, shard_count=1),
+        ]
+        self.generations = None
+        self.closed = False
+
+    def send(self, message: m.Message) -> bool:
+        if self.room <= 0:
+            return False
+        self.room -= 1
+        self.sent.append(message)
+        return True
+
+    def receive(self) -> list[m.Message]:
+        inbox, self.inbox = self.inbox, []
+        return inbox
+
+    def fileno(self) -> int:
+        return 5000  # more than select can take
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now_ns=10**9)
+    monkeypatch.setattr(scheduler_side, "time", SimpleNamespace(monotonic_ns=lambda: clock.now_ns))
+    return clock
+
+
+@pytest.fixture
+def make_side(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[FullSocket], SchedulerSide]:
+    def make(link: FullSocket) -> SchedulerSide:
+        monkeypatch.setattr(
+            "kvstore.connector.scheduler_side.Link.connect", lambda path, hello: link
+        )
+        return SchedulerSide(
+            ConnectorConfig(socket="/nowhere"),
+            SchedulerConfig(
+                engine_id="e",
+                nonce="n",
+                process="p",
+                tenant="t",
+                rank_count=1,
+                block_tokens=BLOCK_TOKENS,
+            ),
+        )
+
+    return make
+
+
+def request(number: int, blocks: int) -> Any:
+    keys = [hashlib.sha256(f"{number}/{i}".encode()).digest() for i in range(blocks)]
+    return SimpleNamespace(
+        request_id=f"r{number}",
+        block_hashes=keys,
+        num_prompt_tokens=blocks * BLOCK_TOKENS,
+        lora_request=None,
+        skip_reading_prefix_cache=False,
+    )
+
+
+def step(side: SchedulerSide) -> None:
+    side.build_plan(
+        SimpleNamespace(
+            num_scheduled_tokens={},
+            kv_connector_block_state=None,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
+            kv_cache_block_copies=None,
+        )
+    )
+
+
+def test_a_backlog_is_asked_about_over_several_steps(
+    make_side: Callable[[FullSocket], SchedulerSide],
+) -> None:
+    link = FullSocket(room=10**6)
+    side = make_side(link)
+    backlog = [request(number, 256) for number in range(200)]
+    for one in backlog:
+        side.on_new_request(one)
+    asked = []
+    for _ in range(20):
+        before = sum(isinstance(s, m.LeaseAsk) for s in link.sent)
+        for one in backlog:
+            side.get_num_new_matched_tokens(one, 0)
+        asked.append(sum(isinstance(s, m.LeaseAsk) for s in link.sent) - before)
+        step(side)
+    assert max(asked) == 16  # 4,096 keys
+    assert sum(asked) == 200
+
+
+def test_a_full_socket_is_waited_for_and_only_then_given_up(
+    make_side: Callable[[FullSocket], SchedulerSide], clock: SimpleNamespace
+) -> None:
+    link = FullSocket(room=1)
+    side = make_side(link)
+    long = request(1, 5000)  # a hint and three questions
+    side.on_new_request(long)
+    assert side.get_num_new_matched_tokens(long, 0) == (None, False)
+    late = request(2, 64)
+    side.on_new_request(late)
+    assert side.get_num_new_matched_tokens(late, 0) == (None, False)
+    assert len(link.sent) == 1
+    clock.now_ns += 200_000_000
+    step(side)
+    assert not link.closed
+    link.room = 1
+    step(side)  # it moves: the wait begins anew
+    clock.now_ns += 200_000_000
+    step(side)
+    assert not link.closed
+    clock.now_ns += 100_000_000
+    step(side)
+    assert link.closed
+
+
+def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
+    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = make_side(FullSocket(room=100))
+    one = request(1, 8)
+    side.on_new_request(one)
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(side._core, "allocated", fail)
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],))
+    with pytest.raises(KeyError):
+        side.update_state_after_alloc(one, blocks, 2 * BLOCK_TOKENS)
+    (load,) = side.rescue_plan().loads
+    assert (load.request, load.block_ids) == ("r1", (4, 5, 6))
+    assert side.rescue_plan().loads == ()

@@ -1,0 +1,364 @@
+"""WorkerSide as vllm drives it, on real CPU tensors, against a scripted node."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
+from kvstore.connector import worker_side
+from kvstore.connector.config import ConnectorConfig
+from kvstore.connector.mapping import NotServed, RankModel, cache_arrays, describe, layers_in_order
+from kvstore.connector.worker_side import WorkerSide
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.messages import Seal
+from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
+
+pytestmark = pytest.mark.engine
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 12, 6, 2, 32, 64
+BLOCK = LAYERS * HEADS * TOKENS * CONTENT * 4
+
+
+class Layer:
+    isa: str | None = "vec"
+
+    @staticmethod
+    def get_attn_backend() -> Any:
+        return SimpleNamespace(get_name=lambda: "CPU_ATTN")
+
+
+class HfConfig:
+    architectures = ("LlamaForCausalLM",)
+
+    def __init__(self, **changes: object) -> None:
+        self.changes = changes
+
+    def to_dict(self) -> dict[str, object]:
+        return {"hidden_size": 256, "_name_or_path": "/a", "dtype": "float32", **self.changes}
+
+
+def kv_caches(dtype: str = "float32") -> dict[str, Any]:
+    """As vllm lays them: one allocation, layer after layer; given in no useful order."""
+    import torch
+
+    memory = torch.rand(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT).to(getattr(torch, dtype))
+    names = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+    return dict(sorted(zip(names, memory, strict=True)))
+
+
+def vllm_config(path: str, **changes: Any) -> Any:
+    import torch
+
+    model = SimpleNamespace(
+        model=path,
+        seed=0,
+        revision=None,
+        dtype=changes.get("dtype", torch.float32),
+        quantization=None,
+        quantization_config=None,
+        model_impl="auto",
+        model_class_overrides=None,
+        disable_sliding_window=False,
+        max_model_len=changes.get("max_model_len", 4096),
+        hf_config=changes.get("hf_config", HfConfig()),
+        get_total_num_kv_heads=lambda: changes.get("total_heads", HEADS),
+    )
+    return SimpleNamespace(
+        model_config=model,
+        load_config=SimpleNamespace(load_format="dummy", download_dir=None),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"),
+        parallel_config=SimpleNamespace(rank=0),
+        kv_transfer_config=SimpleNamespace(engine_id="engine"),
+        instance_id="instance",
+        speculative_config=changes.get("speculative"),
+        compilation_config=SimpleNamespace(
+            static_forward_context={
+                f"model.layers.{n}.self_attn.attn": changes.get("layer", Layer())
+                for n in range(LAYERS)
+            }
+        ),
+    )
+
+
+def kv_cache_config(layout: str = "LBHNC") -> Any:
+    names = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+    return SimpleNamespace(
+        num_blocks=BLOCKS,
+        kv_cache_groups=[SimpleNamespace(layer_names=names)],
+        kv_cache_layout=layout,
+        hash_block_size=TOKENS,
+    )
+
+
+def described(**changes: Any) -> RankModel:
+    found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights="w")
+    assert isinstance(found, RankModel), found
+    return found
+
+
+# ── mapping ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_layers_are_ordered_by_number_and_shared_ones_left_out() -> None:
+    caches = kv_caches()
+    caches["model.layers.99.self_attn.attn"] = caches["model.layers.3.self_attn.attn"]
+    names = layers_in_order(caches)
+    assert names == [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+
+
+def test_arrays_are_the_tensors_memory() -> None:
+    caches = kv_caches("bfloat16")
+    arrays = cache_arrays(caches, block_count=BLOCKS)
+    assert not isinstance(arrays, NotServed)
+    assert [a.shape for a in arrays] == [(BLOCKS, BLOCK // LAYERS // 2)] * LAYERS
+    arrays[10][3] = 0
+    assert not caches["model.layers.10.self_attn.attn"][3].any()
+    assert caches["model.layers.10.self_attn.attn"][2].any()
+    assert caches["model.layers.9.self_attn.attn"][3].any()
+
+
+def test_padded_pages_in_blocks_are_seen_without_their_padding() -> None:
+    import torch
+
+    memory = torch.rand(BLOCKS, 2, HEADS * TOKENS * CONTENT + 16)
+    caches = {
+        f"layers.{n}": memory[:, n, : HEADS * TOKENS * CONTENT].unflatten(
+            1, (HEADS, TOKENS, CONTENT)
+        )
+        for n in range(2)
+    }
+    arrays = cache_arrays(caches, block_count=BLOCKS)
+    assert not isinstance(arrays, NotServed)
+    for n in range(2):
+        expected = caches[f"layers.{n}"][4].contiguous().numpy().tobytes()
+        assert arrays[n][4].tobytes() == expected
+
+
+def test_caches_that_are_not_one_page_a_block_are_not_served() -> None:
+    caches = kv_caches()
+    split = {name: cache.unflatten(2, (2, -1)).flatten(0, 1) for name, cache in caches.items()}
+    turned = {name: cache.transpose(1, 2) for name, cache in caches.items()}
+    elsewhere = {name: cache.to("meta") for name, cache in caches.items()}
+    for bad in (split, turned, elsewhere):
+        assert isinstance(cache_arrays(bad, block_count=BLOCKS), NotServed)
+    found = cache_arrays(elsewhere, block_count=BLOCKS)
+    assert isinstance(found, NotServed)
+    assert "CPU caches only" in found.reason
+
+
+def test_geometry_and_shard_fit_the_cache() -> None:
+    found = described()
+    assert found.geometry.block_bytes == BLOCK
+    assert found.geometry.covers(found.shard)
+    assert (found.space.layer_count, found.space.kv_head_count) == (LAYERS, HEADS)
+    assert found.space.engine_version == "vllm-0.32"
+    assert found.space.isa.startswith("vec/")
+
+
+def test_the_models_path_is_not_in_the_space_and_its_configuration_is() -> None:
+    import torch
+
+    base = described().space
+    assert described(hf_config=HfConfig(_name_or_path="/b", transformers_version="9")).space == base
+    assert described(max_model_len=100).space == base
+    longrope = HfConfig(rope_parameters={"rope_type": "longrope"})
+    others = [
+        described(hf_config=HfConfig(rope_theta=5)).space,
+        described(hf_config=longrope).space,
+        described(hf_config=longrope, max_model_len=100).space,
+        described(dtype=torch.bfloat16).space,
+    ]
+    assert len({*others, base}) == 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative": SimpleNamespace(method="eagle")},
+        {"total_heads": 2 * HEADS},
+        {"layer": SimpleNamespace()},
+    ],
+)
+def test_what_cannot_be_told_for_certain_is_not_served(changes: dict[str, Any]) -> None:
+    found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights="w")
+    assert isinstance(found, NotServed)
+    found = describe(vllm_config("/a"), kv_cache_config("BLHNC"), kv_caches(), weights="w")
+    assert isinstance(found, NotServed)
+
+
+def test_drafts_without_a_model_are_served() -> None:
+    assert described(speculative=SimpleNamespace(method="ngram")) == described()
+
+
+# ── a step ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[ScriptedNode]:
+    with node_at(tmp_path / "node.sock") as node:
+        yield node
+
+
+@pytest.fixture
+def caches() -> dict[str, Any]:
+    return kv_caches()
+
+
+@pytest.fixture
+def side(tmp_path: Path, caches: dict[str, Any]) -> Iterator[WorkerSide]:
+    config = ConnectorConfig(socket=str(tmp_path / "node.sock"))
+    side = WorkerSide(config, vllm_config("/a"), kv_cache_config())
+    side.register_kv_caches(caches)
+    yield side
+    side.shutdown()
+
+
+def job(kind: type[Any], blocks: tuple[int, ...], **more: Any) -> Any:
+    slots = np.arange(len(blocks), dtype="<u4") * (-(-BLOCK // 65536) * 65536 // PAGE_BYTES)
+    return kind(
+        session=5,
+        block_ids=blocks,
+        keys=b"".join(bytes([block]) * 32 for block in blocks),
+        slots=slots.tobytes(),
+        generations=np.ones(len(blocks), "<u8").tobytes(),
+        **more,
+    )
+
+
+def step(side: WorkerSide, plan: StepPlan, *, idle: bool) -> tuple[set[str], set[int]]:
+    side.handle_preemptions(plan)
+    side.start_load_kv(plan)
+    side.wait_for_save(plan)
+    finished = side.get_finished(idle=idle)
+    return finished, side.block_ids_with_load_errors()
+
+
+def finish(side: WorkerSide) -> tuple[set[str], set[int], list[RankReport]]:
+    """Idle steps until a load ends."""
+    reports = []
+    for _ in range(int(WAIT_S / 0.005)):
+        finished, errors = step(side, StepPlan(), idle=True)
+        report = side.build_worker_meta()
+        reports += [report] if report else []
+        if finished:
+            return finished, errors, reports
+    raise AssertionError("no load ended")
+
+
+def test_blocks_go_to_the_node_and_come_back(
+    node: ScriptedNode, side: WorkerSide, caches: dict[str, Any]
+) -> None:
+    hello = node.open_session(5)
+    assert (hello.engine_id, hello.nonce, hello.tenant) == ("engine", "instance", "default")
+    assert hello.block_bytes == BLOCK
+    step(side, StepPlan(stores=(job(StoreJob, (2, 4), job=1),)), idle=False)
+    checksums = node.receive(Seal).checksums
+    before = [cache[2].clone() for cache in caches.values()]
+    for cache in caches.values():
+        cache[2] = 0
+    load = job(LoadJob, (2, 4), request="r", lease=1, checksums=checksums)
+    side.start_load_kv(StepPlan(loads=(load,)))
+    finished, errors, reports = finish(side)
+    assert (finished, errors) == ({"r"}, set())
+    assert all((cache[2] == b).all() for cache, b in zip(caches.values(), before, strict=True))
+    assert sum(report.blocks_sealed for report in reports) == 2
+    assert [len(report.loads) for report in reports if report.loads] == [1]
+    assert step(side, StepPlan(), idle=True) == (set(), set())
+    assert side.build_worker_meta() is None
+
+
+def test_a_failed_load_is_told_once_with_its_blocks(node: ScriptedNode, side: WorkerSide) -> None:
+    node.open_session(5)
+    load = job(LoadJob, (2, 4), request="r", lease=1, checksums=bytes(32))
+    side.start_load_kv(StepPlan(loads=(load,)))
+    finished, errors, reports = finish(side)
+    assert (finished, errors) == ({"r"}, {2, 4})
+    assert reports[-1].loads[0].failed_block_ids == (2, 4)
+    assert step(side, StepPlan(), idle=True) == (set(), set())
+
+
+def test_after_shutdown_loads_still_end(node: ScriptedNode, side: WorkerSide) -> None:
+    node.open_session(5)
+    side.shutdown()
+    side.shutdown()
+    plan = StepPlan(loads=(job(LoadJob, (2,), request="r", lease=1),), fence_blocks=(1,))
+    assert step(side, plan, idle=True) == ({"r"}, {2})
+    assert step(side, StepPlan(), idle=True) == (set(), set())
+
+
+@pytest.mark.parametrize("asks_for_meta", [True, False])
+def test_a_rank_without_a_cache_says_why_once_and_ends_every_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asks_for_meta: bool
+) -> None:
+    config = ConnectorConfig(socket=str(tmp_path / "node.sock"))
+    side = WorkerSide(config, vllm_config("/a"), kv_cache_config())
+    side.register_kv_caches({name: cache.to("meta") for name, cache in kv_caches().items()})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("kvstore: the cache is off: the KV cache is on meta")
+    assert "this version serves CPU caches only" in line
+    load = job(LoadJob, (2,), request="r", lease=1)
+    plan = StepPlan(loads=(load,), stores=(job(StoreJob, (3,), job=9),))
+    assert step(side, plan, idle=True) == ({"r"}, {2})
+    if asks_for_meta:
+        report = side.build_worker_meta()
+        assert report is not None
+        assert (report.store_jobs_done, report.loads[0].request) == ((9,), "r")
+        assert side.build_worker_meta() is None
+    assert step(side, StepPlan(), idle=True) == (set(), set())
+    side.shutdown()
+
+
+def test_a_fence_is_waited_for_through_the_copy_thread(
+    node: ScriptedNode, side: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.open_session(5)
+    assert side._handoff is not None
+    assert side._copier is not None
+    core, cache, fenced = side._handoff._core, side._copier._cache, threading.Event()
+    fence, store = core.fence, cache.store
+
+    def note_fence(blocks: Any) -> bool:
+        fenced.set()
+        return fence(blocks)
+
+    def store_when_fenced(*args: Any) -> bytes:
+        assert fenced.wait(WAIT_S)
+        return store(*args)
+
+    monkeypatch.setattr(core, "fence", note_fence)
+    monkeypatch.setattr(cache, "store", store_when_fenced)
+    monkeypatch.setattr(worker_side, "FENCE_S_MAX", WAIT_S)
+    side.wait_for_save(StepPlan(stores=(job(StoreJob, (1, 2, 3), job=1),)))
+    side.handle_preemptions(StepPlan(fence_blocks=(3,)))
+    with side._handoff.core():
+        assert 3 not in core.pending_store_blocks()
+    fenced.set()
+    assert len(node.receive(Seal).slots) == 12
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_has_nothing(node: ScriptedNode, side: WorkerSide) -> None:
+    node.open_session(5)
+    read_fd, write_fd = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        plan = StepPlan(loads=(job(LoadJob, (2,), request="r", lease=1),))
+        said = step(side, plan, idle=True) == ({"r"}, {2})
+        side.shutdown()
+        os.write(write_fd, b"y" if said else b"n")
+        os._exit(0)
+    os.close(write_fd)
+    answer = os.read(read_fd, 1)
+    os.close(read_fd)
+    os.waitpid(pid, 0)
+    assert answer == b"y"
+    side.wait_for_save(StepPlan(stores=(job(StoreJob, (1,), job=1),)))
+    node.receive(Seal)  # the parent goes on

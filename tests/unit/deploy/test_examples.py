@@ -1,0 +1,137 @@
+"""The manifests: valid for Kubernetes, and every flag and key in them is one that we have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvstore.connector.config import parse_config
+from kvstore.units import GIB, parse_size
+from tests.docs.commands import node_config
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "deploy" / "examples"
+KUBERNETES_VERSIONS = ("1.31", "1.34", "1.37")
+NODE = "node-daemonset.yaml"
+ENGINE = "vllm-deployment.yaml"
+OVERHEAD_BYTES = 2 * GIB
+POD_IP = "10.0.0.7"
+
+
+def _load(name: str) -> dict[str, Any]:
+    (document,) = yaml.safe_load_all((EXAMPLES / name).read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def _pod(name: str) -> dict[str, Any]:
+    pod = _load(name)["spec"]["template"]["spec"]
+    assert isinstance(pod, dict)
+    return pod
+
+
+def _container(name: str) -> dict[str, Any]:
+    (container,) = _pod(name)["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def _kv_transfer_config() -> dict[str, Any]:
+    args = _container(ENGINE)["args"]
+    config = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert isinstance(config, dict)
+    return config
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir()))
+def test_it_is_valid_for_kubernetes(name: str, version: str) -> None:
+    assert kubernetes_validate.validate(_load(name), version, strict=True) == version
+
+
+def test_an_unknown_field_is_seen() -> None:
+    broken = _load(NODE)
+    broken["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, KUBERNETES_VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("name", [NODE, ENGINE])
+def test_selector_and_labels_agree(name: str) -> None:
+    spec = _load(name)["spec"]
+    wanted = spec["selector"]["matchLabels"]
+    assert wanted.items() <= spec["template"]["metadata"]["labels"].items()
+
+
+def test_the_engine_uses_exactly_the_public_names() -> None:
+    config = _kv_transfer_config()
+    extra = config.pop("kv_connector_extra_config")
+    assert config == {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    assert parse_config(extra).socket == extra["socket"]
+    assert "--prefix-caching-hash-algo=sha256_cbor" in _container(ENGINE)["args"]
+
+
+def test_node_and_engine_meet_in_one_directory() -> None:
+    socket = _kv_transfer_config()["kv_connector_extra_config"]["socket"]
+    assert f"--socket={socket}" in _container(NODE)["args"]
+    hosts = set()
+    for name in (NODE, ENGINE):
+        mounts = {m["name"]: m["mountPath"] for m in _container(name)["volumeMounts"]}
+        volumes = {v["name"]: v for v in _pod(name)["volumes"]}
+        (volume,) = (n for n, path in mounts.items() if path == str(Path(socket).parent))
+        hosts.add(volumes[volume]["hostPath"]["path"])
+    assert len(hosts) == 1
+
+
+def test_node_and_engine_are_the_user_who_may_attach() -> None:
+    uids = {_pod(name)["securityContext"]["runAsUser"] for name in (NODE, ENGINE)}
+    (uid,) = uids
+    assert uid != 0
+    assert f"--allow-uid={uid}" in _container(NODE)["args"]
+
+
+def _node_flags() -> list[str]:
+    command, *flags = _container(NODE)["args"]
+    assert command == "node"
+    return [flag.replace("$(POD_IP)", POD_IP) for flag in flags]
+
+
+def test_the_node_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = node_config(_node_flags(), monkeypatch)
+    assert config.allow_uids >= {_pod(NODE)["securityContext"]["runAsUser"]}
+    limits = _container(NODE)["resources"]["limits"]
+    assert config.dram_bytes + OVERHEAD_BYTES == parse_size(limits["memory"] + "B")
+    assert _container(NODE)["resources"]["requests"] == limits, "the pod must be Guaranteed"
+
+
+def test_the_probes_reach_the_health_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    http = node_config(_node_flags(), monkeypatch).http
+    assert http is not None
+    assert http.host == POD_IP
+    container = _container(NODE)
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports["metrics"] == http.port
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    annotations = _load(NODE)["spec"]["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(http.port)
+
+
+def test_no_container_can_gain_anything() -> None:
+    for name in (NODE, ENGINE):
+        pod = _pod(name)
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"]["drop"] == ["ALL"]
+            assert not context.get("privileged")

@@ -1,0 +1,54 @@
+"""The image recipes: they copy what the package needs, and start what exists."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.docs.commands import node_config
+
+ROOT = Path(__file__).resolve().parents[3]
+IMAGES = sorted((ROOT / "deploy" / "images").iterdir())
+EXAMPLES = ROOT / "deploy" / "examples"
+
+
+def _copied(text: str) -> set[str]:
+    lines = re.findall(r"^COPY (?!--from)(.+) /\S+$", text, re.MULTILINE)
+    return {source for line in lines for source in line.split()}
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_it_copies_all_that_an_installation_needs(path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    needed |= set(project["tool"]["setuptools"]["package-dir"].values())
+    assert _copied(path.read_text()) == needed
+    assert all((ROOT / name).exists() for name in needed)
+
+
+def test_the_node_starts_with_flags_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "deploy" / "images" / "Dockerfile").read_text()
+    (program,) = json.loads(re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)[0])
+    command, *flags = json.loads(re.findall(r"^CMD (.+)$", text, re.MULTILINE)[0])
+    assert (program, command) == ("kvstore", "node")
+    assert str(node_config(flags, monkeypatch).socket) == "/run/kvstore/node.sock"
+
+
+def test_the_image_runs_as_the_user_of_the_manifest() -> None:
+    text = (ROOT / "deploy" / "images" / "Dockerfile").read_text()
+    (user,) = re.findall(r"^USER (\d+):\d+$", text, re.MULTILINE)
+    pod = yaml.safe_load((EXAMPLES / "node-daemonset.yaml").read_text())["spec"]["template"]["spec"]
+    assert int(user) == pod["securityContext"]["runAsUser"]
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_manifests_name_the_images_that_are_built(path: Path) -> None:
+    (tag,) = re.findall(r"-t (\S+) \.$", path.read_text(), re.MULTILINE)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert tag.endswith(f":{version}")
+    assert any(f"image: {tag}\n" in example.read_text() for example in EXAMPLES.iterdir())

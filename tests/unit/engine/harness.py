@@ -1,0 +1,346 @@
+"""An engine under test, and processes that attach to it: the least that tests of it need.
+
+`Node.step` takes events, sorts what comes out by connection, and checks the engine each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvstore.engine.engine import Engine, EngineConfig
+from kvstore.engine.events import (
+    Admit,
+    Command,
+    Ended,
+    Event,
+    Hangup,
+    RaiseGenerations,
+    Ready,
+    Received,
+    Release,
+    Send,
+    Tick,
+)
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import (
+    PROTOCOL_VERSION,
+    Distrust,
+    Drop,
+    EngineMessage,
+    Grant,
+    HelloRank,
+    HelloScheduler,
+    Hint,
+    HintReply,
+    LeaseAsk,
+    LeaseReply,
+    Message,
+    Quiesce,
+    Quiet,
+    Seal,
+    SessionOpen,
+)
+from kvstore.wire.space import Space
+
+M = TypeVar("M", bound=Message)
+
+LAYERS, HEADS, TOKENS = 3, 2, 16
+WHOLE = Shard(0, LAYERS, 0, HEADS)
+HALVES = (Shard(0, LAYERS, 0, 1), Shard(0, LAYERS, 1, 2))
+"""Two ranks with slots of one size."""
+UNEVEN = (Shard(0, 1, 0, HEADS), Shard(1, LAYERS, 0, HEADS))
+"""Two ranks, the second with slots of twice the size."""
+
+
+def space(model: str = "m", *, layer_bytes: int = SLOT_BYTES_MIN) -> Space:
+    """A model whose blocks take `layer_bytes` per layer."""
+    return Space(
+        model=model,
+        weights="w",
+        dtype="float32",
+        kv_dtype="float32",
+        quantization="",
+        attention_backend="a",
+        kv_layout="LBHNC",
+        isa="",
+        block_tokens=TOKENS,
+        hash_block_tokens=TOKENS,
+        layer_count=LAYERS,
+        kv_head_count=HEADS,
+        token_bytes=layer_bytes // HEADS // TOKENS,
+        hash_algorithm="sha256_cbor",
+        hash_seed="",
+        engine_version="e",
+    )
+
+
+SMALL = space("small", layer_bytes=16 << 10)
+"""A whole block fits one slot of the least size."""
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest()
+
+
+def keys(*numbers: int) -> bytes:
+    return b"".join(key(number) for number in numbers)
+
+
+def pairs(message: LeaseReply | Grant | Seal) -> list[tuple[int, int]]:
+    """The (slot, generation) that a message names."""
+    slots = np.frombuffer(message.slots, dtype="<u4").tolist()
+    return list(zip(slots, np.frombuffer(message.generations, dtype="<u8").tolist(), strict=True))
+
+
+def arrays(places: Sequence[tuple[int, int]]) -> tuple[bytes, bytes]:
+    """Slots and generations, as they travel."""
+    slots = np.array([slot for slot, _ in places], dtype="<u4")
+    return slots.tobytes(), np.array([g for _, g in places], dtype="<u8").tobytes()
+
+
+class Node:
+    """An engine and what it said, by connection."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 32,
+        slab_slots: int = 4,
+        ready_slots: int | None = None,
+        **config: Any,
+    ) -> None:
+        arena = slots * SLOT_BYTES_MIN
+        fixed: dict[str, Any] = {"block_count_max": 256, "credit_share": 0.25} | config
+        self.engine = Engine(
+            EngineConfig(
+                incarnation=7,
+                arena_bytes=arena,
+                slab_bytes=slab_slots * SLOT_BYTES_MIN,
+                generation_bytes=4096 + 8 * slots,
+                **fixed,
+            )
+        )
+        self.now_ns = 10**9
+        self.sent: dict[int, list[Message]] = defaultdict(list)
+        self.hangups: dict[int, str] = {}
+        self.admitted: list[int] = []
+        self.released: list[int] = []
+        self.raised: dict[int, int] = {}
+        self._connections = 0
+        self.step(Ready(arena if ready_slots is None else ready_slots * SLOT_BYTES_MIN))
+
+    def step(self, *events: Event) -> list[Command]:
+        """Take events; what was said is sorted into `sent`, `hangups` and so on."""
+        commands = self.engine.step(events, self.now_ns)
+        for command in commands:
+            match command:
+                case Send(connection=connection, message=message):
+                    self.sent[connection].append(message)
+                case Admit(connection=connection):
+                    self.admitted.append(connection)
+                case Hangup(connection=connection, reason=reason):
+                    self.hangups[connection] = reason
+                case Release(connection=connection):
+                    self.released.append(connection)
+                case RaiseGenerations(slots=slots, generations=generations):
+                    self.raised.update(zip(slots.tolist(), generations.tolist(), strict=True))
+        self.engine.check()
+        return commands
+
+    def hear(self, connection: int, message: EngineMessage) -> list[Command]:
+        return self.step(Received(ConnectionId(connection), message))
+
+    def end(self, *connections: int) -> list[Command]:
+        return self.step(*(Ended(ConnectionId(c)) for c in connections))
+
+    def tick(self, ms: float = 1) -> list[Command]:
+        self.now_ns += int(ms * NS_PER_MS)
+        return self.step(Tick())
+
+    def connect(self, hello: HelloScheduler | HelloRank) -> int:
+        self._connections += 1
+        self.hear(self._connections, hello)
+        return self._connections
+
+    def last(self, connection: int, kind: type[M]) -> M:
+        """The newest message of a kind to a connection."""
+        return next(m for m in reversed(self.sent[connection]) if isinstance(m, kind))
+
+    def count(self, connection: int, kind: type[Message]) -> int:
+        return sum(isinstance(message, kind) for message in self.sent[connection])
+
+    def blocks(self) -> dict[str, str]:
+        """8 hex digits of each key → its tiers."""
+        return {block.key: block.tiers for block in self.engine.blocks()}
+
+    def sizes(self) -> list[int]:
+        """Slot sizes in use."""
+        return list(self.engine._state.slots.pools)
+
+    def quarantined(self) -> int:
+        return self.engine.tiers()[0].slots_quarantined
+
+    def granted(self) -> int:
+        return self.engine.tiers()[0].slots_granted
+
+
+class Hellos:
+    """How the processes of one engine instance introduce themselves."""
+
+    def __init__(
+        self,
+        name: str = "e",
+        *,
+        shards: Sequence[Shard] = (WHOLE,),
+        space: Space = SMALL,
+        tenant: str = "t",
+        epoch: str = "",
+    ) -> None:
+        self.name = name
+        self.shards = shards
+        self.space = space
+        self.tenant = tenant
+        self.epoch = epoch
+
+    def scheduler_hello(self, **changes: Any) -> HelloScheduler:
+        hello = HelloScheduler(
+            protocol=PROTOCOL_VERSION,
+            engine_id=self.name,
+            nonce="n",
+            tenant=self.tenant,
+            rank_count=len(self.shards),
+            process=f"{self.name}-scheduler",
+            weights_epoch=self.epoch,
+        )
+        return msgspec.structs.replace(hello, **changes)
+
+    def rank_hello(self, rank: int, /, **changes: Any) -> HelloRank:
+        shard, space = self.shards[rank], self.space
+        size = (shard.layer_end - shard.layer_begin) * (shard.head_end - shard.head_begin)
+        hello = HelloRank(
+            protocol=PROTOCOL_VERSION,
+            engine_id=self.name,
+            nonce="n",
+            tenant=self.tenant,
+            rank=rank,
+            process=f"{self.name}-rank{rank}",
+            space=space,
+            shard=shard,
+            block_bytes=size * space.block_tokens * space.token_bytes,
+        )
+        return msgspec.structs.replace(hello, **changes)
+
+
+class Peer(Hellos):
+    """One engine instance: a scheduler and ranks, attached in an open session."""
+
+    def __init__(
+        self,
+        node: Node,
+        name: str = "e",
+        *,
+        shards: Sequence[Shard] = (WHOLE,),
+        space: Space = SMALL,
+        tenant: str = "t",
+        epoch: str = "",
+    ) -> None:
+        super().__init__(name, shards=shards, space=space, tenant=tenant, epoch=epoch)
+        self.node = node
+        self.session = 0
+        self.used: set[tuple[int, int]] = set()
+        self.scheduler = node.connect(self.scheduler_hello())
+        self.ranks = [node.connect(self.rank_hello(i)) for i in range(len(shards))]
+        self.be_quiet()
+
+    def be_quiet(self) -> None:
+        """All ranks answer; the session opens unless the peer was refused."""
+        if any(rank in self.node.hangups for rank in self.ranks):
+            return
+        for rank in self.ranks:
+            asked = self.node.last(rank, Quiesce).session
+            self.node.hear(rank, Quiet(asked))
+        self.session = self.node.last(self.scheduler, SessionOpen).session
+
+    def credits(self) -> list[tuple[int, int]]:
+        """(slot, generation) of every Grant of this session, shard minor, oldest first."""
+        return [
+            place
+            for message in self.node.sent[self.scheduler]
+            if isinstance(message, Grant) and message.session == self.session
+            for place in pairs(message)
+        ]
+
+    def sealed(
+        self, *numbers: int, places: Sequence[tuple[int, int]] | None = None, rank: int = 0
+    ) -> Received:
+        """A Seal of blocks in the oldest credits that are not used yet, or in `places`."""
+        if places is None:
+            unused = self.unused(rank)
+            assert len(unused) >= len(numbers), f"{len(numbers)} blocks, {len(unused)} credits"
+            places = unused[: len(numbers)]
+        self.used.update(places)
+        slots, generations = arrays(places)
+        seal = Seal(
+            session=self.session,
+            keys=keys(*numbers),
+            slots=slots,
+            generations=generations,
+            checksums=b"".join(checksum(number, rank) for number in numbers),
+        )
+        return Received(ConnectionId(self.ranks[rank]), seal)
+
+    def seal(
+        self, *numbers: int, places: Sequence[tuple[int, int]] | None = None, rank: int = 0
+    ) -> list[tuple[int, int]]:
+        """The same, heard by the node; returns where."""
+        event = self.sealed(*numbers, places=places, rank=rank)
+        self.node.step(event)
+        assert isinstance(event.message, Seal)
+        return pairs(event.message)
+
+    def unused(self, rank: int = 0) -> list[tuple[int, int]]:
+        """Credits of a rank that it has neither sealed nor dropped."""
+        mine = self.credits()[rank :: len(self.shards)]
+        return [place for place in mine if place not in self.used]
+
+    def store(self, *numbers: int) -> None:
+        """Seal these blocks in all shards, one datagram per block and rank."""
+        for number in numbers:
+            for rank in range(len(self.ranks)):
+                self.seal(number, rank=rank)
+
+    def drop(self, *places: tuple[int, int], rank: int = 0) -> None:
+        slots, generations = arrays(places)
+        self.used.update(places)
+        self.node.hear(
+            self.ranks[rank], Drop(session=self.session, slots=slots, generations=generations)
+        )
+
+    def distrust(self, *places: tuple[int, int], rank: int = 0) -> None:
+        slots, generations = arrays(places)
+        self.node.hear(self.ranks[rank], Distrust(slots=slots, generations=generations))
+
+    def lease(self, lease: int, *numbers: int, with_checksums: bool = False) -> LeaseReply:
+        ask = LeaseAsk(lease=lease, keys=keys(*numbers), with_checksums=with_checksums)
+        self.node.hear(self.scheduler, ask)
+        reply = self.node.last(self.scheduler, LeaseReply)
+        assert reply.lease == lease
+        return reply
+
+    def hint(self, *numbers: int) -> list[bool]:
+        self.node.hear(self.scheduler, Hint(request=1, keys=keys(*numbers)))
+        present = self.node.last(self.scheduler, HintReply).present
+        bits = np.unpackbits(np.frombuffer(present, dtype=np.uint8), bitorder="little")
+        assert not bits[len(numbers) :].any()
+        return [bool(bit) for bit in bits[: len(numbers)]]
+
+
+def checksum(number: int, rank: int = 0) -> bytes:
+    return hashlib.blake2b(f"{number}/{rank}".encode(), digest_size=16).digest()

@@ -1,0 +1,129 @@
+"""Room and credits: what a session may take of a pool, and which slab changes hands."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.engine.events import Clear, Received
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
+from kvstore.wire.messages import Drop
+from tests.unit.engine.harness import Hellos, Node, Peer, space
+
+FOUR = tuple(Shard(0, 1, head, head + 1) for head in range(4))
+QUARTERS = msgspec.structs.replace(
+    space("four ranks"), layer_count=1, kv_head_count=4, token_bytes=1 << 10
+)
+
+
+def test_ranks_that_share_a_pool_share_its_credits() -> None:
+    """A block of four shards takes four slots: a quarter of the pool is a sixteenth in blocks."""
+    node = Node(slots=64, credit_share=0.25)
+    peer = Peer(node, shards=FOUR, space=QUARTERS)
+    assert len(peer.credits()) == 16
+    assert len(peer.unused(rank=3)) == 4
+
+
+def test_a_session_of_many_ranks_leaves_what_is_stored() -> None:
+    node = Node(slots=32, credit_share=0.125)
+    peer = Peer(node, shards=FOUR, space=QUARTERS)
+    for number in range(20):
+        peer.store(number)
+    held = node.engine.tiers()[0].slots_sealed
+    assert held >= 24, "credits took the room of blocks"
+    assert len(peer.lease(1, 19).slots) == 4 * 4
+
+
+@pytest.mark.parametrize("unit", ["one slot at a time", "all at once"])
+def test_a_pool_of_one_slab_is_not_emptied_for_credits(unit: str) -> None:
+    node = Node(slots=4, slab_slots=4, credit_share=0.125)
+    peer = Peer(node)
+    for number in range(12):
+        peer.store(number)
+    last = 3 if unit == "all at once" else 1
+    assert len(peer.lease(1, *range(12 - last, 12)).slots) == 4 * last
+
+
+def test_two_models_with_their_part_leave_each_other_alone() -> None:
+    node = Node(slots=16, slab_slots=4, credit_share=0.25)
+    small = Peer(node, "small")
+    for number in range(8):
+        small.store(number)
+    large = Peer(node, "large", space=space("large", layer_bytes=SLOT_BYTES_MIN))
+    for number in range(100, 140):
+        large.store(number)
+    slots = node.engine._state.slots
+    by_size = {size: len(pool.slabs) for size, pool in slots.pools.items()}
+    assert sorted(by_size.values()) == [2, 2]
+    assert len(small.lease(1, 6, 7).slots) == 4 * 2, "the other model's churn took them"
+
+
+def test_the_coldest_slab_of_a_model_that_left_goes_first() -> None:
+    node = Node(slots=16, slab_slots=4, credit_share=0.1)
+    gone = Peer(node, "gone")
+    for number in range(16):
+        gone.store(number)
+    slots = node.engine._state.slots
+    (pool,) = slots.pools.values()
+    gone.hint(0, 1, 2, 3)
+    coldest = slots.coldest_slab(pool)
+    node.end(gone.scheduler, *gone.ranks)
+    assert coldest is not None
+    expected = {
+        slab: int(slots.stamps[slots.words_in(slab)].max())
+        for slab in pool.slabs
+        if not np.isin(slots.state[slots.words_in(slab)], (1, 3)).any()
+    }
+    assert coldest[0] in pool.slabs
+    assert coldest[1] == min(expected.values())
+    new = Peer(node, "new", space=space("new", layer_bytes=SLOT_BYTES_MIN))
+    assert new.unused(), "a slab changed hands"
+    assert coldest[0] not in pool.slabs
+
+
+def test_a_slab_that_a_living_process_may_write_never_changes_hands() -> None:
+    node = Node(slots=16, slab_slots=4, credit_share=0.25)
+    gone = Peer(node, "gone")
+    for number in range(10):
+        gone.store(number)
+    writable = {slot for slot, _ in gone.unused()}
+    node.end(gone.scheduler, *gone.ranks)
+    assert node.quarantined() == len(writable) > 0
+    new = Peer(node, "new", space=space("new", layer_bytes=SLOT_BYTES_MIN))
+    for number in range(20):
+        new.store(number)
+    assert node.quarantined() == len(writable)
+    pages = {slot + page for slot, _ in new.credits() for page in range(48)}
+    assert not pages & writable
+
+
+def test_slots_of_several_sizes_that_go_at_once_go_back_to_their_own() -> None:
+    node = Node(slots=16, slab_slots=4, credit_share=0.25)
+    small = Peer(node, "small")
+    large = Peer(node, "large", space=space("large", layer_bytes=SLOT_BYTES_MIN))
+    small.store(1, 2, 3)
+    large.store(1)
+    node.step(Clear(None, None))
+    assert not node.blocks()
+    small.store(1)
+    large.store(1)
+
+
+def test_nothing_is_heard_after_a_hangup_in_the_same_batch() -> None:
+    """A second Hello behind the fault would attach a connection that has no socket any more."""
+    node = Node()
+    hello = Hellos().scheduler_hello()
+    wrong = Drop(session=1, slots=b"", generations=b"")
+    node.step(*(Received(ConnectionId(9), m) for m in (hello, wrong, hello)))
+    assert 9 in node.hangups
+    assert node.engine.nodes()[0].connections == 0
+    assert node.admitted == [9]
+    assert node.released == [9]
+
+
+def test_hints_of_keys_that_repeat_are_harmless() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.store(1, 2)
+    assert peer.hint(1, 1, 2, 3, 1) == [True, True, True, False, True]

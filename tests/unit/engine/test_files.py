@@ -1,0 +1,125 @@
+"""The file tier's word: FileKnown, FileGone, and the scopes they make."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.engine import residency
+from kvstore.engine.events import Clear, Cleared, FileGone, FileKnown
+from kvstore.engine.residency import Residency
+from kvstore.types import Shard, SpaceId, Tier
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, key, keys, pairs
+
+SPACE = fingerprint(SMALL, weights_epoch="")
+
+
+def known(*numbers: int, tenant: str = "t", space: bytes = SPACE, at: int = 1) -> FileKnown:
+    places = np.arange(at, at + len(numbers), dtype="<u8").tobytes()
+    return FileKnown(tenant, space, WHOLE, keys(*numbers), places)
+
+
+def gone(*numbers: int, tenant: str = "t", shard: Shard = WHOLE) -> FileGone:
+    return FileGone(tenant, SPACE, shard, keys(*numbers))
+
+
+def short(number: int) -> str:
+    return key(number)[:4].hex()
+
+
+def test_known_blocks_come_and_go() -> None:
+    node = Node()
+    node.step(known(1, 2, 3))
+    assert node.blocks() == dict.fromkeys(map(short, (1, 2, 3)), "file")
+    assert node.engine.tiers()[1].blocks == 3
+    node.step(gone(2, 4))
+    assert node.blocks() == dict.fromkeys(map(short, (1, 3)), "file")
+    node.step(gone(1, 1, 3))
+    assert node.blocks() == {}
+
+
+def test_a_block_in_both_tiers_lives_until_both_let_go() -> None:
+    node = Node()
+    peer = Peer(node)
+    places = peer.seal(1, 2)
+    node.step(known(1, 2))
+    assert set(node.blocks().values()) == {"dram+file"}
+    node.step(gone(1))
+    assert node.blocks() == {short(1): "dram", short(2): "dram+file"}
+    assert pairs(peer.lease(1, 1, 2)) == places
+    peer.distrust(*places)
+    assert node.blocks() == {short(2): "file"}
+
+
+def test_evicted_blocks_stay_in_the_file() -> None:
+    node = Node(slots=8)
+    peer = Peer(node)
+    peer.seal(1)
+    node.step(known(1))
+    for number in range(100, 120):
+        peer.seal(number)
+    assert node.blocks()[short(1)] == "file"
+    peer.seal(1)
+    assert node.blocks()[short(1)] == "dram+file"
+
+
+def test_a_key_twice_in_one_event_is_one_block() -> None:
+    node = Node()
+    node.step(known(1, 2, 1))
+    assert node.engine.nodes()[0].blocks == 2
+    node.step(known(1, at=50))
+    assert node.engine.nodes()[0].blocks == 2
+
+
+def test_scopes_are_apart() -> None:
+    node = Node()
+    node.step(known(1), known(1, tenant="u"), known(1, space=b"s" * 32))
+    assert node.engine.nodes()[0].blocks == 3
+    node.step(gone(1, tenant="u"), gone(1, shard=Shard(0, 1, 0, 1)))
+    assert sorted(s.tenant for s in node.engine.spaces()) == ["t", "t"]
+
+
+def test_more_than_the_table_holds_is_left_out() -> None:
+    node = Node(block_count_max=4)
+    node.step(known(*range(10)))
+    assert len(node.blocks()) == 4
+    node.step(known(*range(10), at=100))
+    assert len(node.blocks()) == 4
+    assert node.step(Clear(None, "t"))[-1] == Cleared(4)
+
+
+def test_a_location_of_zero_is_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="in no file"):
+        Node().step(known(1, at=0))
+
+
+def test_unused_scopes_are_forgotten_but_never_a_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "SCOPE_COUNT_MAX", 8)
+    node = Node()
+    idle = Peer(node)
+    for i in range(20):
+        space = bytes([i]) * 32
+        node.step(known(i, space=space))
+        if i != 3:
+            node.step(Clear(space, None))
+    assert len(node.engine._state.residency.scopes()) <= 8
+    idle.seal(1)
+    assert node.blocks() == {short(3): "file", short(1): "dram"}
+    assert node.step(Clear(SPACE, "t"))[-1] == Cleared(1)
+
+
+def test_a_put_into_dram_twice_is_our_own_bug() -> None:
+    table = Residency(block_count_max=4, word_count=4)
+    scope = table.scope("t", SpaceId(SPACE), WHOLE)
+    rows = table.insert(scope, np.ones((1, 4), dtype=np.uint64))
+    sums = np.zeros((1, 2), dtype=np.uint64)
+    table.put_dram(rows, np.array([1]), sums)
+    with pytest.raises(AssertionError, match="into dram twice"):
+        table.put_dram(rows, np.array([2]), sums)
+    other = table.insert(scope, np.full((1, 4), 2, dtype=np.uint64))
+    with pytest.raises(AssertionError, match="two blocks"):
+        table.put_dram(other, np.array([1]), sums)
+    assert table.count(Tier.DRAM) == 1
+    with pytest.raises(AssertionError, match="without a block"):
+        table.drop_dram(np.array([3]))

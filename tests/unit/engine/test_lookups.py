@@ -1,0 +1,233 @@
+"""Lookups: the run that is found, hints, what a lease promises and for how long."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.engine.events import FileGone, FileKnown
+from kvstore.types import Shard
+from kvstore.wire.messages import (
+    DATAGRAM_BYTES_MAX,
+    KEYS_PER_DATAGRAM_MAX,
+    LeaseAsk,
+    LeaseRelease,
+    LeaseRenew,
+    encode,
+)
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import (
+    HALVES,
+    SMALL,
+    WHOLE,
+    Node,
+    Peer,
+    checksum,
+    keys,
+    pairs,
+)
+
+
+def test_the_run_ends_at_the_first_block_that_is_missing() -> None:
+    node = Node()
+    peer = Peer(node)
+    places = dict(zip([1, 2, 3, 5], peer.seal(1, 2, 3, 5), strict=True))
+    assert pairs(peer.lease(1, 1, 2, 3, 4, 5)) == [places[i] for i in (1, 2, 3)]
+    assert pairs(peer.lease(2, 4, 5)) == []
+    assert pairs(peer.lease(3, 5, 3, 1)) == [places[5], places[3], places[1]]
+    assert pairs(peer.lease(4)) == []
+    counters = node.engine.counters
+    assert (counters.lease_asks, counters.blocks_hit, counters.blocks_missed) == (4, 6, 4)
+
+
+def test_with_two_ranks_the_run_ends_where_either_misses_and_slots_alternate() -> None:
+    node = Node(slots=64)
+    peer = Peer(node, shards=HALVES)
+    left = [peer.seal(i, rank=0)[0] for i in (1, 2, 3)]
+    right = [peer.seal(i, rank=1)[0] for i in (1, 2, 4)]
+    reply = peer.lease(1, 1, 2, 3, with_checksums=True)
+    assert pairs(reply) == [left[0], right[0], left[1], right[1]]
+    assert reply.checksums == b"".join(checksum(i, rank) for i in (1, 2) for rank in (0, 1))
+    assert peer.hint(1, 3, 4, 2) == [True, False, False, True]
+
+
+def test_checksums_only_when_asked_for() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.seal(1)
+    assert peer.lease(1, 1).checksums == b""
+
+
+def test_a_block_that_only_the_file_tier_has_is_known_but_not_leased() -> None:
+    node = Node()
+    peer = Peer(node)
+    space_id = fingerprint(SMALL, weights_epoch="")
+    node.step(FileKnown("t", space_id, WHOLE, keys(1), np.array([9], "<u8").tobytes()))
+    assert peer.hint(1) == [True]
+    assert pairs(peer.lease(1, 1)) == []
+    node.step(FileGone("t", space_id, WHOLE, keys(1)))
+    assert peer.hint(1) == [False]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64])
+def test_a_hint_has_one_bit_per_key(count: int) -> None:
+    node = Node(slots=128)
+    peer = Peer(node)
+    peer.seal(*(i for i in range(count) if i % 3 == 0))
+    assert peer.hint(*range(count)) == [i % 3 == 0 for i in range(count)]
+
+
+def test_a_key_named_twice_is_fine_in_a_hint_but_not_in_a_lease() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.seal(1, 2)
+    assert peer.hint(1, 2, 1) == [True, True, True]
+    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
+    assert node.hangups[peer.scheduler] == "a LeaseAsk that names a key twice"
+    assert node.engine.leases() == []
+
+
+# ── the order in which blocks go ─────────────────────────────────────────────────────────────────
+
+
+def remaining(node: Node, writer: Peer, chain: range) -> list[bool]:
+    """Fill the arena with other blocks until some of the chain is gone; what is left of it."""
+    state = node.engine._state.residency
+    scope = next(iter(state.scopes().values()))
+    words = np.frombuffer(keys(*chain), dtype="<u8").reshape(-1, 4)
+    number = 10_000
+    while (left := [bool(row >= 0) for row in state.find(scope, words)]) == [True] * len(chain):
+        writer.seal(number)
+        number += 1
+    return left
+
+
+@pytest.mark.parametrize("touch", ["seal", "hint", "lease"])
+def test_a_chain_loses_its_end_first(touch: str) -> None:
+    node = Node(slots=16, slab_slots=16, low_watermark=0, high_watermark=0)
+    peer = Peer(node)
+    chain = range(4)
+    if touch == "seal":
+        peer.seal(*chain)
+    else:
+        for number in reversed(chain):
+            peer.seal(number)
+        for number in chain:  # as if each had been used by itself: the start is the oldest
+            peer.hint(number)
+        if touch == "hint":
+            peer.hint(*chain)
+        else:
+            peer.lease(1, *chain)
+            node.hear(peer.scheduler, LeaseRelease([1]))
+    left = remaining(node, peer, chain)
+    assert left == sorted(left, reverse=True)
+    assert left[0]
+
+
+def test_what_a_hint_names_stays_longer_than_what_it_does_not() -> None:
+    node = Node(slots=16, slab_slots=16, low_watermark=0, high_watermark=0, credit_blocks_max=1)
+    peer = Peer(node)
+    peer.seal(0)
+    peer.seal(1)
+    peer.hint(0)
+    assert remaining(node, peer, range(2)) == [True, False]
+
+
+def test_leased_blocks_stay_while_everything_else_goes() -> None:
+    node = Node(slots=16)
+    peer = Peer(node)
+    places = peer.seal(1, 2)
+    peer.lease(1, 1, 2)
+    for number in range(100, 160):
+        peer.seal(number)
+    assert pairs(peer.lease(2, 1, 2)) == places
+    assert not {slot for slot, _ in places} & node.raised.keys()
+
+
+# ── leases ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lease_lasts_its_time_and_counts_as_expired_then() -> None:
+    node = Node(lease_ttl_ms=100)
+    peer = Peer(node)
+    peer.seal(1)
+    assert peer.lease(1, 1).ttl_ms == 100
+    node.tick(60)
+    [row] = node.engine.leases()
+    assert (row.session, row.lease, row.blocks, row.age_ms, row.expires_in_ms) == (
+        peer.session,
+        1,
+        1,
+        60,
+        40,
+    )
+    node.tick(40)
+    assert node.engine.leases() == []
+    assert node.engine.counters.leases_expired == 1
+
+
+def test_a_renewed_lease_lasts_a_whole_life_from_then() -> None:
+    node = Node(lease_ttl_ms=100)
+    peer = Peer(node)
+    peer.seal(1)
+    peer.lease(1, 1)
+    peer.lease(2, 1)
+    node.tick(60)
+    node.hear(peer.scheduler, LeaseRenew([1, 77]))
+    node.tick(60)
+    assert [row.lease for row in node.engine.leases()] == [1]
+    node.tick(40)
+    assert node.engine.leases() == []
+    node.hear(peer.scheduler, LeaseRenew([1]))
+    assert node.engine.leases() == [], "an expired lease does not come back"
+
+
+def test_blocks_are_held_by_each_lease_once() -> None:
+    node = Node()
+    peer, other = Peer(node, "a"), Peer(node, "b")
+    peer.seal(1)
+    peer.lease(1, 1)
+    peer.lease(2, 1)
+    other.lease(1, 1)
+    assert [block.leases for block in node.engine.blocks()] == [3]
+    node.hear(peer.scheduler, LeaseRelease([1, 1, 99]))
+    assert [block.leases for block in node.engine.blocks()] == [2]
+    node.hear(other.scheduler, LeaseRelease([2]))
+    assert [block.leases for block in node.engine.blocks()] == [2], "ids are a session's own"
+    node.end(peer.scheduler)
+    assert [block.leases for block in node.engine.blocks()] == [1]
+
+
+def test_an_id_that_is_in_use_gets_nothing_and_keeps_the_first() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.seal(1, 2)
+    peer.lease(1, 1)
+    assert pairs(peer.lease(1, 2)) == []
+    [row] = node.engine.leases()
+    assert row.blocks == 1
+
+
+def test_leases_are_limited_in_number_per_session() -> None:
+    node = Node(lease_count_max=2)
+    peer, other = Peer(node, "a"), Peer(node, "b")
+    peer.seal(1)
+    assert [len(pairs(peer.lease(i, 1))) for i in range(3)] == [1, 1, 0]
+    assert len(pairs(other.lease(1, 1))) == 1
+    node.hear(peer.scheduler, LeaseRelease([0]))
+    assert len(pairs(peer.lease(3, 1))) == 1
+
+
+def test_an_answer_fits_a_datagram_however_many_shards_there_are() -> None:
+    """64 shards of 100 keys would be 175 KiB."""
+    wide = msgspec.structs.replace(SMALL, layer_count=32)
+    shards = tuple(Shard(n // 2, n // 2 + 1, n % 2, n % 2 + 1) for n in range(64))
+    node = Node(slots=10240, slab_slots=512, credit_share=1.0, block_count_max=8192)
+    peer = Peer(node, shards=shards, space=wide)
+    for begin in range(0, 100, 25):
+        node.step(*(peer.sealed(*range(begin, begin + 25), rank=rank) for rank in range(64)))
+    assert peer.hint(*range(100)) == [True] * 100
+    reply = peer.lease(1, *range(100), with_checksums=True)
+    assert len(pairs(reply)) == KEYS_PER_DATAGRAM_MAX
+    assert len(encode(reply)) <= DATAGRAM_BYTES_MAX

@@ -1,0 +1,165 @@
+"""Lru against the order of use, kept in a list."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvstore.engine.policy import lru as module
+from kvstore.engine.policy.lru import Lru
+
+WORDS = 20
+
+
+@pytest.fixture(autouse=True, params=[2, 1024], ids=["short queue", "long queue"])
+def queue_min(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a short queue it is made again and again; with a long one it holds everything."""
+    monkeypatch.setattr(module, "_QUEUE_MIN", request.param)
+
+
+class Checked:
+    """An Lru and a list in order of use that must agree."""
+
+    def __init__(self) -> None:
+        self.stamps = np.zeros(WORDS, dtype=np.int64)
+        self.lru = Lru(self.stamps, members=lambda: np.ones(WORDS, dtype=bool))
+        self.next_stamp = 1
+        self.order: list[int] = []
+        self.pinned: set[int] = set()
+        self.pinned_since_use: set[int] = set()
+
+    def touch(self, *words: int) -> None:
+        self.lru.touch(np.array(words, dtype=np.int64), self.next_stamp)
+        self.next_stamp += len(words)
+        self.order = [w for w in self.order if w not in words] + list(words)
+        self.pinned_since_use -= set(words) - self.pinned
+
+    def pin(self, *words: int) -> None:
+        self.pinned = set(words)
+        self.pinned_since_use |= self.pinned
+
+    def pop(self, count: int) -> list[int]:
+        def may_go(words: NDArray[np.int64] | slice) -> NDArray[np.bool_]:
+            return ~np.isin(np.arange(WORDS)[words], list(self.pinned))
+
+        got: list[int] = self.lru.pop(count, may_go).tolist()
+        may = [w for w in self.order if w not in self.pinned]
+        assert len(got) == min(count, len(may)), "all that is wanted and there"
+        assert set(got) <= set(may), "pinned, or not held"
+        assert len(set(got)) == len(got), "twice"
+        # One that was pinned when the queue was made may wait for the next queue; others may not.
+        for victim in got:
+            older = self.order[: self.order.index(victim)]
+            assert set(older) <= set(got) | self.pinned | self.pinned_since_use, "a younger one"
+        if not self.pinned_since_use:
+            assert got == may[:count]
+        self.forgotten(*got)
+        return got
+
+    def forget(self, *words: int) -> None:
+        """As `Slots.free` does it."""
+        self.stamps[np.array(words, dtype=np.int64)] = 0
+        self.forgotten(*words)
+
+    def forgotten(self, *words: int) -> None:
+        self.order = [w for w in self.order if w not in words]
+
+    def check_oldest(self) -> None:
+        oldest = int(self.stamps[self.order[0]]) if self.order else None
+        assert self.lru.oldest_stamp() == oldest
+
+
+def test_goes_out_in_the_order_of_use() -> None:
+    lru = Checked()
+    lru.touch(3, 1, 2)
+    lru.touch(3)
+    assert lru.pop(2) == [1, 2]
+    assert lru.pop(5) == [3]
+    assert lru.pop(5) == []
+
+
+def test_what_is_used_while_it_waits_to_go_stays() -> None:
+    lru = Checked()
+    lru.touch(1, 2, 3, 4)
+    assert lru.pop(1) == [1]
+    lru.touch(2)
+    assert lru.pop(2) == [3, 4]
+    assert lru.pop(2) == [2]
+
+
+def test_pinned_slots_are_passed_over_and_go_when_they_are_let_go() -> None:
+    lru = Checked()
+    lru.touch(1, 2, 3, 4)
+    lru.pin(1, 2)
+    assert lru.pop(1) == [3]
+    lru.pin()
+    assert sorted(lru.pop(3)) == [1, 2, 4]
+
+
+def test_one_that_is_pinned_after_it_was_chosen_stays() -> None:
+    lru = Checked()
+    lru.touch(1, 2, 3, 4)
+    assert lru.pop(1) == [1]
+    lru.pin(2, 3)
+    assert lru.pop(4) == [4]
+    lru.pin()
+    assert lru.pop(4) == [2, 3]
+
+
+def test_it_ends_when_everything_is_pinned() -> None:
+    lru = Checked()
+    lru.touch(*range(WORDS))
+    lru.pin(*range(WORDS))
+    assert lru.pop(3) == []
+    lru.pin()
+    assert lru.pop(WORDS) == list(range(WORDS))
+
+
+def test_what_is_forgotten_does_not_come_up() -> None:
+    lru = Checked()
+    lru.touch(1, 2, 3, 4)
+    assert lru.pop(1) == [1]
+    lru.forget(2, 4)
+    lru.check_oldest()
+    assert lru.pop(3) == [3]
+    lru.check_oldest()
+
+
+def test_a_slot_that_comes_back_after_it_went_is_new() -> None:
+    lru = Checked()
+    lru.touch(1, 2, 3)
+    lru.forget(1)
+    lru.touch(1)
+    assert lru.pop(3) == [2, 3, 1]
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["touch", "pop", "pop one", "pin", "unpin", "forget"]),
+        st.lists(st.integers(0, WORDS - 1), unique=True, min_size=1),
+    ),
+    max_size=60,
+)
+
+
+@given(steps)
+def test_behaves_like_a_list_in_order_of_use(todo: list[tuple[str, list[int]]]) -> None:
+    lru = Checked()
+    for what, words in todo:
+        match what:
+            case "touch":
+                lru.touch(*words)
+            case "pop":
+                lru.pop(len(words))
+            case "pop one":
+                lru.pop(1)
+            case "pin":
+                lru.pin(*words)
+            case "unpin":
+                lru.pin()
+            case _:
+                lru.forget(*words)
+        lru.check_oldest()

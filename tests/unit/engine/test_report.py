@@ -1,0 +1,123 @@
+"""Reports for inspect, of a node with two engines, leases and a rank that is away."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.engine import report
+from kvstore.engine.events import FileKnown
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, key, keys
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node(slots=32)
+
+
+def test_an_empty_node(node: Node) -> None:
+    assert node.engine.nodes() == [report.NodeReport("0000000000000007", 0, 0, 0, 0, 0)]
+    dram, file = node.engine.tiers()
+    assert (dram.tier, dram.capacity_bytes, dram.ready_bytes, dram.used_bytes) == (
+        "dram",
+        32 * SLOT_BYTES_MIN,
+        32 * SLOT_BYTES_MIN,
+        0,
+    )
+    assert (file.tier, file.blocks) == ("file", 0)
+    for rows in (
+        node.engine.spaces(),
+        node.engine.blocks(),
+        node.engine.leases(),
+        node.engine.jobs(),
+    ):
+        assert rows == []
+
+
+def test_nodes_and_tiers_count_what_is_there(node: Node) -> None:
+    one, two = Peer(node, "a"), Peer(node, "b", shards=HALVES)
+    one.seal(1, 2)
+    two.seal(1, rank=0)
+    one.lease(1, 1, 2)
+    two.node.end(two.ranks[1])
+    assert node.engine.nodes() == [report.NodeReport("0000000000000007", 4, 2, 1, 1, 3)]
+    dram = node.engine.tiers()[0]
+    assert (dram.blocks, dram.slots_sealed, dram.slots_leased) == (3, 3, 2)
+    assert dram.used_bytes == 3 * SLOT_BYTES_MIN
+    assert dram.slots_granted == len(one.unused()) + len(two.unused(0))
+    assert dram.slots_quarantined == len(two.unused(1))
+
+
+def test_spaces_name_tenant_label_and_size(node: Node) -> None:
+    peer = Peer(node, "a")
+    Peer(node, "b", tenant="u")
+    peer.seal(1, 2)
+    space_id = fingerprint(SMALL, weights_epoch="")
+    node.step(FileKnown("t", space_id, WHOLE, keys(2, 3), np.array([1, 2], "<u8").tobytes()))
+    hello = peer.scheduler_hello(label="tiny-model")
+    peer.scheduler = node.connect(hello)
+    peer.be_quiet()
+    name = space_id.hex()[:16]
+    assert node.engine.spaces() == [
+        report.SpaceReport(name, "t", "tiny-model", 2, 2, 2 * SLOT_BYTES_MIN, 1),
+        report.SpaceReport(name, "u", "", 0, 0, 0, 1),
+    ]
+    assert node.engine.space_ids() == [space_id]
+
+
+def test_blocks_say_where_they_are_and_show_eight_digits_of_the_key(node: Node) -> None:
+    peer = Peer(node, shards=HALVES)
+    [(slot, generation)] = peer.seal(1, rank=1)
+    [row] = node.engine.blocks()
+    assert msgspec.structs.asdict(row) == {
+        "key": key(1)[:4].hex(),
+        "space": fingerprint(SMALL, weights_epoch="").hex()[:16],
+        "tenant": "t",
+        "shard": "layers 0-3 heads 1-2",
+        "tiers": "dram",
+        "slot": slot,
+        "generation": generation,
+        "leases": 0,
+    }
+
+
+def test_blocks_are_bounded_and_chosen_by_space(node: Node) -> None:
+    one, two = Peer(node, "a"), Peer(node, "b", epoch="w2")
+    one.seal(1, 2)
+    two.seal(3)
+    assert len(node.engine.blocks(limit=2)) == 2
+    begin = fingerprint(SMALL, weights_epoch="w2").hex()
+    assert [row.key for row in node.engine.blocks(space=begin)] == [key(3)[:4].hex()]
+    assert node.engine.blocks(space="zz") == []
+
+
+def test_rows_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ROWS_MAX", 2)
+    peer = Peer(node)
+    peer.seal(1, 2, 3)
+    for lease in range(3):
+        peer.lease(lease, 1)
+    assert len(node.engine.blocks()) == 2
+    assert len(node.engine.leases()) == 2
+
+
+def test_leases_belong_to_engines(node: Node) -> None:
+    peer = Peer(node, "eng", shards=HALVES)
+    peer.store(1, 2)
+    peer.lease(4, 1, 2)
+    node.now_ns += 2_000_000
+    node.tick(1)
+    assert node.engine.leases() == [report.LeaseReport("eng", peer.session, 4, 2, 3, 9_997)]
+
+
+def test_jobs_are_ranks_that_may_write(node: Node) -> None:
+    peer = Peer(node, "eng", shards=HALVES)
+    each = len(peer.unused(0))
+    node.end(peer.ranks[1])
+    assert node.engine.jobs() == [
+        report.JobReport("eng", 0, peer.ranks[0], True, each, 0),
+        report.JobReport("eng", 1, peer.ranks[1], False, 0, each),
+    ]

@@ -1,0 +1,459 @@
+"""Attaching: when sessions open and end, who is refused why, whose slots come back when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.engine.events import Admit, Exited, Hangup, Ready, Received, Send
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
+from kvstore.wire.messages import (
+    EngineMessage,
+    Grant,
+    Hint,
+    LeaseAsk,
+    Quiesce,
+    Quiet,
+    Refused,
+    SessionClosed,
+    SessionOpen,
+    Welcome,
+)
+from tests.unit.engine.harness import (
+    HALVES,
+    LAYERS,
+    SMALL,
+    UNEVEN,
+    Hellos,
+    Node,
+    Peer,
+    keys,
+    space,
+)
+
+
+def exited(node: Node, *connections: int) -> None:
+    node.step(*(Exited(ConnectionId(c)) for c in connections))
+
+
+# ── forming ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_session_opens_when_all_ranks_are_quiet_and_not_before() -> None:
+    node = Node()
+    shape = Hellos(shards=HALVES)
+    first = node.connect(shape.rank_hello(0))
+    assert node.admitted == [first]
+    assert node.count(first, Quiesce) == 0
+    scheduler = node.connect(shape.scheduler_hello())
+    assert node.count(first, Quiesce) == 0, "a rank is missing"
+    second = node.connect(shape.rank_hello(1))
+    asked = node.last(first, Quiesce).session
+    assert node.last(second, Quiesce).session == asked
+    node.hear(first, Quiet(asked))
+    assert node.count(scheduler, SessionOpen) == 0
+    node.hear(second, Quiet(asked))
+    opened = node.last(scheduler, SessionOpen)
+    assert (opened.session, opened.shard_count) == (asked, 2)
+    kinds = [type(message) for message in node.sent[scheduler]]
+    assert kinds == [SessionOpen, Grant]
+    assert node.last(scheduler, Grant).session == asked
+
+
+def test_welcome_says_what_the_node_is_and_only_ranks_get_the_arena() -> None:
+    node = Node(slots=32)
+    peer = Hellos()
+    commands = node.step(
+        Received(ConnectionId(1), peer.scheduler_hello()),
+        Received(ConnectionId(2), peer.rank_hello(0)),
+    )
+    admits = [c for c in commands if isinstance(c, Admit)]
+    assert [a.with_arena for a in admits] == [False, True]
+    assert admits[0].welcome == Welcome(
+        protocol=1,
+        incarnation=7,
+        now_ns=node.now_ns,
+        arena_bytes=32 * SLOT_BYTES_MIN,
+        generation_bytes=4096 + 8 * 32,
+    )
+    first_quiesce = next(i for i, c in enumerate(commands) if isinstance(c, Send))
+    assert commands.index(admits[1]) < first_quiesce
+
+
+def test_the_order_of_attaching_does_not_matter() -> None:
+    node = Node()
+    shape = Hellos(shards=HALVES)
+    second = node.connect(shape.rank_hello(1))
+    scheduler = node.connect(shape.scheduler_hello())
+    first = node.connect(shape.rank_hello(0))
+    for rank in (second, first):
+        node.hear(rank, Quiet(node.last(rank, Quiesce).session))
+    assert node.count(scheduler, SessionOpen) == 1
+
+
+def test_quiet_for_an_older_session_opens_nothing() -> None:
+    node = Node()
+    peer = Peer(node)
+    older = node.last(peer.ranks[0], Quiesce).session
+    peer.scheduler = node.connect(peer.scheduler_hello())
+    node.hear(peer.ranks[0], Quiet(older))
+    assert node.count(peer.scheduler, SessionOpen) == 0
+    peer.be_quiet()
+    assert peer.session > older
+
+
+@pytest.mark.parametrize("ahead", [1, 2**62])
+def test_quiet_for_a_session_that_nobody_asked_for_ends_the_connection(ahead: int) -> None:
+    node = Node()
+    peer = Peer(node)
+    node.hear(peer.ranks[0], Quiet(peer.session + ahead))
+    assert "nobody asked" in node.hangups[peer.ranks[0]]
+    assert node.quarantined() == 8
+
+
+def test_quiet_once_more_changes_nothing() -> None:
+    node = Node()
+    peer = Peer(node)
+    granted = node.granted()
+    node.hear(peer.ranks[0], Quiet(peer.session))
+    assert node.granted() == granted
+    assert node.count(peer.scheduler, SessionOpen) == 1
+
+
+def test_the_epoch_travels_to_the_ranks_and_is_part_of_the_space() -> None:
+    node = Node()
+    old = Peer(node, "a")
+    old.store(1, 2)
+    new = Peer(node, "b", epoch="w2")
+    assert node.last(new.ranks[0], Quiesce).weights_epoch == "w2"
+    assert old.hint(1, 2) == [True, True]
+    assert new.hint(1, 2) == [False, False]
+
+
+def test_engines_share_within_tenant_and_space_only() -> None:
+    node = Node(slots=64)
+    writer = Peer(node, "a")
+    writer.store(1)
+    assert Peer(node, "b").hint(1) == [True]
+    assert Peer(node, "c", tenant="u").hint(1) == [False]
+    assert Peer(node, "d", space=space("other", layer_bytes=16 << 10)).hint(1) == [False]
+
+
+# ── leaving and coming back ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_rank_that_leaves_ends_the_session_and_its_slots_wait_for_its_end() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.store(1)
+    peer.lease(5, 1)
+    credits = len(peer.unused())
+    assert credits == 7
+    node.end(peer.ranks[0])
+    assert node.last(peer.scheduler, SessionClosed).session == peer.session
+    assert node.engine.leases() == []
+    assert (node.granted(), node.quarantined()) == (0, credits)
+    assert node.engine.counters.slots_quarantined == credits
+    assert peer.ranks[0] not in node.released
+    assert peer.lease(6, 1).slots == b"", "no lookups without a session"
+    assert peer.hint(1) == [False]
+    node.tick(3_600_000)
+    assert node.quarantined() == credits, "no timer frees what may still be written"
+    exited(node, peer.ranks[0])
+    assert node.quarantined() == 0
+    assert peer.ranks[0] in node.released
+    assert {slot for slot, _ in peer.unused()} <= node.raised.keys()
+
+
+def test_the_same_process_attaching_again_frees_its_quarantine() -> None:
+    node = Node()
+    peer = Peer(node)
+    before = set(peer.unused())
+    node.end(peer.ranks[0])
+    assert node.quarantined() == len(before)
+    old, peer.ranks[0] = peer.ranks[0], node.connect(peer.rank_hello(0))
+    assert node.quarantined() == 0
+    assert old in node.released
+    peer.be_quiet()
+    assert not before & set(peer.credits()), "generations were raised"
+    exited(node, old)
+    assert node.granted() == len(peer.credits()), "the old pidfd means nothing any more"
+
+
+@pytest.mark.parametrize(
+    "change", [{"process": "another"}, {"rank": 1}, {"nonce": "x"}, {"tenant": "u"}]
+)
+def test_another_process_attaching_leaves_the_quarantine(change: dict[str, Any]) -> None:
+    node = Node()
+    peer = Peer(node)
+    old = peer.ranks[0]
+    node.end(old)
+    waiting = node.quarantined()
+    assert waiting > 0
+    node.connect(peer.rank_hello(0, **change))
+    assert node.quarantined() == waiting
+    exited(node, old)
+    assert node.quarantined() == 0
+
+
+def test_a_restarted_rank_gets_none_of_the_slots_that_its_predecessor_may_write() -> None:
+    node = Node()
+    peer = Peer(node)
+    old, waiting = peer.ranks[0], {slot for slot, _ in peer.unused()}
+    node.end(old)
+    peer.ranks[0] = node.connect(peer.rank_hello(0, process="restarted"))
+    peer.be_quiet()
+    assert peer.credits()
+    assert not waiting & {slot for slot, _ in peer.credits()}
+
+
+def test_a_hello_of_the_same_rank_replaces_the_connection() -> None:
+    node = Node()
+    peer = Peer(node)
+    old = peer.ranks[0]
+    peer.ranks[0] = node.connect(peer.rank_hello(0))
+    assert "attached again" in node.hangups[old]
+    assert node.quarantined() == 0, "the same process says that it writes no more"
+    assert node.last(peer.scheduler, SessionClosed).session == peer.session
+    peer.be_quiet()
+    node.end(old)
+    assert node.count(peer.scheduler, SessionClosed) == 1, "its end was known"
+
+
+@pytest.mark.parametrize("ended_first", [True, False])
+def test_a_killed_rank_leaves_nothing_in_either_order_of_the_news(ended_first: bool) -> None:
+    node = Node()
+    peer = Peer(node)
+    rank = peer.ranks[0]
+    if ended_first:
+        node.end(rank)
+        exited(node, rank)
+    else:
+        exited(node, rank)
+        assert rank in node.hangups
+        node.end(rank)
+    assert (node.granted(), node.quarantined()) == (0, 0)
+    assert rank in node.released
+    assert node.count(peer.scheduler, SessionClosed) == 1
+
+
+def test_what_was_queued_before_the_end_is_not_taken_after_it() -> None:
+    node = Node()
+    peer = Peer(node)
+    node.end(peer.ranks[0])
+    peer.seal(1)
+    assert node.blocks() == {}
+    assert node.quarantined() == 8
+
+
+def test_a_scheduler_that_leaves_lets_the_ranks_give_their_credits_back() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.store(1)
+    peer.lease(3, 1)
+    held = node.granted()
+    node.end(peer.scheduler)
+    assert node.engine.leases() == []
+    assert node.granted() == held, "a rank may still write"
+    node.hear(peer.ranks[0], Quiet(node.last(peer.ranks[0], Quiesce).session))
+    assert node.granted() == 0
+    old = peer.session
+    peer.scheduler = node.connect(peer.scheduler_hello())
+    peer.be_quiet()
+    assert peer.session > old
+    assert peer.hint(1) == [True], "what was sealed stays"
+
+
+def test_a_replaced_scheduler_gets_a_session_of_its_own() -> None:
+    node = Node()
+    peer = Peer(node)
+    old, session = peer.scheduler, peer.session
+    peer.scheduler = node.connect(peer.scheduler_hello(process="new"))
+    assert old in node.hangups
+    assert node.count(old, SessionClosed) == 0, "it hears nothing more"
+    peer.be_quiet()
+    assert peer.session > session
+    assert node.granted() == len(peer.credits()), "the old credits are free"
+
+
+def test_nothing_is_left_of_an_engine_that_is_gone() -> None:
+    node = Node()
+    peer = Peer(node, shards=HALVES)
+    node.end(peer.scheduler, *peer.ranks)
+    exited(node, *peer.ranks)
+    row = node.engine.nodes()[0]
+    assert (row.connections, row.owners, row.sessions, row.leases) == (0, 0, 0, 0)
+    assert sorted(node.released) == [peer.scheduler, *peer.ranks]
+    assert node.engine.jobs() == []
+
+
+def test_an_unknown_connection_that_ends_is_let_go() -> None:
+    node = Node()
+    node.end(99)
+    assert node.released == [99]
+    exited(node, 98)
+    assert node.released == [99]
+
+
+# ── several ranks ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("shards", [HALVES, UNEVEN, tuple(reversed(UNEVEN))])
+def test_credits_have_one_slot_per_rank_shard_minor(shards: tuple[Shard, ...]) -> None:
+    node = Node(slots=64, slab_slots=8)
+    peer = Peer(node, shards=shards, space=space())
+    credits = peer.credits()
+    assert len(credits) % 2 == 0
+    assert len({slot for slot, _ in credits}) == len(credits)
+    peer.seal(1, rank=0)
+    assert peer.hint(1) == [False], "a shard is missing"
+    assert peer.lease(1, 1).slots == b""
+    peer.seal(1, rank=1)
+    assert peer.hint(1) == [True]
+    assert len(peer.lease(2, 1).slots) == 2 * 4
+
+
+def test_two_slot_sizes_get_credits_only_when_both_have_a_slab() -> None:
+    """While the arena gets its pages there may be one slab, which serves one size at a time."""
+    node = Node(slots=24, slab_slots=8, ready_slots=8)
+    peer = Peer(node, shards=UNEVEN, space=space())
+    for _ in range(3):
+        node.tick()
+    assert peer.credits() == []
+    node.step(Ready(24 * SLOT_BYTES_MIN))
+    assert len(peer.credits()) == 2
+
+
+def test_a_rank_writes_only_its_own_column() -> None:
+    node = Node()
+    peer = Peer(node, shards=HALVES)
+    foreign = peer.unused(1)[0]
+    peer.seal(1, places=[foreign], rank=0)
+    assert node.blocks() == {}
+    assert node.engine.counters.stale_slots == 1
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def refusal(node: Node, connection: int) -> Refused:
+    assert connection in node.hangups
+    return node.last(connection, Refused)
+
+
+def test_another_protocol_is_refused_before_anything_else() -> None:
+    node = Node()
+    peer = Hellos()
+    for hello in (peer.scheduler_hello(protocol=2), peer.rank_hello(0, protocol=2)):
+        connection = node.connect(hello)
+        refused = refusal(node, connection)
+        assert refused.permanent
+        assert refused.reason == (
+            "this node speaks attach protocol 1, the engine 2: install the same kvstore version "
+            "on both"
+        )
+        assert connection in node.released
+    assert node.engine.nodes()[0].owners == 0
+
+
+def test_one_connection_more_than_allowed_is_refused_for_now() -> None:
+    node = Node(connection_count_max=2)
+    Peer(node)
+    connection = node.connect(Hellos("other").scheduler_hello())
+    refused = refusal(node, connection)
+    assert not refused.permanent
+    assert refused.reason == "2 connections are attached already"
+    assert node.engine.nodes()[0].owners == 1
+
+
+def unfit(*shards: Shard, **changes: Any) -> Refused:
+    """What a peer with these shards hears when its last rank differs by `changes`."""
+    node = Node(slab_slots=4)
+    shape = Hellos(shards=shards, space=space())
+    connections = [node.connect(shape.scheduler_hello())]
+    for rank in range(len(shards)):
+        last = rank == len(shards) - 1
+        connections.append(node.connect(shape.rank_hello(rank, **(changes if last else {}))))
+    refusals = {refusal(node, connection) for connection in connections}
+    assert len(refusals) == 1, "all are told the same"
+    assert node.engine.nodes()[0].owners == 0
+    assert sorted(node.released) == connections
+    return refusals.pop()
+
+
+@pytest.mark.parametrize(
+    ("shards", "changes", "sentence"),
+    [
+        (HALVES, {"space": SMALL}, "its ranks report different models or settings: all ranks must"),
+        ((HALVES[0], HALVES[0]), {}, "its ranks do not cover all layers and heads exactly once"),
+        ((HALVES[0],), {}, "its ranks do not cover all layers and heads exactly once"),
+        (
+            (Shard(0, 2, 0, 1), Shard(0, 1, 0, 2), Shard(2, LAYERS, 0, 2)),
+            {},
+            "its ranks do not cover all layers and heads exactly once",
+        ),
+        ((Shard(0, LAYERS + 1, 0, 1),), {}, "rank 0 reports layers or heads that the model does"),
+        ((Shard(0, LAYERS, 1, 3),), {}, "rank 0 reports layers or heads that the model does"),
+        ((Shard(0, LAYERS, 1, 1),), {"block_bytes": 1}, "rank 0 reports layers or heads that the"),
+        (HALVES, {"rank": 2}, "its ranks are not numbered from 0 to 1"),
+        (HALVES, {"block_bytes": 99}, "rank 1 reports blocks of 99 bytes where its layers and"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_for_good(
+    shards: tuple[Shard, ...], changes: dict[str, Any], sentence: str
+) -> None:
+    refused = unfit(*shards, **changes)
+    assert refused.reason.startswith(sentence)
+    assert refused.permanent
+
+
+def test_a_block_larger_than_a_slab_names_the_option_that_helps() -> None:
+    node = Node(slab_slots=2)
+    shape = Hellos(space=space())
+    node.connect(shape.scheduler_hello())
+    rank = node.connect(shape.rank_hello(0))
+    assert refusal(node, rank).reason == (
+        f"a block of rank 0 takes {3 * SLOT_BYTES_MIN} bytes, more than a slab of "
+        f"{2 * SLOT_BYTES_MIN}: start the node with a larger --slab (and --dram)"
+    )
+
+
+# ── who may say what ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_second_hello_ends_the_connection() -> None:
+    node = Node()
+    peer = Peer(node)
+    node.hear(peer.scheduler, peer.scheduler_hello())
+    assert node.hangups[peer.scheduler] == "a second Hello on one connection"
+
+
+def test_the_first_datagram_must_be_a_hello() -> None:
+    node = Node()
+    commands = node.hear(50, Quiet(1))
+    assert isinstance(commands[0], Hangup)
+    assert node.hangups[50] == "the first datagram must be a Hello"
+    assert node.released == [50]
+
+
+@pytest.mark.parametrize("role", ["scheduler", "rank"])
+def test_messages_of_the_other_role_end_the_connection(role: str) -> None:
+    node = Node()
+    peer = Peer(node)
+    messages: list[EngineMessage] = (
+        [Quiet(1)] if role == "scheduler" else [Hint(1, keys(1)), LeaseAsk(1, keys(1))]
+    )
+    for message in messages:
+        connection = peer.scheduler if role == "scheduler" else peer.ranks[0]
+        node.hear(connection, message)
+        assert node.hangups[connection] == f"{type(message).__name__} from a {role}"
+        peer = Peer(node)
+
+
+def test_pages_that_arrive_later_bring_credits() -> None:
+    node = Node(slots=32, slab_slots=4, ready_slots=0)
+    peer = Peer(node)
+    assert peer.credits() == []
+    node.step(Ready(16 * SLOT_BYTES_MIN))
+    assert len(peer.credits()) == 4

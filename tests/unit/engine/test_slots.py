@@ -1,0 +1,224 @@
+"""Slots: transitions, names, slabs and pools of several sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvstore.engine.slots import TRANSITIONS, Pool, SlotEvent, Slots, SlotState
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
+
+SLAB_WORDS = 4
+
+
+def slots_of(slabs: int = 3) -> Slots:
+    slots = Slots(
+        arena_bytes=slabs * SLAB_WORDS * SLOT_BYTES_MIN, slab_bytes=SLAB_WORDS * SLOT_BYTES_MIN
+    )
+    slots.ready(slabs * slots.slab_bytes)
+    return slots
+
+
+def one_pool() -> tuple[Slots, Pool]:
+    slots = slots_of()
+    pool = slots.pool(SLOT_BYTES_MIN)
+    assert slots.extend(pool)
+    return slots, pool
+
+
+def brought_to(state: SlotState) -> tuple[Slots, Pool, np.ndarray]:
+    """A slot in a state, by the way that leads there."""
+    slots, pool = one_pool()
+    words = slots.grant(pool, 1, writer=5, session=9, cause=1)
+    if state == SlotState.SEALED:
+        slots.seal(words, 2)
+    elif state == SlotState.QUARANTINED:
+        slots.lose(words, 2)
+    elif state == SlotState.FREE:
+        slots.free(words, 2)
+    assert slots.state[words].tolist() == [state]
+    return slots, pool, words
+
+
+@pytest.mark.parametrize("state", SlotState)
+@pytest.mark.parametrize("event", SlotEvent)
+def test_every_pair_of_state_and_event(state: SlotState, event: SlotEvent) -> None:
+    slots, pool, words = brought_to(state)
+    generation = int(slots.generation[words][0])
+    change: Callable[[], object] = {
+        SlotEvent.GRANT: lambda: (
+            slots.grant(pool, 1, writer=1, session=1, cause=3)
+            if state == SlotState.FREE
+            else slots._change(words, SlotEvent.GRANT, 3)
+        ),
+        SlotEvent.SEAL: lambda: slots.seal(words, 3),
+        SlotEvent.LOSE: lambda: slots.lose(words, 3),
+        SlotEvent.FREE: lambda: slots.free(words, 3),
+    }[event]
+    target = TRANSITIONS.get((state, event))
+    if target is None:
+        with pytest.raises(AssertionError, match=rf"is {state.name}, which knows no {event.value}"):
+            change()
+        assert slots.state[words].tolist() == [state], "nothing changed"
+        return
+    change()
+    assert slots.state[words].tolist() == [target]
+    assert int(slots.generation[words][0]) == generation + (target == SlotState.FREE)
+    assert (int(words[0]) in pool.free) == (target == SlotState.FREE)
+
+
+def test_an_unknown_transition_tells_the_slots_past_and_only_its() -> None:
+    slots, pool = one_pool()
+    mine = slots.grant(pool, 1, writer=5, session=9, cause=11)
+    other = slots.grant(pool, 1, writer=5, session=9, cause=12)
+    slots.seal(mine, 13)
+    slots.free(other, 14)
+    with pytest.raises(AssertionError, match=r"11:grant, 13:seal$"):
+        slots.seal(mine, 15)
+    untouched = np.array([2], dtype=np.int64)
+    with pytest.raises(AssertionError, match="not remembered"):
+        slots.seal(untouched, 16)
+
+
+def test_one_bad_slot_in_a_batch_stops_the_batch() -> None:
+    slots, pool = one_pool()
+    words = slots.grant(pool, 2, writer=5, session=9, cause=1)
+    slots.seal(words[:1], 2)
+    with pytest.raises(AssertionError, match=f"word {words[0]} is SEALED"):
+        slots.seal(words, 3)
+    assert slots.state[words].tolist() == [SlotState.SEALED, SlotState.GRANTED]
+
+
+def test_writers_are_known_while_they_may_write() -> None:
+    slots, pool = one_pool()
+    words = slots.grant(pool, 3, writer=5, session=9, cause=1)
+    assert sorted(slots.of_writer(5)) == sorted(words)
+    slots.seal(words[:1], 2)
+    slots.lose(words[1:2], 3)
+    assert sorted(slots.of_writer(5)) == sorted(words[1:])
+    slots.free(words[1:], 4)
+    assert len(slots.of_writer(5)) == 0
+    assert len(slots.of_writer(0)) == 0, "0 is nobody"
+
+
+def test_more_than_is_free_is_not_granted() -> None:
+    slots, pool = one_pool()
+    with pytest.raises(AssertionError, match="more granted than free"):
+        slots.grant(pool, SLAB_WORDS + 1, writer=1, session=1, cause=1)
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_slots_are_packed_at_pages_and_share_no_generation_word() -> None:
+    slots = slots_of()
+    pool = slots.pool(SLOT_BYTES_MIN + PAGE_BYTES)
+    slots.extend(pool)
+    assert pool.capacity == 3
+    names = slots.slots_of(slots.words_in(0)).tolist()
+    assert names == [0, 17, 34]
+    assert slots.words_in(0).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("pages", [16, 17, 31, 32, 33, 63, 64])
+def test_slots_of_any_size_lie_in_their_slab_and_apart(pages: int) -> None:
+    slots = slots_of()
+    pool = slots.pool(pages * PAGE_BYTES)
+    while slots.extend(pool):
+        pass
+    begins = sorted(int(s) for slab in pool.slabs for s in slots.slots_of(slots.words_in(slab)))
+    assert len(begins) == 3 * (SLAB_WORDS * PAGES_PER_GENERATION // pages)
+    assert all(b - a >= pages for a, b in itertools.pairwise(begins))
+    per_slab = SLAB_WORDS * PAGES_PER_GENERATION
+    assert all(b // per_slab == (b + pages - 1) // per_slab for b in begins)
+    words, known = slots.words_of(np.array(begins, dtype=np.uint32))
+    assert known.all()
+    assert slots.slots_of(words).tolist() == begins
+
+
+def test_numbers_that_are_no_slots_are_told_apart() -> None:
+    slots, _ = one_pool()
+    _, known = slots.words_of(np.array([0, 1, 15, 16, 2**32 - 1, 12 * 16], dtype=np.uint32))
+    assert known.tolist() == [True, False, False, True, False, False]
+
+
+# ── slabs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_slabs_with_pages_are_used() -> None:
+    slots = Slots(arena_bytes=12 * SLOT_BYTES_MIN, slab_bytes=4 * SLOT_BYTES_MIN)
+    pool = slots.pool(SLOT_BYTES_MIN)
+    assert not slots.extend(pool)
+    slots.ready(8 * SLOT_BYTES_MIN - 1)
+    assert slots.slabs_ready == 1
+    assert slots.extend(pool)
+    assert not slots.extend(pool)
+    slots.ready(2**40)
+    assert slots.slabs_ready == 3, "never more than the arena has"
+    slots.ready(0)
+    assert slots.slabs_ready == 3, "pages do not go"
+    assert slots.extend(pool)
+    assert slots.extend(pool)
+    assert not slots.extend(pool)
+    assert sorted(pool.free) == list(range(12))
+
+
+def test_two_sizes_have_slabs_of_their_own() -> None:
+    slots = slots_of()
+    small, large = slots.pool(SLOT_BYTES_MIN), slots.pool(2 * SLOT_BYTES_MIN)
+    slots.extend(small)
+    slots.extend(large)
+    assert (small.slabs, large.slabs) == ({0}, {1})
+    assert (small.capacity, large.capacity) == (4, 2)
+    assert slots.pool_of(3) is small
+    assert slots.pool_of(4) is large
+    assert slots.pool(SLOT_BYTES_MIN) is small
+
+
+def test_a_slab_that_changes_pools_takes_its_generations_along() -> None:
+    slots = slots_of(1)
+    small, large = slots.pool(SLOT_BYTES_MIN), slots.pool(2 * SLOT_BYTES_MIN)
+    slots.extend(small)
+    words = slots.grant(small, 4, writer=1, session=1, cause=1)
+    slots.free(words, 2)
+    slots.take_slab(0)
+    assert not small.free
+    assert not small.slabs
+    assert slots.extend(large)
+    assert sorted(large.free) == [0, 2]
+    assert slots.generation[:4].tolist() == [2, 2, 2, 2]
+
+
+def test_a_slab_in_use_is_not_taken() -> None:
+    slots, pool = one_pool()
+    slots.grant(pool, 1, writer=1, session=1, cause=1)
+    with pytest.raises(AssertionError, match="in use"):
+        slots.take_slab(0)
+
+
+def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> None:
+    slots = slots_of()
+    pool = slots.pool(SLOT_BYTES_MIN)
+    for _ in range(3):
+        slots.extend(pool)
+    words = np.sort(slots.grant(pool, 12, writer=1, session=1, cause=1))
+    assert slots.coldest_slab(pool) is None, "all are granted"
+    for slab in (2, 0, 1):
+        slots.seal(words[slab * 4 : slab * 4 + 4], 2)
+    assert slots.coldest_slab(pool) == (2, 4)
+    slots.touch(pool, words[8:9])
+    assert slots.coldest_slab(pool) == (0, 8), "one fresh slot makes a slab fresh"
+    slots.leases[words[0]] = 1
+    assert slots.coldest_slab(pool) == (1, 12), "leased ones stay"
+
+
+def test_victims_are_sealed_and_unleased() -> None:
+    slots, pool = one_pool()
+    words = slots.grant(pool, 4, writer=1, session=1, cause=1)
+    slots.seal(words[:3], 2)
+    slots.leases[words[2]] = 1
+    # The last of a batch counts as used first, the granted one not at all.
+    assert slots.victims(pool, 4).tolist() == [words[1], words[0]]

@@ -1,0 +1,418 @@
+"""Stores: what a seal publishes, joins or ignores; credits; full and tiny arenas."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.engine.events import Clear, Cleared, Ended, Exited, FileKnown, Received
+from kvstore.types import ConnectionId, Shard
+from kvstore.wire.messages import Grant, LeaseAsk, LeaseRelease, LeaseReply, Quiesce, Quiet, Seal
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import (
+    HALVES,
+    SMALL,
+    UNEVEN,
+    WHOLE,
+    Node,
+    Peer,
+    arrays,
+    checksum,
+    key,
+    keys,
+    pairs,
+    space,
+)
+
+
+def test_a_sealed_block_is_found_with_its_slot_generation_and_checksum() -> None:
+    node = Node()
+    peer = Peer(node)
+    places = peer.seal(1, 2)
+    reply = peer.lease(1, 1, 2, with_checksums=True)
+    assert pairs(reply) == places
+    assert reply.checksums == checksum(1) + checksum(2)
+    assert node.engine.counters.stores_sealed == 2
+
+
+def test_a_store_of_what_is_there_is_joined() -> None:
+    node = Node()
+    first, second = Peer(node, "a"), Peer(node, "b")
+    [there] = first.seal(1)
+    [mine, other] = second.seal(1, 2)
+    assert pairs(second.lease(1, 1, 2)) == [there, other]
+    assert node.engine.counters.stores_joined == 1
+    assert node.raised[mine[0]] == mine[1] + 1, "the slot is free again"
+    assert not second.hint(3)[0]
+
+
+def test_shards_are_joined_one_by_one() -> None:
+    node = Node(slots=64)
+    first, second = Peer(node, "a", shards=HALVES), Peer(node, "b", shards=HALVES)
+    [left] = first.seal(1, rank=0)
+    [right] = second.seal(1, rank=1)
+    second.seal(1, rank=0)
+    assert pairs(first.lease(1, 1)) == [left, right]
+    assert node.engine.counters.stores_joined == 1
+
+
+def test_a_block_that_only_the_file_tier_has_gets_its_dram_copy() -> None:
+    node = Node()
+    peer = Peer(node)
+    file_knows(node, 1)
+    places = peer.seal(1)
+    assert node.blocks() == {key(1)[:4].hex(): "dram+file"}
+    assert pairs(peer.lease(1, 1)) == places
+    assert node.engine.counters.stores_joined == 0
+
+
+def file_knows(node: Node, *numbers: int) -> None:
+    known = FileKnown(
+        tenant="t",
+        space=fingerprint(SMALL, weights_epoch=""),
+        shard=WHOLE,
+        keys=keys(*numbers),
+        locations=np.arange(1, len(numbers) + 1, dtype="<u8").tobytes(),
+    )
+    node.step(known)
+
+
+# ── seals that do not count ──────────────────────────────────────────────────────────────────────
+
+
+def nothing_published(node: Node, stale: int) -> None:
+    assert node.blocks() == {}
+    assert node.engine.counters.stale_slots == stale
+
+
+def test_a_seal_with_an_older_or_newer_generation_is_ignored() -> None:
+    node = Node()
+    peer = Peer(node)
+    granted = node.granted()
+    slot, generation = peer.unused()[0]
+    peer.seal(1, places=[(slot, generation - 1)])
+    peer.seal(1, places=[(slot, generation + 1)])
+    nothing_published(node, stale=2)
+    assert node.granted() == granted
+    assert peer.seal(1, places=[(slot, generation)])
+    assert peer.hint(1) == [True]
+
+
+def test_a_seal_of_another_engines_slot_is_ignored() -> None:
+    node = Node()
+    victim, thief = Peer(node, "a"), Peer(node, "b")
+    stolen = victim.unused()[0]
+    thief.seal(1, places=[stolen])
+    nothing_published(node, stale=1)
+    victim.seal(2, places=[stolen])
+    assert victim.hint(2) == [True]
+
+
+def test_a_seal_of_what_is_no_slot_is_ignored() -> None:
+    node = Node()
+    peer = Peer(node)
+    slot, generation = peer.unused()[0]
+    peer.seal(1, 2, 3, places=[(slot + 1, generation), (2**32 - 1, 1), (32 * 16, 1)])
+    nothing_published(node, stale=3)
+    assert peer.hint(1, 2, 3) == [False] * 3
+
+
+def test_sealing_a_slot_again_does_not_change_its_block() -> None:
+    node = Node()
+    peer = Peer(node)
+    places = peer.seal(1)
+    peer.seal(2, places=places)
+    assert peer.hint(1, 2) == [True, False]
+
+
+def test_a_late_seal_of_an_earlier_session_frees_its_slot() -> None:
+    node = Node()
+    peer = Peer(node, shards=HALVES)
+    late = peer.unused(0)[0]
+    node.end(peer.ranks[1])
+    peer.seal(1, places=[late], rank=0)
+    assert node.blocks() == {}
+    assert node.raised[late[0]] == late[1] + 1
+    peer.ranks[1] = node.connect(peer.rank_hello(1))
+    # It may also come with the session after the next already forming.
+    later = peer.unused(0)[0]
+    peer.seal(1, places=[later], rank=0)
+    assert node.blocks() == {}
+    peer.be_quiet()
+    peer.seal(1, places=[late, later][:1], rank=0)
+    assert node.blocks() == {}
+
+
+def test_a_seal_of_the_session_before_with_slots_of_this_one_is_ignored() -> None:
+    node = Node()
+    peer = Peer(node)
+    before = peer.session
+    node.end(peer.scheduler)
+    node.hear(peer.ranks[0], Quiet(node.last(peer.ranks[0], Quiesce).session))
+    peer.scheduler = node.connect(peer.scheduler_hello())
+    peer.be_quiet()
+    slots, generations = arrays(peer.unused()[:1])
+    node.hear(peer.ranks[0], Seal(before, keys(1), slots, generations, checksum(1)))
+    nothing_published(node, stale=1)
+
+
+@pytest.mark.parametrize("twice", ["key", "slot"])
+def test_a_seal_that_names_something_twice_ends_the_connection(twice: str) -> None:
+    node = Node()
+    peer = Peer(node)
+    a, b = peer.unused()[:2]
+    if twice == "key":
+        peer.seal(1, 1, places=[a, b])
+    else:
+        peer.seal(1, 2, places=[a, a])
+    assert node.hangups[peer.ranks[0]] == "a Seal that names a key or slot twice"
+    assert node.blocks() == {}
+
+
+def test_an_empty_seal_is_nothing() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.seal()
+    nothing_published(node, stale=0)
+    assert peer.ranks[0] not in node.hangups
+
+
+# ── drops and bad copies ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_dropped_slot_is_free_with_a_new_generation() -> None:
+    node = Node()
+    peer = Peer(node)
+    a, b = peer.unused()[:2]
+    granted = node.granted()
+    peer.drop(a, a, (b[0], b[1] + 1))
+    assert node.granted() == granted - 1
+    assert node.engine.counters.stores_dropped == 1
+    assert node.raised == {a[0]: a[1] + 1}
+    peer.seal(1, places=[a])
+    assert node.blocks() == {}
+
+
+def test_distrust_forgets_the_copy_and_voids_who_reads_it() -> None:
+    node = Node()
+    writer, reader = Peer(node, "a"), Peer(node, "b")
+    places = writer.seal(1, 2)
+    reader.lease(1, 1, 2)
+    reader.distrust(places[0])
+    assert reader.hint(1, 2) == [False, True]
+    assert node.raised[places[0][0]] == places[0][1] + 1
+    assert node.engine.counters.blocks_distrusted == 1
+    assert node.engine.leases()[0].blocks == 2, "the lease lives on until it is given back"
+    reader.distrust(places[0], places[1], places[1], (places[1][0], 77))
+    assert node.engine.counters.blocks_distrusted == 2
+    writer.seal(1)
+    assert pairs(reader.lease(2, 1)) != [places[0]]
+
+
+def test_distrust_of_a_slot_that_is_being_written_does_nothing() -> None:
+    node = Node()
+    peer = Peer(node)
+    place = peer.unused()[0]
+    peer.distrust(place)
+    peer.seal(1, places=[place])
+    assert peer.hint(1) == [True]
+
+
+def test_clear_takes_what_was_named_and_leaves_credits() -> None:
+    node = Node(slots=64)
+    here, there = Peer(node, "a"), Peer(node, "b", tenant="u")
+    other = Peer(node, "c", space=space("other", layer_bytes=16 << 10))
+    for peer in (here, there, other):
+        peer.seal(1, 2)
+    file_knows(node, 2, 3)
+    granted = node.granted()
+    here.lease(1, 1)
+    assert node.step(Clear(fingerprint(SMALL, weights_epoch=""), "t"))[-1] == Cleared(3)
+    assert [peer.hint(1, 2) for peer in (here, there, other)] == [
+        [False] * 2,
+        [True] * 2,
+        [True] * 2,
+    ]
+    assert node.granted() == granted
+    assert node.step(Clear(None, "u"))[-1] == Cleared(2)
+    assert node.step(Clear(None, None))[-1] == Cleared(2)
+    assert node.blocks() == {}
+    here.seal(9)
+    assert here.hint(9) == [True]
+
+
+# ── credits ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_credits_are_topped_up_when_half_is_used() -> None:
+    node = Node(slots=32)
+    peer = Peer(node)
+    assert [len(pairs(g)) for g in node.sent[peer.scheduler] if isinstance(g, Grant)] == [8]
+    for i in range(3):
+        peer.seal(i)
+    assert node.count(peer.scheduler, Grant) == 1
+    peer.seal(3)
+    assert len(pairs(node.last(peer.scheduler, Grant))) == 4
+    assert node.engine.counters.blocks_granted == 12
+    peer.drop(*peer.unused()[:4])
+    assert len(pairs(node.last(peer.scheduler, Grant))) == 4
+
+
+def test_sessions_share_the_credits() -> None:
+    node = Node(slots=32)
+    first = Peer(node, "a")
+    second = Peer(node, "b")
+    assert (len(first.credits()), len(second.credits())) == (8, 4)
+    for i in range(8):
+        first.seal(i)
+    assert len(first.unused()) == 4
+
+
+def test_credits_are_bounded_in_number() -> None:
+    node = Node(slots=64, credit_blocks_max=3)
+    assert len(Peer(node).credits()) == 3
+
+
+@pytest.mark.parametrize("shards", [(WHOLE,), HALVES])
+def test_a_tiny_arena_still_serves_hits(shards: tuple[Shard, ...]) -> None:
+    node = Node(slots=4, credit_share=0.125)
+    peer = Peer(node, shards=shards)
+    for round in range(20):
+        peer.store(round)
+        lease = peer.lease(round, round)
+        assert len(pairs(lease)) == len(shards)
+        peer.node.hear(peer.scheduler, release(round))
+        assert peer.unused(), "there is always a credit"
+    assert node.engine.counters.evictions > 0
+
+
+def release(*leases: int) -> LeaseRelease:
+    return LeaseRelease(list(leases))
+
+
+@pytest.mark.parametrize("how", ["release", "expiry", "session"])
+def test_an_arena_full_of_leases_grants_nothing_and_recovers(how: str) -> None:
+    node = Node(slots=4, lease_ttl_ms=1000)
+    reader, writer = Peer(node, "reader"), Peer(node, "writer")
+    number = 0
+    while writer.unused():
+        # In one step: a block that nobody leased yet would go first.
+        node.step(
+            writer.sealed(number),
+            Received(ConnectionId(reader.scheduler), LeaseAsk(lease=number, keys=keys(number))),
+        )
+        assert pairs(node.last(reader.scheduler, LeaseReply)), number
+        number += 1
+    refused = node.engine.counters.grants_refused
+    node.tick()
+    node.tick()
+    assert not writer.unused()
+    assert node.engine.counters.grants_refused > refused
+    assert len(node.blocks()) == number
+    if how == "release":
+        node.hear(reader.scheduler, release(0))
+    elif how == "expiry":
+        node.tick(1001)
+    else:
+        node.end(reader.scheduler)
+    assert writer.unused()
+    assert len(node.blocks()) == number - 1
+
+
+def test_room_for_half_a_block_is_no_credit_but_its_generation_is_published() -> None:
+    """Everything leased but one slot: two ranks of one slot size cannot use it alone."""
+    node = Node(slots=4, slab_slots=4)
+    whole, halves = Peer(node, "whole"), Peer(node, "halves", shards=HALVES)
+    assert (len(whole.unused()), len(halves.unused())) == (1, 1)
+    ask = Received(ConnectionId(halves.scheduler), LeaseAsk(lease=1, keys=keys(1)))
+    node.step(halves.sealed(1, rank=0), halves.sealed(1, rank=1), ask)
+    assert halves.unused() == []
+    before = node.engine.counters.evictions
+    node.step(whole.sealed(2))  # `Node.step` checks that nothing is left unpublished
+    assert node.engine.counters.evictions == before + 1
+    assert halves.unused() == []
+
+
+def test_a_seal_lets_those_who_wait_for_a_slot_try_again() -> None:
+    node = Node(slots=2, slab_slots=2)
+    first, second = Peer(node, "a"), Peer(node, "b")
+    assert len(first.unused()) == len(second.unused()) == 1
+    third = Peer(node, "c")
+    assert not third.unused()
+    first.seal(1)
+    assert len(first.unused()) + len(third.unused()) == 1
+
+
+def test_a_full_table_drops_stores_and_goes_on() -> None:
+    node = Node(block_count_max=4)
+    peer = Peer(node)
+    file_knows(node, 101, 102, 103)
+    granted = node.granted()
+    peer.seal(1, 2, 101)
+    assert peer.hint(1, 2, 101) == [True, False, True]
+    assert node.engine.counters.stores_dropped == 1
+    assert node.granted() == granted - 3
+    assert sorted(node.blocks().values()) == ["dram", "dram+file", "file", "file"]
+    file_knows(node, 104)
+    assert len(node.blocks()) == 4
+    node.step(Clear(None, None))
+    peer.seal(2)
+    assert peer.hint(2) == [True]
+
+
+def test_room_is_made_ahead_of_need_and_the_oldest_goes() -> None:
+    node = Node(slots=40, slab_slots=40, low_watermark=0.1, high_watermark=0.3)
+    peer = Peer(node, "a")
+    for number in range(36):
+        peer.seal(number)
+    tier = node.engine.tiers()[0]
+    free = 40 - tier.slots_sealed - tier.slots_granted
+    assert free >= 4, "never below the low mark"
+    present = peer.hint(*range(36))
+    assert present == sorted(present), "older blocks went first"
+    assert not all(present)
+
+
+# ── slot sizes ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_size_that_nobody_uses_any_more_gives_its_slabs_away() -> None:
+    node = Node(slots=16)
+    old = Peer(node, "old")
+    for number in range(30):
+        old.seal(number)
+    for connection in (old.scheduler, *old.ranks):
+        node.step(Ended(ConnectionId(connection)), Exited(ConnectionId(connection)))
+    new = Peer(node, "new", space=space())
+    for number in range(20):
+        new.seal(number)
+    assert new.hint(19) == [True]
+    small, large = (node.engine._state.slots.pools[size] for size in sorted(node.sizes()))
+    assert (len(small.slabs), len(large.slabs)) == (0, 4)
+
+
+def test_two_sizes_in_use_each_keep_their_part() -> None:
+    node = Node(slots=32)
+    small, large = Peer(node, "small"), Peer(node, "large", space=space())
+    for number in range(200, 260):
+        small.seal(number)
+        large.seal(number)
+    pools = [node.engine._state.slots.pools[size] for size in sorted(node.sizes())]
+    assert [len(pool.slabs) for pool in pools] == [4, 4]
+    assert small.hint(259) == large.hint(259) == [True]
+
+
+def test_an_engine_with_ranks_of_two_sizes_stores_and_evicts_like_others() -> None:
+    node = Node(slots=32)
+    peer = Peer(node, shards=UNEVEN, space=space())
+    for number in range(60):
+        peer.store(number)
+        assert peer.hint(number) == [True]
+    assert node.engine.counters.evictions > 60
+
+
+def test_events_of_one_step_are_taken_in_order() -> None:
+    node = Node()
+    peer = Peer(node)
+    node.step(peer.sealed(1), Ended(ConnectionId(peer.ranks[0])), peer.sealed(2))
+    assert node.blocks() == {key(1)[:4].hex(): "dram"}

@@ -1,0 +1,190 @@
+"""BlockTable against a dict."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvstore.engine import table as module
+from kvstore.engine.table import BlockTable
+
+CAPACITY = 24
+CELLS = 128
+"""The table's own choice for 24 rows; collisions below depend on it."""
+
+
+@pytest.fixture(autouse=True, params=[0, 24], ids=["all at once", "one by one"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches here are small: both ways to find keys must serve them."""
+    monkeypatch.setattr(module, "_FEW", request.param)
+
+
+def words(*numbers: int) -> NDArray[np.uint64]:
+    """Keys whose first word, which picks the cell, is `number`."""
+    return np.array([[n, 1, 2, 3] for n in numbers], dtype=np.uint64).reshape(-1, 4)
+
+
+class Checked:
+    """A table and a dict that must agree."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self.table = BlockTable(row_count_max=capacity)
+        self.model: dict[tuple[int, int], int] = {}
+
+    def insert(self, scope: int, *numbers: int) -> None:
+        rows = self.table.insert(scope, words(*numbers)).tolist()
+        assert len(set(rows)) == len(rows)
+        assert not set(rows) & set(self.model.values()), "a row is handed out twice"
+        self.model.update({(scope, n): row for n, row in zip(numbers, rows, strict=True)})
+
+    def delete(self, scope: int, *numbers: int) -> None:
+        rows = [self.model.pop((scope, n)) for n in numbers]
+        self.table.delete(np.array(rows, dtype=np.int64))
+
+    def check(self, numbers: list[int], scopes: tuple[int, ...] = (1, 2)) -> None:
+        for scope in scopes:
+            expected = [self.model.get((scope, n), -1) for n in numbers]
+            assert self.table.find(scope, words(*numbers)).tolist() == expected
+            one_by_one = [self.table.find(scope, words(n)).tolist()[0] for n in numbers]
+            assert one_by_one == expected
+        assert len(self.table) == len(self.model)
+        assert self.table.free_count == self.table.row_count_max - len(self.model)
+        assert self.table.used_rows().tolist() == sorted(self.model.values())
+
+
+def test_finds_what_was_inserted_and_nothing_else() -> None:
+    t = Checked()
+    t.insert(1, 10, 11, 12)
+    t.insert(2, 11)
+    t.check([9, 10, 11, 12, 13])
+
+
+def test_keys_that_differ_in_any_word_are_different() -> None:
+    table = BlockTable(row_count_max=CAPACITY)
+    base = words(5)
+    row = table.insert(1, base)
+    for word in range(4):
+        for bit in (0, 31, 63):
+            other = base.copy()
+            other[0, word] ^= np.uint64(1 << bit)
+            assert table.find(1, other).tolist() == [-1]
+            assert table.find(1, np.concatenate([base, other])).tolist() == [row[0], -1]
+
+
+def test_the_same_key_of_another_scope_in_the_way_is_not_taken_for_it() -> None:
+    t = Checked()
+    home = {scope: t.table._home(scope, words(0))[0] for scope in range(1, 1000)}
+    other = next(scope for scope in home if home[scope] == home[1] ^ 1)
+    key = next(n for n in range(2) if t.table._home(other, words(n))[0] % 2 == 0)
+    before = next(
+        n
+        for n in range(1000, 2000)
+        if t.table._home(1, words(n)) == t.table._home(other, words(key))
+    )
+    t.insert(1, before, key)
+    t.check([before, key], scopes=(1, other))
+
+
+def test_keys_of_one_cell_in_one_batch_all_find_a_place() -> None:
+    t = Checked()
+    same = [5 + CELLS * i for i in range(10)]
+    t.insert(1, *same)
+    t.check([*same, 5 + CELLS * 10])
+
+
+def test_a_probe_runs_over_the_end_of_the_cells() -> None:
+    t = Checked()
+    table = t.table
+    last = next(n for n in range(CELLS) if table._home(1, words(n))[0] == CELLS - 1)
+    t.insert(1, last, last + CELLS, last + 2 * CELLS)
+    t.check([last, last + CELLS, last + 2 * CELLS, last + 3 * CELLS])
+
+
+def test_deleting_the_middle_of_a_probe_keeps_its_end() -> None:
+    t = Checked()
+    same = [5 + CELLS * i for i in range(6)]
+    t.insert(1, *same)
+    t.delete(1, same[2], same[3])
+    t.check(same)
+    t.insert(1, same[3])
+    t.check(same)
+
+
+def test_tombstones_before_an_empty_cell_go() -> None:
+    t = Checked()
+    same = [5 + CELLS * i for i in range(6)]
+    t.insert(1, *same)
+    t.delete(1, *same[:3])
+    assert (t.table._cells == -1).sum() == 3, "others lie behind them"
+    t.delete(1, *same[3:])
+    assert not t.table._cells.any(), "nothing lies behind them any more"
+
+
+def test_a_table_that_is_churned_for_long_keeps_short_probes() -> None:
+    t = Checked()
+    for i in range(0, 4000, 8):
+        t.insert(1, *range(i, i + 8))
+        if i >= 16:
+            t.delete(1, *range(i - 16, i - 8))
+    t.check(list(range(3970, 4010)))
+    assert (t.table._cells == -1).sum() < CELLS // 2
+
+
+def test_full_is_an_error_and_rows_come_back() -> None:
+    t = Checked(4)
+    t.insert(1, 1, 2, 3, 4)
+    with pytest.raises(AssertionError, match="full"):
+        t.table.insert(1, words(5))
+    t.delete(1, 2, 3)
+    t.insert(2, 2, 3)
+    t.check([1, 2, 3, 4])
+
+
+def test_deleting_twice_is_an_error() -> None:
+    t = Checked()
+    t.insert(1, 1)
+    row = t.table.find(1, words(1))
+    t.table.delete(row)
+    with pytest.raises(AssertionError, match="twice"):
+        t.table.delete(row)
+
+
+def test_chains_inserted_together_are_found_at_once_only_when_they_are_the_same() -> None:
+    t = Checked()
+    t.insert(1, *range(10))
+    t.check(list(range(10)))
+    t.check([0, 1, 2, 4, 3])
+    t.check([7, 8, 9, 10, 11])
+    t.delete(1, 4)
+    t.check(list(range(10)))
+    t.insert(2, 4)
+    t.check(list(range(10)))
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "delete"]),
+        st.sampled_from([1, 2]),
+        st.sets(st.sampled_from([0, 1, 2, 3, CELLS, CELLS + 1, 2 * CELLS, 127, 255, 2**63]))
+        | st.sets(st.integers(0, 40)),
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=60)
+@given(operations)
+def test_behaves_like_a_dict(steps: list[tuple[str, int, set[int]]]) -> None:
+    t = Checked()
+    seen: set[int] = set()
+    for what, scope, numbers in steps:
+        seen |= numbers
+        if what == "insert":
+            new = [n for n in sorted(numbers) if (scope, n) not in t.model]
+            t.insert(scope, *new[: t.table.free_count])
+        else:
+            t.delete(scope, *(n for n in sorted(numbers) if (scope, n) in t.model))
+        t.check(sorted(seen))

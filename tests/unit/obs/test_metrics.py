@@ -1,0 +1,40 @@
+"""The table of metrics keeps its own rules."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvstore.obs.metrics import METRICS, Metric, family, histogram
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_names_end_in_their_unit(metric: Metric) -> None:
+    assert re.fullmatch(r"kvstore_[a-z_]+", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    if metric.unit:
+        assert metric.name.removesuffix("_total").endswith("_" + metric.unit)
+    assert metric.help.endswith(".")
+
+
+def test_names_are_unique() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_an_unlisted_metric_cannot_be_made() -> None:
+    with pytest.raises(KeyError):
+        family("kvstore_unlisted", [])
+
+
+def test_samples_carry_their_labels() -> None:
+    made = family("kvstore_ready_bytes", [(("dram",), 5)])
+    assert [(s.name, s.labels, s.value) for s in made.samples] == [
+        ("kvstore_ready_bytes", {"tier": "dram"}, 5)
+    ]
+
+
+def test_buckets_are_cumulative() -> None:
+    made = histogram("kvstore_step_seconds", bounds=[0.1, 0.2], counts=[1, 2, 3], total=1.5)
+    values = [(s.name.removeprefix("kvstore_step_seconds"), s.value) for s in made.samples]
+    assert values == [("_bucket", 1), ("_bucket", 3), ("_bucket", 6), ("_count", 6), ("_sum", 1.5)]

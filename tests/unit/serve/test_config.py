@@ -1,0 +1,194 @@
+"""Flags and YAML to one checked tree; every mistake is one sentence that says how to mend it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.serve import config as config_module
+from kvstore.serve.config import HttpConfig, available_memory, load_config
+from kvstore.units import GIB, KIB, MIB
+
+LEAST = {"dram": "1MiB", "metrics": "off"}
+
+
+@pytest.fixture
+def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "available_memory", lambda: (8 * GIB, "the machine"))
+    monkeypatch.setattr(config_module, "huge_page_pool", lambda: (0, 2 * MIB))
+
+
+pytestmark = pytest.mark.usefixtures("plenty")
+
+
+def test_defaults() -> None:
+    config = load_config(None, {})
+    assert config.socket == Path("/run/kvstore/node.sock")
+    assert config.dram_bytes == 4 * GIB
+    assert config.dram_note == "half of the 8 GiB that the machine has available"
+    assert config.slab_bytes == 64 * MIB
+    assert config.http == HttpConfig(host="127.0.0.1", port=9464)
+    assert config.allow_uids == {os.geteuid(), 0}
+    assert config.log_level == "info"
+
+
+def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("dram: 2GiB\nslab: 1MiB\nmetrics: off\nallow-uid: [5, 6]\nlog-level: debug\n")
+    config = load_config(file, {"dram": "3GiB", "slab": None, "allow-uid": None})
+    assert (config.dram_bytes, config.slab_bytes, config.http) == (3 * GIB, MIB, None)
+    assert config.allow_uids == {5, 6, os.geteuid()}
+    assert config.log_level == "debug"
+
+
+@pytest.mark.parametrize(
+    ("dram", "slab", "dram_bytes", "slab_bytes"),
+    [
+        ("256KiB", "auto", 256 * KIB, 64 * KIB),
+        ("300KiB", "auto", 256 * KIB, 64 * KIB),
+        ("1000000", "auto", 960 * KIB, 192 * KIB),
+        (1 << 20, "auto", MIB, 256 * KIB),
+        ("8GiB", "auto", 8 * GIB, 64 * MIB),
+        ("1MiB", "128KiB", MIB, 128 * KIB),
+        ("1MiB", "1MiB", MIB, MIB),
+    ],
+)
+def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> None:
+    config = load_config(None, LEAST | {"dram": dram, "slab": slab})
+    assert (config.dram_bytes, config.slab_bytes) == (dram_bytes, slab_bytes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"dram": "9GiB"}, "more than the 8 GiB that the machine has available: choose a smaller"),
+        ({"dram": "64KiB"}, "too small: give at least 256 KiB"),
+        ({"dram": "lots"}, "'lots' is not a size: write a number and a unit, such as 64GiB"),
+        ({"dram": "-1"}, "is not a size"),
+        ({"dram": [1]}, "configuration: dram: expected `int | str`, got `array`"),
+        ({"allow-uid": ["root"]}, "allow-uid[0]: expected `int`, got `str`"),
+        ({"slab": "2MiB"}, "must be a multiple of 64 KiB and at most dram, 1 MiB"),
+        ({"slab": "65KiB"}, "must be a multiple of 64 KiB"),
+        ({"slab": "0"}, "must be a multiple of 64 KiB"),
+        ({"file": "/x:1GiB"}, "no file tier yet: start without --file"),
+        ({"file": "/x"}, "must be PATH:SIZE, such as"),
+        ({"file": "/x:big"}, "file: 'big' is not a size"),
+        ({"metrics": "0.0.0.0:9464"}, "can be read from other machines"),
+        ({"metrics": "10.0.0.3:9464"}, "--metrics-beyond-loopback"),
+        ({"metrics": "9464"}, "must be an IP address and a port"),
+        ({"metrics": "127.0.0.1:99999"}, "must be an IP address and a port"),
+        ({"metrics": "example.org:1"}, "must be an IP address and a port"),
+        ({"metrics": True}, "must be an IP address and a port"),
+        ({"log-level": "loud"}, "use one of debug, info, warning, error"),
+        ({"allow-uid": [-1]}, "must name numeric user ids"),
+        ({"allow-uid": []}, "must name numeric user ids"),
+        ({"socket": "/" + "x" * 110}, "choose a shorter one"),
+        ({"sokcet": "/x"}, "unknown key 'sokcet'; known keys are socket, dram,"),
+    ],
+)
+def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, LEAST | wrong)
+    text = str(caught.value)
+    assert sentence in text
+    assert "\n" not in text
+    assert "$" not in text, "no path notation of a library"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("dram: [\n", "is not YAML"),
+        ("- dram\n", "must hold lines such as 'dram: 64GiB'"),
+        ("1: 2\n", "must hold lines such as"),
+        ("dram_size: 1GiB\n", "unknown key 'dram_size'"),
+        ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
+        ("dram: \xff", "is not YAML"),
+    ],
+)
+def test_a_yaml_file_that_is_wrong_says_so(tmp_path: Path, content: str, sentence: str) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, LEAST)
+    assert sentence in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_a_yaml_file_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "absent.yaml", LEAST)
+
+
+def test_an_empty_yaml_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("# nothing yet\n")
+    assert load_config(file, LEAST) == load_config(None, LEAST)
+
+
+@pytest.mark.parametrize("metrics", ["localhost:1", "127.0.0.1:1", "[::1]:1"])
+def test_loopback_needs_no_opt_in(metrics: str) -> None:
+    http = load_config(None, LEAST | {"metrics": metrics}).http
+    assert http is not None
+    assert http.port == 1
+
+
+def test_a_pods_address_needs_the_opt_in() -> None:
+    settings = LEAST | {"metrics": "10.0.0.3:9464", "metrics-beyond-loopback": True}
+    assert load_config(None, settings).http == HttpConfig(host="10.0.0.3", port=9464)
+
+
+def test_huge_pages_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "huge_page_pool", lambda: (16 * GIB, 2 * MIB))
+    assert load_config(None, LEAST | {"dram": "16GiB"}).dram_bytes == 16 * GIB
+
+
+# ── what is available ────────────────────────────────────────────────────────────────────────────
+
+
+def cgroup(directory: Path, *, limit: str, usage: int, stat: str, v2: bool) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if v2 else CGROUP_V1
+    for name, text in zip((*names, "memory.stat"), (limit, str(usage), stat), strict=True):
+        (directory / name).write_text(text)
+
+
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+@pytest.mark.parametrize("v2", [True, False])
+def test_the_tightest_cgroup_counts_and_its_droppable_cache_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, v2: bool
+) -> None:
+    outer, inner = tmp_path / "a", tmp_path / "a" / "b"
+    stat = "inactive_file 100\n" if v2 else "inactive_file 5\ntotal_inactive_file 100\n"
+    unlimited = "max" if v2 else str(2**63 - 4096)
+    cgroup(inner, limit=unlimited, usage=700, stat=stat, v2=v2)
+    cgroup(outer, limit="1000", usage=700, stat=stat, v2=v2)
+    names = ("memory.max", "memory.current") if v2 else CGROUP_V1
+    levels = [(path, *names) for path in (inner, outer, tmp_path)]
+    monkeypatch.setattr(config_module, "_cgroup_levels", lambda: levels)
+    assert available_memory() == (400, "the memory cgroup")
+
+
+def test_this_machine_has_memory() -> None:
+    size, source = available_memory()
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < size <= total
+    assert source in ("the machine", "the memory cgroup")
+
+
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "node.yaml"
+    path.write_text("dram: 64MiB\nallow-uid: 1000\nallow-uid: 5\n")
+    with pytest.raises(ConfigError, match="'allow-uid' twice"):
+        load_config(path, {})
+
+
+def test_a_size_that_is_too_small_is_repeated_as_it_was_typed() -> None:
+    with pytest.raises(ConfigError, match="--dram 64 is too small: give at least 256 KiB"):
+        load_config(None, {"dram": "64"})

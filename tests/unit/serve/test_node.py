@@ -1,0 +1,45 @@
+"""What a node does to its own process, and how it tells that it is ready."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from kvstore.serve.node import Running
+from kvstore.types import Incarnation
+
+HARDENED = """
+import ctypes, resource, sys
+from kvstore.serve.node import harden_process
+get_dumpable = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+before = get_dumpable()
+harden_process()
+print(before, get_dumpable(), resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard,
+      sys.getswitchinterval() < 0.001)
+"""
+
+
+def test_a_node_is_not_dumpable_and_has_all_its_descriptors() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HARDENED], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["1", "0", "True", "True"]
+
+
+def test_the_ready_line_tells_what_scripts_and_people_need() -> None:
+    running = Running(
+        socket="/run/kvstore/node.sock",
+        dram_bytes=3 << 30,
+        dram_note="half of the 6 GiB that the machine has available",
+        slab_bytes=64 << 20,
+        huge_pages=False,
+        metrics_url="",
+        incarnation=Incarnation(0xAB),
+    )
+    assert running.line() == (
+        "kvstore node ready: socket=/run/kvstore/node.sock metrics=off"
+        " incarnation=00000000000000ab huge-pages=no slab=64 MiB dram=3 GiB"
+        " (half of the 6 GiB that the machine has available)"
+    )

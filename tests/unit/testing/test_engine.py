@@ -1,0 +1,155 @@
+"""The engine's client and launcher, where no engine is needed: what it sends, reads and reports."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvstore.testing.engine import SERVED_NAME, Engine, EngineConfig, EngineError
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers every POST with the text that the server object carries, and keeps the body."""
+
+    def do_POST(self) -> None:
+        server = self.server
+        assert isinstance(server, AnsweringServer)
+        server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(server.status)
+        self.end_headers()
+        self.wfile.write(server.text.encode())
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+class AnsweringServer(http.server.HTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.status = 200
+        self.text = ""
+        self.bodies: list[bytes] = []
+
+
+@pytest.fixture
+def answering() -> Iterator[AnsweringServer]:
+    server = AnsweringServer()
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def engine(answering: AnsweringServer, tmp_path: Path) -> Iterator[Engine]:
+    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    engine = Engine(EngineConfig(model=tmp_path), process, tmp_path / "log")
+    engine.port = answering.server_address[1]
+    yield engine
+    engine.kill()
+
+
+def events(*chunks: object) -> str:
+    return "".join(f"data: {json.dumps(c)}\n\n" for c in chunks) + "data: [DONE]\n\n"
+
+
+def chunk(*tokens: int) -> dict[str, object]:
+    return {"choices": [{"index": 0, "text": "?", "token_ids": list(tokens)}], "id": "x"}
+
+
+USAGE = {
+    "choices": [],
+    "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 8}},
+}
+
+
+def test_tokens_and_usage_are_read(engine: Engine, answering: AnsweringServer) -> None:
+    answering.text = events(chunk(), chunk(5), chunk(6, 7), USAGE)
+    got = engine.complete((1, 2, 3), max_tokens=3, extra={"cache_salt": "s"})
+    assert got.tokens == (5, 6, 7)
+    assert (got.prompt_tokens, got.cached_tokens) == (9, 8)
+    assert 0 < got.ttft_s <= got.duration_s
+    sent = json.loads(answering.bodies[0])
+    assert sent["prompt"] == [1, 2, 3]
+    assert (sent["temperature"], sent["cache_salt"], sent["model"]) == (0, "s", SERVED_NAME)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "message"),
+    [
+        (500, "out of order", "answered 500: out of order"),
+        (200, events(chunk(1), {"error": {"message": "engine died"}}), "engine died"),
+        (200, events(chunk(1)), "without a token or its usage"),
+        (200, events(USAGE), "without a token or its usage"),
+        (200, "data: {broken\n\n", "broke off"),
+    ],
+)
+def test_an_answer_that_is_no_completion_is_an_error(
+    engine: Engine, answering: AnsweringServer, status: int, text: str, message: str
+) -> None:
+    answering.status, answering.text = status, text
+    with pytest.raises(EngineError, match=message):
+        engine.complete((1,), max_tokens=1)
+
+
+def test_an_ended_engine_is_an_error(engine: Engine, answering: AnsweringServer) -> None:
+    engine.port = 1
+    with pytest.raises(EngineError, match="broke off"):
+        engine.complete((1,), max_tokens=1)
+
+
+def test_the_cache_is_emptied_when_the_engine_agrees(
+    engine: Engine, answering: AnsweringServer
+) -> None:
+    answering.text = '{"success": true}'
+    engine.forget()
+    answering.text = '{"success": false}'
+    with pytest.raises(EngineError, match="did not empty"):
+        engine.forget(timeout_s=0.2)
+
+
+def test_the_connector_is_configured_only_with_a_socket(tmp_path: Path) -> None:
+    plain = EngineConfig(model=tmp_path)
+    assert "--kv-transfer-config" not in plain.command()
+    with_node = EngineConfig(
+        model=tmp_path, socket=tmp_path / "node.sock", connector_extra={"x": 1}
+    ).command()
+    transfer = msgspec.json.decode(with_node[with_node.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_module_path"] == "kvstore.connector"
+    assert transfer["kv_connector_extra_config"] == {"socket": str(tmp_path / "node.sock"), "x": 1}
+    assert transfer["kv_load_failure_policy"] == "recompute"
+
+
+def test_a_server_that_ends_at_once_is_reported_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ("first", "ValueError: --this is wrong", "RuntimeError: See root cause above", "last")
+    code = f"print(*{lines}, sep='\\n'); raise SystemExit(3)"
+    monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EngineError, match=r"ended while starting: ValueError: --this is wrong"):
+        Engine.start(EngineConfig(model=tmp_path), log=tmp_path / "log")
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_server_that_never_listens_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
+    monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
+    with pytest.raises(EngineError, match=r"not ready in time: pid (\d+)") as error:
+        Engine.start(EngineConfig(model=tmp_path), log=tmp_path / "log", ready_timeout_s=1.0)
+    pid = int(str(error.value).split("pid ")[1].split()[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -1,0 +1,106 @@
+"""The guard: nothing survives the command, its killing, or the death of whoever started it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from kvstore.testing import guard
+
+# A process that starts a grandchild in a session of its own, says both pids, and waits.
+FAMILY = """
+import os, signal, subprocess, sys
+idle = "import signal; print(1, flush=True); signal.pause()"
+child = subprocess.Popen([sys.executable, "-c", idle], start_new_session=True,
+                         stdout=subprocess.PIPE)
+child.stdout.readline()
+print(os.getpid(), child.pid, flush=True)
+{then}
+"""
+pytestmark = pytest.mark.slow
+
+
+def start(then: str, parent: int | None = None) -> subprocess.Popen[str]:
+    code = FAMILY.format(then=then)
+    command = [
+        sys.executable,
+        guard.__file__,
+        str(parent or os.getpid()),
+        sys.executable,
+        "-c",
+        code,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def family(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    return [int(word) for word in process.stdout.readline().split()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    for pid in pids:
+        assert not psutil.pid_exists(pid), pid
+
+
+@pytest.fixture
+def guarded(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    process = start(request.param)
+    yield process
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()  # no read: a survivor would hold the other end open
+
+
+@pytest.mark.parametrize("guarded", ["sys.exit(7)"], indirect=True)
+def test_the_commands_end_takes_its_orphans_along(guarded: subprocess.Popen[str]) -> None:
+    pids = family(guarded)
+    assert guarded.wait(10) == 7
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("guarded", ["os.kill(os.getpid(), signal.SIGILL)"], indirect=True)
+def test_a_killed_command_is_reported_by_its_signal(guarded: subprocess.Popen[str]) -> None:
+    assert guarded.wait(10) == 128 + signal.SIGILL
+
+
+@pytest.mark.parametrize("guarded", ["signal.pause()"], indirect=True)
+def test_sigterm_ends_all(guarded: subprocess.Popen[str]) -> None:
+    pids = family(guarded)
+    guarded.terminate()
+    assert guarded.wait(10) == 128 + signal.SIGTERM
+    assert_gone(pids)
+
+
+def test_the_callers_death_ends_all() -> None:
+    caller_code = f"""
+import os, signal, subprocess, sys
+subprocess.Popen([sys.executable, {guard.__file__!r}, str(os.getpid()), sys.executable, "-c",
+                  {FAMILY.format(then="signal.pause()")!r}])
+signal.pause()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", caller_code], stdout=subprocess.PIPE, text=True
+    ) as caller:
+        watched = [os.pidfd_open(pid) for pid in family(caller)]
+        try:
+            caller.kill()
+            for fd in watched:
+                assert select.select([fd], [], [], 10)[0], "a process outlived the caller"
+        finally:
+            for fd in watched:
+                os.close(fd)
+
+
+def test_a_caller_that_is_already_gone_starts_nothing() -> None:
+    process = start("signal.pause()", parent=1)
+    assert process.wait(10) == 128 + signal.SIGTERM
+    assert process.communicate()[0] == ""

@@ -1,0 +1,110 @@
+"""The local models: built once, reproducible, and surely changed by a wrong cached block."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvstore.testing.models import (
+    RECIPE_FILE,
+    SHAPES,
+    Recipe,
+    build_model,
+    main,
+    measure_sensitivity,
+    read_recipe,
+)
+
+needs_torch = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("models") / "tiny", size="tiny")
+
+
+def weights(directory: Path) -> bytes:
+    return (directory / "model.safetensors").read_bytes()
+
+
+def test_kv_bytes_per_token_are_those_of_the_documents() -> None:
+    assert SHAPES["bench"].kv_bytes_per_token(2) == 16 << 10
+    assert SHAPES["medium"].kv_bytes_per_token(4) == 16 << 10
+    assert SHAPES["tiny"].kv_bytes_per_token(4) == 4 << 10
+
+
+def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="holds no model"):
+        build_model(tmp_path, size="tiny")
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_damaged_recipe_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / RECIPE_FILE).write_text('{"size": "huge"}')
+    assert read_recipe(tmp_path) is None
+    assert read_recipe(tmp_path / RECIPE_FILE / "below") is None
+
+
+@needs_torch
+def test_building_again_touches_nothing(tiny: Path) -> None:
+    before = {p.name: p.stat().st_mtime_ns for p in tiny.iterdir()}
+    assert build_model(tiny, size="tiny") == tiny
+    assert {p.name: p.stat().st_mtime_ns for p in tiny.iterdir()} == before
+
+
+@needs_torch
+def test_equal_recipes_give_equal_bytes(tiny: Path, tmp_path: Path) -> None:
+    assert main([str(tmp_path / "again"), "--size", "tiny"]) == os.EX_OK
+    assert weights(tmp_path / "again") == weights(tiny)
+
+
+@needs_torch
+def test_other_weights_replace_the_model_in_the_same_directory(tmp_path: Path) -> None:
+    target = tmp_path / "m"
+    build_model(target, size="tiny", weights_seed=1)
+    first, config = weights(target), (target / "config.json").read_bytes()
+    build_model(target, size="tiny", weights_seed=2)
+    assert weights(target) != first
+    assert (target / "config.json").read_bytes() == config
+    assert read_recipe(target) == Recipe(size="tiny", weights_seed=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"], "the builder's own folders stayed"
+
+
+@needs_torch
+def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("kvstore.testing.models._write_weights", fail)
+    with pytest.raises(OSError, match="disk full"):
+        build_model(tmp_path / "m", size="tiny")
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_torch
+def test_text_becomes_one_token_per_byte_and_comes_back(tiny: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny))
+    text = "<|user|>Grüße, 東京!  two spaces\n<|end|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text.encode()) - len("<|user|>") - len("<|end|>") + 2
+    assert tokenizer.decode(ids) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == "<|user|>hi<|end|><|assistant|>"
+
+
+@needs_torch
+def test_a_wrong_block_shows_in_the_tokens(tiny: Path) -> None:
+    """The ground under every equality test: were this low, equal tokens would prove nothing."""
+    result = measure_sensitivity(tiny, seed=11)
+    report = msgspec.json.encode(result)
+    assert result.changed_by_other_block == result.trials, report
+    assert result.changed_by_one_byte >= 0.7 * result.trials, report
+    assert result.distinct_tokens >= 20, report

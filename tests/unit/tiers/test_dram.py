@@ -1,0 +1,78 @@
+"""Pre-faulting in the background: growth, want of memory, an early stop."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+
+import pytest
+
+from kvstore.arena import Arena
+from kvstore.tiers.dram import DramTier
+from kvstore.types import SLOT_BYTES_MIN, Incarnation, SlotId
+
+CAPACITY_BYTES = 8 * SLOT_BYTES_MIN
+
+
+class GatedArena(Arena):
+    """Lets one populate through per `gate.release()`; fails from `fail_at` on."""
+
+    def __init__(self, *, fail_at: int = CAPACITY_BYTES) -> None:
+        super().__init__(arena_bytes=CAPACITY_BYTES, incarnation=Incarnation(1))
+        self.gate = threading.Semaphore(0)
+        self.arrived = threading.Semaphore(0)
+        self.fail_at = fail_at
+
+    def populate(self, begin: int, end: int) -> None:
+        self.arrived.release()
+        assert self.gate.acquire(timeout=10)
+        if begin >= self.fail_at:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        super().populate(begin, end)
+
+
+def test_capacity_grows_as_pages_arrive_and_never_ahead_of_them() -> None:
+    arena = GatedArena()
+    tier = DramTier(arena, chunk_bytes=2 * SLOT_BYTES_MIN)
+    assert tier.ready_bytes == 0
+    tier.start()
+    seen = []
+    for _ in range(4):
+        assert arena.arrived.acquire(timeout=10)
+        seen.append((tier.ready_bytes, os.fstat(arena.arena_fd).st_blocks * 512))
+        arena.gate.release()
+    assert tier.wait_populated(10)
+    assert seen == [(n * 2 * SLOT_BYTES_MIN,) * 2 for n in range(4)]
+    assert tier.ready_bytes == tier.capacity_bytes == CAPACITY_BYTES
+    tier.close()
+
+
+def test_want_of_memory_leaves_a_smaller_tier(caplog: pytest.LogCaptureFixture) -> None:
+    arena = GatedArena(fail_at=4 * SLOT_BYTES_MIN)
+    tier = DramTier(arena, chunk_bytes=2 * SLOT_BYTES_MIN)
+    arena.gate.release(10)
+    with caplog.at_level(logging.WARNING):
+        tier.start()
+        assert tier.wait_populated(10)
+    assert tier.ready_bytes == 4 * SLOT_BYTES_MIN
+    assert "dram stays at 256 KiB of 512 KiB" in caplog.text
+    assert len(tier.view(SlotId(0), tier.ready_bytes)) == tier.ready_bytes
+    with pytest.raises(AssertionError):
+        tier.view(SlotId(0), tier.ready_bytes + 1)
+    tier.close()
+
+
+def test_closing_stops_the_thread_between_two_chunks() -> None:
+    arena = GatedArena()
+    tier = DramTier(arena, chunk_bytes=SLOT_BYTES_MIN)
+    tier.start()
+    assert arena.arrived.acquire(timeout=10)
+    closer = threading.Thread(target=tier.close)
+    closer.start()
+    assert tier._stop.wait(10)
+    arena.gate.release()
+    closer.join(10)
+    assert not tier._thread.is_alive()
+    assert tier.ready_bytes == SLOT_BYTES_MIN, "one chunk was under way, none was begun"
