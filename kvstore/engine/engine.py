@@ -51,6 +51,8 @@ from kvstore.wire.messages import (
 
 __all__ = ["Engine", "EngineConfig"]
 
+CLEAR_ROWS_MAX = 32_768
+"""Rows of one Clear, about 10 ms: whoever clears asks again until fewer were there."""
 _FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease)
 
 
@@ -153,7 +155,7 @@ class Engine:
             case Quiet(session=session):
                 return self._sessions.quiet(connection, session)
             case Distrust():
-                self._stores.distrust(message)
+                self._stores.distrust(connection, message)
             case _:
                 raise AssertionError(f"{type(message).__name__} has no handler")
         return ""
@@ -161,14 +163,15 @@ class Engine:
     # ── all blocks ───────────────────────────────────────────────────────────────────────────────
 
     def _clear(self, space: bytes | None, tenant: str | None) -> int:
-        """Forget blocks in every tier. Credits stay out; readers see generations change."""
+        """Forget up to CLEAR_ROWS_MAX blocks in every tier. Credits stay out; readers see
+        generations change."""
         residency = self._state.residency
         scopes = {
             number
             for (its_tenant, its_space, _), number in residency.scopes().items()
             if (space is None or its_space == space) and (tenant is None or its_tenant == tenant)
         }
-        rows = residency.rows_in(scopes)
+        rows = residency.rows_in(scopes)[:CLEAR_ROWS_MAX]
         in_file = rows[residency.file[rows] != 0]
         words = residency.words(rows)
         residency.drop_file(in_file)

@@ -69,12 +69,16 @@ class Owner:
 
     @property
     def is_complete(self) -> bool:
-        """Scheduler and all ranks are attached."""
-        if self.scheduler is None:
-            return False
+        """Scheduler and all ranks are attached, or more ranks than there should be."""
+        return self.scheduler is not None and len(self.ranks) >= self.rank_count
+
+    @property
+    def rank_count(self) -> int:
+        """As its scheduler, which is attached, has it."""
+        assert self.scheduler is not None
         hello = self.scheduler.hello
         assert isinstance(hello, HelloScheduler)
-        return len(self.ranks) == hello.rank_count
+        return hello.rank_count
 
     @property
     def is_empty(self) -> bool:
@@ -98,6 +102,11 @@ class Owner:
 def objection(owner: Owner, *, slab_bytes: int) -> str:
     """Why this complete owner cannot be served, in one sentence; empty when it can."""
     hellos = owner.rank_hellos()
+    if len(hellos) != owner.rank_count:
+        return (
+            f"{len(hellos)} ranks are attached where its scheduler speaks of {owner.rank_count}: "
+            "two engines may share an engine_id"
+        )
     space = hellos[0].space
     if any(hello.space != space for hello in hellos):
         return "its ranks report different models or settings: all ranks must load the same"

@@ -121,6 +121,7 @@ class Residency:
         return 0
 
     def rows_in(self, scopes: set[int]) -> Rows:
-        """All rows of these scopes."""
-        used = self.table.used_rows()
-        return used[np.isin(self.table.scopes[used], list(scopes))]
+        """All rows of these scopes, ascending."""
+        wanted = np.zeros(self._next_scope, dtype=bool)
+        wanted[sorted(scopes)] = True
+        return np.flatnonzero(wanted[self.table.used_scopes])

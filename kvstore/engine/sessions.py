@@ -42,7 +42,7 @@ class Sessions:
                 f"this node speaks attach protocol {PROTOCOL_VERSION}, the engine "
                 f"{hello.protocol}: install the same kvstore version on both"
             )
-        elif len(self._state.connections) >= self._state.config.connection_count_max:
+        elif self._count_beside(hello) >= self._state.config.connection_count_max:
             reason = f"{self._state.config.connection_count_max} connections are attached already"
         if reason:
             self._refuse(id, reason, permanent=permanent)
@@ -70,6 +70,19 @@ class Sessions:
         self._state.say(Admit(id, welcome, isinstance(hello, HelloRank), self._state.cause))
         self._form(owner)
 
+    def _count_beside(self, hello: HelloScheduler | HelloRank) -> int:
+        """Attached processes, without the one that this Hello replaces. Who has ended and only
+        keeps slots in quarantine takes nobody's place."""
+        owner = self._state.owners.get((hello.tenant, hello.engine_id, hello.nonce))
+        replaced = None
+        if owner is not None:
+            is_rank = isinstance(hello, HelloRank)
+            replaced = owner.ranks.get(hello.rank) if is_rank else owner.scheduler
+        return sum(
+            not connection.ended and connection is not replaced
+            for connection in self._state.connections.values()
+        )
+
     def _refuse(self, id: ConnectionId, reason: str, *, permanent: bool) -> None:
         self._state.counters.protocol_refusals += 1
         self._state.say(Send(id, Refused(reason=reason, permanent=permanent), self._state.cause))
@@ -95,10 +108,9 @@ class Sessions:
 
     def _form(self, owner: Owner) -> None:
         """Everybody attached: ask the ranks to be quiet for a new session."""
-        if not owner.is_complete:
-            return
         scheduler = owner.scheduler
-        assert scheduler is not None
+        if scheduler is None or not owner.is_complete:
+            return
         hello = scheduler.hello
         assert isinstance(hello, HelloScheduler)
         reason = objection(owner, slab_bytes=self._state.config.slab_bytes)

@@ -213,6 +213,11 @@ class Slots:
             self.pools[slot_bytes] = pool
         return pool
 
+    def forget_pools(self, *, keep: set[int]) -> None:
+        """Pools without a slab go, except for these sizes: each takes its part in the shares."""
+        for size in [s for s, pool in self.pools.items() if not pool.slabs and s not in keep]:
+            del self.pools[size]
+
     def _members(self, slot_bytes: int) -> Mask:
         """Which words lie in slabs of a pool."""
         mask = np.zeros(len(self.state), dtype=bool)

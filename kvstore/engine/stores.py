@@ -111,8 +111,9 @@ class Stores:
         if session == owner.open_session:
             owner.granted_slots -= len(words)
 
-    def distrust(self, message: Distrust) -> None:
-        """Forget copies whose bytes failed their checksum."""
+    def distrust(self, connection: Connection, message: Distrust) -> None:
+        """Forget copies whose bytes failed their checksum. Only those that this engine could read
+        count: another model's or tenant's cache is not its to empty."""
         words, known = self._state.slots.words_of(slots_array(message.slots))
         bad = (
             known
@@ -120,6 +121,9 @@ class Stores:
             & (self._state.slots.generation[words] == generations_array(message.generations))
         )
         words = np.unique(words[bad])
+        rows = self._state.residency.row_of_word[words]
+        own = np.isin(self._state.residency.table.scopes[rows], connection.owner.scopes)
+        words = words[own]
         self._state.counters.blocks_distrusted += len(words)
         self._state.empty(words)
 
@@ -130,6 +134,7 @@ class Stores:
         self._state.credits_due = False
         sessions = [owner for owner in self._state.owners.values() if owner.open_session]
         active = {size for owner in sessions for size in owner.slot_sizes}
+        self._state.slots.forget_pools(keep=active)
         for owner in sessions:
             pools = [self._state.slots.pools[size] for size in owner.slot_sizes]
             sharing = sum(

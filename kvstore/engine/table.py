@@ -159,6 +159,11 @@ class BlockTable:
             self._cells[cells] = _EMPTY
             cells = (cells - 1) & self._mask
 
+    @property
+    def used_scopes(self) -> NDArray[np.uint32]:
+        """Scope of each row that was ever used, 0 where it is free again. A view."""
+        return self.scopes[: self._fresh]
+
     def used_rows(self) -> Rows:
         """All rows in use, ascending."""
-        return np.flatnonzero(self.scopes[: self._fresh])
+        return np.flatnonzero(self.used_scopes)

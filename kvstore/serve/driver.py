@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from kvstore.engine.engine import Engine
+from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Clear, Ended, Event, Ready, Tick
 from kvstore.errors import KVStoreError
 from kvstore.ports import Clock, Tier
@@ -99,8 +99,22 @@ class Driver:
         return self._on_loop(lambda: ask(self._engine), timeout_s)
 
     def clear(self, *, space: bytes | None, tenant: str | None, timeout_s: float) -> int:
-        """Forget blocks: of a space, a tenant, both, or all. Returns how many. Raises NodeBusy."""
-        return self._on_loop(lambda: self._step([Clear(space=space, tenant=tenant)]), timeout_s)
+        """Forget blocks: of a space, a tenant, both, or all. Returns how many.
+
+        A slice at a time, so that the loop serves engines in between; what they store meanwhile
+        may be forgotten too.
+
+        Raises:
+            NodeBusy: a slice was not done within `timeout_s`. Asking again goes on from there.
+        """
+        cleared_blocks = 0
+        while True:
+            count = self._on_loop(
+                lambda: self._step([Clear(space=space, tenant=tenant)]), timeout_s
+            )
+            cleared_blocks += count
+            if count < CLEAR_ROWS_MAX:
+                return cleared_blocks
 
     def _on_loop(self, call: Callable[[], _T], timeout_s: float) -> _T:
         future: concurrent.futures.Future[object] = concurrent.futures.Future()

@@ -367,6 +367,37 @@ def test_one_connection_more_than_allowed_is_refused_for_now() -> None:
     assert node.engine.nodes()[0].owners == 1
 
 
+def test_who_attaches_again_finds_its_place_at_the_limit() -> None:
+    node = Node(connection_count_max=2)
+    peer = Peer(node)
+    again = node.connect(peer.rank_hello(0, process="restarted"))
+    assert again in node.admitted
+    assert peer.ranks[0] in node.hangups
+    scheduler = node.connect(peer.scheduler_hello())
+    assert scheduler in node.admitted
+
+
+def test_a_process_that_only_keeps_slots_in_quarantine_takes_nobodys_place() -> None:
+    node = Node(connection_count_max=2)
+    gone = Peer(node)
+    node.end(gone.scheduler, *gone.ranks)
+    assert node.quarantined() > 0
+    assert Peer(node, "next").session
+
+
+def test_more_ranks_than_the_scheduler_speaks_of_are_refused() -> None:
+    node = Node()
+    shape = Hellos(shards=HALVES)
+    ranks = [node.connect(shape.rank_hello(rank)) for rank in range(2)]
+    scheduler = node.connect(shape.scheduler_hello(rank_count=1))
+    for connection in (*ranks, scheduler):
+        assert refusal(node, connection).reason == (
+            "2 ranks are attached where its scheduler speaks of 1: two engines may share an"
+            " engine_id"
+        )
+    assert node.engine.nodes()[0].owners == 0
+
+
 def unfit(*shards: Shard, **changes: Any) -> Refused:
     """What a peer with these shards hears when its last rank differs by `changes`."""
     node = Node(slab_slots=4)

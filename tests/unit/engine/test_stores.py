@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Cleared, Ended, Exited, FileKnown, Received
 from kvstore.types import ConnectionId, Shard
 from kvstore.wire.messages import Grant, LeaseAsk, LeaseRelease, LeaseReply, Quiesce, Quiet, Seal
@@ -209,6 +210,17 @@ def test_distrust_forgets_the_copy_and_voids_who_reads_it() -> None:
     assert pairs(reader.lease(2, 1)) != [places[0]]
 
 
+def test_distrust_of_what_an_engine_cannot_read_does_nothing() -> None:
+    node = Node(slots=64)
+    mine, other = Peer(node, "a"), Peer(node, "b", tenant="u")
+    place = mine.seal(1)[0]
+    other.distrust(place)
+    assert mine.hint(1) == [True]
+    assert node.engine.counters.blocks_distrusted == 0
+    mine.distrust(place)
+    assert mine.hint(1) == [False]
+
+
 def test_distrust_of_a_slot_that_is_being_written_does_nothing() -> None:
     node = Node()
     peer = Peer(node)
@@ -239,6 +251,20 @@ def test_clear_takes_what_was_named_and_leaves_credits() -> None:
     assert node.blocks() == {}
     here.seal(9)
     assert here.hint(9) == [True]
+
+
+def test_clear_goes_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million blocks in one step would stop the heartbeat."""
+    monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 3)
+    node = Node(slots=64)
+    here, there = Peer(node, "a"), Peer(node, "b", tenant="u")
+    here.seal(1, 2, 3, 4, 5)
+    there.seal(1)
+    file_knows(node, 9)
+    clear = Clear(fingerprint(SMALL, weights_epoch=""), "t")
+    assert [node.step(clear)[-1] for _ in range(3)] == [Cleared(3), Cleared(3), Cleared(0)]
+    assert here.hint(1, 2, 3, 4, 5, 9) == [False] * 6
+    assert there.hint(1) == [True]
 
 
 # ── credits ──────────────────────────────────────────────────────────────────────────────────────
@@ -387,8 +413,8 @@ def test_a_size_that_nobody_uses_any_more_gives_its_slabs_away() -> None:
     for number in range(20):
         new.seal(number)
     assert new.hint(19) == [True]
-    small, large = (node.engine._state.slots.pools[size] for size in sorted(node.sizes()))
-    assert (len(small.slabs), len(large.slabs)) == (0, 4)
+    (size,) = node.sizes()
+    assert len(node.engine._state.slots.pools[size].slabs) == 4, "the other size is forgotten"
 
 
 def test_two_sizes_in_use_each_keep_their_part() -> None:

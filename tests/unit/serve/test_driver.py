@@ -303,7 +303,17 @@ def test_a_failing_query_fails_for_the_one_who_asked(loop: Loop) -> None:
 
 def test_clear_adds_up_what_was_forgotten(loop: Loop) -> None:
     assert loop.driver.clear(space=b"s", tenant=None, timeout_s=5) == 42
-    assert Clear(space=b"s", tenant=None) in loop.engine.seen
+    assert loop.engine.seen.count(Clear(space=b"s", tenant=None)) == 1
+
+
+def test_clear_goes_on_until_a_slice_is_not_full(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "CLEAR_ROWS_MAX", 42)
+    counts = iter([42, 42, 5])
+    monkeypatch.setattr(loop.engine, "step", lambda *_: [Cleared(blocks=next(counts))])
+    monkeypatch.setattr(loop.driver, "_tick", lambda _: None)
+    assert loop.driver.clear(space=None, tenant=None, timeout_s=5) == 89
 
 
 def test_a_loop_that_is_held_up_is_busy_and_bounded(loop: Loop) -> None:
