@@ -26,11 +26,13 @@ from kvstore.client.link import Link, Lost
 from kvstore.connector.handoff import Handoff
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.kernels.pack import PagedCache
+from kvstore.obs.logs import RateLimit
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Message, NodeMessage, Refused, Welcome
 
 logger = logging.getLogger("vllm.kvstore.rank")
+logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second
 
 RETRY_NS_MIN = 100 * NS_PER_MS
 RETRY_NS_MAX = 1000 * NS_PER_MS

@@ -18,6 +18,7 @@ from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
 from kvstore.errors import AttachError
+from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Hint, Message
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from kvstore.connector.config import ConnectorConfig
 
 logger = logging.getLogger("vllm.kvstore.scheduler")
+logger.addFilter(RateLimit())
+request_logger = logging.getLogger("vllm.kvstore.requests")
 
 _SPIN_NS_PER_STEP = 300_000
 _KEYS_ASKED_PER_STEP = 4096
@@ -214,7 +217,7 @@ class SchedulerSide:
         story = self._core.finished(request.request_id)
         self._flush(time.monotonic_ns())
         if story is not None and self._config.log_requests:
-            logger.info(
+            request_logger.info(
                 "kvstore: request %s: prompt %d tokens, engine's own %d, loaded %d%s, "
                 "lookup %.2f ms, load %.2f ms, blocks stored or known %d",
                 story.request,

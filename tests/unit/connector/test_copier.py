@@ -19,6 +19,7 @@ from kvstore.connector.copier import Copier, Heartbeat
 from kvstore.connector.handoff import Handoff
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes, checksum
+from kvstore.obs.logs import RECORDS_PER_PERIOD_MAX
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.messages import Distrust, Drop, Quiesce, Quiet, Refused, Seal
 from kvstore.wire.record import header, header_prefix
@@ -325,6 +326,22 @@ def test_refused_is_said_once_and_asked_again_late(
     assert [line for line in lines if "another model" in line] == [
         "kvstore: detached: the node refuses this engine: another model"
     ]
+
+
+def test_a_rank_that_is_thrown_out_again_and_again_does_not_flood_the_log(
+    node: ScriptedNode,
+    rank: Rank,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copier_module, "RETRY_NS_MIN", 1_000_000)
+    monkeypatch.setattr(copier_module, "RETRY_NS_MAX", 1_000_000)
+    rounds = RECORDS_PER_PERIOD_MAX
+    with caplog.at_level(logging.INFO, "vllm.kvstore.rank"):
+        for _ in range(rounds):
+            node.open_session(5)
+            node.hang_up()
+    assert len(caplog.records) <= RECORDS_PER_PERIOD_MAX < 2 * rounds
 
 
 def test_an_absent_node_is_one_log_line(
