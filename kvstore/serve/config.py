@@ -33,6 +33,16 @@ ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
 SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
 """The kernel's limit for a unix socket path, less the longest suffix we add."""
+KIND_NAMES: Final = {
+    "str": "a text",
+    "int": "a number",
+    "float": "a fraction",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "empty",
+}
+"""What msgspec's types are called in a configuration file."""
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -128,7 +138,11 @@ def _explain(error: msgspec.ValidationError, path: Path | None) -> str:
     if unknown:
         return f"{where}: unknown key {unknown[1]!r}; known keys are {', '.join(names)}"
     text, _, at = str(error).partition(" - at `$.")
-    return f"{where}: {at.rstrip('`')}: {text[0].lower()}{text[1:]}"
+    kinds = re.fullmatch(r"Expected `(.*)`, got `(.*)`", text)
+    if kinds is None:
+        return f"{where}: {at.rstrip('`')}: {text[0].lower()}{text[1:]}"
+    wanted = " or ".join(KIND_NAMES.get(kind, kind) for kind in kinds[1].split(" | "))
+    return f"{where}: {at.rstrip('`')} must be {wanted}, not {KIND_NAMES.get(kinds[2], kinds[2])}"
 
 
 def _resolve(settings: Settings) -> NodeConfig:
@@ -204,6 +218,8 @@ def _slab(text: str | int, dram_bytes: int) -> int:
 
 
 def _socket(text: str) -> Path:
+    if not text.strip():
+        raise ConfigError(f"socket must be a path, such as {DEFAULT_SOCKET}")
     path = Path(text)
     if not path.is_absolute():
         path = Path.cwd() / path

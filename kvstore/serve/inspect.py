@@ -22,6 +22,7 @@ from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
 from kvstore.serve.driver import Driver, NodeBusy
+from kvstore.types import SpaceId
 
 SUFFIX: Final = ".rpc"
 THREAD_COUNT: Final = 2
@@ -59,9 +60,13 @@ class InspectService(InspectServicer):
     def Blocks(self, request: pb.BlocksRequest, context: grpc.ServicerContext) -> pb.BlocksReply:
         limit = min(request.limit or BLOCK_ROWS_MAX, BLOCK_ROWS_MAX)
         space = request.space.lower()
-        return pb.BlocksReply(
-            rows=self._rows(context, lambda engine: engine.blocks(limit=limit, space=space))
-        )
+
+        def ask(engine: Engine) -> Sequence[Row]:
+            if space:
+                find_spaces(engine, space)
+            return engine.blocks(limit=limit, space=space)
+
+        return pb.BlocksReply(rows=self._rows(context, ask))
 
     def Leases(self, request: pb.LeasesRequest, context: grpc.ServicerContext) -> pb.LeasesReply:
         return pb.LeasesReply(rows=self._rows(context, lambda engine: engine.leases()))
@@ -89,20 +94,28 @@ class InspectService(InspectServicer):
     ) -> Iterable[Any]:
         try:
             rows = self._driver.query(ask, timeout_s=QUERY_TIMEOUT_S)
+        except SpaceUnknown as error:
+            context.abort(error.code, str(error))
         except NodeBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         messages: list[Message] = [to_message(row) for row in rows]
         return messages
 
 
-def find_space(engine: Engine, prefix: str) -> bytes:
-    """The one space whose hex form begins with `prefix`. Raises SpaceUnknown."""
+def find_spaces(engine: Engine, prefix: str) -> list[SpaceId]:
+    """Spaces whose hex form begins with `prefix`, at least one. Raises SpaceUnknown."""
     found = [space for space in engine.space_ids() if space.hex().startswith(prefix)]
     if not found:
         raise SpaceUnknown(
             grpc.StatusCode.NOT_FOUND,
             f"no space begins with {prefix!r}: see kvstore inspect spaces",
         )
+    return found
+
+
+def find_space(engine: Engine, prefix: str) -> SpaceId:
+    """The one space whose hex form begins with `prefix`. Raises SpaceUnknown."""
+    found = find_spaces(engine, prefix)
     if len(found) > 1:
         raise SpaceUnknown(
             grpc.StatusCode.FAILED_PRECONDITION,

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
+import stat
 from pathlib import Path
 
 from kvstore.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 class Listener:
@@ -28,7 +32,7 @@ class Listener:
         Raises:
             ConfigError: the path is in use by a living node, or cannot be a socket.
         """
-        self._path = path
+        self.path = path
         try:
             path.parent.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True)
         except FileExistsError:
@@ -38,6 +42,11 @@ class Listener:
                 f"socket directory {path.parent} cannot be made: {error.strerror}; choose another"
                 " --socket"
             ) from None
+        if _others_may_replace(path.parent):
+            _log.warning(
+                "other users may replace files in %s: choose another --socket, or chmod o-w",
+                path.parent,
+            )
         self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
         self.socket = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -48,27 +57,44 @@ class Listener:
             self.socket.bind(os.fspath(path))
             path.chmod(0o666 if others_may_connect else 0o600)
             self.socket.listen(128)
+            self._file = os.stat(path)
         except OSError as error:
-            self.socket.close()
-            os.close(self._lock_fd)
+            self._give_up()
             raise ConfigError(
                 f"socket {path} cannot be made: {error.strerror}; choose another --socket"
             ) from None
         except ConfigError:
-            self.socket.close()
-            os.close(self._lock_fd)
+            self._give_up()
             raise
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether engines that connect to the path still reach this socket. Any thread."""
+        try:
+            return os.path.samestat(os.stat(self.path), self._file)
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Stop listening and remove the files. Idempotent."""
         if self.socket.fileno() < 0:
             return
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Close the socket, and remove the lock file before others can have the lock."""
         self.socket.close()
         with contextlib.suppress(OSError):
-            self._path.unlink()
-        with contextlib.suppress(OSError):
-            self._path.with_name(self._path.name + ".lock").unlink()
+            self.path.with_name(self.path.name + ".lock").unlink()
         os.close(self._lock_fd)
+
+
+def _others_may_replace(directory: Path) -> bool:
+    """Whether any user may put a file of theirs in the place of ours."""
+    mode = directory.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def remove_socket_file(path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version as distribution_version
 from pathlib import Path
 
 import click
@@ -22,11 +21,13 @@ from kvstore.serve.executor import Poisoned
 from kvstore.serve.inspect import BLOCK_ROWS_MAX
 from kvstore.serve.node import run_node
 
+BLOCKS_LISTED = 100
 EXIT_POISONED = 70
 """EX_SOFTWARE: a bug of ours; a supervisor may start the node again."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="kvstore", prog_name="kvstore", message="%(prog)s %(version)s")
 def cli() -> None:
     """A shared, verified KV cache for LLM engines.
 
@@ -115,13 +116,13 @@ SOCKET_OPTION = click.option(
 @click.option(
     "--limit",
     type=click.IntRange(1, BLOCK_ROWS_MAX),
-    default=100,
-    show_default=True,
-    help="Most blocks to list.",
+    help=f"Most blocks to list.  [default: {BLOCKS_LISTED}]",
 )
-@click.option("--space", default="", metavar="HEX", help="List blocks of this space only.")
-def inspect(topic: str | None, socket: Path, limit: int, space: str, *, json_: bool) -> None:
-    """Show what a node holds: everything in short, or one TOPIC.
+@click.option("--space", metavar="HEX", help="List blocks of this space only.")
+def inspect(
+    topic: str | None, socket: Path, limit: int | None, space: str | None, *, json_: bool
+) -> None:
+    """Show what a node holds: everything but single blocks, or one TOPIC.
 
     \b
     Topics:
@@ -137,9 +138,14 @@ def inspect(topic: str | None, socket: Path, limit: int, space: str, *, json_: b
       kvstore inspect blocks --space 3f9a --limit 20
       kvstore inspect tiers --json | jq '.tiers[0].used_bytes'
     """
+    if topic != "blocks" and (limit is not None or space is not None):
+        raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
     topics = SUMMARY if topic is None else (topic,)
     with _client(socket) as client:
-        found = {name: client.rows(name, limit=limit, space=space) for name in topics}
+        found = {
+            name: client.rows(name, limit=limit or BLOCKS_LISTED, space=space or "")
+            for name in topics
+        }
     if json_:
         click.echo(as_json(found))
     else:
@@ -170,12 +176,6 @@ def _client(socket: Path) -> Iterator[NodeClient]:
             yield client
     except AttachError as error:
         fail(str(error), code=1)
-
-
-@cli.command()
-def version() -> None:
-    """Print the version."""
-    click.echo(f"kvstore {distribution_version('kvstore')}")
 
 
 def fail(sentence: str, *, code: int) -> None:

@@ -38,6 +38,7 @@ from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.units import format_size
 
 CONNECTION_COUNT_MAX: Final = 256
+NEWCOMER_COUNT_MAX: Final = 16
 SWITCH_INTERVAL_S: Final = 0.0005
 _PR_SET_DUMPABLE: Final = 4
 
@@ -99,7 +100,8 @@ def _assemble(
     attach = Attach(
         listener,
         allow_uids=config.allow_uids,
-        connection_count_max=CONNECTION_COUNT_MAX,
+        # A process that attaches again holds two sockets for a moment.
+        connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
         clock=clock,
     )
     stack.callback(attach.close)
@@ -121,7 +123,7 @@ def _assemble(
             incarnation=incarnation,
             version=version("kvstore"),
         )
-        http = HttpServer(config.http, make_pages(collector, driver))
+        http = HttpServer(config.http, make_pages(collector, driver, listener))
         stack.callback(http.close)
         http.start()
         url = http.url + "/metrics"

@@ -15,6 +15,7 @@ from kvstore.ports import Tier
 from kvstore.serve.attach import Attach
 from kvstore.serve.driver import STEP_BUCKETS_NS, Driver, NodeBusy
 from kvstore.serve.http import Page, text_page
+from kvstore.serve.listener import Listener
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 
@@ -103,7 +104,9 @@ def _engine_families(engine: Engine) -> list[Family]:
     ]
 
 
-def make_pages(collector: NodeCollector, driver: Driver) -> dict[str, Callable[[], Page]]:
+def make_pages(
+    collector: NodeCollector, driver: Driver, listener: Listener
+) -> dict[str, Callable[[], Page]]:
     """The pages of a node by path."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
@@ -119,6 +122,8 @@ def make_pages(collector: NodeCollector, driver: Driver) -> dict[str, Callable[[
             driver.query(lambda _: None, timeout_s=HEALTH_TIMEOUT_S)
         except NodeBusy as error:
             return text_page(503, str(error))
+        if not listener.is_in_place:
+            return text_page(503, f"{listener.path} is not this node's socket any more: restart it")
         return text_page(200, "ok")
 
     return {"/metrics": metrics, "/healthz": health}

@@ -235,6 +235,13 @@ def test_a_stopped_loop_is_not_healthy(node: NodeProcess) -> None:
     assert page(node, "/healthz") == (200, "ok\n")
 
 
+def test_without_its_socket_file_it_is_not_healthy(node: NodeProcess) -> None:
+    node.socket.unlink()
+    status, text = page(node, "/healthz")
+    assert status == 503
+    assert text == f"{node.socket} is not this node's socket any more: restart it\n"
+
+
 # ── configuration ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import select
@@ -430,6 +431,38 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
         Listener(path, others_may_connect=False)
     assert path.read_text() == "precious"
     assert open_descriptors() == before
+
+
+def test_a_failed_start_leaves_no_lock_behind(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    path.mkdir()
+    with pytest.raises(ConfigError):
+        Listener(path, others_may_connect=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["node.sock"]
+
+
+def test_it_knows_when_its_socket_file_is_not_its_own_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    listener = Listener(path, others_may_connect=False)
+    assert listener.is_in_place
+    path.unlink()
+    assert not listener.is_in_place
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(str(path))
+        assert not listener.is_in_place
+    listener.close()
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o777, True), (0o1777, False), (0o755, False)])
+def test_a_directory_that_others_can_write_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, *, warned: bool
+) -> None:
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(mode)
+    with caplog.at_level(logging.WARNING, "kvstore"):
+        Listener(directory / "node.sock", others_may_connect=False).close()
+    assert ("other users may replace files" in caplog.text) == warned
 
 
 def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
