@@ -1,9 +1,9 @@
 """Time that the connector takes on the engine's scheduler thread, per step, with 64 requests.
 
-Drives `KVStoreConnector` itself, in vLLM's order of calls, against a real node process; a thread
-plays the rank (it attaches, is quiet, and seals what it is told to store). Requests arrive, are
-looked up, decode 128-token blocks full, and finish; a step's time is the sum of all calls into the
-connector. Goal: p99 <= 1 ms. Prints JSON.
+Drives `KVStoreConnector` itself, in vLLM's order of calls, against a real node process; another
+process plays the rank (it attaches, is quiet, and seals what it is told to store). Requests arrive,
+are looked up, decode 128-token blocks full, and finish; a step's time is the sum of all calls into
+the connector. Goal: p99 <= 1 ms. Writes bench/results/scheduler_step.json.
 """
 
 from __future__ import annotations
@@ -12,24 +12,30 @@ import argparse
 import hashlib
 import json
 import logging
+import os
 import random
+import select
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvstore.client.core.plan import StepPlan
+import msgspec
+
+from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.client.core.rank import Copied, LoadBlock, RankConfig, RankCore
 from kvstore.client.link import Link, Lost
 from kvstore.testing.process import NodeProcess
 from kvstore.types import Shard
-from kvstore.wire.messages import Welcome
+from kvstore.wire.messages import DATAGRAM_BYTES_MAX, Welcome
 from kvstore.wire.space import Space
 
+RESULT = Path(__file__).parents[1] / "results" / "scheduler_step.json"
 BLOCK_TOKENS = 128
 RUNNING = 64
 STEPS = 3000
@@ -38,59 +44,76 @@ SEED = 1
 
 
 class FakeRank:
-    """A rank without a model: says the right things, copies nothing."""
+    """A rank without a model, in a process of its own as in vLLM: says the right things, copies
+    nothing."""
 
-    def __init__(self, socket: Path, engine_id: str, nonce: str) -> None:
-        space = Space(
-            *("bench", "w", "float32", "float32", "", "none", "LBHNC", ""),
-            *(BLOCK_TOKENS, BLOCK_TOKENS, 1, 1, 512, "sha256_cbor", "", "bench"),
+    def __init__(self, socket_path: Path, engine_id: str, nonce: str) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, __file__, "--rank-of", engine_id, "--nonce", nonce),
+                *("--socket", str(socket_path), "--fd", str(theirs.fileno())),
+            ],
+            pass_fds=[theirs.fileno()],
         )
-        self._core = RankCore(
-            RankConfig(
-                engine_id=engine_id,
-                nonce=nonce,
-                tenant="default",
-                rank=0,
-                process="bench-rank",
-                space=space,
-                shard=Shard(0, 1, 0, 1),
-                block_bytes=512 * BLOCK_TOKENS,
-            )
-        )
-        self._link = Link.connect(socket, self._core.hello())
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        theirs.close()
 
     def submit(self, plan: StepPlan) -> None:
-        with self._lock:
-            self._core.submit(plan)
+        self._socket.send(msgspec.msgpack.encode(plan))
 
-    def report(self) -> Any:
-        with self._lock:
-            return self._core.take_report()
+    def reports(self) -> list[RankReport]:
+        """Of the steps so far, without waiting."""
+        found = []
+        while select.select([self._socket], [], [], 0)[0]:
+            datagram = self._socket.recv(DATAGRAM_BYTES_MAX)
+            assert datagram, "the rank has ended"
+            found.append(msgspec.msgpack.decode(datagram, type=RankReport))
+        return found
 
     def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._link.close()
+        self._socket.close()
+        assert self._process.wait(10) == 0, "the rank failed"
 
-    def _run(self) -> None:
-        while not self._stop.wait(0.0005):
-            with self._lock:
-                for message in self._link.receive():
-                    if isinstance(message, Lost):
-                        return
-                    if isinstance(message, Welcome):
-                        self._core.connected(message)
-                    else:
-                        self._core.received(message)
-                while (copy := self._core.next_copy()) is not None:
-                    done = Copied() if isinstance(copy, LoadBlock) else Copied(bytes(16))
-                    self._core.finished(copy, done)
-                for reply in self._core.take_outbox():
-                    self._link.send(reply)
+
+def run_rank(socket_path: Path, engine_id: str, nonce: str, plans: socket.socket) -> None:
+    """The process of a FakeRank: until the other end of `plans` is closed."""
+    space = Space(
+        *("bench", "w", "float32", "float32", "", "none", "LBHNC", ""),
+        *(BLOCK_TOKENS, BLOCK_TOKENS, 1, 1, 512, "sha256_cbor", "", "bench"),
+    )
+    core = RankCore(
+        RankConfig(
+            engine_id=engine_id,
+            nonce=nonce,
+            tenant="default",
+            rank=0,
+            process="bench-rank",
+            space=space,
+            shard=Shard(0, 1, 0, 1),
+            block_bytes=512 * BLOCK_TOKENS,
+        )
+    )
+    link = Link.connect(socket_path, core.hello())
+    while True:
+        ready, _, _ = select.select([link, plans], [], [])
+        if plans in ready:
+            datagram = plans.recv(DATAGRAM_BYTES_MAX)
+            if not datagram:
+                return
+            core.submit(msgspec.msgpack.decode(datagram, type=StepPlan))
+        for message in link.receive():
+            if isinstance(message, Lost):
+                return
+            if isinstance(message, Welcome):
+                core.connected(message)
+            else:
+                core.received(message)
+        while (copy := core.next_copy()) is not None:
+            core.finished(copy, Copied() if isinstance(copy, LoadBlock) else Copied(bytes(16)))
+        for reply in core.take_outbox():
+            link.send(reply)
+        if plans in ready:
+            plans.send(msgspec.msgpack.encode(core.take_report()))
 
 
 class Bench:
@@ -182,7 +205,7 @@ class Bench:
         self.rank.submit(metadata.plan)
         from kvstore.connector.vllm import KVStoreWorkerMetadata
 
-        reports = KVStoreWorkerMetadata([self.rank.report()])
+        reports = KVStoreWorkerMetadata(self.rank.reports())
         self.call("update_connector_output", SimpleNamespace(kv_connector_worker_meta=reports))
         self.call("has_pending_push_work")
         self.call("get_kv_connector_stats")
@@ -218,7 +241,14 @@ def main() -> int:
     """Run and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    for name in ("--rank-of", "--nonce", "--socket", "--fd"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.rank_of:
+        plans = socket.socket(fileno=int(arguments.fd))
+        run_rank(Path(arguments.socket), arguments.rank_of, arguments.nonce, plans)
+        return 0
     logging.disable(logging.INFO)
     from kvstore.testing.models import build_model
 
@@ -249,8 +279,10 @@ def main() -> int:
         "p99_us": round(times_us[int(len(times_us) * 0.99)], 1),
         "max_us": round(times_us[-1], 1),
         "goal_p99_us": 1000,
+        "machine": {"cpus": os.cpu_count(), "load_average_1min": round(os.getloadavg()[0], 2)},
     }
-    sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    sys.stdout.write(json.dumps(result) + "\n")
     return 0
 
 

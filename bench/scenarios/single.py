@@ -7,8 +7,13 @@ hits  An engine with the connector. A *dram hit* follows an emptied own cache (/
       and must have found exactly its 25 blocks where it should.
 cold  Two engines alive at once, with and without the connector, fed the same fresh prompts in
       alternating order. Each turn is a burst of two requests, so that the first one's store runs
-      beside the second one's forward, where it would hurt.
+      beside the second one's forward, where it would hurt. A pair is one prompt on both engines;
+      the interval resamples whole turns.
 micro The programs in bench/micro, as they report themselves.
+
+OpenMP threads do not spin while they wait (OMP_WAIT_POLICY=PASSIVE, both engines): on two cores
+that the copy thread, the node and vLLM's other processes use too, spinning threads wait again and
+again for one that is not running. Measured: an own hit 264 ms passive, 3,160 ms spinning.
 
 Every fresh engine first runs a short prompt: on CPUs with AMX a bfloat16 engine whose very first
 forward computes one token, as a full hit does, dies with SIGILL in vLLM's attention.
@@ -165,24 +170,25 @@ def median_ratio_interval(over: Sequence[float], under: Sequence[float]) -> tupl
 
 
 def measure_cold(
-    engines: dict[str, Engine], prompts: Sequence[Prompt], pairs: int, progress: Progress
+    engines: dict[str, Engine], prompts: Sequence[Prompt], turns: int, progress: Progress
 ) -> dict[str, Any]:
     """Seconds of each burst of fresh prompts, with ("on") and without ("off") the connector."""
     seconds: dict[str, list[float]] = {"on": [], "off": []}
-    task = progress.add_task("cold: connector on, off", total=pairs)
-    for pair in range(pairs):
-        burst = prompts[pair * BURST : (pair + 1) * BURST]
-        for name in ("on", "off") if pair % 2 == 0 else ("off", "on"):
+    task = progress.add_task("cold: connector on, off", total=turns)
+    for turn in range(turns):
+        burst = prompts[turn * BURST : (turn + 1) * BURST]
+        for name in ("on", "off") if turn % 2 == 0 else ("off", "on"):
             answers = [engines[name].complete(prompt, max_tokens=1) for prompt in burst]
             if any(answer.cached_tokens for answer in answers):
                 raise BenchError("A prompt that was meant to be fresh was found in a cache.")
             seconds[name].append(sum(answer.duration_s for answer in answers))
         progress.advance(task)
-    tokens = pairs * BURST * PROMPT_TOKENS
+    pairs = turns * BURST
+    tokens = pairs * PROMPT_TOKENS
     low, high = record.bootstrap_interval(seconds["off"], seconds["on"], seed=SEED)
     return {
         "pairs": pairs,
-        "requests_per_turn": BURST,
+        "pairs_per_turn": BURST,
         "tokens_per_s_on": tokens / sum(seconds["on"]),
         "tokens_per_s_off": tokens / sum(seconds["off"]),
         "cold_throughput_on_over_off": sum(seconds["off"]) / sum(seconds["on"]),
@@ -230,7 +236,6 @@ def engine(socket: Path | None) -> Iterator[Engine]:
         kv_blocks=ENGINE_BLOCKS,
         max_num_seqs=8,
         socket=socket,
-        spin=True,
     )
     log = LOGS / f"engine-{'off' if socket is None else 'on'}.log"
     with Engine.start(config, log=log) as running:
@@ -245,9 +250,10 @@ def measure(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     build_model(MODEL, size=SIZE)
     LOGS.mkdir(parents=True, exist_ok=True)
     fresh = -(-options.hit_pairs // PAIRS_PER_FRESH)
+    cold_turns = -(-options.cold_pairs // BURST)
     prompts = fresh_prompts(
         options.seed,
-        count=fresh + options.cold_pairs * BURST,
+        count=fresh + cold_turns * BURST,
         tokens=PROMPT_TOKENS,
         encode=encoder(MODEL),
     )
@@ -258,9 +264,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     ):
         hits = measure_hits(on, prompts[:fresh], options.hit_pairs, progress)
         with engine(None) as off:
-            cold = measure_cold(
-                {"on": on, "off": off}, prompts[fresh:], options.cold_pairs, progress
-            )
+            cold = measure_cold({"on": on, "off": off}, prompts[fresh:], cold_turns, progress)
     shape = SHAPES[SIZE]
     return {
         "what": "one node, one engine: cost of a hit in dram and of storing",
@@ -316,14 +320,14 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     ratios = np.asarray(cold["samples_s"]["off"]) / np.asarray(cold["samples_s"]["on"])
     low, high = cold["cold_throughput_on_over_off_interval_95"]
     right.axvspan(low, high, color=plot.BLUE, alpha=0.22, lw=0, label="95 % interval of the whole")
-    right.hist(ratios, bins=24, color=plot.GREY, rwidth=0.9, label="single pairs", zorder=2)
+    right.hist(ratios, bins=24, color=plot.GREY, rwidth=0.9, label="single turns", zorder=2)
     right.axvline(
         cold["cold_throughput_on_over_off"], color=plot.BLUE, lw=2, label="whole", zorder=3
     )
     right.axvline(1, color=plot.INK, lw=1, ls=":", zorder=3)
     right.set_title(f"Cold throughput, on ÷ off: {cold['cold_throughput_on_over_off']:.3f}")
     right.set_xlabel("throughput with connector ÷ without")
-    right.set_ylabel("pairs")
+    right.set_ylabel("turns")
     right.grid(axis="y")
     right.tick_params(length=0)
     right.yaxis.set_major_locator(plot.whole_numbers())

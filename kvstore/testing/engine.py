@@ -69,10 +69,6 @@ class EngineConfig:
     load_failure_policy: str = "recompute"
     connector_extra: dict[str, object] = field(default_factory=dict)
     """Further keys of `kv_connector_extra_config`."""
-    spin: bool = False
-    """True: the engine's OpenMP threads spin while they wait, as vLLM's default has it: right on
-    cores of their own, and what a benchmark measures. On cores that others use too, a step then
-    waits again and again for a thread that is not running: seconds instead of milliseconds."""
     environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     """Further arguments of the server."""
@@ -111,7 +107,10 @@ class EngineConfig:
             "HF_HUB_OFFLINE": "1",
             # The working directory must not shadow the installed package.
             "PYTHONSAFEPATH": "1",
-            **({} if self.spin else {"OMP_WAIT_POLICY": "PASSIVE"}),
+            # Threads that spin while they wait, the default, are right on cores of their own. On
+            # cores that others use too, a step then waits again and again for a thread that is
+            # not running: seconds instead of milliseconds.
+            "OMP_WAIT_POLICY": "PASSIVE",
             **self.environment,
         }
 

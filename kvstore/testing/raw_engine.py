@@ -34,6 +34,7 @@ from kvstore.wire.messages import (
     HelloScheduler,
     LeaseAsk,
     LeaseRelease,
+    LeaseRenew,
     LeaseReply,
     NodeMessage,
     Quiesce,
@@ -191,6 +192,10 @@ class RawEngine:
     def release(self, reply: LeaseReply) -> None:
         """Give a lease back."""
         assert self.scheduler.send(LeaseRelease(leases=[reply.lease]))
+
+    def renew(self, reply: LeaseReply) -> None:
+        """Let a lease last its whole life from now."""
+        assert self.scheduler.send(LeaseRenew(leases=[reply.lease]))
 
     def read(self, reply: LeaseReply, *, rank: int = 0) -> list[bytes]:
         """The bytes of every leased block of a rank."""

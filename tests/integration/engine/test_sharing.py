@@ -10,7 +10,9 @@ import pytest
 from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import build_model
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.testing.workload import Encode, text_tokens
+from kvstore.wire.messages import LeaseReply
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
@@ -87,6 +89,57 @@ def test_a_dram_of_four_slots_serves_what_it_can_and_answers_stay_right(
                 engine.forget()
                 engine.complete(prompts[0], max_tokens=1)
             assert engine.hits().external_hits > served
+
+
+def test_a_dram_full_of_leased_blocks_is_no_cache_and_no_trouble(
+    tiny_model: Path, encode: Encode, tmp_path: Path
+) -> None:
+    rng = random.Random(SEED + 3)
+    prompts = [text_tokens(rng, encode, 5 * BLOCK_TOKENS + 3) for _ in range(6)]
+    with NodeProcess.start(tmp_path, dram="8MiB") as node:
+        config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+        with Engine.start(config, log=tmp_path / "engine.log") as engine:
+            reference = []
+            for prompt in prompts:
+                engine.forget(external=True)
+                reference.append(engine.complete(prompt, max_tokens=6).tokens)
+            with RawEngine(node.socket, model="greedy", timeout_s=1.0) as greedy:
+                greedy.open()
+                leased = _lease_all_there_is(greedy)
+                for _ in range(2):
+                    engine.forget()
+                    done = []
+                    for prompt in prompts:
+                        done.append(engine.complete(prompt, max_tokens=6).tokens)
+                        for keys, reply in leased:
+                            greedy.renew(reply)
+                            assert greedy.read(reply)[0][:32] == keys[0], "a leased block was taken"
+                    assert done == reference
+                assert engine.metrics()["vllm:kvstore_store_blocks_without_credit_total"] > 0
+            # They are let go: the engine's blocks find room again.
+            engine.complete(prompts[0], max_tokens=1)
+            wait_until(lambda: _is_served(engine, prompts[0]), "the engine is served again")
+
+
+def _lease_all_there_is(engine: RawEngine) -> list[tuple[list[bytes], LeaseReply]]:
+    """Store and lease until the node has no credit left. Returns each lease and its keys."""
+    leased: list[tuple[list[bytes], LeaseReply]] = []
+    for batch in range(100):
+        keys = make_keys(4, seed=str(batch))
+        try:
+            engine.store(keys)
+        except TimeoutError:
+            assert len(leased) > 10, "hardly anything was leased"
+            return leased
+        leased.append((keys, engine.lease_stored(keys)))
+        for _, reply in leased:
+            engine.renew(reply)
+    raise AssertionError("the node never ran out")
+
+
+def _is_served(engine: Engine, prompt: tuple[int, ...]) -> bool:
+    engine.forget()
+    return engine.complete(prompt, max_tokens=1).cached_tokens > 0
 
 
 def test_a_preempted_request_loads_its_own_blocks_when_it_resumes(
