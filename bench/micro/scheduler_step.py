@@ -95,8 +95,8 @@ def run_rank(socket_path: Path, engine_id: str, nonce: str, plans: socket.socket
     )
     link = Link.connect(socket_path, core.hello())
     while True:
-        ready, _, _ = select.select([link, plans], [], [])
-        if plans in ready:
+        ready, _, _ = select.select([link.fileno(), plans.fileno()], [], [])
+        if plans.fileno() in ready:
             datagram = plans.recv(DATAGRAM_BYTES_MAX)
             if not datagram:
                 return
@@ -112,7 +112,7 @@ def run_rank(socket_path: Path, engine_id: str, nonce: str, plans: socket.socket
             core.finished(copy, Copied() if isinstance(copy, LoadBlock) else Copied(bytes(16)))
         for reply in core.take_outbox():
             link.send(reply)
-        if plans in ready:
+        if plans.fileno() in ready:
             plans.send(msgspec.msgpack.encode(core.take_report()))
 
 

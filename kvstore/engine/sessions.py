@@ -75,9 +75,10 @@ class Sessions:
         keeps slots in quarantine takes nobody's place."""
         owner = self._state.owners.get((hello.tenant, hello.engine_id, hello.nonce))
         replaced = None
-        if owner is not None:
-            is_rank = isinstance(hello, HelloRank)
-            replaced = owner.ranks.get(hello.rank) if is_rank else owner.scheduler
+        if owner is not None and isinstance(hello, HelloRank):
+            replaced = owner.ranks.get(hello.rank)
+        elif owner is not None:
+            replaced = owner.scheduler
         return sum(
             not connection.ended and connection is not replaced
             for connection in self._state.connections.values()
