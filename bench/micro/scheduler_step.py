@@ -71,6 +71,9 @@ class FakeRank:
         return found
 
     def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_WR)
+        while self._socket.recv(DATAGRAM_BYTES_MAX):
+            pass  # reports of the last steps
         self._socket.close()
         assert self._process.wait(10) == 0, "the rank failed"
 
