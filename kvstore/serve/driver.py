@@ -35,7 +35,7 @@ BEAT_NS: Final = 20 * NS_PER_MS
 """Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
 TICK_NS: Final = 100 * NS_PER_MS
 SPIN_NS: Final = 50_000
-"""After a datagram the loop looks for the next one that long before it sleeps: a hint is followed by
+"""So long after a datagram the loop looks for the next one before it sleeps: a hint is followed by
 a lookup, and waking up costs a lookup a quarter of its time."""
 QUERY_COUNT_MAX: Final = 64
 STEP_BUCKETS_NS: Final = tuple(1000 << n for n in range(0, 16, 2))
