@@ -321,7 +321,7 @@ def test_three_hundred_connections(node: NodeProcess, bystander: RawEngine) -> N
         assert len(welcomed) == 256 - 2, "the bystander has two"
         assert len(refused) == 46
         assert {(r.reason, r.permanent) for r in refused} == {
-            ("the node serves at most 256 connections", False)
+            ("256 connections are attached already", False)
         }
         bystander.lease(make_keys(4, seed="bystander"))
     with RawEngine(node.socket, engine_id="later") as engine:
