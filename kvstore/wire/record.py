@@ -1,23 +1,52 @@
-"""What the checksum of a block covers.
+"""What the checksum of a block covers, and the page that stands before a block on disk.
 
     xxh3-128( header ‖ payload ),   header = magic ‖ version ‖ tenant ‖ space ‖ shard ‖ length ‖ key
 
 The address is hashed before the bytes, so a block that is intact but belongs to another key,
 tenant, model or shard fails just as a flipped bit does. The same header opens a record on disk.
 
+A record is a page of 4 KiB and, for a block, the payload behind it, padded with zeros to whole
+pages. All numbers little-endian:
+
+    offset 0   magic KVSR   4 version u16    6 kind u16 (1 block, 2 void)
+    8          segment id, 16 bytes         24 place u64: segment number << 32 | page in the file
+    32         void: blocks before this place are gone; block: 0
+    40         the block's checksum, 16     56 key, 32    88 filter u16   90 prefix length u16
+    92         prefix: the part of the header that all blocks of a rank share
+    4080       xxh3-128 of the 4080 bytes before
+
+A place says where a record is and how old it is: segments are numbered upwards and never appended
+to after a restart, so a greater place was written later.
+
 Ways to be broken: other magic or version; tenant over 255 bytes; space or key of another length;
-payload shorter or longer than `length`; checksum that differs.
+payload shorter or longer than `length`; checksum that differs. On disk too: page checksum that
+differs; unknown kind or filter; place or segment id that is not where the page was found; a prefix
+that says another length than the text it has; a payload that would end outside the file.
 """
 
 from __future__ import annotations
 
 import struct
+from typing import Final
 
-from kvstore.types import KEY_BYTES, BlockKey, Shard, SpaceId
+import msgspec
+import xxhash
+
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, Shard, SpaceId
 
 MAGIC = b"KVSB"
 RECORD_VERSION = 1
 _PREFIX = struct.Struct("<4sHH32s4IQ")
+
+PAGE_MAGIC: Final = b"KVSR"
+KIND_BLOCK: Final = 1
+KIND_VOID: Final = 2
+PAGE_COVERED: Final = PAGE_BYTES - CHECKSUM_BYTES
+"""A page's own checksum covers this many bytes and follows them."""
+PAYLOAD_BYTES_MAX: Final = 1 << 30
+_PAGE = struct.Struct("<4sHH16sQQ16s32sHH")
+_HAS_TENANT, _HAS_SPACE = 1, 2
+_NO_KEY, _NO_CHECKSUM = bytes(KEY_BYTES), bytes(CHECKSUM_BYTES)
 
 
 def header_prefix(*, tenant: str, space: SpaceId, shard: Shard, block_bytes: int) -> bytes:
@@ -43,3 +72,157 @@ def header(prefix: bytes, key: BlockKey) -> bytes:
     """The bytes that go into the checksum before the payload."""
     assert len(key) == KEY_BYTES
     return prefix + key
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """What all blocks of one rank of one engine share: everything of an address but the key."""
+
+    tenant: str
+    space: bytes
+    shard: Shard
+    block_bytes: int
+
+    def prefix(self) -> bytes:
+        """The `header_prefix` of these blocks."""
+        return header_prefix(
+            tenant=self.tenant,
+            space=SpaceId(self.space),
+            shard=self.shard,
+            block_bytes=self.block_bytes,
+        )
+
+
+def payload_pages(block_bytes: int) -> int:
+    """Pages that a payload takes."""
+    return -(-block_bytes // PAGE_BYTES)
+
+
+def record_pages(scope: Scope) -> int:
+    """Pages that a record of this scope takes, its header included."""
+    return 1 + payload_pages(scope.block_bytes)
+
+
+def parse_prefix(prefix: bytes) -> Scope | None:
+    """The scope that a prefix describes, or None if it is broken in any way."""
+    if len(prefix) < _PREFIX.size:
+        return None
+    magic, version, length, space, *shard, block_bytes = _PREFIX.unpack_from(prefix)
+    name = prefix[_PREFIX.size :]
+    if magic != MAGIC or version != RECORD_VERSION or length != len(name) or length > 255:
+        return None
+    if not 0 < block_bytes <= PAYLOAD_BYTES_MAX:
+        return None
+    try:
+        return Scope(name.decode(), space, Shard(*shard), block_bytes)
+    except UnicodeDecodeError:
+        return None
+
+
+class Void(msgspec.Struct, frozen=True):
+    """Blocks of this tenant and space (None: of any) at places before `before` are gone."""
+
+    tenant: str | None
+    space: bytes | None
+    before: int
+
+    def covers(self, scope: Scope) -> bool:
+        """Whether blocks of this scope are meant, wherever they lie."""
+        return self.tenant in (None, scope.tenant) and self.space in (None, scope.space)
+
+
+class BlockPage(msgspec.Struct, frozen=True):
+    """What a page before a block says."""
+
+    scope: Scope
+    key: bytes
+    checksum: bytes
+
+
+def seal_page(page: bytes | bytearray | memoryview) -> bytes:
+    """The checksum that belongs at the end of this page."""
+    return xxhash.xxh3_128_digest(memoryview(page)[:PAGE_COVERED])
+
+
+def page_is_whole(page: bytes | memoryview) -> bool:
+    """True when a page carries its own checksum."""
+    view = memoryview(page)
+    return len(view) == PAGE_BYTES and seal_page(view) == bytes(view[PAGE_COVERED:])
+
+
+def write_block_page(
+    page: memoryview, *, prefix: bytes, key: bytes, checksum: bytes, segment_id: bytes, place: int
+) -> None:
+    """Fill `page`, [4096] bytes that are zero or an earlier page of the same prefix length."""
+    _PAGE.pack_into(
+        page,
+        0,
+        PAGE_MAGIC,
+        RECORD_VERSION,
+        KIND_BLOCK,
+        segment_id,
+        place,
+        0,
+        checksum,
+        key,
+        0,
+        len(prefix),
+    )
+    page[_PAGE.size : _PAGE.size + len(prefix)] = prefix
+    page[PAGE_COVERED:] = seal_page(page)
+
+
+def void_page(void: Void, *, segment_id: bytes, place: int) -> bytes:
+    """The page of a void record."""
+    page = bytearray(PAGE_BYTES)
+    filters = (_HAS_TENANT * (void.tenant is not None)) | (_HAS_SPACE * (void.space is not None))
+    name, space = (void.tenant or "").encode(), void.space or bytes(32)
+    _PAGE.pack_into(
+        page,
+        0,
+        PAGE_MAGIC,
+        RECORD_VERSION,
+        KIND_VOID,
+        segment_id,
+        place,
+        void.before,
+        _NO_CHECKSUM,
+        _NO_KEY,
+        filters,
+        32 + len(name),
+    )
+    page[_PAGE.size : _PAGE.size + 32 + len(name)] = space + name
+    page[PAGE_COVERED:] = seal_page(page)
+    return bytes(page)
+
+
+def parse_page(
+    page: bytes | memoryview, *, segment_id: bytes, place: int
+) -> BlockPage | Void | None:
+    """What the page at `place` of a segment says, or None: not a record of this place."""
+    if bytes(page[:4]) != PAGE_MAGIC or not page_is_whole(page):
+        return None
+    (_, version, kind, found_id, found_place, before, checksum, key, filters, length) = (
+        _PAGE.unpack_from(page)
+    )
+    if version != RECORD_VERSION or found_id != segment_id or found_place != place:
+        return None
+    if _PAGE.size + length > PAGE_COVERED:
+        return None
+    rest = bytes(page[_PAGE.size : _PAGE.size + length])
+    if kind == KIND_BLOCK:
+        scope = parse_prefix(rest)
+        return BlockPage(scope, key, checksum) if scope is not None else None
+    if kind != KIND_VOID or filters & ~3 or not 32 <= length <= 32 + 255:
+        return None
+    try:
+        tenant = rest[32:].decode() if filters & _HAS_TENANT else None
+    except UnicodeDecodeError:
+        return None
+    return Void(tenant, rest[:32] if filters & _HAS_SPACE else None, before)
+
+
+def block_checksum(prefix: bytes, key: bytes, payload: memoryview) -> bytes:
+    """The checksum of a block, as the rank that stored it made it. Runs without the GIL."""
+    digest = xxhash.xxh3_128(prefix + key)
+    digest.update(payload)
+    return digest.digest()

@@ -1,0 +1,53 @@
+"""The file tier: blocks on a disk, found again after any restart.
+
+| module | covers |
+|---|---|
+| `config.py`, `events.py` | what goes in, what comes out |
+| `tier.py` | `FileTier`: queues, deadlines, threads; all that others call |
+| `writer.py` | the log's end: append, close, void, copy what a reclaimed segment keeps |
+| `reader.py` | runs of neighbouring records into slots, each block verified |
+| `recovery.py` | what a segment holds: its footer, or record by record |
+| `shared.py` | segments of other nodes in the same parent directory |
+| `catalog.py` | which segments there are, and what they take of the capacity |
+| `directory.py` | one directory: identity, lock, names, quarantine |
+| `breaker.py` (pure) | when a failing disk is left alone |
+| `disk.py` | the system calls, as a small port |
+
+Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment
+is closed, when the tier is closed and after a void. What was `Written` before that survives the
+death of the process, and of the machine only by chance. Nothing is ever served unverified.
+"""
+
+from kvstore.tiers.file.config import FileConfig
+from kvstore.tiers.file.events import (
+    FileEvent,
+    Gone,
+    Known,
+    Late,
+    Moved,
+    Read,
+    Reclaim,
+    RecordSet,
+    RecoveryDone,
+    Resumed,
+    Suspended,
+    Written,
+)
+from kvstore.tiers.file.tier import FileTier
+
+__all__ = [
+    "FileConfig",
+    "FileEvent",
+    "FileTier",
+    "Gone",
+    "Known",
+    "Late",
+    "Moved",
+    "Read",
+    "Reclaim",
+    "RecordSet",
+    "RecoveryDone",
+    "Resumed",
+    "Suspended",
+    "Written",
+]

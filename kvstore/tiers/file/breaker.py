@@ -1,0 +1,65 @@
+"""The breaker of a tier: after repeated failures its disk is left alone for a while, then probed.
+
+Pure: time is an argument. Covers when I/O is allowed; does not cover what counts as a failure
+(`tier.py`).
+"""
+
+from __future__ import annotations
+
+from kvstore.units import NS_PER_MS
+
+_DOUBLINGS_MAX = 5
+
+
+class Breaker:
+    """Closed → `failures_max` in a row → open for a cool-down → one probe → closed or open again.
+
+    Each failed probe doubles the cool-down, up to 32 times the first.
+    """
+
+    def __init__(self, *, failures_max: int, cooldown_ms: int) -> None:
+        self._failures_max = failures_max
+        self._cooldown_ns = cooldown_ms * NS_PER_MS
+        self._failures = 0
+        self._doublings = 0
+        self._probe_due_ns = 0
+        self._probe_is_out = False
+
+    @property
+    def is_open(self) -> bool:
+        """True from the failure that opened it until the next success."""
+        return self._failures >= self._failures_max
+
+    def allows(self, now_ns: int) -> bool:
+        """Whether I/O may be tried now. While open, this grants one probe a cool-down."""
+        if not self.is_open:
+            return True
+        if now_ns < self._probe_due_ns:
+            return False
+        self._probe_due_ns = now_ns + (self._cooldown_ns << self._doublings)
+        self._probe_is_out = True
+        return True
+
+    def failed(self, now_ns: int) -> bool:
+        """Count a failure. True when this one opened the breaker.
+
+        While it is open only the probe counts: a hiccup fails all that was under way at once.
+        """
+        if self.is_open:
+            if self._probe_is_out:
+                self._probe_is_out = False
+                self._doublings = min(self._doublings + 1, _DOUBLINGS_MAX)
+                self._probe_due_ns = now_ns + (self._cooldown_ns << self._doublings)
+            return False
+        self._failures += 1
+        if self.is_open:
+            self._probe_due_ns = now_ns + self._cooldown_ns
+        return self.is_open
+
+    def succeeded(self) -> bool:
+        """Forget all failures. True when this closed the breaker."""
+        was_open = self.is_open
+        self._failures = 0
+        self._doublings = 0
+        self._probe_is_out = False
+        return was_open

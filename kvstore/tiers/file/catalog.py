@@ -1,0 +1,186 @@
+"""Which segments there are, what they take of the capacity, and their open descriptors.
+
+Covers this node's segments and, in shared mode, those of others, which have numbers of their own
+here (from 2^31 on) and take nothing of the capacity. Thread safe: one short lock, no I/O under it
+but open and close.
+
+    capacity ≥ closed segments + open segment (counted whole) + quarantine + hidden + FIXED_BYTES
+
+Does not cover: what is in a segment (`recovery.py`), which one goes (`tier.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.tiers.file.disk import Disk, open_regular
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.segment import SegmentHead
+
+FOREIGN_BASE: Final = 1 << 31
+"""Numbers from here on are segments of other nodes."""
+FIXED_BYTES: Final = 4 * PAGE_BYTES
+"""Identity, lock, probe."""
+_OPEN_MAX: Final = 256
+
+
+@dataclass(slots=True)
+class Segment:
+    """One file. `head` is what its page 0 says; `dir_fd` and `name` say where it is."""
+
+    number: int
+    head: SegmentHead
+    name: str
+    dir_fd: int
+    taken_bytes: int
+    appending: bool = False
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.number >= FOREIGN_BASE
+
+
+@dataclass(slots=True)
+class _Open:
+    fd: int
+    users: int
+
+
+class Catalog:
+    """All segments by number."""
+
+    def __init__(self, disk: Disk, *, capacity_bytes: int, direct: bool) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._disk = disk
+        self._flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        self._lock = threading.Lock()
+        self._segments: dict[int, Segment] = {}
+        self._unread: dict[int, int] = {}
+        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._doomed: list[_Open] = []
+        self._own_bytes = 0
+        self.aside_bytes = 0
+        self.hidden_bytes = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """All that counts against the capacity."""
+        with self._lock:
+            own = self._own_bytes + sum(self._unread.values())
+        return own + self.aside_bytes + self.hidden_bytes + FIXED_BYTES
+
+    def expect(self, sizes: dict[int, int]) -> None:
+        """Count files that recovery has not looked at yet."""
+        with self._lock:
+            self._unread = dict(sizes)
+
+    def drop_expected(self, number: int) -> None:
+        """Recovery looked at it and it is gone."""
+        with self._lock:
+            self._unread.pop(number, None)
+
+    def add(self, segment: Segment) -> None:
+        with self._lock:
+            self._unread.pop(segment.number, None)
+            self._segments[segment.number] = segment
+            self._own_bytes += 0 if segment.is_foreign else segment.taken_bytes
+
+    def get(self, number: int) -> Segment | None:
+        with self._lock:
+            return self._segments.get(number)
+
+    def closed(self, number: int, size_bytes: int) -> None:
+        """It is not appended to any more and takes so much."""
+        with self._lock:
+            segment = self._segments[number]
+            segment.appending = False
+            self._own_bytes += size_bytes - segment.taken_bytes
+            segment.taken_bytes = size_bytes
+
+    def remove(self, number: int) -> Segment | None:
+        """Forget a segment; its descriptor is closed when its last reader is done."""
+        with self._lock:
+            segment = self._segments.pop(number, None)
+            if segment is not None and not segment.is_foreign:
+                self._own_bytes -= segment.taken_bytes
+            opened = self._open.pop(number, None)
+            if opened is not None:
+                self._retire(opened)
+            return segment
+
+    def oldest(self) -> Segment | None:
+        """The own segment that was begun first and is not appended to."""
+        with self._lock:
+            own = [s for s in self._segments.values() if not s.is_foreign and not s.appending]
+            return min(own, key=lambda s: s.number, default=None)
+
+    def first_number(self) -> int:
+        """Least number of an own segment, 0 if there is none."""
+        with self._lock:
+            own = [n for n in self._segments if n < FOREIGN_BASE]
+            return min([*own, *self._unread], default=0)
+
+    def own_count(self) -> int:
+        with self._lock:
+            return sum(not s.is_foreign for s in self._segments.values())
+
+    @contextlib.contextmanager
+    def reading(self, segment: Segment) -> Iterator[int]:
+        """A descriptor to read from, open as long as the block runs.
+
+        Raises:
+            OSError: the file is gone, or is no regular file any more.
+        """
+        opened = self._lease(segment)
+        try:
+            yield opened.fd
+        finally:
+            with self._lock:
+                opened.users -= 1
+                if opened.users == 0 and opened in self._doomed:
+                    self._doomed.remove(opened)
+                    os.close(opened.fd)
+                self._trim()
+
+    def _lease(self, segment: Segment) -> _Open:
+        with self._lock:
+            opened = self._open.get(segment.number)
+            if opened is not None:
+                opened.users += 1
+                self._open.move_to_end(segment.number)
+                return opened
+        fd, _ = open_regular(self._disk, segment.name, self._flags, segment.dir_fd)
+        opened = _Open(fd, 1)
+        with self._lock:
+            if segment.number in self._open or self._segments.get(segment.number) is not segment:
+                self._doomed.append(opened)  # another thread was faster, or it left meanwhile
+            else:
+                self._open[segment.number] = opened
+        return opened
+
+    def _trim(self) -> None:
+        if len(self._open) > _OPEN_MAX:
+            for number, opened in list(self._open.items()):
+                if opened.users == 0:
+                    del self._open[number]
+                    os.close(opened.fd)
+                    return
+
+    def _retire(self, opened: _Open) -> None:
+        if opened.users == 0:
+            os.close(opened.fd)
+        else:
+            self._doomed.append(opened)
+
+    def close(self) -> None:
+        """Close what nobody reads from."""
+        with self._lock:
+            for opened in self._open.values():
+                self._retire(opened)
+            self._open.clear()

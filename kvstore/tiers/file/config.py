@@ -1,0 +1,80 @@
+"""Configuration of the file tier, one frozen tree."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.errors import ConfigError
+from kvstore.types import PAGE_BYTES
+from kvstore.units import KIB, MIB, format_size
+
+SEGMENT_BYTES_MAX = 128 * MIB
+SEGMENT_BYTES_MIN = 256 * KIB
+SEGMENTS_MIN = 8
+"""A small capacity is cut into so many segments, so that reclaiming one costs little."""
+CAPACITY_BYTES_MIN = SEGMENTS_MIN * SEGMENT_BYTES_MIN
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True)
+class FileConfig:
+    """Where the tier lives and how far it may go.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+
+    directory: Path
+    """Own directory; in shared mode the parent, in which each node has one of its name."""
+    capacity_bytes: int
+    """All that this node's files take, headers, footers and the open segment included."""
+    shared: bool = False
+    node: str = ""
+    """Name of this node's directory in shared mode; unique among the nodes that share."""
+    segment_bytes: int = 0
+    """Size of a segment; 0: 128 MiB, less for a small capacity."""
+    direct: bool = True
+    """Try to go round the page cache (O_DIRECT)."""
+    reader_count: int = 2
+    """Threads that read and verify."""
+    read_deadline_ms: int = 2_000
+    write_deadline_ms: int = 10_000
+    close_deadline_ms: int = 10_000
+    """An orderly end waits so long for queued writes and a hung disk."""
+    queued_bytes_max: int = 256 * MIB
+    """Slots pinned by writes that wait or run; the same again for reads."""
+    queued_jobs_max: int = 1_024
+    """Jobs that wait or run, of each kind."""
+    failures_max: int = 3
+    cooldown_ms: int = 1_000
+    """First cool-down of the breaker; doubles with each failed probe up to 32 times."""
+    poll_interval_ms: int = 3_000
+    """Shared mode: how often other nodes' segments are looked for."""
+    grace_ms: int = 10_000
+    """Shared mode: a deleted segment stays readable for whoever has just found it."""
+    foreign_segments_max: int = 65_536
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < CAPACITY_BYTES_MIN:
+            raise ConfigError(
+                f"the file tier needs at least {format_size(CAPACITY_BYTES_MIN)}, "
+                f"not {format_size(self.capacity_bytes)}: give --file DIR:SIZE more"
+            )
+        if self.shared and not _NODE.fullmatch(self.node):
+            raise ConfigError(
+                f"a shared file tier needs a node name of letters, digits, '.', '_' and '-', "
+                f"not {self.node!r}: set one that no other node has"
+            )
+
+    @property
+    def home(self) -> Path:
+        """The only directory in which this node writes or deletes."""
+        return self.directory / self.node if self.shared else self.directory
+
+    @property
+    def segment_size(self) -> int:
+        """`segment_bytes`, or what fits the capacity; whole pages."""
+        size = self.segment_bytes or min(SEGMENT_BYTES_MAX, self.capacity_bytes // SEGMENTS_MIN)
+        return max(size // PAGE_BYTES, 4) * PAGE_BYTES

@@ -1,0 +1,218 @@
+"""One directory of segments: its identity, its lock, the names in it, and what is moved aside.
+
+    store              identity, one page    lock         held by the one process that may write
+    seg-0000002a.kv    segment 0x2a          dead-….kv    deleted, but readable for a while
+    quarantine/        what is not what it should be, kept for a person to look at, bounded
+
+Names are relative to an open descriptor of the directory, and nothing outside is ever touched.
+Files of other names are left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.file.disk import Disk, open_regular, read_bytes, works_direct, write_all
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.segment import ID_BYTES, SEGMENT_BYTES_LIMIT, parse_store_page, store_page
+
+_SEGMENT: Final = re.compile(r"seg-([0-9a-f]{8})\.kv")
+_STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE = "store", "store.new", "lock", "probe", "quarantine"
+_OURS: Final = {_STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE, "lost+found"}
+NUMBER_MAX: Final = (1 << 31) - 1
+
+_log = logging.getLogger(__name__)
+
+
+def segment_name(number: int) -> str:
+    """File name of a segment."""
+    return f"seg-{number:08x}.kv"
+
+
+def segment_number(name: str) -> int | None:
+    """Number in a file name, None for other names."""
+    match = _SEGMENT.fullmatch(name)
+    number = int(match[1], 16) if match else 0
+    return number if 0 < number <= NUMBER_MAX else None
+
+
+class Directory:
+    """A directory that this process holds the lock of."""
+
+    def __init__(self, path: Path, disk: Disk, *, direct: bool) -> None:
+        """Make or take over the directory.
+
+        Raises:
+            ConfigError: it cannot be used; the text says why and what to do.
+        """
+        self.path = path
+        self._disk = disk
+        self._fds: list[int] = []
+        try:
+            self._take(direct=direct)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"the file tier cannot use {path}: {error.strerror}; "
+                "give --file a directory that this user may write to"
+            ) from error
+        except ConfigError:
+            self.close()
+            raise
+
+    def _take(self, *, direct: bool) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fds.append(self.fd)
+        self._refuse_strangers()
+        lock_fd, _ = open_regular(self._disk, _LOCK, os.O_RDWR | os.O_CREAT, self.fd)
+        self._fds.append(lock_fd)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self.path} is in use by another node: give each node a --file of its own"
+            ) from None
+        self.direct = works_direct(self._disk, _PROBE, self.fd) and direct
+        self.store_id = self._identity()
+        if not stat.S_ISDIR(self._mode(_ASIDE)):
+            if self._mode(_ASIDE):
+                os.unlink(_ASIDE, dir_fd=self.fd)
+            os.mkdir(_ASIDE, 0o700, dir_fd=self.fd)
+        for name in os.listdir(self.fd):
+            if name.startswith("dead-") and stat.S_ISREG(self._mode(name)):
+                os.unlink(name, dir_fd=self.fd)
+
+    def _refuse_strangers(self) -> None:
+        names = set(os.listdir(self.fd))
+        if names - _OURS and _STORE not in names and _STORE_NEW not in names:
+            raise ConfigError(
+                f"{self.path} holds other files and is no store of kvstore: "
+                "give --file an empty directory"
+            )
+
+    def _identity(self) -> bytes:
+        """The store id that is there, or a new one."""
+        try:
+            fd, _ = open_regular(self._disk, _STORE, os.O_RDONLY, self.fd)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                self.put_aside(_STORE, "no regular file", keep_bytes=0)
+            return self._new_identity()
+        try:
+            page = read_bytes(self._disk, fd, PAGE_BYTES, 0)
+        finally:
+            os.close(fd)
+        if (store_id := parse_store_page(page)) is not None:
+            return store_id
+        if page[:4] == b"KVSD" and page[4:6] != store_page(bytes(ID_BYTES))[4:6]:
+            raise ConfigError(
+                f"{self.path} was made by another version of kvstore: "
+                "give --file an empty directory, or empty this one"
+            )
+        self.put_aside(_STORE, "damaged", keep_bytes=PAGE_BYTES)
+        return self._new_identity()
+
+    def _new_identity(self) -> bytes:
+        store_id = secrets.token_bytes(ID_BYTES)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        fd, _ = open_regular(self._disk, _STORE_NEW, flags, self.fd)
+        try:
+            write_all(self._disk, fd, [memoryview(store_page(store_id))], 0)
+            self._disk.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(_STORE_NEW, _STORE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self._disk.fsync(self.fd)
+        return store_id
+
+    def segments(self, *, keep_bytes: int) -> dict[int, int]:
+        """Number → bytes of the regular files with a segment's name; the others are put aside."""
+        found = {}
+        for name in os.listdir(self.fd):
+            if (number := segment_number(name)) is None:
+                continue
+            try:
+                info = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if not stat.S_ISREG(info.st_mode):
+                self.put_aside(name, "no regular file", keep_bytes=keep_bytes)
+            elif info.st_size > SEGMENT_BYTES_LIMIT:
+                self.put_aside(name, "too long", keep_bytes=keep_bytes)
+            else:
+                found[number] = info.st_size
+        return found
+
+    def put_aside(self, name: str, reason: str, *, keep_bytes: int) -> None:
+        """Move a file that is not what it should be to quarantine, or delete it if that is full.
+
+        Args:
+            name: of an entry of this directory; one that vanished is no error.
+            reason: for the log, and part of the new name.
+            keep_bytes: how much quarantine may hold.
+        """
+        _log.warning("%s is put aside: %s", self.path / name, reason)
+        try:
+            info = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            taken = info.st_blocks * 512 if stat.S_ISREG(info.st_mode) else 0
+            if taken and self.aside_bytes() + taken > keep_bytes:
+                os.unlink(name, dir_fd=self.fd)
+            else:
+                target = f"{_ASIDE}/{name}.{reason.replace(' ', '-')}.{secrets.token_hex(4)}"
+                os.rename(name, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except OSError as error:
+            _log.warning("%s stays where it is: %s", self.path / name, error.strerror)
+
+    def aside_bytes(self) -> int:
+        """What quarantine takes of the disk."""
+        total = 0
+        try:
+            with os.scandir(self.path / _ASIDE) as entries:
+                for entry in entries:
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except OSError:
+            return total
+        return total
+
+    def remove(self, name: str) -> None:
+        """Delete; one that vanished is no error."""
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("%s cannot be deleted: %s", self.path / name, error.strerror)
+
+    def hide(self, name: str) -> str:
+        """Rename out of sight; who has it open can go on reading. Returns the new name."""
+        hidden = f"dead-{secrets.token_hex(8)}.kv"
+        try:
+            os.rename(name, hidden, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except OSError as error:
+            _log.warning("%s cannot be renamed: %s", self.path / name, error.strerror)
+        return hidden
+
+    def sync(self) -> None:
+        """Make names durable. Raises OSError."""
+        self._disk.fsync(self.fd)
+
+    def close(self) -> None:
+        """Give the lock back. Idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _mode(self, name: str) -> int:
+        try:
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            return 0

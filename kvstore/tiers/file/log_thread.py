@@ -1,0 +1,252 @@
+"""The thread that owns the end of the log: writes and voids in their order, reclaims before them.
+
+Covers the queue of the writer, its bounds and deadlines, and when a segment is reclaimed:
+
+    free < 3 segments                → ask the engine about the oldest one
+    an ordinary write needs a segment and only the spare one is left
+                                     → it waits for the reclaim under way, until its deadline
+
+Does not cover: how records are laid out (`writer.py`) and moved (`reclaim.py`).
+Methods other than `run` are called with the tier's lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from kvstore.ports import Clock
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.config import FileConfig
+from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.disk import Disk
+from kvstore.tiers.file.events import FileEvent, Gone, Late, Written
+from kvstore.tiers.file.health import Health
+from kvstore.tiers.file.jobs import CarryJob, ReclaimJob, VoidJob, WriteJob
+from kvstore.tiers.file.outbox import Outbox
+from kvstore.tiers.file.reclaim import Reclaimer
+from kvstore.tiers.file.writer import Outcome, Writer
+from kvstore.types import KEY_BYTES
+from kvstore.units import NS_PER_MS
+from kvstore.wire.record import Void
+
+FREE_SEGMENTS_MIN: Final = 3
+_Job = WriteJob | VoidJob | ReclaimJob | CarryJob
+
+
+class LogThread:
+    """Queue and body of that thread. `lock` is the tier's."""
+
+    def __init__(
+        self,
+        config: FileConfig,
+        clock: Clock,
+        disk: Disk,
+        directory: Directory,
+        catalog: Catalog,
+        *,
+        outbox: Outbox,
+        health: Health,
+        lock: threading.Condition,
+        number: int,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._catalog = catalog
+        self._directory = directory
+        self._outbox = outbox
+        self._health = health
+        self._lock = lock
+        size = config.segment_size
+        self._segment_bytes = size
+        self._writer = Writer(directory, catalog, disk, segment_bytes=size, number=number)
+        self._reclaimer = Reclaimer(catalog, disk, self._writer, direct=directory.direct)
+        self._queue: deque[WriteJob | VoidJob] = deque()
+        self._control: deque[ReclaimJob | CarryJob] = deque()
+        self._jobs: dict[int, WriteJob] = {}
+        self._queued_bytes = 0
+        self._asked: int | None = None
+        """Segment that the engine was asked about, or None."""
+        self._is_stalled = False
+        self._is_recovered = False
+        self._is_closing = False
+        self._close_by_ns = 0
+
+    # ── called with the lock held ────────────────────────────────────────────────────────────────
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._jobs
+
+    def submit(self, job: WriteJob, now_ns: int) -> bool:
+        """Queue a write, or refuse it."""
+        if self._is_closing or len(self._jobs) >= self._config.queued_jobs_max:
+            return False
+        if self._queued_bytes + job.taken_bytes > self._config.queued_bytes_max:
+            return False
+        if not self._health.allows_write(now_ns):
+            return False
+        assert job.job not in self._jobs, "a job's number is unique among those under way"
+        self._jobs[job.job] = job
+        self._queued_bytes += job.taken_bytes
+        self._queue.append(job)
+        self._lock.notify_all()
+        return True
+
+    def void(self, job: VoidJob) -> None:
+        self._queue.append(job)
+        self._lock.notify_all()
+
+    def reclaim(self, job: ReclaimJob) -> None:
+        self._control.append(job)
+        self._lock.notify_all()
+
+    def recovered(self, voids: Sequence[Void]) -> None:
+        """All old segments are known; these voids were found in them."""
+        self._control.append(CarryJob(tuple(voids)))
+        self._lock.notify_all()
+
+    def close(self, now_ns: int) -> None:
+        self._is_closing = True
+        self._close_by_ns = now_ns + self._config.close_deadline_ms * NS_PER_MS // 2
+
+    def expire(self, now_ns: int) -> None:
+        """End what has not begun in time; say so of what has."""
+        for job in [job for job in self._jobs.values() if job.deadline_ns <= now_ns]:
+            if job.running and not job.late:
+                job.late = True
+                self._outbox.put([*self._health.late(now_ns), Late(job.job)])
+            elif not job.running:
+                self._queue.remove(job)
+                self._end(job)
+
+    # ── the thread ───────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> None:
+        """Serve the queue until closing, then close the open segment."""
+        while (job := self._next()) is not None:
+            if isinstance(job, WriteJob):
+                self._write(job)
+            elif isinstance(job, VoidJob):
+                self._report(self._writer.void(job.tenant, job.space))
+            elif isinstance(job, CarryJob):
+                self._carry(job)
+            else:
+                self._move(job)
+            self._make_room()
+        self._report(self._writer.close_segment())
+
+    def _next(self) -> _Job | None:
+        with self._lock:
+            while True:
+                if self._control:
+                    return self._control.popleft()
+                if self._is_closing and (
+                    not self._queue or self._is_stalled or self._clock.now_ns() >= self._close_by_ns
+                ):
+                    return self._drain()
+                if self._queue and not (self._is_stalled and self._waits(self._queue[0])):
+                    job = self._queue.popleft()
+                    if isinstance(job, WriteJob):
+                        job.running = True
+                    return job
+                self._lock.wait()
+
+    def _waits(self, job: WriteJob | VoidJob) -> bool:
+        """Whether it is a write for which there may be room once a reclaim or recovery is over."""
+        return isinstance(job, WriteJob) and (self._asked is not None or not self._is_recovered)
+
+    def _drain(self) -> VoidJob | None:
+        """At the end: writes that cannot be written end, voids still are."""
+        while self._queue:
+            job = self._queue.popleft()
+            if isinstance(job, VoidJob):
+                return job
+            self._end(job)
+        return None
+
+    def _write(self, job: WriteJob) -> None:
+        outcome = self._writer.append(job.batch, first=len(job.places))
+        with self._lock:
+            job.places += outcome.places
+            job.running = False
+            self._report(outcome)
+            if outcome.places and outcome.error is None and not job.late:
+                self._outbox.put(self._health.wrote())
+            if outcome.is_full and not job.late:
+                self._is_stalled = True
+                self._queue.appendleft(job)
+            else:
+                self._end(job)
+        if outcome.is_full:
+            self._make_room()
+            with self._lock:
+                if not self._waits(job) and self._queue and self._queue[0] is job:
+                    self._queue.popleft()
+                    self._end(job)
+
+    def _carry(self, job: CarryJob) -> None:
+        own = self._writer.voids
+        self._writer.carry([*job.voids, *own] if job.voids else ())
+        self._report(self._writer.write_carried())
+        with self._lock:
+            self._is_recovered = True
+            self._is_stalled = False
+
+    def _move(self, job: ReclaimJob) -> None:
+        with self._lock:
+            if job.segment != self._asked:
+                return
+        segment = self._catalog.get(job.segment)
+        events: list[FileEvent] = []
+        if segment is not None:
+            events = self._reclaimer.move(segment, job.keep)
+        self._outbox.put(events)
+        if segment is not None:
+            self._delete(segment)
+        with self._lock:
+            self._asked = None
+            self._is_stalled = False
+            self._outbox.put(self._health.room_again())
+
+    def _delete(self, segment: Segment) -> None:
+        self._catalog.remove(segment.number)
+        self._directory.remove(segment.name)
+
+    def _make_room(self) -> None:
+        """Ask about the oldest segment if room runs short; delete at once what holds nothing."""
+        needed = FREE_SEGMENTS_MIN * self._segment_bytes
+        while self._is_recovered and self._asked is None:
+            if self._catalog.taken_bytes + needed <= self._catalog.capacity_bytes:
+                return
+            segment = self._catalog.oldest()
+            if segment is None:
+                return
+            asked = self._reclaimer.ask(segment, self._writer.voids)
+            if asked.records:
+                self._asked = segment.number
+                self._outbox.put([asked])
+                return
+            self._delete(segment)
+            self._is_stalled = False
+
+    def _report(self, outcome: Outcome) -> None:
+        if outcome.error is not None:
+            with self._lock:
+                self._outbox.put(self._health.failed(self._clock.now_ns(), outcome.error))
+        for lost in outcome.lost:
+            self._outbox.put([Gone(lost.scope, lost.keys, lost.locations)])
+
+    def _end(self, job: WriteJob) -> None:
+        """Answer a write: what was written has its place, the rest 0."""
+        del self._jobs[job.job]
+        self._queued_bytes -= job.taken_bytes
+        count = len(job.batch.keys) // KEY_BYTES
+        locations = np.zeros(count, np.uint64)
+        locations[: len(job.places)] = job.places
+        self._outbox.put([Written(job.job, locations.tobytes())])
+        self._lock.notify_all()

@@ -1,0 +1,131 @@
+"""Runs of neighbouring records into slots, each block verified before it counts.
+
+    one preadv   │page of block 0│slot 0 …│page of block 1│slot 1 …│
+
+A block is good when the page before it is the record that was asked for, at the place where it was
+found, and the checksum over address and bytes is the one that the storing rank made. Verification
+runs on the reading thread and without the GIL.
+
+Does not cover: which runs there are, and deadlines (`jobs.py`, `tier.py`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.disk import Disk, Pages, forget_cached, read_all
+from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
+from kvstore.wire.record import (
+    BlockPage,
+    Scope,
+    block_checksum,
+    parse_page,
+    payload_pages,
+    record_pages,
+)
+from kvstore.wire.segment import place_of
+
+RUN_BYTES_MAX: Final = 4 << 20
+RUN_RECORDS_MAX: Final = 128
+
+
+class Verdict(enum.Enum):
+    """What became of one block."""
+
+    GOOD = 1
+    DAMAGED = 2
+    """Read, but not what was stored there; or the medium has a hole in it."""
+    UNREAD = 3
+    """The segment is not there."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """One block: its page in the segment, the slot's first page, key, checksum if known."""
+
+    page: int
+    slot: int
+    key: bytes
+    checksum: bytes | None
+
+
+class RunResult(msgspec.Struct):
+    """A verdict per block, and the medium's failure if there was one."""
+
+    verdicts: list[Verdict]
+    error: OSError | None = None
+
+
+class Reader:
+    """Reads for one thread. `memory` is where slots lie: u8, page aligned, writable."""
+
+    def __init__(self, catalog: Catalog, disk: Disk, memory: memoryview, *, direct: bool) -> None:
+        self._catalog = catalog
+        self._disk = disk
+        self._memory = memory
+        self._direct = direct
+        self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
+
+    def read(self, number: int, scope: Scope, run: Sequence[Wanted]) -> RunResult:
+        """Read records that lie one behind the other in a segment, and verify each."""
+        segment = self._catalog.get(number)
+        if segment is None:
+            return RunResult([Verdict.UNREAD] * len(run))
+        try:
+            with self._catalog.reading(segment) as fd:
+                return self._read(fd, segment, scope, run)
+        except FileNotFoundError:
+            return RunResult([Verdict.UNREAD] * len(run))
+        except OSError as error:
+            return RunResult([Verdict.UNREAD] * len(run), error)
+
+    def _read(self, fd: int, segment: Segment, scope: Scope, run: Sequence[Wanted]) -> RunResult:
+        try:
+            done = self._fill(fd, scope, run)
+        except OSError as error:
+            if len(run) == 1:
+                return RunResult([Verdict.DAMAGED], error)
+            result = RunResult([], error)  # one bad sector does not cost its neighbours
+            for wanted in run:
+                result.verdicts += self._read(fd, segment, scope, [wanted]).verdicts
+            return result
+        prefix, size = scope.prefix(), record_pages(scope) * PAGE_BYTES
+        verdicts = []
+        for row, wanted in enumerate(run):
+            whole = (row + 1) * size <= done
+            good = whole and self._is_good(segment, scope, prefix, wanted, row)
+            verdicts.append(Verdict.GOOD if good else Verdict.DAMAGED)
+        return RunResult(verdicts)
+
+    def _fill(self, fd: int, scope: Scope, run: Sequence[Wanted]) -> int:
+        length = payload_pages(scope.block_bytes) * PAGE_BYTES
+        buffers = []
+        for row, wanted in enumerate(run):
+            begin = wanted.slot * PAGE_BYTES
+            buffers += [self._headers.page(row), self._memory[begin : begin + length]]
+        offset = run[0].page * PAGE_BYTES
+        done = read_all(self._disk, fd, buffers, offset)
+        if not self._direct:
+            forget_cached(fd, offset, done)
+        return done
+
+    def _is_good(
+        self, segment: Segment, scope: Scope, prefix: bytes, wanted: Wanted, row: int
+    ) -> bool:
+        head = segment.head
+        found = parse_page(
+            self._headers.page(row),
+            segment_id=head.segment_id,
+            place=place_of(head.number, wanted.page),
+        )
+        if not isinstance(found, BlockPage) or found.key != wanted.key or found.scope != scope:
+            return False
+        expected = found.checksum if wanted.checksum is None else wanted.checksum
+        begin = wanted.slot * PAGE_BYTES
+        payload = self._memory[begin : begin + scope.block_bytes]
+        assert len(expected) == CHECKSUM_BYTES
+        return block_checksum(prefix, wanted.key, payload) == expected

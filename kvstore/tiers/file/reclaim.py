@@ -1,0 +1,98 @@
+"""Making room: what the oldest segment holds, and moving what the engine keeps of it.
+
+Runs on the writer's thread. Kept records are read, verified, and appended like new ones, newer than
+everything before; then the segment is deleted. Which ones are kept the engine decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.disk import Disk, Pages
+from kvstore.tiers.file.events import FileEvent, Gone, Moved, Reclaim, RecordSet
+from kvstore.tiers.file.reader import RUN_BYTES_MAX, RUN_RECORDS_MAX, Reader, Verdict, Wanted
+from kvstore.tiers.file.recovery import read_footer, record_sets, scan
+from kvstore.tiers.file.writer import Batch, Payloads, Writer
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.wire.record import Void, payload_pages
+from kvstore.wire.segment import PAGE_SHIFT
+
+_PAGE_MASK = (1 << PAGE_SHIFT) - 1
+
+
+class Reclaimer:
+    """One segment at a time."""
+
+    def __init__(self, catalog: Catalog, disk: Disk, writer: Writer, *, direct: bool) -> None:
+        self._catalog = catalog
+        self._disk = disk
+        self._writer = writer
+        self._direct = direct
+        self._asked: dict[int, list[tuple[RecordSet, bytes]]] = {}
+
+    def ask(self, segment: Segment, voids: Sequence[Void]) -> Reclaim:
+        """What to ask the engine. A segment that cannot be read holds nothing."""
+        try:
+            with self._catalog.reading(segment) as fd:
+                size = segment.taken_bytes
+                table = read_footer(self._disk, fd, size, segment.head)
+                if table is None:
+                    table = scan(self._disk, fd, size, segment.head).table()
+        except OSError:
+            return Reclaim(segment.number, ())
+        found = list(record_sets(table, segment.number, own_number=segment.number, voids=voids))
+        self._asked = {segment.number: found}
+        return Reclaim(segment.number, tuple(records for records, _ in found))
+
+    def move(self, segment: Segment, keep: NDArray[np.uint64]) -> list[FileEvent]:
+        """Copy what is kept to the end of the log."""
+        events: list[FileEvent] = []
+        for records, checksums in self._asked.pop(segment.number, []):
+            places = np.frombuffer(records.locations, np.uint64)
+            rows = np.flatnonzero(np.isin(places, keep))
+            for chunk in self._chunks(records, rows):
+                events += self._move_chunk(segment, records, checksums, chunk)
+        return events
+
+    def _chunks(self, records: RecordSet, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        pages = payload_pages(records.scope.block_bytes)
+        step = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
+        for begin in range(0, len(rows), step):
+            yield rows[begin : begin + step]
+
+    def _move_chunk(
+        self, segment: Segment, records: RecordSet, checksums: bytes, rows: NDArray[np.int64]
+    ) -> list[FileEvent]:
+        scope = records.scope
+        pages = payload_pages(scope.block_bytes)
+        scratch = Pages(len(rows) * pages * PAGE_BYTES)
+        reader = Reader(self._catalog, self._disk, scratch.view, direct=self._direct)
+        places = np.frombuffer(records.locations, np.uint64)[rows]
+        keys = [records.keys[r * KEY_BYTES : (r + 1) * KEY_BYTES] for r in rows.tolist()]
+        sums = [checksums[r * CHECKSUM_BYTES : (r + 1) * CHECKSUM_BYTES] for r in rows.tolist()]
+        good = []
+        for index, place in enumerate(places.tolist()):
+            wanted = Wanted(place & _PAGE_MASK, index * pages, keys[index], sums[index])
+            if reader.read(segment.number, scope, [wanted]).verdicts == [Verdict.GOOD]:
+                good.append(index)
+        slots = np.array(good, np.uint32) * np.uint32(pages)
+        chosen_keys = b"".join(keys[i] for i in good)
+        batch = Batch(
+            scope, chosen_keys, b"".join(sums[i] for i in good), Payloads(scratch.view, slots)
+        )
+        outcome = self._writer.append(batch, spare=True)
+        done = len(outcome.places)
+        events: list[FileEvent] = []
+        if done:
+            new = np.array(outcome.places, np.uint64).tobytes()
+            old = places[good[:done]].tobytes()
+            events.append(Moved(scope, chosen_keys[: done * KEY_BYTES], old, new))
+        lost = sorted(set(range(len(rows))) - set(good[:done]))
+        if lost:
+            events.append(Gone(scope, b"".join(keys[i] for i in lost), places[lost].tobytes()))
+        events += outcome.lost
+        return events

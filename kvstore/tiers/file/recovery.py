@@ -1,0 +1,160 @@
+"""What a segment holds: from its footer, or record by record.
+
+Only pages that describe are read; a payload is verified when somebody wants it. Broken, torn and
+foreign files end as a reason, never as an exception (but for OSError of the medium itself).
+
+Does not cover: what becomes of the answer (`tier.py`, `shared.py`, `kvstore.serve.fsck`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kvstore.tiers.file.disk import Disk, read_bytes
+from kvstore.tiers.file.events import RecordSet
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.record import PAGE_MAGIC, Scope, Void, parse_page, record_pages
+from kvstore.wire.segment import (
+    PAGE_SHIFT,
+    SegmentHead,
+    Table,
+    build_table,
+    parse_footer,
+    parse_segment_page,
+    parse_trailer,
+    place_of,
+)
+
+BATCH_KEYS: Final = 8_192
+"""Keys of one event at most, so that no step of the engine is long."""
+_SEARCH_PAGES: Final = 256
+
+
+def read_head(disk: Disk, fd: int) -> SegmentHead | None:
+    """What page 0 says. Raises OSError."""
+    return parse_segment_page(read_bytes(disk, fd, PAGE_BYTES, 0))
+
+
+def read_footer(disk: Disk, fd: int, file_bytes: int, head: SegmentHead) -> Table | None:
+    """The table of a closed segment, None if it has none that can be trusted. Raises OSError."""
+    if file_bytes % PAGE_BYTES or file_bytes < 3 * PAGE_BYTES:
+        return None
+    trailer = read_bytes(disk, fd, PAGE_BYTES, file_bytes - PAGE_BYTES)
+    place = parse_trailer(trailer, head, file_bytes=file_bytes)
+    if place is None:
+        return None
+    body = read_bytes(disk, fd, place.table_bytes, place.first_page * PAGE_BYTES)
+    return parse_footer(body, place, head)
+
+
+@dataclass
+class Gathered:
+    """Records that were found one by one, and the page behind the last one."""
+
+    scopes: dict[Scope, int] = field(default_factory=dict)
+    voids: list[Void] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    scope_of: list[int] = field(default_factory=list)
+    keys: bytearray = field(default_factory=bytearray)
+    checksums: bytearray = field(default_factory=bytearray)
+    end_page: int = 1
+    skipped_pages: int = 0
+
+    def add(self, page: int, scope: Scope, key: bytes, checksum: bytes) -> None:
+        self.pages.append(page)
+        self.scope_of.append(self.scopes.setdefault(scope, len(self.scopes)))
+        self.keys += key
+        self.checksums += checksum
+
+    def table(self) -> Table:
+        return build_table(
+            tuple(self.scopes),
+            self.voids,
+            pages=self.pages,
+            scope_of=self.scope_of,
+            keys=bytes(self.keys),
+            checksums=bytes(self.checksums),
+        )
+
+
+def scan(
+    disk: Disk,
+    fd: int,
+    file_bytes: int,
+    head: SegmentHead,
+    *,
+    first_page: int = 1,
+    search: bool = True,
+) -> Gathered:
+    """Read records one behind the other.
+
+    Args:
+        disk, fd: where to read.
+        file_bytes: as far as the file goes.
+        head: what page 0 said.
+        first_page: where a record is expected.
+        search: look for the next record behind a broken one; else stop there.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    found = Gathered(end_page=first_page)
+    page, end = first_page, file_bytes // PAGE_BYTES
+    while page < end:
+        raw = read_bytes(disk, fd, PAGE_BYTES, page * PAGE_BYTES)
+        record = parse_page(raw, segment_id=head.segment_id, place=place_of(head.number, page))
+        if isinstance(record, Void):
+            found.voids.append(record)
+            page += 1
+        elif record is not None and page + record_pages(record.scope) <= end:
+            found.add(page, record.scope, record.key, record.checksum)
+            page += record_pages(record.scope)
+        else:
+            if not search:
+                return found
+            after = _next_record(disk, fd, head, page + 1, end)
+            if after < end:
+                found.skipped_pages += after - page
+            page = after
+            continue
+        found.end_page = page
+    return found
+
+
+def _next_record(disk: Disk, fd: int, head: SegmentHead, page: int, end: int) -> int:
+    """First page from `page` on that is a record of this place; `end` if there is none."""
+    while page < end:
+        chunk = read_bytes(disk, fd, min(_SEARCH_PAGES, end - page) * PAGE_BYTES, page * PAGE_BYTES)
+        for at in range(len(chunk) // PAGE_BYTES):
+            raw = chunk[at * PAGE_BYTES : (at + 1) * PAGE_BYTES]
+            place = place_of(head.number, page + at)
+            if raw[:4] == PAGE_MAGIC and parse_page(raw, segment_id=head.segment_id, place=place):
+                return page + at
+        page += _SEARCH_PAGES
+    return end
+
+
+def record_sets(
+    table: Table, number: int, *, own_number: int, voids: Sequence[Void], first_page: int = 0
+) -> Iterator[tuple[RecordSet, bytes]]:
+    """The living records with their checksums, per scope, at most BATCH_KEYS at a time.
+
+    Args:
+        table: what the segment holds.
+        number: of the segment, as locations name it.
+        own_number: of the segment in its own directory, which places of voids refer to.
+        voids: of newer segments.
+        first_page: records before this page are left out.
+    """
+    alive = table.living(own_number, voids) & (table.pages >= first_page)
+    for index, scope in enumerate(table.scopes):
+        chosen = np.flatnonzero(alive & (table.scope_of == index))
+        for begin in range(0, len(chosen), BATCH_KEYS):
+            rows = chosen[begin : begin + BATCH_KEYS]
+            places = table.pages[rows].astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
+            records = RecordSet(scope, table.keys[rows].tobytes(), places.tobytes())
+            yield records, table.checksums[rows].tobytes()

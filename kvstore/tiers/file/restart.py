@@ -1,0 +1,137 @@
+"""What this node's own directory held when the tier was opened: newest segment first.
+
+`survey` runs before anything else and is quick: names, sizes, and the number that the next segment
+gets. `recover` runs beside the first reads and writes.
+
+Does not cover: segments of other nodes (`shared.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.directory import Directory, segment_name
+from kvstore.tiers.file.disk import Disk, open_regular
+from kvstore.tiers.file.events import Known
+from kvstore.tiers.file.recovery import read_footer, read_head, record_sets, scan
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.record import Void
+from kvstore.wire.segment import SegmentHead, Table
+
+_log = logging.getLogger(__name__)
+
+
+class Restart:
+    """Finds again what is there. One thread."""
+
+    def __init__(
+        self, directory: Directory, catalog: Catalog, disk: Disk, *, segment_bytes: int
+    ) -> None:
+        self._directory = directory
+        self._catalog = catalog
+        self._disk = disk
+        self._aside_max = catalog.capacity_bytes // 16
+        self._sizes = directory.segments(keep_bytes=self._aside_max)
+        self._catalog.aside_bytes = directory.aside_bytes()
+        self.next_number = self._survey()
+        self._shrink(catalog.capacity_bytes - 2 * segment_bytes)
+        self.voids: list[Void] = []
+
+    def _survey(self) -> int:
+        """One more than the newest segment that is really ours; what claims more is put aside."""
+        for number in sorted(self._sizes, reverse=True):
+            if self._head_of(number) is not None:
+                return number + 1
+        return 1
+
+    def _shrink(self, bytes_max: int) -> None:
+        """Delete the oldest until the rest fits a capacity that may have become smaller."""
+        self._catalog.expect(self._sizes)
+        for number in sorted(self._sizes):
+            if self._catalog.taken_bytes <= bytes_max:
+                return
+            self._directory.remove(segment_name(number))
+            self._forget(number)
+
+    def recover(self, announce: Callable[[Known], bool]) -> bool:
+        """Announce what every segment holds. False: told to stop."""
+        for number in sorted(self._sizes, reverse=True):
+            try:
+                if not self._recover_one(number, announce):
+                    return False
+            except OSError as error:
+                self._aside(number, f"unreadable {error.errno}")
+        return True
+
+    def _recover_one(self, number: int, announce: Callable[[Known], bool]) -> bool:
+        head = self._head_of(number)
+        if head is None:
+            return True
+        name, size = segment_name(number), self._sizes[number]
+        fd, _ = open_regular(self._disk, name, self._flags(), self._directory.fd)
+        try:
+            table = self._table(fd, size, head)
+        finally:
+            os.close(fd)
+        if not len(table.pages) and not table.voids:
+            self._directory.remove(name)
+            self._forget(number)
+            return True
+        self._catalog.add(Segment(number, head, name, self._directory.fd, size))
+        sets = record_sets(table, number, own_number=number, voids=self.voids)
+        for records, checksums in sets:
+            known = Known(records.scope, records.keys, records.locations, checksums)
+            if not announce(known):
+                return False
+        self.voids += [void for void in table.voids if void not in self.voids]
+        return True
+
+    def _table(self, fd: int, size: int, head: SegmentHead) -> Table:
+        table = read_footer(self._disk, fd, size, head)
+        return scan(self._disk, fd, size, head).table() if table is None else table
+
+    def _head_of(self, number: int) -> SegmentHead | None:
+        """The header, if the file is a segment of this store under its own name; else it is put
+        aside (or deleted, when it is no more than a torn beginning)."""
+        name = segment_name(number)
+        try:
+            fd, size = open_regular(self._disk, name, self._flags(), self._directory.fd)
+        except FileNotFoundError:
+            self._forget(number)
+            return None
+        except OSError as error:
+            self._aside(number, f"unreadable {error.errno}")
+            return None
+        try:
+            head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
+        except OSError as error:
+            self._aside(number, f"unreadable {error.errno}")
+            return None
+        finally:
+            os.close(fd)
+        if head is None and size <= PAGE_BYTES:
+            self._directory.remove(name)
+            self._forget(number)
+            return None
+        if head is None:
+            self._aside(number, "damaged")
+            return None
+        if head.store_id != self._directory.store_id or head.number != number:
+            self._aside(number, "foreign")
+            return None
+        return head
+
+    def _flags(self) -> int:
+        return os.O_RDONLY | (os.O_DIRECT if self._directory.direct else 0)
+
+    def _aside(self, number: int, reason: str) -> None:
+        self._directory.put_aside(segment_name(number), reason, keep_bytes=self._aside_max)
+        self._catalog.aside_bytes = self._directory.aside_bytes()
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._sizes.pop(number, None)
+        self._catalog.drop_expected(number)

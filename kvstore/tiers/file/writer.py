@@ -1,0 +1,435 @@
+"""The end of the log: where blocks are appended, segments closed, voids written, records moved.
+
+One thread calls it. Blocks go to the disk in runs, straight from where they lie:
+
+    one pwritev   │page of block 0│payload 0 …│page of block 1│payload 1 …│
+
+A segment is never appended to after an error or a restart: the next write begins a new one. Every
+new segment repeats the voids that still cover something, so deleting the segment that held one
+first does not bring back what it covered.
+
+Room: the open segment counts whole. `append` leaves one segment of the capacity free, which only
+what a reclaimed segment keeps may use, so that reclaiming always comes to an end.
+
+Does not cover: queues, deadlines and the breaker (`tier.py`), which segment is reclaimed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.directory import Directory, segment_name
+from kvstore.tiers.file.disk import (
+    Disk,
+    Pages,
+    forget_cached,
+    open_regular,
+    read_all,
+    write_all,
+)
+from kvstore.tiers.file.events import Gone
+from kvstore.tiers.file.recovery import Gathered
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
+from kvstore.units import MIB
+from kvstore.wire.record import (
+    Scope,
+    Void,
+    block_checksum,
+    payload_pages,
+    record_pages,
+    void_page,
+    write_block_page,
+)
+from kvstore.wire.segment import (
+    ID_BYTES,
+    PAGE_SHIFT,
+    SegmentHead,
+    footer,
+    footer_bytes_max,
+    place_of,
+    segment_page,
+)
+
+RUN_BYTES_MAX: Final = 8 * MIB
+"""Written in one call: long enough for any disk, short enough for the deadline."""
+RUN_RECORDS_MAX: Final = 256
+VOIDS_MAX: Final = 64
+"""More voids than these, or than fill an eighth of a segment, become one that covers everything: a
+cache may forget."""
+
+
+class SyncFailed(OSError):
+    """fsync failed: the kernel may have dropped what it had promised to write."""
+
+
+class Payloads(msgspec.Struct, frozen=True):
+    """Where blocks lie. `memory` u8, page aligned; `slots` u32 [n], first page each."""
+
+    memory: memoryview
+    slots: NDArray[np.uint32]
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Blocks of one scope to be written. `keys` 32 bytes each, `checksums` 16."""
+
+    scope: Scope
+    keys: bytes
+    checksums: bytes
+    payloads: Payloads
+
+
+class Outcome(msgspec.Struct):
+    """How far a batch came: places u64 of the first blocks; why it stopped, if it did."""
+
+    places: list[int]
+    error: OSError | None = None
+    is_full: bool = False
+    """The capacity is used up until a segment is reclaimed."""
+    lost: list[Gone] = []
+    """Blocks that a failed sync lost."""
+
+
+class _OpenSegment:
+    """The segment that is appended to."""
+
+    def __init__(self, segment: Segment, fd: int, size_pages: int) -> None:
+        self.segment = segment
+        self.fd = fd
+        self.size_pages = size_pages
+        self.found = Gathered()
+        self.synced_records = 0
+
+    def fits(self, scope: Scope, count: int, *, spare_voids: int = 0) -> bool:
+        """Whether so many records more and the footer find room."""
+        footer_bytes = footer_bytes_max(
+            record_count=len(self.found.pages) + count,
+            scope_count=len(self.found.scopes) + 1,
+            void_count=len(self.found.voids) + spare_voids,
+        )
+        end = self.found.end_page + count * record_pages(scope)
+        return end + spare_voids + footer_bytes // PAGE_BYTES <= self.size_pages
+
+
+class Writer:
+    """Appends to one directory."""
+
+    def __init__(
+        self, directory: Directory, catalog: Catalog, disk: Disk, *, segment_bytes: int, number: int
+    ) -> None:
+        """Args:
+        directory, catalog, disk: where, and what is there already.
+        segment_bytes: a segment's size at most.
+        number: of the first segment that will be begun.
+        """
+        self._directory = directory
+        self._catalog = catalog
+        self._disk = disk
+        self._segment_bytes = segment_bytes
+        self._number = number
+        self._open: _OpenSegment | None = None
+        self._voids: list[Void] = []
+        self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
+        self._prefix_bytes = 0
+        self._tails = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
+        self._direct = directory.direct
+        self._voids_max = min(VOIDS_MAX, max(1, segment_bytes // PAGE_BYTES // 16))
+
+    @property
+    def voids(self) -> tuple[Void, ...]:
+        """Those that may still cover something, oldest first."""
+        return tuple(self._voids)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another segment may be begun by an ordinary write."""
+        needed = 2 * self._segment_bytes
+        return self._catalog.taken_bytes + needed <= self._catalog.capacity_bytes
+
+    def may_hold(self, scope: Scope) -> bool:
+        """Whether a block of this scope fits into a segment at all."""
+        voids = self._voids_max
+        footer_bytes = footer_bytes_max(record_count=1, scope_count=1, void_count=voids)
+        pages = 1 + voids + record_pages(scope)
+        return pages * PAGE_BYTES + footer_bytes <= self._segment_bytes
+
+    # ── blocks ───────────────────────────────────────────────────────────────────────────────────
+
+    def append(self, batch: Batch, *, first: int = 0, spare: bool = False) -> Outcome:
+        """Write the blocks from `first` on, as far as room and disk allow.
+
+        Args:
+            batch: what to write.
+            first: blocks before this one are done already.
+            spare: may use the segment that is kept free for reclaiming.
+        """
+        outcome = Outcome([])
+        if not self.may_hold(batch.scope):
+            return outcome
+        count = len(batch.payloads.slots)
+        run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (record_pages(batch.scope) << 12)))
+        while (begin := first + len(outcome.places)) < count:
+            end = min(begin + run_max, count)
+            try:
+                opened = self._opened_for(batch.scope, spare=spare)
+                if opened is None:
+                    outcome.is_full = True
+                    return outcome
+                while not opened.fits(batch.scope, end - begin):
+                    end -= 1
+                outcome.places += self._write_run(opened, batch, begin, end)
+            except OSError as error:
+                outcome.error = error
+                outcome.lost += self.abandon(error)
+                return outcome
+        return outcome
+
+    def _opened_for(self, scope: Scope, *, spare: bool) -> _OpenSegment | None:
+        """A segment with room for one more record of this scope; None: no room for a new one.
+
+        Raises:
+            OSError: the old one could not be closed, the new one not be begun.
+        """
+        if self._open is not None and self._open.fits(scope, 1):
+            return self._open
+        if self._open is not None:
+            self._close_open()
+        needed = self._segment_bytes * (1 if spare else 2)
+        if self._catalog.taken_bytes + needed > self._catalog.capacity_bytes:
+            return None
+        opened = self._begin()
+        return opened if opened.fits(scope, 1) else None
+
+    def _begin(self) -> _OpenSegment:
+        number = self._number
+        self._number += 1
+        name = segment_name(number)
+        head = SegmentHead(self._directory.store_id, secrets.token_bytes(ID_BYTES), number)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self._direct else 0)
+        fd, _ = open_regular(self._disk, name, flags, self._directory.fd)
+        segment = Segment(number, head, name, self._directory.fd, self._segment_bytes, True)
+        opened = _OpenSegment(segment, fd, self._segment_bytes // PAGE_BYTES)
+        self._catalog.add(segment)
+        self._open = opened
+        self._forget_idle_voids()
+        pages = [segment_page(head)]
+        for page, void in enumerate(self._voids, start=1):
+            pages.append(void_page(void, segment_id=head.segment_id, place=place_of(number, page)))
+        self._write_pages(opened, pages, 0)
+        opened.found.end_page = len(pages)
+        opened.found.voids += self._voids
+        if self._voids:
+            self._disk.fsync(fd)
+        return opened
+
+    def _write_pages(self, opened: _OpenSegment, pages: Sequence[bytes], page: int) -> None:
+        whole = Pages(len(pages) * PAGE_BYTES)
+        whole.view[:] = b"".join(pages)
+        write_all(self._disk, opened.fd, [whole.view], page * PAGE_BYTES)
+
+    def _write_run(self, opened: _OpenSegment, batch: Batch, begin: int, end: int) -> list[int]:
+        scope, prefix, found = batch.scope, batch.scope.prefix(), opened.found
+        head, pages = opened.segment.head, record_pages(scope)
+        first_page = found.end_page
+        if len(prefix) < self._prefix_bytes:
+            self._headers.array[:] = 0
+        self._prefix_bytes = len(prefix)
+        buffers, places = [], []
+        for row, index in enumerate(range(begin, end)):
+            place = place_of(head.number, first_page + row * pages)
+            header = self._headers.page(row)
+            key = batch.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+            checksum = batch.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
+            write_block_page(
+                header,
+                prefix=prefix,
+                key=key,
+                checksum=checksum,
+                segment_id=head.segment_id,
+                place=place,
+            )
+            buffers += [header, *self._payload(batch, index, row)]
+            places.append(place)
+        write_all(self._disk, opened.fd, buffers, first_page * PAGE_BYTES)
+        for row, index in enumerate(range(begin, end)):
+            key = batch.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
+            checksum = batch.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
+            found.add(first_page + row * pages, scope, key, checksum)
+        found.end_page = first_page + (end - begin) * pages
+        return places
+
+    def _payload(self, batch: Batch, index: int, row: int) -> list[memoryview]:
+        """The block's pages; a last one that it does not fill comes zero-padded from `_tails`."""
+        begin = int(batch.payloads.slots[index]) * PAGE_BYTES
+        length = batch.scope.block_bytes
+        rest = length % PAGE_BYTES
+        whole = batch.payloads.memory[begin : begin + length - rest]
+        if not rest:
+            return [whole]
+        tail = self._tails.page(row)
+        tail[:rest] = batch.payloads.memory[begin + length - rest : begin + length]
+        tail[rest:] = bytes(PAGE_BYTES - rest)
+        return [whole, tail] if len(whole) else [tail]
+
+    # ── voids ────────────────────────────────────────────────────────────────────────────────────
+
+    def void(self, tenant: str | None, space: bytes | None) -> Outcome:
+        """Make all blocks of this tenant and space that were written so far unfindable, for good.
+
+        If the disk fails, the next segment that is begun carries it.
+        """
+        before = place_of(self._number, 0)
+        if self._open is not None:
+            before = place_of(self._open.segment.number, self._open.found.end_page)
+        void = Void(tenant, space, before)
+        self.carry([void])
+        outcome = Outcome([])
+        try:
+            opened = self._open
+            if opened is not None and not opened.fits(_NO_SCOPE, 0, spare_voids=1):
+                self._close_open()
+                opened = None
+            if opened is None:
+                self._begin()
+            else:
+                page = opened.found.end_page
+                place = place_of(opened.segment.number, page)
+                raw = void_page(void, segment_id=opened.segment.head.segment_id, place=place)
+                self._write_pages(opened, [raw], page)
+                opened.found.voids.append(void)
+                opened.found.end_page = page + 1
+                self._sync(opened)
+        except OSError as error:
+            outcome.error = error
+            outcome.lost = self.abandon(error)
+        return outcome
+
+    def carry(self, voids: Sequence[Void]) -> None:
+        """Voids that new segments repeat from now on; one with the same filter replaces older."""
+        for void in voids:
+            self._voids = [
+                old
+                for old in self._voids
+                if not (
+                    void.tenant in (None, old.tenant)
+                    and void.space in (None, old.space)
+                    and old.before <= void.before
+                )
+            ]
+            self._voids.append(void)
+        if len(self._voids) > self._voids_max:
+            self._voids = [Void(None, None, max(void.before for void in self._voids))]
+
+    def write_carried(self) -> Outcome:
+        """Repeat the carried voids in the open segment, which was begun before they were known."""
+        opened, outcome = self._open, Outcome([])
+        if opened is None or all(void in opened.found.voids for void in self._voids):
+            return outcome
+        try:
+            self._close_open()
+            self._begin()
+        except OSError as error:
+            outcome.error = error
+            outcome.lost = self.abandon(error)
+        return outcome
+
+    def _forget_idle_voids(self) -> None:
+        first = place_of(self._catalog.first_number(), 0)
+        self._voids = [void for void in self._voids if void.before > first]
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────
+
+    def close_segment(self) -> Outcome:
+        """Close the open segment with its footer, synced; the next write begins a new one."""
+        outcome = Outcome([])
+        try:
+            self._close_open()
+            self._directory.sync()
+        except OSError as error:
+            outcome.error = error
+            outcome.lost = self.abandon(error)
+        return outcome
+
+    def _close_open(self) -> None:
+        opened = self._open
+        if opened is None:
+            return
+        if not opened.found.pages and not opened.found.voids:
+            self._drop_empty(opened)
+            return
+        body = footer(opened.segment.head, opened.found.table(), first_page=opened.found.end_page)
+        self._write_pages(opened, [body], opened.found.end_page)
+        self._sync(opened)
+        if not self._direct:
+            forget_cached(opened.fd)
+        self._catalog.closed(opened.segment.number, opened.found.end_page * PAGE_BYTES + len(body))
+        self._release(opened)
+
+    def _sync(self, opened: _OpenSegment) -> None:
+        try:
+            self._disk.fsync(opened.fd)
+        except OSError as error:
+            raise SyncFailed(*error.args) from error
+        opened.synced_records = len(opened.found.pages)
+
+    def _drop_empty(self, opened: _OpenSegment) -> None:
+        self._catalog.remove(opened.segment.number)
+        self._release(opened)
+        self._directory.remove(opened.segment.name)
+
+    def _release(self, opened: _OpenSegment) -> None:
+        self._open = None
+        os.close(opened.fd)
+
+    def abandon(self, error: OSError) -> list[Gone]:
+        """Stop appending to the open segment, as it is. Returns blocks that are lost.
+
+        After a failed sync the kernel may have dropped pages that were written: what was not synced
+        before is read back from the medium.
+        """
+        opened = self._open
+        if opened is None:
+            return []
+        lost = self._lost(opened) if isinstance(error, SyncFailed) else []
+        if not opened.found.pages and not opened.found.voids:
+            self._drop_empty(opened)
+            return []
+        try:
+            size = os.fstat(opened.fd).st_size
+        except OSError:
+            size = self._segment_bytes
+        self._catalog.closed(opened.segment.number, size)
+        self._release(opened)
+        return lost
+
+    def _lost(self, opened: _OpenSegment) -> list[Gone]:
+        """Records since the last good sync that do not read back."""
+        with contextlib.suppress(OSError):
+            forget_cached(opened.fd)
+        found, lost = opened.found, []
+        scopes = list(found.scopes)
+        for row in range(opened.synced_records, len(found.pages)):
+            scope, page = scopes[found.scope_of[row]], found.pages[row]
+            key = bytes(found.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+            checksum = found.checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES]
+            buffer = Pages(payload_pages(scope.block_bytes) * PAGE_BYTES).view
+            try:
+                read_all(self._disk, opened.fd, [buffer], (page + 1) * PAGE_BYTES)
+                good = block_checksum(scope.prefix(), key, buffer[: scope.block_bytes]) == checksum
+            except OSError:
+                good = False
+            if not good:
+                place = np.uint64(opened.segment.number << PAGE_SHIFT | page)
+                lost.append(Gone(scope, key, place.tobytes()))
+        return lost
+
+
+_NO_SCOPE: Final = Scope("", bytes(32), Shard(0, 0, 0, 0), 0)

@@ -1,0 +1,274 @@
+"""A segment: the file that records are appended to, and the table that closes it.
+
+    page 0          segment header: magic KVSS, version, store id, segment id, number
+    page 1 …        records (`record.py`), one behind the other
+    closed only:    footer table, padded to whole pages, then the trailer page at the very end
+
+The footer table names each scope once, then has one column per field, so that numpy reads a million
+records without touching one of them:
+
+    scopes   per scope   u32 length, prefix              voids   per void   one record page each
+    columns  page u32[n]   scope u32[n]   key 32[n]   checksum 16[n]
+
+The trailer (magic KVSF) repeats segment id and number and says where the table is, how long its
+parts are, and its xxh3-128. Header and trailer carry their own checksum at offset 4080, and so does
+the page (magic KVSD) that gives a directory its identity.
+
+Ways to be broken: shorter than two pages; no whole number of pages; header of another version,
+store, number or checksum; trailer absent, torn, of another segment, or pointing outside the file;
+table checksum that differs; counts that do not fill the table; a scope that does not parse; records
+out of order, overlapping, or reaching into the table. A segment whose header stands but whose
+footer does not is read record by record.
+
+Does not cover: files, directories, who may append (`kvstore.tiers.file`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.wire.record import (
+    PAGE_COVERED,
+    Scope,
+    Void,
+    page_is_whole,
+    parse_page,
+    parse_prefix,
+    record_pages,
+    seal_page,
+    void_page,
+)
+
+SEGMENT_VERSION: Final = 1
+PAGE_SHIFT: Final = 32
+SEGMENT_BYTES_LIMIT: Final = 1 << 30
+"""A file longer than this is no segment of ours, whatever it says."""
+ID_BYTES: Final = 16
+
+_HEAD = struct.Struct("<4sHH16s16sI")
+_TRAILER = struct.Struct("<4sHH16sIIIIIQ16s")
+_STORE = struct.Struct("<4sHH16s")
+_SEGMENT_MAGIC, _TRAILER_MAGIC, _STORE_MAGIC = b"KVSS", b"KVSF", b"KVSD"
+_ROW_BYTES: Final = 8 + KEY_BYTES + CHECKSUM_BYTES
+
+
+def place_of(number: int, page: int) -> int:
+    """Where a record is: never 0, since page 0 is the segment's header."""
+    return number << PAGE_SHIFT | page
+
+
+class SegmentHead(msgspec.Struct, frozen=True):
+    """What page 0 says."""
+
+    store_id: bytes
+    segment_id: bytes
+    number: int
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Records of one segment. `pages` and `scope_of` u32 [n], `keys` u8 [n, 32], `checksums` u8
+    [n, 16], ascending by page; `scope_of` indexes `scopes`."""
+
+    scopes: tuple[Scope, ...]
+    voids: tuple[Void, ...]
+    pages: Any
+    scope_of: Any
+    keys: Any
+    checksums: Any
+
+    def living(self, number: int, voids: Sequence[Void]) -> NDArray[np.bool_]:
+        """Which records no void covers, of this table or of `voids`; bool [n]."""
+        alive = np.ones(len(self.pages), np.bool_)
+        places = self.pages.astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
+        for void in (*self.voids, *voids):
+            meant = np.array([void.covers(scope) for scope in self.scopes], np.bool_)
+            if meant.any():
+                alive &= ~(meant[self.scope_of] & (places < np.uint64(void.before)))
+        return alive
+
+
+def store_page(store_id: bytes) -> bytes:
+    """The page that gives a directory its identity."""
+    return _sealed(_STORE.pack(_STORE_MAGIC, SEGMENT_VERSION, 0, store_id))
+
+
+def parse_store_page(page: bytes) -> bytes | None:
+    """The identity of a directory, or None: broken, or of another version."""
+    if not page_is_whole(page):
+        return None
+    magic, version, _, store_id = _STORE.unpack_from(page)
+    return store_id if magic == _STORE_MAGIC and version == SEGMENT_VERSION else None
+
+
+def segment_page(head: SegmentHead) -> bytes:
+    """Page 0 of a segment."""
+    return _sealed(
+        _HEAD.pack(_SEGMENT_MAGIC, SEGMENT_VERSION, 0, head.store_id, head.segment_id, head.number)
+    )
+
+
+def parse_segment_page(page: bytes) -> SegmentHead | None:
+    """What page 0 says, or None: broken, or of another version."""
+    if not page_is_whole(page):
+        return None
+    magic, version, _, store_id, segment_id, number = _HEAD.unpack_from(page)
+    if magic != _SEGMENT_MAGIC or version != SEGMENT_VERSION:
+        return None
+    return SegmentHead(store_id, segment_id, number)
+
+
+def footer_bytes_max(*, record_count: int, scope_count: int, void_count: int) -> int:
+    """What a footer with so many entries takes at most, its trailer included."""
+    table = record_count * _ROW_BYTES + scope_count * 512 + void_count * PAGE_BYTES
+    return -(-table // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
+
+
+def footer(head: SegmentHead, table: Table, *, first_page: int) -> bytes:
+    """Footer and trailer that close a segment whose records end before `first_page`."""
+    prefixes = [scope.prefix() for scope in table.scopes]
+    parts = [struct.pack("<I", len(prefix)) + prefix for prefix in prefixes]
+    scope_bytes = sum(map(len, parts))
+    parts += [void_page(void, segment_id=head.segment_id, place=0) for void in table.voids]
+    parts += [
+        np.ascontiguousarray(table.pages, "<u4").tobytes(),
+        np.ascontiguousarray(table.scope_of, "<u4").tobytes(),
+        np.ascontiguousarray(table.keys, np.uint8).tobytes(),
+        np.ascontiguousarray(table.checksums, np.uint8).tobytes(),
+    ]
+    body = b"".join(parts)
+    trailer = _TRAILER.pack(
+        _TRAILER_MAGIC,
+        SEGMENT_VERSION,
+        0,
+        head.segment_id,
+        head.number,
+        first_page,
+        len(table.pages),
+        len(table.scopes),
+        len(table.voids),
+        scope_bytes,
+        xxhash.xxh3_128_digest(body),
+    )
+    return body + bytes(-len(body) % PAGE_BYTES) + _sealed(trailer)
+
+
+class FooterPlace(msgspec.Struct, frozen=True):
+    """Where the table of a closed segment lies, and how long its parts are."""
+
+    first_page: int
+    record_count: int
+    scope_count: int
+    void_count: int
+    scope_bytes: int
+    checksum: bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return self.scope_bytes + self.void_count * PAGE_BYTES + self.record_count * _ROW_BYTES
+
+
+def parse_trailer(page: bytes, head: SegmentHead, *, file_bytes: int) -> FooterPlace | None:
+    """Where the footer of this segment is, or None: it has none that can be trusted."""
+    if not page_is_whole(page):
+        return None
+    (magic, version, _, segment_id, number, *counts, scope_bytes, checksum) = _TRAILER.unpack_from(
+        page
+    )
+    if magic != _TRAILER_MAGIC or version != SEGMENT_VERSION:
+        return None
+    if segment_id != head.segment_id or number != head.number or scope_bytes > file_bytes:
+        return None
+    place = FooterPlace(*counts, scope_bytes, checksum)
+    table_pages = -(-place.table_bytes // PAGE_BYTES)
+    if place.first_page < 1 or (place.first_page + table_pages + 1) * PAGE_BYTES != file_bytes:
+        return None
+    return place
+
+
+def parse_footer(body: bytes, place: FooterPlace, head: SegmentHead) -> Table | None:
+    """The table, `body` being its `table_bytes`; None: broken in any way."""
+    if len(body) != place.table_bytes or xxhash.xxh3_128_digest(body) != place.checksum:
+        return None
+    scopes = _parse_scopes(body[: place.scope_bytes], place.scope_count)
+    if scopes is None:
+        return None
+    at = place.scope_bytes
+    voids = []
+    for _ in range(place.void_count):
+        void = parse_page(body[at : at + PAGE_BYTES], segment_id=head.segment_id, place=0)
+        if not isinstance(void, Void):
+            return None
+        voids.append(void)
+        at += PAGE_BYTES
+    n = place.record_count
+    columns = np.frombuffer(body, np.uint8, offset=at)
+    table = Table(
+        scopes,
+        tuple(voids),
+        columns[: 4 * n].view("<u4"),
+        columns[4 * n : 8 * n].view("<u4"),
+        columns[8 * n : (8 + KEY_BYTES) * n].reshape(n, KEY_BYTES),
+        columns[(8 + KEY_BYTES) * n :].reshape(n, CHECKSUM_BYTES),
+    )
+    return table if _fits(table, place.first_page) else None
+
+
+def build_table(
+    scopes: Sequence[Scope],
+    voids: Sequence[Void],
+    *,
+    pages: Sequence[int],
+    scope_of: Sequence[int],
+    keys: bytes,
+    checksums: bytes,
+) -> Table:
+    """A table of records that were gathered one by one."""
+    return Table(
+        tuple(scopes),
+        tuple(voids),
+        np.array(pages, np.uint32),
+        np.array(scope_of, np.uint32),
+        np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES),
+        np.frombuffer(checksums, np.uint8).reshape(-1, CHECKSUM_BYTES),
+    )
+
+
+def _parse_scopes(body: bytes, count: int) -> tuple[Scope, ...] | None:
+    scopes, at = [], 0
+    for _ in range(count):
+        if at + 4 > len(body):
+            return None
+        (length,) = struct.unpack_from("<I", body, at)
+        scope = parse_prefix(body[at + 4 : at + 4 + length])
+        if scope is None:
+            return None
+        scopes.append(scope)
+        at += 4 + length
+    return tuple(scopes) if at == len(body) else None
+
+
+def _fits(table: Table, end_page: int) -> bool:
+    """Records in order, none overlapping the next or the table."""
+    if not len(table.pages):
+        return True
+    if int(table.scope_of.max()) >= len(table.scopes):
+        return False
+    lengths = np.array([record_pages(scope) for scope in table.scopes], np.int64)
+    begins = table.pages.astype(np.int64)
+    ends = begins + lengths[table.scope_of]
+    return bool(begins[0] >= 1 and (ends[:-1] <= begins[1:]).all() and ends[-1] <= end_page)
+
+
+def _sealed(fields: bytes) -> bytes:
+    page = bytearray(PAGE_BYTES)
+    page[: len(fields)] = fields
+    page[PAGE_COVERED:] = seal_page(page)
+    return bytes(page)

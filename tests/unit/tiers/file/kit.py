@@ -1,0 +1,224 @@
+"""What the tests of the file tier share: an arena, blocks of known content, a driver that waits."""
+
+from __future__ import annotations
+
+import mmap
+import select
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvstore.tiers.file import (
+    FileConfig,
+    FileEvent,
+    FileTier,
+    Known,
+    Moved,
+    Read,
+    RecoveryDone,
+    Written,
+)
+from kvstore.tiers.file.disk import PosixDisk
+from kvstore.types import PAGE_BYTES, Shard
+from kvstore.units import KIB, MIB
+from kvstore.wire.record import Scope
+
+BLOCK_BYTES = 64 * KIB
+SEGMENT_BYTES = 512 * KIB
+"""Holds seven blocks of BLOCK_BYTES."""
+SCOPE = Scope("t", b"s" * 32, Shard(0, 4, 0, 2), BLOCK_BYTES)
+ARENA_SLOTS = 64
+PATIENCE_S = 20.0
+E = TypeVar("E")
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(4, "big") * 8
+
+
+def payload(number: int, length: int = BLOCK_BYTES) -> bytes:
+    rng = np.random.default_rng(number)
+    return rng.integers(0, 256, length, np.uint8).tobytes()
+
+
+def checksum(scope: Scope, name: bytes, data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(scope.prefix() + name + data)
+
+
+def u64(packed: bytes) -> list[int]:
+    return list(np.frombuffer(packed, np.uint64).tolist())
+
+
+class FakeClock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.ns = 1_000_000_000
+
+    def now_ns(self) -> int:
+        return self.ns
+
+    def advance_ms(self, ms: int) -> None:
+        self.ns += ms * 1_000_000
+
+
+class FaultyDisk(PosixDisk):
+    """The real disk, with calls that fail or hang when told to.
+
+    `fail[name]` is asked before each call; an error it returns is raised. A call named in `hang`
+    waits for `release`.
+    """
+
+    def __init__(self) -> None:
+        self.fail: dict[str, Callable[[int], OSError | None]] = {}
+        self.hang: set[str] = set()
+        self.hanging = threading.Semaphore(0)
+        self.release = threading.Event()
+        self.calls: list[tuple[str, int]] = []
+
+    def _before(self, name: str, offset: int) -> None:
+        self.calls.append((name, offset))
+        if name in self.hang:
+            self.hanging.release()
+            assert self.release.wait(PATIENCE_S)
+        if name in self.fail and (error := self.fail[name](offset)) is not None:
+            raise error
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        self._before("open", 0)
+        return super().open(name, flags, dir_fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._before("preadv", offset)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._before("pwritev", offset)
+        return super().pwritev(fd, buffers, offset)
+
+    def fsync(self, fd: int) -> None:
+        self._before("fsync", 0)
+        super().fsync(fd)
+
+
+class Driver:
+    """A tier with an arena, driven the way a node does it: by its eventfd."""
+
+    def __init__(self, directory: Path, *, disk: PosixDisk | None = None, **settings: Any) -> None:
+        values = {"capacity_bytes": 8 * MIB, "segment_bytes": SEGMENT_BYTES, **settings}
+        self.config = FileConfig(directory, **values)
+        self.arena: NDArray[np.uint8] = np.frombuffer(
+            mmap.mmap(-1, ARENA_SLOTS * BLOCK_BYTES), np.uint8
+        )
+        self.clock = FakeClock()
+        self.tier = FileTier.open(self.config, self.arena, self.clock, disk=disk)
+        self.known: dict[tuple[Scope, bytes], int] = {}
+        self.checksums: dict[int, bytes] = {}
+        self.seen: list[FileEvent] = []
+        self._job = 0
+
+    def slot(self, index: int) -> NDArray[np.uint8]:
+        return self.arena[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+
+    def take(self) -> list[FileEvent]:
+        events = self.tier.take_events()
+        for event in events:
+            self._note(event)
+        self.seen += events
+        return events
+
+    def _note(self, event: FileEvent) -> None:
+        if isinstance(event, Known | Moved):
+            for index, place in enumerate(u64(event.locations)):
+                name = (event.scope, event.keys[index * 32 : (index + 1) * 32])
+                self.known[name] = max(place, self.known.get(name, 0))
+                if isinstance(event, Known):
+                    self.checksums[place] = event.checksums[index * 16 : (index + 1) * 16]
+
+    def wait(self, kind: type[E], condition: Callable[[E], bool] = lambda _: True) -> E:
+        """The first event of a kind that comes, or came."""
+        poll = select.poll()
+        poll.register(self.tier.fileno(), select.POLLIN)
+        begin = 0
+        while True:
+            for event in self.seen[begin:]:
+                if isinstance(event, kind) and condition(event):
+                    return event
+            begin = len(self.seen)
+            if not self.take():
+                assert poll.poll(PATIENCE_S * 1000), f"no {kind.__name__}: {self.seen[-5:]}"
+
+    def recovered(self) -> Driver:
+        self.wait(RecoveryDone)
+        return self
+
+    def start_write(self, numbers: Sequence[int], scope: Scope = SCOPE) -> int:
+        """Begin to store blocks of known content; slots 0 … are theirs."""
+        self._job += 1
+        sums = []
+        for index, number in enumerate(numbers):
+            data = payload(number, scope.block_bytes)
+            self.slot(index)[: len(data)] = np.frombuffer(data, np.uint8)
+            sums.append(checksum(scope, key(number), data))
+        slots = np.arange(len(numbers), dtype=np.uint32) * (BLOCK_BYTES // PAGE_BYTES)
+        keys = b"".join(map(key, numbers))
+        accepted = self.tier.write(self._job, scope, keys, slots, b"".join(sums))
+        return self._job if accepted else 0
+
+    def write(self, numbers: Sequence[int], scope: Scope = SCOPE) -> list[int]:
+        """Store blocks of known content and wait. Returns their locations."""
+        job = self.start_write(numbers, scope)
+        if not job:
+            return [0] * len(numbers)
+        places = u64(self.wait(Written, lambda e: e.job == job).locations)
+        for number, place in zip(numbers, places, strict=True):
+            if place:
+                self.known[scope, key(number)] = place
+        return places
+
+    def start_read(
+        self,
+        numbers: Sequence[int],
+        scope: Scope = SCOPE,
+        *,
+        places: Sequence[int] | None = None,
+        sums: bytes = b"",
+    ) -> int:
+        self._job += 1
+        self.arena[:] = 0xEE
+        where = [self.known[scope, key(n)] for n in numbers] if places is None else list(places)
+        slots = np.arange(len(numbers), dtype=np.uint32) * (BLOCK_BYTES // PAGE_BYTES)
+        keys = b"".join(map(key, numbers))
+        locations = np.array(where, np.uint64)
+        accepted = self.tier.read(self._job, scope, keys, locations, slots, sums)
+        return self._job if accepted else 0
+
+    def read(self, numbers: Sequence[int], scope: Scope = SCOPE, **more: Any) -> list[bool]:
+        """Read blocks and check that each that is called good is what was stored."""
+        job = self.start_read(numbers, scope, **more)
+        if not job:
+            return [False] * len(numbers)
+        good = [bool(b) for b in self.wait(Read, lambda e: e.job == job).good]
+        for index, (number, is_good) in enumerate(zip(numbers, good, strict=True)):
+            data = payload(number, scope.block_bytes)
+            if is_good:
+                assert self.slot(index)[: len(data)].tobytes() == data, "a wrong byte"
+        return good
+
+    def has(self, number: int, scope: Scope = SCOPE) -> bool:
+        return (scope, key(number)) in self.known and self.read([number], scope) == [True]
+
+    def close(self) -> None:
+        self.tier.close()
+        self.take()
+
+
+def reopen(driver: Driver, **more: Any) -> Driver:
+    """Close in order and open again, with all found."""
+    driver.close()
+    return Driver(driver.config.directory, **more).recovered()

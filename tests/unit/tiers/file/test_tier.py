@@ -1,0 +1,219 @@
+"""The file tier in good times: round trips, restarts, superseding, reclaim, clear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.tiers.file import Gone, Known, Moved, Reclaim, RecoveryDone, Written
+from kvstore.types import Shard
+from kvstore.units import MIB
+from kvstore.wire.record import Scope
+from tests.unit.tiers.file.kit import BLOCK_BYTES, SCOPE, SEGMENT_BYTES, Driver, key, reopen, u64
+
+Open = Callable[..., Driver]
+OTHER = Scope("u", SCOPE.space, SCOPE.shard, BLOCK_BYTES)
+ODD = Scope("t", b"o" * 32, Shard(0, 1, 0, 1), 5_000)
+"""Fills its last page only in part."""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Open]:
+    opened: list[Driver] = []
+
+    def make(**settings: Any) -> Driver:
+        opened.append(Driver(tmp_path / "store", **settings).recovered())
+        return opened[-1]
+
+    yield make
+    for driver in opened:
+        driver.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_written_is_read_back(start: Open, *, direct: bool) -> None:
+    driver = start(direct=direct)
+    places = driver.write([1, 2, 3])
+    assert len(set(places)) == 3
+    assert 0 not in places
+    assert driver.read([3, 1, 2]) == [True] * 3
+    assert driver.tier.is_direct <= direct
+
+
+def test_a_block_that_does_not_fill_its_pages(start: Open) -> None:
+    driver = start()
+    assert 0 not in driver.write([1, 2, 3], ODD)
+    assert driver.read([2, 3, 1], ODD) == [True] * 3
+    names = [path for path in driver.config.directory.iterdir() if path.suffix == ".kv"]
+    (data,) = [path.read_bytes() for path in names]
+    driver.arena[:] = 0xAA
+    begin = data.index(key(1)) // 4096 * 4096 + 4096
+    assert data[begin + 5_000 : begin + 8_192] == bytes(3_192), "padding is zeros"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_an_orderly_end_loses_nothing(start: Open, tmp_path: Path, *, direct: bool) -> None:
+    driver = start(direct=direct)
+    for first in range(0, 40, 10):
+        driver.write(range(first, first + 10))
+    driver.write([3], OTHER)
+    driver.close()
+    again = start(direct=direct)
+    assert len(again.known) == 41
+    assert again.read(range(40)) == [True] * 40
+    assert again.read([3], OTHER) == [True]
+    known = [event for event in again.seen if isinstance(event, Known)]
+    firsts = [u64(event.locations)[0] for event in known if event.scope == SCOPE]
+    assert firsts == sorted(firsts, reverse=True), "newest segment first"
+
+
+def test_checksums_of_the_caller_outrank_those_of_the_record(start: Open) -> None:
+    driver = start()
+    driver.write([1])
+    driver = reopen(driver)
+    sums = driver.checksums[driver.known[SCOPE, key(1)]]
+    assert driver.read([1], sums=sums) == [True]
+    assert driver.read([1], sums=bytes(16)) == [False]
+    driver.close()
+
+
+def test_a_record_is_no_other_key_scope_or_place(start: Open) -> None:
+    driver = start()
+    first, second = driver.write([1, 2])
+    assert driver.read([2], places=[first]) == [False]
+    assert driver.read([1], OTHER, places=[first]) == [False]
+    assert driver.read([1], places=[first + 1]) == [False]
+    assert driver.read([1, 2], places=[first, second]) == [True, True]
+    gone = [event for event in driver.seen if isinstance(event, Gone)]
+    assert [u64(event.locations) for event in gone] == [[first], [first], [first + 1]]
+
+
+def test_a_new_location_is_greater_and_supersedes_the_old(start: Open) -> None:
+    driver = start()
+    (old,) = driver.write([1])
+    (new,) = driver.write([1])
+    assert new > old
+    driver = reopen(driver)
+    assert driver.known[SCOPE, key(1)] == new
+    driver.close()
+
+
+def serve(driver: Driver, keep: Callable[[int], bool]) -> None:
+    """Answer Reclaims as an engine does: keep those that are current and wanted."""
+    for event in driver.take():
+        if isinstance(event, Reclaim):
+            kept = []
+            for records in event.records:
+                for index, place in enumerate(u64(records.locations)):
+                    name = (records.scope, records.keys[index * 32 : (index + 1) * 32])
+                    if driver.known.get(name) != place:
+                        continue
+                    if keep(int.from_bytes(name[1][:4], "big")):
+                        kept.append(place)
+                    else:
+                        del driver.known[name]
+            driver.tier.reclaim(event.segment, kept)
+
+
+def test_the_oldest_segment_makes_room_and_what_is_kept_moves(start: Open) -> None:
+    driver = start(capacity_bytes=4 * MIB)
+    driver.write(range(3))
+    first = driver.known[SCOPE, key(0)]
+    for number in range(100, 200):
+        driver.write([number])
+        serve(driver, lambda number: number in (0, 2))
+        assert driver.tier.taken_bytes <= 4 * MIB
+    assert driver.known[SCOPE, key(0)] > first
+    assert driver.has(0)
+    assert driver.has(2)
+    assert (SCOPE, key(1)) not in driver.known
+    assert any(isinstance(event, Moved) for event in driver.seen)
+    assert driver.has(199)
+    used = sum(p.stat().st_blocks * 512 for p in driver.config.directory.rglob("*"))
+    assert used <= 4 * MIB
+
+
+def test_without_an_answer_nothing_is_written_beyond_the_capacity(start: Open) -> None:
+    driver = start(capacity_bytes=4 * MIB)
+    jobs = [driver.start_write([number]) for number in range(100)]
+    assert all(jobs)
+    event = driver.wait(Reclaim)
+    driver.clock.advance_ms(60_000)
+    driver.tier.expire()
+    driver.close()
+    written = [e for e in driver.seen if isinstance(e, Written)]
+    assert len(written) == 100
+    assert any(u64(e.locations) == [0] for e in written)
+    assert event.segment == 1
+    assert driver.tier.taken_bytes <= 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("tenant", "space", "left"),
+    [(None, None, 0), ("t", None, 1), (None, SCOPE.space, 0), ("t", SCOPE.space, 1)],
+)
+def test_a_clear_survives_a_restart(
+    start: Open, tenant: str | None, space: bytes | None, left: int
+) -> None:
+    driver = start()
+    driver.write(range(20))
+    driver.write([7], OTHER)
+    driver.tier.void(tenant, space)
+    driver.write([50])
+    driver = reopen(driver)
+    assert len(driver.known) == left + 1
+    assert driver.has(50)
+    driver = reopen(driver)
+    assert len(driver.known) == left + 1
+    driver.close()
+
+
+def test_a_clear_during_recovery_covers_what_is_still_unknown(start: Open, tmp_path: Path) -> None:
+    driver = start()
+    driver.write(range(20))
+    driver.close()
+    again = Driver(tmp_path / "store")
+    again.tier.void(None, None)
+    again.recovered()
+    assert not again.known
+    again = reopen(again)
+    assert not again.known
+    again.close()
+
+
+def test_a_clear_outlives_its_segment(start: Open) -> None:
+    """The segment with the void is the only newer one, and is reclaimed while older ones live."""
+    driver = start(capacity_bytes=4 * MIB)
+    driver.write(range(7))
+    driver.tier.void("t", None)
+    driver.known.clear()
+    for number in range(100, 300):
+        driver.write([number])
+        serve(driver, lambda number: number % 2 == 0)
+    driver = reopen(driver, capacity_bytes=4 * MIB)
+    assert not any((SCOPE, key(number)) in driver.known for number in range(7))
+    driver.close()
+
+
+def test_an_idle_tier_makes_no_file(start: Open) -> None:
+    driver = start()
+    assert driver.seen == [RecoveryDone()]
+    driver.close()
+    assert sorted(p.name for p in driver.config.directory.iterdir()) == [
+        "lock",
+        "quarantine",
+        "store",
+    ]
+
+
+def test_a_block_too_large_for_a_segment_is_not_written(start: Open) -> None:
+    driver = start()
+    large = Scope("t", b"l" * 32, SCOPE.shard, SEGMENT_BYTES)
+    job = driver.tier.write(1, large, key(1), np.zeros(1, np.uint32), bytes(16))
+    assert job
+    written = driver.wait(Written)
+    assert u64(written.locations) == [0]
