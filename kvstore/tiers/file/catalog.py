@@ -30,7 +30,7 @@ FIXED_BYTES: Final = 4 * PAGE_BYTES
 _OPEN_MAX: Final = 256
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Segment:
     """One file. `head` is what its page 0 says; `dir_fd` and `name` say where it is."""
 
@@ -46,7 +46,7 @@ class Segment:
         return self.number >= FOREIGN_BASE
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     fd: int
     users: int

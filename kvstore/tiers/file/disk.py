@@ -139,6 +139,8 @@ def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             return False
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return fd >= 0  # full is not fatal: what is there can be read
         raise
     finally:
         if fd >= 0:

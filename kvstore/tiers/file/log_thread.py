@@ -78,10 +78,6 @@ class LogThread:
 
     # ── called with the lock held ────────────────────────────────────────────────────────────────
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._jobs
-
     def submit(self, job: WriteJob, now_ns: int) -> bool:
         """Queue a write, or refuse it."""
         if self._is_closing or len(self._jobs) >= self._config.queued_jobs_max:

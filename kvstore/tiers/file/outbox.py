@@ -28,6 +28,7 @@ class Outbox:
         self._events: list[FileEvent] = []
         self._known_count = 0
         self._voids: list[Void] = []
+        self._is_recovering = True
         self._is_closed = False
 
     def put(self, events: Iterable[FileEvent]) -> None:
@@ -52,7 +53,8 @@ class Outbox:
     def void(self, void: Void) -> None:
         """Nothing that it covers is announced any more, not even what waits to be taken."""
         with self._lock:
-            self._voids.append(void)
+            if self._is_recovering:
+                self._voids.append(void)
             kept = [e for e in self._events if not (isinstance(e, Known) and void.covers(e.scope))]
             self._known_count -= len(self._events) - len(kept)
             self._events = kept
@@ -61,6 +63,7 @@ class Outbox:
     def recovered(self) -> None:
         """Recovery is over: voids need not be remembered here."""
         with self._lock:
+            self._is_recovering = False
             self._voids.clear()
 
     def take(self) -> list[FileEvent]:

@@ -95,10 +95,11 @@ class FileTier:
             Reader(self._catalog, disk, self._memory, direct=directory.direct)
             for _ in range(config.reader_count)
         ]
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="file-watch", daemon=True)
         self._threads = [
             threading.Thread(target=self._log.run, name="file-log", daemon=True),
             threading.Thread(target=self._recover, name="file-recovery", daemon=True),
-            threading.Thread(target=self._watch, name="file-watch", daemon=True),
             *(
                 threading.Thread(target=self._serve, args=(r,), name="file-read", daemon=True)
                 for r in readers
@@ -122,8 +123,12 @@ class FileTier:
         """
         posix = disk or PosixDisk()
         directory = Directory(config.home, posix, direct=config.direct)
-        tier = cls(config, arena, clock, disk=posix, directory=directory)
-        for thread in tier._threads:
+        try:
+            tier = cls(config, arena, clock, disk=posix, directory=directory)
+        except BaseException:
+            directory.close()
+            raise
+        for thread in (*tier._threads, tier._watcher):
             thread.start()
         return tier
 
@@ -243,8 +248,13 @@ class FileTier:
             self._runs.clear()
             self._lock.notify_all()
         self._outbox.stop()
+        patience_s = self._config.close_deadline_ms / 1000
         for thread in self._threads:
-            thread.join(self._config.close_deadline_ms / 1000)
+            thread.join(patience_s)
+            if thread.is_alive():
+                patience_s = WATCH_S  # one hangs: the others had as long as it
+        self._ended.set()
+        self._watcher.join()
         if any(thread.is_alive() for thread in self._threads):
             # The kernel still has descriptors and slots in hand: they end with the process.
             _log.warning("the disk of the file tier hangs: it is left to the end of the process")
@@ -274,12 +284,7 @@ class FileTier:
         self._outbox.put([RecoveryDone()])
 
     def _watch(self) -> None:
-        while True:
-            with self._lock:
-                if self._closing and not self._reads and self._log.is_idle:
-                    return
-                idle = not self._reads and self._log.is_idle
-                self._lock.wait(None if idle else WATCH_S)
+        while not self._ended.wait(WATCH_S):
             self.expire()
 
     def _serve(self, reader: Reader) -> None:

@@ -148,10 +148,9 @@ class Writer:
         """Those that may still cover something, oldest first."""
         return tuple(self._voids)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another segment may be begun by an ordinary write."""
-        needed = 2 * self._segment_bytes
+    def _has_room(self, *, spare: bool) -> bool:
+        """Whether another segment may be begun."""
+        needed = self._segment_bytes * (1 if spare else 2)
         return self._catalog.taken_bytes + needed <= self._catalog.capacity_bytes
 
     def may_hold(self, scope: Scope) -> bool:
@@ -202,8 +201,7 @@ class Writer:
             return self._open
         if self._open is not None:
             self._close_open()
-        needed = self._segment_bytes * (1 if spare else 2)
-        if self._catalog.taken_bytes + needed > self._catalog.capacity_bytes:
+        if not self._has_room(spare=spare):
             return None
         opened = self._begin()
         return opened if opened.fits(scope, 1) else None
@@ -284,7 +282,7 @@ class Writer:
     def void(self, tenant: str | None, space: bytes | None) -> Outcome:
         """Make all blocks of this tenant and space that were written so far unfindable, for good.
 
-        If the disk fails, the next segment that is begun carries it.
+        If the disk fails or has no room, the next segment that is begun carries it.
         """
         before = place_of(self._number, 0)
         if self._open is not None:
@@ -298,7 +296,8 @@ class Writer:
                 self._close_open()
                 opened = None
             if opened is None:
-                self._begin()
+                if self._has_room(spare=True):
+                    self._begin()
             else:
                 page = opened.found.end_page
                 place = place_of(opened.segment.number, page)
@@ -335,7 +334,8 @@ class Writer:
             return outcome
         try:
             self._close_open()
-            self._begin()
+            if self._has_room(spare=True):
+                self._begin()
         except OSError as error:
             outcome.error = error
             outcome.lost = self.abandon(error)
