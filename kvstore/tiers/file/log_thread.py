@@ -71,6 +71,7 @@ class LogThread:
         self._queued_bytes = 0
         self._asked: int | None = None
         """Segment that the engine was asked about, or None."""
+        self._hidden: deque[tuple[int, str, int]] = deque()
         self._is_stalled = False
         self._is_recovered = False
         self._is_closing = False
@@ -105,6 +106,15 @@ class LogThread:
         """All old segments are known; these voids were found in them."""
         self._control.append(CarryJob(tuple(voids)))
         self._lock.notify_all()
+
+    def purge(self, now_ns: int) -> None:
+        """Shared mode: delete for good what was hidden long enough ago."""
+        while self._hidden and self._hidden[0][0] <= now_ns:
+            _, name, taken_bytes = self._hidden.popleft()
+            self._directory.remove(name)
+            self._catalog.hidden_bytes -= taken_bytes
+            self._control.append(CarryJob(()))  # wakes whoever waits for room
+            self._lock.notify_all()
 
     def close(self, now_ns: int) -> None:
         self._is_closing = True
@@ -211,7 +221,14 @@ class LogThread:
 
     def _delete(self, segment: Segment) -> None:
         self._catalog.remove(segment.number)
-        self._directory.remove(segment.name)
+        if not self._config.shared:
+            self._directory.remove(segment.name)
+            return
+        hidden = self._directory.hide(segment.name)
+        with self._lock:
+            due_ns = self._clock.now_ns() + self._config.grace_ms * NS_PER_MS
+            self._hidden.append((due_ns, hidden, segment.taken_bytes))
+            self._catalog.hidden_bytes += segment.taken_bytes
 
     def _make_room(self) -> None:
         """Ask about the oldest segment if room runs short; delete at once what holds nothing."""

@@ -43,6 +43,7 @@ from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reader import Reader, RunResult, Verdict
 from kvstore.tiers.file.restart import Restart
+from kvstore.tiers.file.shared import Peers
 from kvstore.tiers.file.writer import Batch, Payloads
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS
@@ -95,6 +96,8 @@ class FileTier:
             Reader(self._catalog, disk, self._memory, direct=directory.direct)
             for _ in range(config.reader_count)
         ]
+        self._peers = self._make_peers(disk)
+        self._peers_lock = threading.Lock()
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="file-watch", daemon=True)
         self._threads = [
@@ -248,6 +251,8 @@ class FileTier:
             self._runs.clear()
             self._lock.notify_all()
         self._outbox.stop()
+        if self._peers is not None:
+            self._ended.set()
         patience_s = self._config.close_deadline_ms / 1000
         for thread in self._threads:
             thread.join(patience_s)
@@ -259,9 +264,23 @@ class FileTier:
             # The kernel still has descriptors and slots in hand: they end with the process.
             _log.warning("the disk of the file tier hangs: it is left to the end of the process")
             return
+        if self._peers is not None:
+            self._peers.close()
         self._catalog.close()
         self._directory.close()
         self._outbox.close()
+
+    def _make_peers(self, disk: Disk) -> Peers | None:
+        if not self._config.shared:
+            return None
+        return Peers(
+            self._config.directory,
+            self._config.node,
+            self._catalog,
+            disk,
+            direct=self._directory.direct,
+            segments_max=self._config.foreign_segments_max,
+        )
 
     def expire(self) -> None:
         """Act on deadlines that have passed. The watching thread calls it; a test may too."""
@@ -273,6 +292,15 @@ class FileTier:
                     self._late(job, now_ns)
             self._log.expire(now_ns)
 
+    def look_at_peers(self) -> None:
+        """Shared mode: see what other nodes have now. Its thread calls it; a test may too."""
+        if self._peers is None:
+            return
+        with self._peers_lock:
+            self._peers.look(lambda known: self._outbox.known(known, own=False), self._outbox.put)
+        with self._lock:
+            self._log.purge(self._clock.now_ns())
+
     # ── threads ──────────────────────────────────────────────────────────────────────────────────
 
     def _recover(self) -> None:
@@ -281,7 +309,12 @@ class FileTier:
         with self._lock:
             self._log.recovered(self._restart.voids)
         self._outbox.recovered()
+        self.look_at_peers()
         self._outbox.put([RecoveryDone()])
+        while self._peers is not None and not self._ended.wait(
+            self._config.poll_interval_ms / 1000
+        ):
+            self.look_at_peers()
 
     def _watch(self) -> None:
         while not self._ended.wait(WATCH_S):

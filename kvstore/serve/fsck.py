@@ -1,0 +1,291 @@
+"""`kvstore fsck DIR`: reads every byte of a file tier's directory and says what is wrong with it.
+
+    report = fsck(Path("/var/lib/kvstore"))
+    print(report.text())
+    sys.exit(report.status)          # 0 clean, 1 damage found, 2 not a store
+
+Without `quarantine` nothing is written, and a node may be running: what it appends meanwhile counts
+as torn at worst. With it the directory's lock is needed: the good records of a damaged segment are
+appended to a new one, then the damaged one is moved to `quarantine/`.
+
+A torn end is no damage: a process or machine stopped while it was writing, and the records before
+it are whole. Does not cover: the directories of other nodes in a shared parent; name each by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.file.catalog import Catalog
+from kvstore.tiers.file.config import SEGMENT_BYTES_MAX
+from kvstore.tiers.file.directory import Directory, segment_name, segment_number
+from kvstore.tiers.file.disk import Disk, Pages, PosixDisk, open_regular, read_all, read_bytes
+from kvstore.tiers.file.recovery import read_footer, read_head, scan
+from kvstore.tiers.file.writer import Batch, Payloads, Writer
+from kvstore.types import PAGE_BYTES
+from kvstore.units import format_size
+from kvstore.wire.record import (
+    BlockPage,
+    Void,
+    block_checksum,
+    parse_page,
+    payload_pages,
+    record_pages,
+)
+from kvstore.wire.segment import SegmentHead, Table, parse_store_page, place_of
+
+_QUARANTINE_BYTES_MAX = 1 << 62
+"""Here a person asked for it: nothing is deleted for want of room."""
+
+
+@dataclass
+class Report:
+    """What was found. `problems` counts by reason; `lines` has one per file with a problem."""
+
+    directory: Path
+    is_store: bool = True
+    segments: int = 0
+    records: int = 0
+    record_bytes: int = 0
+    file_bytes: int = 0
+    torn: int = 0
+    problems: Counter[str] = field(default_factory=Counter)
+    lines: list[str] = field(default_factory=list)
+    moved: int = 0
+    """Segments moved to quarantine."""
+
+    @property
+    def status(self) -> int:
+        """Exit status: 0 clean, 1 damage found, 2 not a store."""
+        if not self.is_store:
+            return 2
+        return 1 if self.problems else 0
+
+    def text(self) -> str:
+        """The report for a person."""
+        if not self.is_store:
+            return "\n".join([*self.lines, f"{self.directory} is not a store of kvstore"])
+        found = ", ".join(f"{count} {reason}" for reason, count in sorted(self.problems.items()))
+        summary = (
+            f"{self.segments} segments, {self.records} records, "
+            f"{format_size(self.record_bytes)} of blocks in {format_size(self.file_bytes)}; "
+            f"{self.torn} with a torn end; {found or 'no damage'}"
+        )
+        moved = f"{self.moved} segments moved to quarantine" if self.moved else ""
+        return "\n".join(filter(None, [*self.lines, summary, moved]))
+
+    def blame(self, name: str, reason: str, count: int = 1) -> None:
+        """One file has something wrong."""
+        self.problems[reason] += count
+        self.lines.append(f"{name}: {count} {reason}" if count > 1 else f"{name}: {reason}")
+
+
+@dataclass
+class _Checked:
+    """One segment that can be read. `bad` are rows of the table."""
+
+    number: int
+    size: int
+    head: SegmentHead
+    table: Table
+    bad: list[int]
+    skipped_pages: int
+
+
+def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None) -> Report:
+    """Check a directory.
+
+    Args:
+        directory: of one node.
+        quarantine: move damaged segments aside, after saving their good records.
+        disk: the system calls; tests give their own.
+
+    Raises:
+        ConfigError: `quarantine`, but a node holds the lock or the directory cannot be written.
+    """
+    posix = disk or PosixDisk()
+    report = Report(directory)
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        report.is_store = False
+        report.lines.append(f"{directory}: {error.strerror}")
+        return report
+    try:
+        store_id = _store_id(posix, fd)
+        if store_id is None:
+            report.is_store = False
+            return report
+        locked = Directory(directory, posix, direct=False) if quarantine else None
+        try:
+            _check_all(report, posix, fd, store_id, locked)
+        finally:
+            if locked is not None:
+                locked.close()
+    finally:
+        os.close(fd)
+    return report
+
+
+def _store_id(disk: Disk, dir_fd: int) -> bytes | None:
+    try:
+        fd, _ = open_regular(disk, "store", os.O_RDONLY, dir_fd)
+    except OSError:
+        return None
+    try:
+        return parse_store_page(read_bytes(disk, fd, PAGE_BYTES, 0))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def _check_all(
+    report: Report, disk: Disk, dir_fd: int, store_id: bytes, locked: Directory | None
+) -> None:
+    numbers = sorted(filter(None, map(segment_number, os.listdir(dir_fd))))
+    damaged: list[_Checked] = []
+    voids: list[Void] = []
+    for number in numbers:
+        name = segment_name(number)
+        try:
+            fd, size = open_regular(disk, name, os.O_RDONLY, dir_fd)
+        except FileNotFoundError:
+            continue  # a running node reclaimed it
+        except OSError as error:
+            report.blame(name, f"unreadable ({error.strerror})")
+            continue
+        try:
+            checked = _check(report, disk, fd, size, number, store_id)
+        except OSError as error:
+            report.blame(name, f"unreadable ({error.strerror})")
+            continue
+        finally:
+            os.close(fd)
+        voids += checked.table.voids if checked is not None else ()
+        if checked is not None and (checked.bad or checked.skipped_pages):
+            damaged.append(checked)
+        elif checked is None and locked is not None:
+            locked.put_aside(name, "fsck", keep_bytes=_QUARANTINE_BYTES_MAX)
+            report.moved += 1
+    if locked is not None and damaged:
+        _move_aside(report, disk, locked, damaged, voids, numbers)
+
+
+def _check(
+    report: Report, disk: Disk, fd: int, size: int, number: int, store_id: bytes
+) -> _Checked | None:
+    """Check one file. None: it is not a segment of this store."""
+    name = segment_name(number)
+    head = read_head(disk, fd)
+    if head is None or head.store_id != store_id or head.number != number:
+        report.blame(name, "damaged header" if head is None else "foreign segment")
+        return None
+    report.segments += 1
+    report.file_bytes += size
+    table, skipped = read_footer(disk, fd, size, head), 0
+    if table is None:
+        found = scan(disk, fd, size, head)
+        table, skipped = found.table(), found.skipped_pages
+        report.torn += 1
+    bad = _bad_rows(disk, fd, head, table)
+    report.records += len(table.pages) - len(bad)
+    lengths = np.array([scope.block_bytes for scope in table.scopes], np.int64)
+    if len(table.pages):
+        report.record_bytes += int(lengths[table.scope_of].sum())
+    if bad:
+        report.blame(name, "damaged records", len(bad))
+    if skipped:
+        report.blame(name, "pages between records that are none", skipped)
+    return _Checked(number, size, head, table, bad, skipped)
+
+
+def _bad_rows(disk: Disk, fd: int, head: SegmentHead, table: Table) -> list[int]:
+    prefixes = [scope.prefix() for scope in table.scopes]
+    return [
+        row
+        for row in range(len(table.pages))
+        if _payload(disk, fd, head, table, row, prefixes[int(table.scope_of[row])]) is None
+    ]
+
+
+def _payload(
+    disk: Disk, fd: int, head: SegmentHead, table: Table, row: int, prefix: bytes
+) -> Pages | None:
+    """The verified payload of a record, None if anything about it is wrong."""
+    scope, page = table.scopes[int(table.scope_of[row])], int(table.pages[row])
+    whole = Pages(record_pages(scope) * PAGE_BYTES)
+    if read_all(disk, fd, [whole.view], page * PAGE_BYTES) != len(whole.view):
+        return None
+    place = place_of(head.number, page)
+    found = parse_page(whole.page(0), segment_id=head.segment_id, place=place)
+    key, checksum = table.keys[row].tobytes(), table.checksums[row].tobytes()
+    if found != BlockPage(scope, key, checksum):
+        return None
+    payload = whole.view[PAGE_BYTES : PAGE_BYTES + scope.block_bytes]
+    return whole if block_checksum(prefix, key, payload) == checksum else None
+
+
+def _move_aside(
+    report: Report,
+    disk: Disk,
+    locked: Directory,
+    damaged: list[_Checked],
+    voids: list[Void],
+    numbers: list[int],
+) -> None:
+    """Save what is good of damaged segments at the end of the log, then put them aside.
+
+    What a void covers is not saved: at the end of the log it would be newer than the void. The
+    voids are repeated there too, since theirs may be among the segments that go.
+    """
+    catalog = Catalog(disk, capacity_bytes=_QUARANTINE_BYTES_MAX, direct=False)
+    catalog.expect(dict.fromkeys(numbers, 0))
+    number = max(numbers) + 1
+    writer = Writer(locked, catalog, disk, segment_bytes=SEGMENT_BYTES_MAX, number=number)
+    writer.carry(voids)
+    for checked in damaged:
+        name = segment_name(checked.number)
+        fd, _ = open_regular(disk, name, os.O_RDONLY, locked.fd)
+        try:
+            error = _save(disk, fd, checked, writer, voids)
+        finally:
+            os.close(fd)
+        error = error or writer.close_segment().error
+        if error is not None:
+            raise ConfigError(
+                f"{locked.path}: {error.strerror} while saving records of {name}: "
+                "make room, then run fsck again; that segment stays"
+            )
+        locked.put_aside(name, "fsck", keep_bytes=_QUARANTINE_BYTES_MAX)
+        report.moved += 1
+
+
+def _save(
+    disk: Disk, fd: int, checked: _Checked, writer: Writer, voids: list[Void]
+) -> OSError | None:
+    """Append the good records of a segment; the failure, if there was one."""
+    table, bad = checked.table, set(checked.bad)
+    alive = table.living(checked.number, voids)
+    prefixes = [scope.prefix() for scope in table.scopes]
+    for row in range(len(table.pages)):
+        if row in bad or not alive[row]:
+            continue
+        index = int(table.scope_of[row])
+        scope = table.scopes[index]
+        whole = _payload(disk, fd, checked.head, table, row, prefixes[index])
+        if whole is None:
+            continue
+        assert len(whole.view) == (1 + payload_pages(scope.block_bytes)) * PAGE_BYTES
+        payloads = Payloads(whole.view, np.ones(1, np.uint32))
+        batch = Batch(scope, table.keys[row].tobytes(), table.checksums[row].tobytes(), payloads)
+        outcome = writer.append(batch)
+        if outcome.error is not None:
+            return outcome.error
+    return None

@@ -1,0 +1,177 @@
+"""Segments of other nodes in the same parent directory: found, announced, forgotten when they go.
+
+Shared mode gives each node a directory of its own below one parent. This one reads the others' and
+never writes there. A segment that its owner still appends to is read record by record, from where
+the last look ended; one without a footer after the owner's death just stays so.
+
+A deleted segment is renamed out of sight first and stays readable for a grace period, so who has
+just found it is not disappointed; where even that fails, the read is a miss, and the checksum
+decides on every byte in any case. A void of another node is not obeyed: `clear` is for each node
+to be told.
+
+One thread calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvstore.tiers.file.catalog import FOREIGN_BASE, Catalog, Segment
+from kvstore.tiers.file.directory import segment_number
+from kvstore.tiers.file.disk import Disk, open_regular
+from kvstore.tiers.file.events import Gone, Known
+from kvstore.tiers.file.recovery import read_footer, read_head, record_sets, scan
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
+
+_Announce = Callable[[Known], bool]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A foreign segment: how far it was read, and what it looked like then."""
+
+    segment: Segment
+    end_page: int = 1
+    size: int = 0
+    announced: list[Gone] = field(default_factory=list)
+    """What to take back when it vanishes."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    fd: int
+    segments: dict[str, _Seen] = field(default_factory=dict)
+
+
+class Peers:
+    """What the other nodes of a shared parent have."""
+
+    def __init__(
+        self,
+        parent: Path,
+        own: str,
+        catalog: Catalog,
+        disk: Disk,
+        *,
+        direct: bool,
+        segments_max: int,
+    ) -> None:
+        self._parent = parent
+        self._own = own
+        self._catalog = catalog
+        self._disk = disk
+        self._flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+        self._segments_max = segments_max
+        self._peers: dict[str, _Peer] = {}
+        self._next_number = FOREIGN_BASE
+
+    def look(self, announce: _Announce, vanished: Callable[[list[Gone]], None]) -> bool:
+        """One look at all of them. False: told to stop."""
+        try:
+            names = sorted(os.listdir(self._parent))
+        except OSError:
+            return True
+        for name in names:
+            if name != self._own and name not in self._peers:
+                self._meet(name)
+        for name in list(self._peers):
+            if not self._look_at(self._peers[name], announce, vanished):
+                return False
+            if name not in names:
+                os.close(self._peers.pop(name).fd)
+        return True
+
+    def close(self) -> None:
+        """Close the directories of the others."""
+        for peer in self._peers.values():
+            os.close(peer.fd)
+        self._peers.clear()
+
+    def _meet(self, name: str) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            if stat.S_ISDIR(os.stat(self._parent / name, follow_symlinks=False).st_mode):
+                self._peers[name] = _Peer(os.open(self._parent / name, flags))
+        except OSError:
+            return
+
+    def _look_at(
+        self, peer: _Peer, announce: _Announce, vanished: Callable[[list[Gone]], None]
+    ) -> bool:
+        try:
+            present = {name for name in os.listdir(peer.fd) if segment_number(name) is not None}
+        except OSError:
+            return True
+        for name in sorted(set(peer.segments) - present):
+            self._forget(peer, name, vanished)
+        for name in sorted(present, reverse=True):
+            try:
+                if not self._read(peer, name, announce, vanished):
+                    return False
+            except OSError:
+                continue  # gone meanwhile, or not readable yet
+        return True
+
+    def _forget(self, peer: _Peer, name: str, vanished: Callable[[list[Gone]], None]) -> None:
+        seen = peer.segments.pop(name)
+        self._catalog.remove(seen.segment.number)
+        vanished(seen.announced)
+
+    def _read(
+        self,
+        peer: _Peer,
+        name: str,
+        announce: _Announce,
+        vanished: Callable[[list[Gone]], None],
+    ) -> bool:
+        info = os.stat(name, dir_fd=peer.fd, follow_symlinks=False)
+        seen = peer.segments.get(name)
+        if seen is not None and seen.size == info.st_size:
+            return True
+        if not stat.S_ISREG(info.st_mode) or info.st_size > SEGMENT_BYTES_LIMIT:
+            return True
+        fd, size = open_regular(self._disk, name, self._flags, peer.fd)
+        try:
+            head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
+            if head is None or head.number != segment_number(name):
+                return True
+            if seen is not None and seen.segment.head != head:
+                self._forget(peer, name, vanished)
+                seen = None
+            seen = seen or self._begin(peer, name, head)
+            return seen is None or self._announce_new(seen, fd, size, announce)
+        finally:
+            os.close(fd)
+
+    def _begin(self, peer: _Peer, name: str, head: SegmentHead) -> _Seen | None:
+        if sum(len(p.segments) for p in self._peers.values()) >= self._segments_max:
+            return None
+        segment = Segment(self._next_number, head, name, peer.fd, 0)
+        self._next_number += 1
+        self._catalog.add(segment)
+        peer.segments[name] = _Seen(segment)
+        return peer.segments[name]
+
+    def _announce_new(self, seen: _Seen, fd: int, size: int, announce: _Announce) -> bool:
+        head, first, end = seen.segment.head, seen.end_page, seen.end_page
+        table = read_footer(self._disk, fd, size, head)
+        if table is None:
+            found = scan(self._disk, fd, size, head, first_page=first, search=False)
+            table, end = found.table(), found.end_page
+        elif len(table.pages):
+            end = size // PAGE_BYTES
+        sets = record_sets(
+            table, seen.segment.number, own_number=head.number, voids=(), first_page=first
+        )
+        for records, checksums in sets:
+            known = Known(records.scope, records.keys, records.locations, checksums)
+            if not announce(known):
+                return False
+            seen.announced.append(Gone(records.scope, records.keys, records.locations))
+        seen.end_page, seen.size = end, size
+        return True

@@ -1,0 +1,308 @@
+"""Broken, torn, swapped, spliced and foreign files: never a wrong byte, an exception or a hang.
+
+`Driver.read` compares every block that is called good with what was stored.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.serve.fsck import fsck
+from kvstore.tiers.file.directory import segment_name
+from kvstore.types import PAGE_BYTES
+from kvstore.units import KIB
+from tests.unit.tiers.file.kit import SCOPE, Driver, key
+
+COUNT = 16
+"""Blocks stored: two closed segments and a third of two blocks."""
+
+
+def stored(directory: Path, *, orderly: bool = True) -> dict[str, bytes]:
+    """A directory with COUNT blocks; its files by name."""
+    driver = Driver(directory).recovered()
+    for number in range(COUNT):
+        driver.write([number])
+    if orderly:
+        driver.close()
+        return images(directory)
+    files = images(directory)
+    driver.close()
+    return files
+
+
+def images(directory: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(directory.glob("seg-*.kv"))}
+
+
+def restore(directory: Path, files: dict[str, bytes]) -> None:
+    for path in directory.glob("seg-*.kv"):
+        path.unlink()
+    for path in (directory / "quarantine").iterdir():
+        path.unlink()
+    for name, data in files.items():
+        (directory / name).write_bytes(data)
+
+
+def found(directory: Path) -> list[int]:
+    """Open, read all that is known and return what was good. A wrong byte fails in `read`."""
+    driver = Driver(directory).recovered()
+    numbers = sorted(int.from_bytes(name[:4], "big") for _, name in driver.known)
+    good = driver.read(numbers)
+    assert 0 not in driver.write([1_000]), "what is broken does not keep it from writing"
+    assert driver.read([1_000]) == [True]
+    driver.close()
+    return [number for number, is_good in zip(numbers, good, strict=True) if is_good]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def test_the_images_are_what_these_tests_take_them_for(store: Path) -> None:
+    files = stored(store)
+    assert list(files) == [segment_name(number) for number in (1, 2, 3)]
+    assert found(store) == list(range(COUNT))
+    assert fsck(store).status == 0
+
+
+def test_a_segment_cut_at_every_page(store: Path) -> None:
+    files = stored(store)
+    first = segment_name(1)
+    last = 0
+    for pages in range(0, len(files[first]) // PAGE_BYTES, 3):
+        restore(store, files | {first: files[first][: pages * PAGE_BYTES]})
+        good = found(store)
+        assert good[-9:] == list(range(7, COUNT)), "the other segments are whole"
+        whole = max(0, (pages - 1) // 17)
+        assert good == [*range(min(7, whole)), *range(7, COUNT)]
+        last = max(last, len(good))
+    assert last == COUNT
+
+
+def test_a_segment_cut_at_random_bytes(store: Path) -> None:
+    rng = random.Random(1)
+    files = stored(store)
+    first = segment_name(1)
+    for _ in range(20):
+        length = rng.randrange(len(files[first]))
+        restore(store, files | {first: files[first][:length]})
+        whole = max(0, (length // PAGE_BYTES - 1) // 17)
+        assert found(store) == [*range(min(7, whole)), *range(7, COUNT)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_flipped_bits_cost_at_most_what_they_hit(store: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    files = stored(store)
+    name = rng.choice(list(files))
+    data = bytearray(files[name])
+    at = rng.randrange(len(data))
+    if seed % 3 == 0:  # where it hurts: pages that describe
+        at = rng.choice([0, 1, 18]) * PAGE_BYTES + rng.randrange(PAGE_BYTES)
+    if seed % 3 == 1:
+        at = len(data) - 1 - rng.randrange(2 * PAGE_BYTES)
+    data[at] ^= 1 << rng.randrange(8)
+    restore(store, files | {name: bytes(data)})
+    good = found(store)
+    if at < PAGE_BYTES:
+        assert len(good) in (COUNT - 7, COUNT - 2)
+    else:
+        assert len(good) >= COUNT - 1
+
+
+def test_damage_is_gone_after_it_was_seen_once(store: Path) -> None:
+    files = stored(store)
+    data = bytearray(files[segment_name(1)])
+    data[3 * PAGE_BYTES] ^= 1
+    restore(store, files | {segment_name(1): bytes(data)})
+    driver = Driver(store).recovered()
+    assert driver.read([0, 1]) == [False, True]
+    gone = [event for event in driver.seen if type(event).__name__ == "Gone"]
+    assert [event.keys for event in gone] == [key(0)]  # type: ignore[union-attr]
+    driver.close()
+
+
+def test_swapped_names(store: Path) -> None:
+    files = stored(store)
+    one, two = segment_name(1), segment_name(2)
+    restore(store, files | {one: files[two], two: files[one]})
+    assert found(store) == [14, 15]
+    assert len(list((store / "quarantine").iterdir())) == 2
+
+
+def test_a_record_spliced_into_another_segment(store: Path) -> None:
+    files = stored(store)
+    one, two = segment_name(1), segment_name(2)
+    record = slice(PAGE_BYTES, 18 * PAGE_BYTES)
+    data = bytearray(files[two])
+    data[record] = files[one][record]
+    restore(store, files | {two: bytes(data)})
+    assert found(store) == [n for n in range(COUNT) if n != 7]
+    header = slice(PAGE_BYTES, 2 * PAGE_BYTES)
+    data = bytearray(files[two])
+    data[header] = files[one][header]
+    restore(store, files | {two: bytes(data)})
+    assert found(store) == [n for n in range(COUNT) if n != 7]
+
+
+def test_a_payload_exchanged_within_a_segment(store: Path) -> None:
+    files = stored(store)
+    one = segment_name(1)
+    data = bytearray(files[one])
+    data[2 * PAGE_BYTES : 18 * PAGE_BYTES] = files[one][19 * PAGE_BYTES : 35 * PAGE_BYTES]
+    restore(store, files | {one: bytes(data)})
+    assert found(store) == list(range(1, COUNT))
+
+
+def test_an_older_version_of_a_segment(store: Path) -> None:
+    older = stored(store, orderly=False)
+    files = images(store)
+    assert len(older[segment_name(3)]) < len(files[segment_name(3)])
+    restore(store, files | {segment_name(3): older[segment_name(3)]})
+    assert found(store) == list(range(COUNT)), "a younger footer is no more than a short cut"
+
+
+def test_another_store_and_another_version(store: Path, tmp_path: Path) -> None:
+    files = stored(store)
+    others = stored(tmp_path / "other")
+    restore(store, files | {segment_name(2): others[segment_name(2)]})
+    assert found(store) == [*range(7), 14, 15]
+    data = bytearray(files[segment_name(2)])
+    data[4] = 9
+    restore(store, files | {segment_name(2): bytes(data)})
+    assert found(store) == [*range(7), 14, 15]
+
+
+PLANTS: dict[str, Callable[[Path], object]] = {
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "fifo": os.mkfifo,
+    "directory": Path.mkdir,
+    "device": lambda path: os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5)),
+    "sparse 2^42": lambda path: (path.touch(), os.truncate(path, 1 << 42)),
+    "empty": Path.touch,
+    "garbage": lambda path: path.write_bytes(random.Random(3).randbytes(100_000)),
+    "zeros": lambda path: path.write_bytes(bytes(100_000)),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_things_that_are_no_files_of_ours(store: Path, kind: str) -> None:
+    stored(store)
+    for number in (2, 0x7FFFFFFF):
+        path = store / segment_name(number)
+        path.unlink(missing_ok=True)
+        PLANTS[kind](path)
+    assert found(store) == [*range(7), 14, 15]
+    assert fsck(store).status in (0, 1)
+
+
+def test_a_socket_and_foreign_names_are_left_alone(store: Path) -> None:
+    stored(store)
+    (store / "notes.txt").write_text("mine")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(store / "seg-0000ffff.kv"))
+        assert found(store) == list(range(COUNT))
+    assert (store / "notes.txt").read_text() == "mine"
+
+
+def test_one_process_per_directory(store: Path) -> None:
+    driver = Driver(store).recovered()
+    with pytest.raises(ConfigError, match="in use by another node"):
+        Driver(store)
+    driver.close()
+    Driver(store).recovered().close()
+
+
+def test_a_directory_that_is_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match="holds other files"):
+        Driver(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis.tex"]
+
+
+def test_no_directory_at_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot use"):
+        Driver(tmp_path / "file")
+
+
+@pytest.mark.parametrize("version", [True, False])
+def test_a_store_page_of_another_version_or_damaged(store: Path, *, version: bool) -> None:
+    stored(store)
+    page = bytearray((store / "store").read_bytes())
+    if version:
+        from kvstore.wire.record import PAGE_COVERED, seal_page
+
+        page[4] = 9
+        page[PAGE_COVERED:] = seal_page(page)
+        (store / "store").write_bytes(page)
+        with pytest.raises(ConfigError, match="another version"):
+            Driver(store)
+    else:
+        page[100] ^= 1
+        (store / "store").write_bytes(page)
+        assert found(store) == [], "its segments are nobody's: put aside"
+
+
+def test_quarantine_is_bounded(store: Path) -> None:
+    driver = Driver(store).recovered()
+    for number in range(70):
+        driver.write([number])
+    driver.close()
+    for name, data in images(store).items():
+        (store / name).write_bytes(b"x" + data[1:])
+    assert found(store) == []
+    aside = sum(p.stat().st_blocks * 512 for p in (store / "quarantine").iterdir())
+    assert 0 < aside <= driver.config.capacity_bytes // 16 + 4 * KIB
+
+
+def test_fsck_counts_and_saves(store: Path) -> None:
+    files = stored(store)
+    data = bytearray(files[segment_name(1)])
+    data[3 * PAGE_BYTES] ^= 1
+    data[40 * PAGE_BYTES] ^= 1
+    restore(store, files | {segment_name(1): bytes(data)})
+    report = fsck(store)
+    assert report.status == 1
+    assert report.problems == {"damaged records": 2}
+    assert (report.segments, report.records) == (3, COUNT - 2)
+    assert len(report.lines) == 1
+    assert segment_name(1) in report.text()
+    repaired = fsck(store, quarantine=True)
+    assert repaired.moved == 1
+    assert fsck(store).status == 0
+    assert found(store) == [n for n in range(COUNT) if n not in (0, 2)]
+
+
+def test_fsck_does_not_bring_back_what_was_cleared(store: Path) -> None:
+    driver = Driver(store).recovered()
+    for number in range(COUNT):
+        driver.write([number])
+    driver.tier.void(SCOPE.tenant, None)
+    driver.write([50])
+    driver.close()
+    for name in (segment_name(1), segment_name(3)):
+        data = bytearray((store / name).read_bytes())
+        data[3 * PAGE_BYTES] ^= 1
+        (store / name).write_bytes(data)
+    assert fsck(store, quarantine=True).moved == 2
+    assert found(store) == [50]
+
+
+def test_fsck_of_no_store_and_of_a_running_one(store: Path, tmp_path: Path) -> None:
+    assert fsck(tmp_path / "nothing").status == 2
+    assert fsck(tmp_path).status == 2
+    driver = Driver(store).recovered()
+    driver.write([1])
+    assert fsck(store).status == 0
+    with pytest.raises(ConfigError, match="in use"):
+        fsck(store, quarantine=True)
+    driver.close()
