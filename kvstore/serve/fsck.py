@@ -9,7 +9,7 @@ as torn at worst. With it the directory's lock is needed: the good records of a 
 appended to a new one, then the damaged one is moved to `quarantine/`.
 
 A torn end is no damage: a process or machine stopped while it was writing, and the records before
-it are whole. Does not cover: the directories of other nodes in a shared parent; name each by itself.
+it are whole. Does not cover: the directories of other nodes in a shared parent; name each.
 """
 
 from __future__ import annotations

@@ -164,7 +164,8 @@ class LogThread:
 
     def _waits(self, job: WriteJob | VoidJob) -> bool:
         """Whether it is a write for which there may be room once a reclaim or recovery is over."""
-        return isinstance(job, WriteJob) and (self._asked is not None or not self._is_recovered)
+        room_may_come = self._asked is not None or self._hidden or not self._is_recovered
+        return isinstance(job, WriteJob) and bool(room_may_come)
 
     def _drain(self) -> VoidJob | None:
         """At the end: writes that cannot be written end, voids still are."""
@@ -234,7 +235,8 @@ class LogThread:
         """Ask about the oldest segment if room runs short; delete at once what holds nothing."""
         needed = FREE_SEGMENTS_MIN * self._segment_bytes
         while self._is_recovered and self._asked is None:
-            if self._catalog.taken_bytes + needed <= self._catalog.capacity_bytes:
+            coming = self._catalog.hidden_bytes  # frees itself when its grace is over
+            if self._catalog.taken_bytes - coming + needed <= self._catalog.capacity_bytes:
                 return
             segment = self._catalog.oldest()
             if segment is None:

@@ -82,7 +82,7 @@ class Peers:
         for name in list(self._peers):
             if not self._look_at(self._peers[name], announce, vanished):
                 return False
-            if name not in names:
+            if name not in names and not self._peers[name].segments:
                 os.close(self._peers.pop(name).fd)
         return True
 

@@ -98,6 +98,7 @@ class FileTier:
         ]
         self._peers = self._make_peers(disk)
         self._peers_lock = threading.Lock()
+        self._leaving = threading.Event()
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="file-watch", daemon=True)
         self._threads = [
@@ -251,8 +252,7 @@ class FileTier:
             self._runs.clear()
             self._lock.notify_all()
         self._outbox.stop()
-        if self._peers is not None:
-            self._ended.set()
+        self._leaving.set()
         patience_s = self._config.close_deadline_ms / 1000
         for thread in self._threads:
             thread.join(patience_s)
@@ -311,7 +311,7 @@ class FileTier:
         self._outbox.recovered()
         self.look_at_peers()
         self._outbox.put([RecoveryDone()])
-        while self._peers is not None and not self._ended.wait(
+        while self._peers is not None and not self._leaving.wait(
             self._config.poll_interval_ms / 1000
         ):
             self.look_at_peers()

@@ -1,0 +1,248 @@
+"""The file tier on a disk that fails, fills up, hangs or answers late."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.tiers.file import Gone, Late, Read, Resumed, Suspended, Written
+from kvstore.tiers.file.breaker import Breaker
+from kvstore.units import NS_PER_MS
+from tests.unit.tiers.file.kit import PATIENCE_S, Driver, FaultyDisk, key, reopen, u64
+
+Start = Callable[..., Driver]
+
+
+def failing(code: int, *, times: int = 1 << 30) -> Callable[[int], OSError | None]:
+    """Fails that many calls, then no more."""
+    left = [times]
+
+    def fail(_offset: int) -> OSError | None:
+        left[0] -= 1
+        return OSError(code, os.strerror(code)) if left[0] >= 0 else None
+
+    return fail
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def start(tmp_path: Path, disk: FaultyDisk) -> Iterator[Start]:
+    opened: list[Driver] = []
+
+    def make(**settings: Any) -> Driver:
+        opened.append(Driver(tmp_path / "store", disk=disk, **settings).recovered())
+        return opened[-1]
+
+    yield make
+    disk.fail.clear()
+    disk.hang.clear()
+    disk.release.set()
+    for driver in opened:
+        driver.close()
+
+
+def test_a_failed_write_costs_its_blocks_and_begins_a_new_segment(
+    start: Start, disk: FaultyDisk
+) -> None:
+    driver = start()
+    (first,) = driver.write([1])
+    disk.fail["pwritev"] = failing(errno.EIO, times=1)
+    assert driver.write([2]) == [0]
+    (third,) = driver.write([3])
+    assert third >> 32 > first >> 32
+    assert driver.read([1, 3]) == [True, True]
+    again = reopen(driver)
+    assert again.read([1, 3]) == [True, True]
+    assert not again.has(2)
+    again.close()
+
+
+def test_a_failed_sync_is_read_back(start: Start, disk: FaultyDisk) -> None:
+    driver = start()
+    driver.write([1, 2])
+    disk.fail["fsync"] = failing(errno.EIO, times=1)
+    data = next(driver.config.directory.glob("seg-*.kv"))
+    with data.open("r+b") as file:  # what a kernel that dropped a dirty page leaves
+        file.seek(3 * 4096)
+        file.write(b"lost")
+    driver.tier.void("nobody", None)
+    driver.wait(Gone)
+    gone = [event for event in driver.seen if isinstance(event, Gone)]
+    assert [event.keys for event in gone] == [key(1)]
+    assert driver.read([2]) == [True]
+    assert 0 not in driver.write([3])
+
+
+def test_no_room_stops_writes_only(start: Start, disk: FaultyDisk) -> None:
+    driver = start()
+    driver.write([1])
+    disk.fail["pwritev"] = failing(errno.ENOSPC)
+    assert driver.write([2]) == [0]
+    assert driver.wait(Suspended).writes_only
+    assert not driver.start_write([3])
+    assert driver.read([1]) == [True]
+    disk.fail.clear()
+    driver.clock.advance_ms(1_001)
+    assert 0 not in driver.write([4])
+    assert driver.wait(Resumed).writes_only
+
+
+def test_a_failing_disk_is_left_alone_and_probed(start: Start, disk: FaultyDisk) -> None:
+    driver = start()
+    places = driver.write([1, 2, 3, 4])
+    disk.fail["preadv"] = failing(errno.EIO)
+    for number, place in zip((1, 2, 3), places, strict=False):
+        assert driver.read([number], places=[place]) == [False]
+    assert not driver.wait(Suspended).writes_only
+    calls = len(disk.calls)
+    assert not driver.start_read([4])
+    assert not driver.start_write([5])
+    assert len(disk.calls) == calls, "refused at once"
+    driver.clock.advance_ms(1_001)
+    assert driver.read([3]) == [False], "one probe"
+    assert not driver.start_read([4])
+    driver.clock.advance_ms(1_001)
+    assert not driver.start_read([4]), "the cool-down doubled"
+    disk.fail.clear()
+    driver.clock.advance_ms(1_000)
+    assert driver.read([4]) == [True]
+    assert driver.wait(Resumed)
+
+
+def test_one_bad_sector_does_not_cost_its_neighbours(start: Start, disk: FaultyDisk) -> None:
+    driver = start()
+    places = driver.write([1, 2, 3])
+    bad = (places[1] & 0xFFFF_FFFF) * 4096
+
+    def fail(offset: int) -> OSError | None:
+        is_whole_run = offset == (places[0] & 0xFFFF_FFFF) * 4096 and not tried
+        tried.append(offset)
+        return OSError(errno.EIO, "EIO") if is_whole_run or offset == bad else None
+
+    tried: list[int] = []
+    disk.fail["preadv"] = fail
+    assert driver.read([1, 2, 3]) == [True, False, True]
+
+
+def test_a_hung_read_is_late_and_ends_when_it_ends(start: Start, disk: FaultyDisk) -> None:
+    driver = start(reader_count=1)
+    driver.write([1, 2])
+    disk.hang.add("preadv")
+    hung = driver.start_read([1])
+    assert disk.hanging.acquire(timeout=PATIENCE_S)
+    waiting = driver.start_read([2])
+    driver.clock.advance_ms(2_001)
+    driver.tier.expire()
+    assert driver.wait(Late).job == hung
+    assert driver.wait(Read).job == waiting, "what had not begun ends at once"
+    assert not any(isinstance(e, Read) and e.job == hung for e in driver.seen)
+    disk.hang.clear()
+    disk.release.set()
+    assert driver.wait(Read, lambda e: e.job == hung).good == b"\1"
+
+
+def test_a_hung_write_is_late_and_those_behind_it_end(start: Start, disk: FaultyDisk) -> None:
+    driver = start()
+    disk.hang.add("pwritev")
+    hung = driver.start_write([1])
+    assert disk.hanging.acquire(timeout=PATIENCE_S)
+    waiting = driver.start_write([1])
+    driver.clock.advance_ms(10_001)
+    driver.tier.expire()
+    assert driver.wait(Late).job == hung
+    ended = driver.wait(Written)
+    assert (ended.job, u64(ended.locations)) == (waiting, [0])
+    disk.hang.clear()
+    disk.release.set()
+    assert u64(driver.wait(Written, lambda e: e.job == hung).locations) != [0]
+
+
+def test_the_end_waits_for_a_hung_disk_no_longer_than_told(start: Start, disk: FaultyDisk) -> None:
+    driver = start(close_deadline_ms=50)
+    disk.hang.add("pwritev")
+    driver.start_write([1])
+    assert disk.hanging.acquire(timeout=PATIENCE_S)
+    driver.close()
+    assert any(thread.is_alive() for thread in driver.tier._threads)
+    disk.hang.clear()
+    disk.release.set()
+    for thread in driver.tier._threads:
+        thread.join(PATIENCE_S)
+    driver.tier._catalog.close()
+    driver.tier._directory.close()
+    driver.tier._outbox.close()
+
+
+def test_queues_are_bounded_by_bytes_and_count(start: Start, disk: FaultyDisk) -> None:
+    driver = start(queued_bytes_max=3 * 64 * 1024, queued_jobs_max=2)
+    disk.hang.add("pwritev")
+    assert not driver.start_write([1, 2, 3, 4])
+    assert driver.start_write([1])
+    assert driver.start_write([2])
+    assert not driver.start_write([3])
+    disk.hang.clear()
+    disk.release.set()
+
+
+def test_every_failing_call_in_turn(tmp_path: Path) -> None:
+    """Fail the first, second, third … call of a small life: no exception, no wrong byte."""
+    for code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
+        for turn in range(200):
+            disk = FaultyDisk()
+            driver = Driver(tmp_path / f"{code}-{turn}", disk=disk).recovered()
+            begin = len(disk.calls)
+
+            def fail(
+                _offset: int, *, disk: FaultyDisk = disk, at: int = begin + turn, code: int = code
+            ) -> OSError | None:
+                return OSError(code, "injected") if len(disk.calls) == at + 1 else None
+
+            disk.fail = dict.fromkeys(("open", "preadv", "pwritev", "fsync"), fail)
+            for numbers in ([1, 2], [3], range(10, 16)):
+                driver.write(numbers)
+            driver.tier.void("nobody", None)
+            driver.read([n for n in (1, 2, 3, 10) if (driver.config and _known(driver, n))])
+            driver.close()
+            is_over = len(disk.calls) <= begin + turn
+            again = Driver(tmp_path / f"{code}-{turn}").recovered()
+            numbers = [int.from_bytes(name[:4], "big") for _, name in again.known]
+            again.read(numbers)
+            again.close()
+            if is_over:
+                break
+        else:
+            pytest.fail("the sweep did not come to an end")
+
+
+def _known(driver: Driver, number: int) -> bool:
+    return any(name == key(number) for _, name in driver.known)
+
+
+def test_breaker_opens_probes_and_closes() -> None:
+    breaker = Breaker(failures_max=3, cooldown_ms=10)
+    assert [breaker.failed(0) for _ in range(3)] == [False, False, True]
+    assert not breaker.allows(10 * NS_PER_MS - 1)
+    assert breaker.allows(10 * NS_PER_MS)
+    assert not breaker.allows(10 * NS_PER_MS), "one probe"
+    waits = []
+    now = 10 * NS_PER_MS
+    for _ in range(8):
+        breaker.failed(now)
+        begin = now
+        while not breaker.allows(now):
+            now += NS_PER_MS
+        waits.append((now - begin) // NS_PER_MS)
+    assert waits == [20, 40, 80, 160, 320, 320, 320, 320]
+    assert breaker.succeeded()
+    assert not breaker.succeeded()
+    assert breaker.allows(now)
+    assert not breaker.failed(now), "the count begins anew"

@@ -1,0 +1,84 @@
+"""One parent directory, several nodes: found, read, forgotten; unfinished segments too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.file import Gone
+from kvstore.tiers.file.catalog import FOREIGN_BASE
+from tests.unit.tiers.file.kit import SCOPE, Driver, key, u64
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Driver]]:
+    made = [
+        Driver(tmp_path, shared=True, node=name, poll_interval_ms=1 << 30).recovered()
+        for name in ("a", "b")
+    ]
+    yield made
+    for driver in made:
+        driver.close()
+
+
+def test_an_unfinished_segment_is_read_as_it_grows(nodes: list[Driver]) -> None:
+    a, b = nodes
+    a.write([1, 2])
+    b.tier.look_at_peers()
+    b.take()
+    assert b.read([1, 2]) == [True, True]
+    assert b.known[SCOPE, key(1)] >> 32 >= FOREIGN_BASE
+    a.write(range(3, 12))
+    b.tier.look_at_peers()
+    new = [event for event in b.take() if type(event).__name__ == "Known"]
+    keys = b"".join(event.keys for event in new)  # type: ignore[union-attr]
+    assert sorted(keys[i : i + 32] for i in range(0, len(keys), 32)) == list(map(key, range(3, 12)))
+    assert b.read(range(1, 12)) == [True] * 11
+
+
+def test_a_node_writes_nowhere_else_and_sees_itself_once(nodes: list[Driver]) -> None:
+    a, b = nodes
+    (place,) = a.write([1])
+    a.tier.look_at_peers()
+    a.take()
+    assert a.known == {(SCOPE, key(1)): place}
+    b.tier.look_at_peers()
+    assert sorted(p.name for p in (b.config.directory / "b").iterdir()) == [
+        "lock",
+        "quarantine",
+        "store",
+    ]
+
+
+def test_a_segment_that_vanishes_is_gone_and_a_read_of_it_a_miss(nodes: list[Driver]) -> None:
+    a, b = nodes
+    a.write([1])
+    b.tier.look_at_peers()
+    b.take()
+    for path in (a.config.directory / "a").glob("seg-*.kv"):
+        path.unlink()
+    assert b.read([1]) == [False]
+    b.seen.clear()
+    b.tier.look_at_peers()
+    (gone,) = [event for event in b.take() if isinstance(event, Gone)]
+    assert u64(gone.locations) == [b.known[SCOPE, key(1)]]
+
+
+def test_foreign_nodes_that_are_none(nodes: list[Driver], tmp_path: Path) -> None:
+    _, b = nodes
+    (tmp_path / "link").symlink_to("/etc")
+    (tmp_path / "file").touch()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "seg-00000001.kv").write_bytes(bytes(50_000))
+    (tmp_path / "c" / "seg-00000002.kv").symlink_to("/etc/passwd")
+    b.tier.look_at_peers()
+    assert b.take() == []
+
+
+def test_a_node_needs_a_name(tmp_path: Path) -> None:
+    for name in ("", "..", "a/b", "-x"):
+        with pytest.raises(ConfigError, match="node name"):
+            Driver(tmp_path, shared=True, node=name)
