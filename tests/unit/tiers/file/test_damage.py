@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -306,3 +307,14 @@ def test_fsck_of_no_store_and_of_a_running_one(store: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="in use"):
         fsck(store, quarantine=True)
     driver.close()
+
+
+def test_a_directory_of_version_1_is_still_served(store: Path) -> None:
+    golden = Path(__file__).parents[3] / "golden" / "file_v1"
+    shutil.copytree(golden, store)
+    driver = Driver(store).recovered()
+    names = sorted(name[:1] for _, name in driver.known)
+    assert names == [b"\1", b"\2"], "the first was cleared"
+    driver.close()
+    report = fsck(store)
+    assert (report.status, report.segments, report.records, report.torn) == (0, 2, 3, 1)
