@@ -1,0 +1,122 @@
+"""The file tier in a process of its own that is killed, on a disk that is full, and under strace."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.serve.fsck import fsck
+from tests.style.tree import ROOT
+from tests.unit.tiers.file.kit import Driver
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+CHILD = """if True:
+    import sys
+    from pathlib import Path
+    from tests.unit.tiers.file.kit import Driver
+    directory, node, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    shared = {"shared": True, "node": node, "poll_interval_ms": 1 << 30} if node else {}
+    driver = Driver(directory, **shared).recovered()
+    for number in range(count):
+        written = driver.write([number])
+        print(number, written[0], flush=True)
+    if not sys.argv[4:]:
+        driver.close()
+        sys.exit(0)
+    sys.stdin.read()
+"""
+
+
+def child(*arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", CHILD, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def killed_after(process: subprocess.Popen[str], lines: int) -> None:
+    """kill -9 once it has said so many lines."""
+    with process:
+        assert process.stdout is not None
+        for _ in range(lines):
+            assert process.stdout.readline(), "it ended early"
+        process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lines", [1, 8, 16])
+def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path, lines: int) -> None:
+    store = tmp_path / "store"
+    killed_after(child(str(store), "", "16", "stay"), lines)
+    driver = Driver(store).recovered()
+    assert driver.read(range(lines)) == [True] * lines
+    driver.close()
+    assert fsck(store).status == 0
+
+
+def test_another_node_serves_what_a_killed_one_stored(tmp_path: Path) -> None:
+    killed_after(child(str(tmp_path), "a", "10", "stay"), 10)
+    b = Driver(tmp_path, shared=True, node="b", poll_interval_ms=1 << 30).recovered()
+    assert b.read(range(10)) == [True] * 10, "the unfinished segment too"
+    b.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", place], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_stops_writes_and_frees_itself_of_nothing(small_disk: Path) -> None:
+    ballast = small_disk / "lost+found"  # the one name that is not ours and may be there
+    ballast.write_bytes(bytes(1_500_000))
+    driver = Driver(small_disk).recovered()
+    results = []
+    for number in range(40):
+        results.append(driver.write([number])[0] != 0)
+        driver.clock.advance_ms(100)
+    assert True in results
+    assert False in results
+    stored = [number for number, is_written in enumerate(results) if is_written]
+    assert driver.read(stored) == [True] * len(stored), "loads go on"
+    ballast.unlink()
+    driver.clock.advance_ms(60_000)
+    assert 0 not in driver.write([100]), "room came back"
+    driver.close()
+    again = Driver(small_disk).recovered()
+    assert again.read([*stored, 100]) == [True] * (len(stored) + 1)
+    again.close()
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fsync", "preadv"])
+def test_calls_that_fail_in_the_kernel(tmp_path: Path, call: str) -> None:
+    if shutil.which("strace") is None:
+        pytest.fail("strace is needed: .ci/debian-packages.txt")
+    store = tmp_path / "store"
+    inject = f"inject={call}:error=EIO:when=6+5"
+    prefix = ("strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-e", f"trace={call}")
+    process = child(str(store), "", "24", prefix=(*prefix, "-e", inject))
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors, errors
+    written = [int(n) for n, place in map(str.split, out.splitlines()) if place != "0"]
+    if call == "pwritev":
+        assert 0 < len(written) < 24
+        assert "EIO" in (tmp_path / "trace").read_text()
+    driver = Driver(store).recovered()
+    assert driver.read(written) == [True] * len(written)
+    driver.close()
