@@ -20,6 +20,7 @@ from kvstore.tiers.file import (
     Known,
     Moved,
     Read,
+    Reclaim,
     RecoveryDone,
     Written,
 )
@@ -120,6 +121,8 @@ class Driver:
         self.known: dict[tuple[Scope, bytes], int] = {}
         self.checksums: dict[int, bytes] = {}
         self.seen: list[FileEvent] = []
+        self.on_reclaim: Callable[[Reclaim], None] | None = None
+        """Answers for the engine, if a test wants it at once."""
         self._job = 0
 
     def slot(self, index: int) -> NDArray[np.uint8]:
@@ -133,6 +136,8 @@ class Driver:
         return events
 
     def _note(self, event: FileEvent) -> None:
+        if isinstance(event, Reclaim) and self.on_reclaim is not None:
+            self.on_reclaim(event)
         if isinstance(event, Known | Moved):
             for index, place in enumerate(u64(event.locations)):
                 name = (event.scope, event.keys[index * 32 : (index + 1) * 32])
