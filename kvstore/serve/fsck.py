@@ -198,7 +198,8 @@ def _check(
     report.records += len(table.pages) - len(bad)
     lengths = np.array([scope.block_bytes for scope in table.scopes], np.int64)
     if len(table.pages):
-        report.record_bytes += int(lengths[table.scope_of].sum())
+        good = np.delete(table.scope_of, bad)
+        report.record_bytes += int(lengths[good].sum())
     if bad:
         report.blame(name, "damaged records", len(bad))
     if skipped:

@@ -221,16 +221,16 @@ class Writer:
         pages = [segment_page(head)]
         for page, void in enumerate(self._voids, start=1):
             pages.append(void_page(void, segment_id=head.segment_id, place=place_of(number, page)))
-        self._write_pages(opened, pages, 0)
+        self._write_pages(opened, b"".join(pages), 0)
         opened.found.end_page = len(pages)
         opened.found.voids += self._voids
         if self._voids:
             self._disk.fsync(fd)
         return opened
 
-    def _write_pages(self, opened: _OpenSegment, pages: Sequence[bytes], page: int) -> None:
-        whole = Pages(len(pages) * PAGE_BYTES)
-        whole.view[:] = b"".join(pages)
+    def _write_pages(self, opened: _OpenSegment, pages: bytes, page: int) -> None:
+        whole = Pages(len(pages))
+        whole.view[:] = pages
         write_all(self._disk, opened.fd, [whole.view], page * PAGE_BYTES)
 
     def _write_run(self, opened: _OpenSegment, batch: Batch, begin: int, end: int) -> list[int]:
@@ -302,7 +302,7 @@ class Writer:
                 page = opened.found.end_page
                 place = place_of(opened.segment.number, page)
                 raw = void_page(void, segment_id=opened.segment.head.segment_id, place=place)
-                self._write_pages(opened, [raw], page)
+                self._write_pages(opened, raw, page)
                 opened.found.voids.append(void)
                 opened.found.end_page = page + 1
                 self._sync(opened)
@@ -366,7 +366,7 @@ class Writer:
             self._drop_empty(opened)
             return
         body = footer(opened.segment.head, opened.found.table(), first_page=opened.found.end_page)
-        self._write_pages(opened, [body], opened.found.end_page)
+        self._write_pages(opened, body, opened.found.end_page)
         self._sync(opened)
         if not self._direct:
             forget_cached(opened.fd)
