@@ -179,14 +179,14 @@ def parse_trailer(page: bytes, head: SegmentHead, *, file_bytes: int) -> FooterP
     """Where the footer of this segment is, or None: it has none that can be trusted."""
     if not page_is_whole(page):
         return None
-    (magic, version, _, segment_id, number, *counts, scope_bytes, checksum) = _TRAILER.unpack_from(
-        page
-    )
+    fields = _TRAILER.unpack_from(page)
+    magic, version, _, segment_id, number, first_page, records, scopes, voids = fields[:9]
+    scope_bytes, checksum = fields[9:]
     if magic != _TRAILER_MAGIC or version != SEGMENT_VERSION:
         return None
     if segment_id != head.segment_id or number != head.number or scope_bytes > file_bytes:
         return None
-    place = FooterPlace(*counts, scope_bytes, checksum)
+    place = FooterPlace(first_page, records, scopes, voids, scope_bytes, checksum)
     table_pages = -(-place.table_bytes // PAGE_BYTES)
     if place.first_page < 1 or (place.first_page + table_pages + 1) * PAGE_BYTES != file_bytes:
         return None

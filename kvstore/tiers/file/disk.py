@@ -55,7 +55,7 @@ class Pages:
 
     def __init__(self, size_bytes: int) -> None:
         self.array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
-        self.view = memoryview(self.array)
+        self.view = self.array.data
 
     def page(self, index: int) -> memoryview:
         """One page, without a copy."""

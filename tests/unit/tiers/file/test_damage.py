@@ -182,12 +182,17 @@ def test_another_store_and_another_version(store: Path, tmp_path: Path) -> None:
     assert found(store) == [*range(7), 14, 15]
 
 
+def _sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 42)
+
+
 PLANTS: dict[str, Callable[[Path], object]] = {
     "link": lambda path: path.symlink_to("/etc/passwd"),
     "fifo": os.mkfifo,
     "directory": Path.mkdir,
     "device": lambda path: os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5)),
-    "sparse 2^42": lambda path: (path.touch(), os.truncate(path, 1 << 42)),
+    "sparse 2^42": _sparse,
     "empty": Path.touch,
     "garbage": lambda path: path.write_bytes(random.Random(3).randbytes(100_000)),
     "zeros": lambda path: path.write_bytes(bytes(100_000)),
