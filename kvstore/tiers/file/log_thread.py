@@ -134,17 +134,29 @@ class LogThread:
 
     def run(self) -> None:
         """Serve the queue until closing, then close the open segment."""
-        while (job := self._next()) is not None:
-            if isinstance(job, WriteJob):
-                self._write(job)
-            elif isinstance(job, VoidJob):
-                self._report(self._writer.void(job.tenant, job.space))
-            elif isinstance(job, CarryJob):
-                self._carry(job)
-            else:
-                self._move(job)
-            self._make_room()
-        self._report(self._writer.close_segment())
+        try:
+            while (job := self._next()) is not None:
+                self._do(job)
+                self._make_room()
+            self._report(self._writer.close_segment())
+        finally:
+            with (
+                self._lock
+            ):  # a bug of ours keeps no slot: what is left ends, nothing more is taken
+                self._is_closing = True
+                self._queue.clear()
+                for left in list(self._jobs.values()):
+                    self._end(left)
+
+    def _do(self, job: _Job) -> None:
+        if isinstance(job, WriteJob):
+            self._write(job)
+        elif isinstance(job, VoidJob):
+            self._report(self._writer.void(job.tenant, job.space))
+        elif isinstance(job, CarryJob):
+            self._carry(job)
+        else:
+            self._move(job)
 
     def _next(self) -> _Job | None:
         with self._lock:

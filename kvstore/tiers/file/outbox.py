@@ -15,8 +15,9 @@ from typing import Final
 from kvstore.tiers.file.events import FileEvent, Known
 from kvstore.wire.record import Void
 
-KNOWN_MAX: Final = 64
-"""`Known` events that wait for the driver; then recovery waits too."""
+KNOWN_MAX: Final = 4
+"""`Known` events that wait for the driver; then recovery waits too. Few, since a driver takes them
+all at once and its step should be short."""
 
 
 class Outbox:

@@ -17,6 +17,7 @@ Does not cover: what is worth keeping (`kvstore.engine`), the map of the parts (
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import deque
@@ -52,6 +53,8 @@ from kvstore.wire.record import Scope, Void, payload_pages
 WATCH_S: Final = 0.05
 """How late a deadline is noticed at most."""
 _ANYTHING_OLDER: Final = (1 << 63) - 1
+
+_BUG: Final = OSError(errno.EIO, "a bug in the file tier")
 
 _log = logging.getLogger(__name__)
 
@@ -304,11 +307,13 @@ class FileTier:
     # ── threads ──────────────────────────────────────────────────────────────────────────────────
 
     def _recover(self) -> None:
-        if not self._restart.recover(lambda known: self._outbox.known(known, own=True)):
-            return
-        with self._lock:
-            self._log.recovered(self._restart.voids)
-        self._outbox.recovered()
+        try:
+            if not self._restart.recover(lambda known: self._outbox.known(known, own=True)):
+                return
+        finally:
+            with self._lock:
+                self._log.recovered(self._restart.voids)
+            self._outbox.recovered()
         self.look_at_peers()
         self._outbox.put([RecoveryDone()])
         while self._peers is not None and not self._leaving.wait(
@@ -327,8 +332,11 @@ class FileTier:
                 if not self._runs:
                     return
                 run = self._runs.popleft()
-            result = reader.read(run.number, run.job.scope, run.wanted)
-            self._account(run, result)
+            result = RunResult([Verdict.UNREAD] * len(run.wanted), _BUG)
+            try:
+                result = reader.read(run.number, run.job.scope, run.wanted)
+            finally:
+                self._account(run, result)  # a bug of ours keeps no slot either
 
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -242,3 +242,18 @@ def test_breaker_opens_probes_and_closes() -> None:
     assert not breaker.succeeded()
     assert breaker.allows(now)
     assert not breaker.failed(now), "the count begins anew"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_keeps_no_slot(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = start(reader_count=1)
+    driver.write([1])
+
+    def broken(*_arguments: object, **_more: object) -> None:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("kvstore.tiers.file.reader.Reader.read", broken)
+    monkeypatch.setattr("kvstore.tiers.file.writer.Writer.append", broken)
+    assert driver.read([1]) == [False]
+    assert driver.write([2]) == [0]
+    assert not driver.start_write([3])
