@@ -51,7 +51,7 @@ class Blocks:
     def __init__(self) -> None:
         self.arena: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, ARENA_BYTES), np.uint8)
         self.arena[:] = np.random.default_rng(SEED).integers(0, 256, ARENA_BYTES, np.uint8)
-        self.view = memoryview(self.arena)
+        self.view = self.arena.data
         self.slots = np.arange(BLOCKS, dtype=np.uint32) * np.uint32(PAGES)
         self.keys = [n.to_bytes(32, "big") for n in range(BLOCKS)]
         prefix = SCOPE.prefix()

@@ -140,9 +140,8 @@ class LogThread:
                 self._make_room()
             self._report(self._writer.close_segment())
         finally:
-            with (
-                self._lock
-            ):  # a bug of ours keeps no slot: what is left ends, nothing more is taken
+            # After a bug of ours too: what is left ends, and nothing more is taken.
+            with self._lock:
                 self._is_closing = True
                 self._queue.clear()
                 for left in list(self._jobs.values()):

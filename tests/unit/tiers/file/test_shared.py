@@ -10,6 +10,7 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import Gone
 from kvstore.tiers.file.catalog import FOREIGN_BASE
+from kvstore.units import MIB
 from tests.unit.tiers.file.kit import SCOPE, Driver, key, u64
 
 
@@ -82,3 +83,27 @@ def test_a_node_needs_a_name(tmp_path: Path) -> None:
     for name in ("", "..", "a/b", "-x"):
         with pytest.raises(ConfigError, match="node name"):
             Driver(tmp_path, shared=True, node=name)
+
+
+def test_a_reclaimed_segment_can_be_read_until_its_grace_is_over(tmp_path: Path) -> None:
+    more = {"shared": True, "poll_interval_ms": 1 << 30}
+    a = Driver(tmp_path, node="a", capacity_bytes=4 * MIB, **more).recovered()
+    b = Driver(tmp_path, node="b", **more).recovered()
+    a.write(range(7))
+    b.tier.look_at_peers()
+    b.take()
+    assert b.read([0]) == [True]
+    a.on_reclaim = lambda event: a.tier.reclaim(event.segment, [])
+    number = 7
+    while not list((tmp_path / "a").glob("dead-*")):
+        a.write([number])
+        number += 1
+        assert number < 100, "nothing was reclaimed"
+    assert b.read(range(7)) == [True] * 7, "b has it open"
+    a.tier.look_at_peers()
+    assert list((tmp_path / "a").glob("dead-*")), "the grace is not over"
+    a.clock.advance_ms(10_001)
+    a.tier.look_at_peers()
+    assert not list((tmp_path / "a").glob("dead-*"))
+    a.close()
+    b.close()
