@@ -51,12 +51,14 @@ def restore(directory: Path, files: dict[str, bytes]) -> None:
         (directory / name).write_bytes(data)
 
 
-def found(directory: Path) -> list[int]:
+def found(directory: Path, *, all_good: bool = False) -> list[int]:
     """Open, read all that is known and return what was good. A wrong byte fails in `read`."""
     driver = Driver(directory).recovered()
     numbers = sorted(int.from_bytes(name[:4], "big") for _, name in driver.known)
     good = driver.read(numbers)
-    assert 0 not in driver.write([1_000]), "what is broken does not keep it from writing"
+    assert all(good) or not all_good, "a torn end is not announced"
+    (place,) = driver.write([1_000])
+    assert 0 < place < 1 << 63, "what is broken does not keep it from writing"
     assert driver.read([1_000]) == [True]
     driver.close()
     return [number for number, is_good in zip(numbers, good, strict=True) if is_good]
@@ -80,7 +82,7 @@ def test_a_segment_cut_at_every_page(store: Path) -> None:
     last = 0
     for pages in range(0, len(files[first]) // PAGE_BYTES, 3):
         restore(store, files | {first: files[first][: pages * PAGE_BYTES]})
-        good = found(store)
+        good = found(store, all_good=True)
         assert good[-9:] == list(range(7, COUNT)), "the other segments are whole"
         whole = max(0, (pages - 1) // 17)
         assert good == [*range(min(7, whole)), *range(7, COUNT)]
@@ -129,6 +131,17 @@ def test_damage_is_gone_after_it_was_seen_once(store: Path) -> None:
     gone = [event for event in driver.seen if type(event).__name__ == "Gone"]
     assert [event.keys for event in gone] == [key(0)]  # type: ignore[union-attr]
     driver.close()
+
+
+def test_a_clear_survives_a_crash(store: Path) -> None:
+    stored(store)
+    driver = Driver(store).recovered()
+    driver.tier.void(None, None)
+    driver.write([50])
+    files = images(store)
+    driver.close()
+    restore(store, files)
+    assert found(store) == [50]
 
 
 def test_swapped_names(store: Path) -> None:
