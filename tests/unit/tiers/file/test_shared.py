@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_a_node_needs_a_name(tmp_path: Path) -> None:
 
 
 def test_a_reclaimed_segment_can_be_read_until_its_grace_is_over(tmp_path: Path) -> None:
-    more = {"shared": True, "poll_interval_ms": 1 << 30}
+    more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
     a = Driver(tmp_path, node="a", capacity_bytes=4 * MIB, **more).recovered()
     b = Driver(tmp_path, node="b", **more).recovered()
     a.write(range(7))
