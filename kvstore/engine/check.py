@@ -90,5 +90,9 @@ def _check_owners(state: State) -> None:
                 assert not connection.ended, "an ended connection is attached"
                 assert state.connections[connection.id] is connection
         if owner.open_session:
+            writers = [owner.ranks[rank].id for rank in owner.writers]
+            assert len(writers) == len(owner.scopes) == len(set(owner.scopes)), "columns differ"
             granted = (slots.state == SlotState.GRANTED) & (slots.session == owner.open_session)
             assert int(granted.sum()) == owner.granted_slots, "credits are miscounted"
+            lent = slots.writer[granted]
+            assert bool(np.isin(lent, writers).all()), "a credit of a rank that does not write"

@@ -1,14 +1,16 @@
 """Owners, their connections, and whether they have a session: who is attached, and to what.
 
 An owner is one engine instance: a scheduler and `rank_count` ranks. See ADR 0003 for how a session
-forms. Holds facts only; what follows from them (slots freed, datagrams sent) is `engine`'s.
+forms, ADR 0012 for ranks that hold the same shard. Holds facts only; what follows from them (slots
+freed, datagrams sent) is `engine`'s.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
-from kvstore.types import ConnectionId
+from kvstore.types import ConnectionId, Shard
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import HelloRank, HelloScheduler
 
@@ -50,6 +52,7 @@ class Owner:
         "scheduler",
         "scopes",
         "slot_sizes",
+        "writers",
     )
 
     def __init__(self, key: OwnerKey) -> None:
@@ -60,11 +63,14 @@ class Owner:
         """Session that the ranks were asked to be quiet for; 0 when none."""
         self.open_session = 0
         self.opened_ns = 0
+        self.writers: tuple[int, ...] = ()
+        """Of the open session, by column: the rank that writes the shard."""
         self.scopes: tuple[int, ...] = ()
-        """Of the open session, by rank."""
+        """Of the open session, by column."""
         self.slot_sizes: tuple[int, ...] = ()
+        """Of the open session, by column."""
         self.granted_slots = 0
-        """Of the open session, not yet sealed or dropped, all ranks together."""
+        """Of the open session, not yet sealed or dropped, all columns together."""
         self.refused = ""
 
     @property
@@ -93,6 +99,13 @@ class Owner:
             hellos.append(hello)
         return hellos
 
+    def columns(self) -> dict[Shard, HelloRank]:
+        """Distinct shards of the attached ranks, in the order of columns, each with its writer."""
+        columns: dict[Shard, HelloRank] = {}
+        for hello in self.rank_hellos():
+            columns.setdefault(hello.shard, hello)
+        return columns
+
     @property
     def granted_blocks(self) -> int:
         """Credits out, in blocks."""
@@ -112,40 +125,50 @@ def objection(owner: Owner, *, slab_bytes: int) -> str:
         return "its ranks report different models or settings: all ranks must load the same"
     if [hello.rank for hello in hellos] != list(range(len(hellos))):
         return f"its ranks are not numbered from 0 to {len(hellos) - 1}"
-    covered = 0
     for hello in hellos:
-        s = hello.shard
-        layers, heads = s.layer_end - s.layer_begin, s.head_end - s.head_begin
-        inside = 0 <= s.layer_begin < s.layer_end <= space.layer_count
-        if not (inside and 0 <= s.head_begin < s.head_end <= space.kv_head_count):
-            return f"rank {hello.rank} reports layers or heads that the model does not have"
-        expected = layers * heads * space.block_tokens * space.token_bytes
-        if hello.block_bytes != expected:
-            return (
-                f"rank {hello.rank} reports blocks of {hello.block_bytes} bytes where its layers "
-                f"and heads make {expected}"
-            )
-        if slot_bytes(hello.block_bytes) > slab_bytes:
-            return (
-                f"a block of rank {hello.rank} takes {hello.block_bytes} bytes, more than a slab "
-                f"of {slab_bytes}: start the node with a larger --slab (and --dram)"
-            )
-        covered += layers * heads
-    if covered != space.layer_count * space.kv_head_count or _overlap(hellos):
+        reason = _shard_objection(hello, slab_bytes=slab_bytes)
+        if reason:
+            return reason
+    # Replicas carry the very same shard; shards that only overlap have no one to write them.
+    shards = list(owner.columns())
+    covered = sum(_layers(s) * _heads(s) for s in shards)
+    if covered != space.layer_count * space.kv_head_count or _overlap(shards):
         return "its ranks do not cover all layers and heads exactly once"
     return ""
 
 
-def _overlap(hellos: list[HelloRank]) -> bool:
-    for i, hello in enumerate(hellos):
-        a = hello.shard
-        for other in hellos[i + 1 :]:
-            b = other.shard
-            if (
-                a.layer_begin < b.layer_end
-                and b.layer_begin < a.layer_end
-                and a.head_begin < b.head_end
-                and b.head_begin < a.head_end
-            ):
-                return True
-    return False
+def _shard_objection(hello: HelloRank, *, slab_bytes: int) -> str:
+    s, space = hello.shard, hello.space
+    inside = 0 <= s.layer_begin < s.layer_end <= space.layer_count
+    if not (inside and 0 <= s.head_begin < s.head_end <= space.kv_head_count):
+        return f"rank {hello.rank} reports layers or heads that the model does not have"
+    expected = _layers(s) * _heads(s) * space.block_tokens * space.token_bytes
+    if hello.block_bytes != expected:
+        return (
+            f"rank {hello.rank} reports blocks of {hello.block_bytes} bytes where its layers "
+            f"and heads make {expected}"
+        )
+    if slot_bytes(hello.block_bytes) > slab_bytes:
+        return (
+            f"a block of rank {hello.rank} takes {hello.block_bytes} bytes, more than a slab "
+            f"of {slab_bytes}: start the node with a larger --slab (and --dram)"
+        )
+    return ""
+
+
+def _layers(shard: Shard) -> int:
+    return shard.layer_end - shard.layer_begin
+
+
+def _heads(shard: Shard) -> int:
+    return shard.head_end - shard.head_begin
+
+
+def _overlap(shards: list[Shard]) -> bool:
+    return any(
+        a.layer_begin < b.layer_end
+        and b.layer_begin < a.layer_end
+        and a.head_begin < b.head_end
+        and b.head_begin < a.head_end
+        for a, b in itertools.combinations(shards, 2)
+    )

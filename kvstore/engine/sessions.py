@@ -125,9 +125,21 @@ class Sessions:
     def _quiesce(self, owner: Owner, weights_epoch: str) -> None:
         owner.forming = self._next_session
         self._next_session += 1
-        for rank in owner.ranks.values():
+        columns = list(owner.columns().items())
+        for number, rank in owner.ranks.items():
+            assert isinstance(rank.hello, HelloRank)
+            shard = rank.hello.shard
+            column, writer = next((i, h) for i, (s, h) in enumerate(columns) if s == shard)
             rank.asked_session = owner.forming
-            self._state.send(rank, Quiesce(session=owner.forming, weights_epoch=weights_epoch))
+            self._state.send(
+                rank,
+                Quiesce(
+                    session=owner.forming,
+                    weights_epoch=weights_epoch,
+                    column=column,
+                    writes=writer.rank == number,
+                ),
+            )
 
     def quiet(self, connection: Connection, session: int) -> str:
         """Its slots of earlier sessions are free; when all ranks are quiet the session opens.
@@ -153,9 +165,11 @@ class Sessions:
         assert scheduler is not None
         hello = scheduler.hello
         assert isinstance(hello, HelloScheduler)
-        hellos = owner.rank_hellos()
+        # The columns that Quiesce told the ranks: whoever came or left since then ended `forming`.
+        hellos = list(owner.columns().values())
         space = fingerprint(hellos[0].space, weights_epoch=hello.weights_epoch)
         self._state.forget_unused_scopes()
+        owner.writers = tuple(h.rank for h in hellos)
         owner.scopes = tuple(
             self._state.residency.scope(owner.key[0], space, h.shard) for h in hellos
         )

@@ -68,7 +68,8 @@ class Stores:
 
     def seal(self, connection: Connection, message: Seal) -> str:
         """Publish what is complete. Returns why the connection must end, or nothing."""
-        owner = connection.owner
+        owner, hello = connection.owner, connection.hello
+        assert isinstance(hello, HelloRank)
         words, valid = self._valid(connection, message)
         keys = keys_array(message.keys)
         if len(np.unique(np.frombuffer(message.keys, dtype="V32"))) != len(keys) or len(
@@ -78,11 +79,11 @@ class Stores:
         if not owner.open_session or message.session != owner.open_session:
             self._ungrant(owner, words[valid], message.session)
             return ""
+        if hello.rank not in owner.writers:
+            return "a Seal from a rank that does not write its shard"
         words, keys = words[valid], keys[valid]
         checksums = checksums_array(message.checksums)[valid]
-        hello = connection.hello
-        assert isinstance(hello, HelloRank)
-        scope = owner.scopes[sorted(owner.ranks).index(hello.rank)]
+        scope = owner.scopes[owner.writers.index(hello.rank)]
         rows = self._state.residency.find(scope, keys)
         duplicate = self._state.residency.words(rows) >= 0
         self._state.counters.stores_joined += int(duplicate.sum())
@@ -165,7 +166,7 @@ class Stores:
                 session=owner.open_session,
                 cause=self._state.cause,
             )
-            for rank, size in zip(sorted(owner.ranks), sizes, strict=True)
+            for rank, size in zip(owner.writers, sizes, strict=True)
         ]
         words = np.stack(columns, axis=1).reshape(-1)
         owner.granted_slots += len(words)

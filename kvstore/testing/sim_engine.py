@@ -1,13 +1,11 @@
 """An inference engine without a model: the real connector cores driven in vLLM's order of calls.
 
-Real: `SchedulerCore`, `RankCore`. Simulated: the engine's block pool and scheduler, the copying
-thread (two events a copy, so that everything can happen in between), the sockets. The bytes of a
-block are a word derived from its key, so every block can be checked at every step (the oracle).
+Real: `SchedulerCore`. Simulated: the engine's block pool and scheduler, its sockets. Ranks are
+`sim_rank`'s; all of them are given the same plans and report every step, as vLLM's do.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -15,32 +13,15 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import StepPlan
-from kvstore.client.core.rank import Copied, LoadBlock, Mismatch, RankConfig, RankCore, Void
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
-from kvstore.testing.sim_parts import TORN, SimMemory
-from kvstore.types import PAGE_BYTES, Shard
-from kvstore.wire.layout import slot_bytes
-from kvstore.wire.messages import Message, Welcome
+from kvstore.testing.sim_rank import SimRank, Violation
+from kvstore.types import Shard
 from kvstore.wire.space import Space
 
 if TYPE_CHECKING:
     from kvstore.testing.world import World
 
 BLOCK_TOKENS = 16
-
-
-class Violation(AssertionError):
-    """A promise was broken; the text is the story."""
-
-
-def content(space: str, key: bytes) -> bytes:
-    """What the bytes of a block must be."""
-    return space.encode() + b"/" + key
-
-
-def checksum(header: bytes, data: bytes) -> bytes:
-    """Any 16 bytes that change with header and data will do here."""
-    return hashlib.blake2b(header + data, digest_size=16).digest()
 
 
 class SimRequest:
@@ -57,6 +38,11 @@ class SimRequest:
         self.loading = False
         self.load_done = False
         self.aborted = False
+        self.loads_ended = 0
+        """Ranks that reported the end of its load."""
+        self.good_blocks = 0
+        """The least that any of those ranks loaded."""
+        self.load_failed = False
         self.waiting_since_ns = 0
         """Since it was added, preempted or failed to load: no lease of it is older."""
 
@@ -66,24 +52,29 @@ class SimRequest:
 
 
 class SimEngine:
-    """One engine with one rank. `World` calls its public methods as events."""
+    """One engine of `shards` ranks. `World` calls its public methods as events."""
 
-    def __init__(self, world: World, name: str, *, space: Space, blocks: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        *,
+        space: Space,
+        blocks: int,
+        shards: Sequence[Shard] | None = None,
+    ) -> None:
         self.world = world
         self.name = name
         self.space = space
         self.random = world.random
-        shard = Shard(0, space.layer_count, 0, space.kv_head_count)
-        block_bytes = (
-            space.layer_count * space.kv_head_count * space.block_tokens * space.token_bytes
-        )
+        self.shards = shards or (Shard(0, space.layer_count, 0, space.kv_head_count),)
         self.core = SchedulerCore(
             SchedulerConfig(
                 engine_id=name,
                 nonce="1",
                 process=f"{name}-scheduler",
                 tenant="t",
-                rank_count=1,
+                rank_count=len(self.shards),
                 block_tokens=BLOCK_TOKENS,
                 min_load_tokens=world.random.choice((0, BLOCK_TOKENS, 2 * BLOCK_TOKENS)),
                 # A flipped byte in dram shows only to a load that verifies.
@@ -92,34 +83,25 @@ class SimEngine:
                 else world.random.choice((0, 1, 3)),
             )
         )
-        self.rank = RankCore(
-            RankConfig(
-                engine_id=name,
-                nonce="1",
-                tenant="t",
-                rank=0,
-                process=f"{name}-rank",
-                space=space,
-                shard=shard,
-                block_bytes=block_bytes,
-            )
-        )
-        self.slot_pages = slot_bytes(block_bytes) // PAGE_BYTES
-        self.pool: list[bytes | None] = [None] * blocks
+        self.ranks = [
+            SimRank(world, name, rank=rank, space=space, shard=shard, blocks=blocks)
+            for rank, shard in enumerate(self.shards)
+        ]
+        self.dead_rank: SimRank | None = None
+        """Its process was killed: the engine steps no more, and ends soon."""
+        self.blocks = blocks
         self.free = deque(range(blocks))
         self.waiting: deque[SimRequest] = deque()
         self.running: list[SimRequest] = []
-        self.memory: SimMemory | None = None
         self.scheduler_socket = 0
-        self.rank_socket = 0
-        self.copying: tuple[object, bytes | None] | None = None
-        self.ticket = 0
-        self.stalled_until_ns = 0
-        self.disturbed_ns = 0
-        """When it last lost a socket."""
+        self._disturbed_ns = 0
         self.finished_count = 0
         self.loaded_blocks = 0
-        self.restored_blocks = 0
+
+    @property
+    def disturbed_ns(self) -> int:
+        """When it last lost a socket."""
+        return max(self._disturbed_ns, *(rank.disturbed_ns for rank in self.ranks))
 
     # ── sockets ──────────────────────────────────────────────────────────────────────────────────
 
@@ -148,90 +130,22 @@ class SimEngine:
     def drop_scheduler(self, reason: str) -> None:
         self.world.hang_up(self.scheduler_socket)
         self.scheduler_socket = 0
-        self.disturbed_ns = self.world.now_ns
+        self._disturbed_ns = self.world.now_ns
         self.core.attachment.disconnected(self.world.now_ns, reason)
 
     def poll_rank(self) -> None:
-        """As the copy thread between two copies, which is the only time it looks at its socket."""
-        world, rank = self.world, self.rank
-        if self.copying is not None:
-            return
-        if self.rank_socket:
-            for message in world.take_inbox(self.rank_socket):
-                if message is None:
-                    self.drop_rank()
-                    break
-                self._rank_message(message)
-        else:
-            self.rank_socket = world.connect(rank.hello())
-        for message in rank.take_outbox():
-            if self.rank_socket:
-                world.send(self.rank_socket, message)
+        """The copying thread of some rank looks at its socket; with one rank, of that one."""
+        rank = self.random.choice(self.ranks)
+        if rank is not self.dead_rank:
+            rank.poll()
 
-    def _rank_message(self, message: Message) -> None:
-        if isinstance(message, Welcome):
-            self.rank.connected(message)
-            self.memory = self.world.memory_of(self.rank_socket)
-        else:
-            self.rank.received(message)  # type: ignore[arg-type]
-
-    def drop_rank(self) -> None:
-        self.world.hang_up(self.rank_socket)
-        self.rank_socket = 0
-        self.disturbed_ns = self.world.now_ns
-        self.rank.disconnected()
-
-    # ── the copying thread ───────────────────────────────────────────────────────────────────────
-
-    def copy_step(self, *, waited_for: bool = False) -> bool:
-        """Begin the next copy, or end the one that runs. False: nothing to do."""
-        if self.copying is not None:
-            if waited_for or self.world.now_ns >= self.stalled_until_ns:
-                self._end_copy()
-            return True
-        copy = self.rank.next_copy()
-        if copy is None:
-            return False
-        memory = self.memory
-        assert memory is not None
-        valid = memory.tier.generation(copy.slot) == copy.generation
-        if not valid:
-            self.rank.finished(copy, Void())
-            return True
-        source = (
-            memory.contents.get(copy.slot)
-            if isinstance(copy, LoadBlock)
-            else self.pool[copy.block_id]
-        )
-        self.copying = (copy, source)
-        if isinstance(copy, LoadBlock):
-            self.pool[copy.block_id] = TORN
-        else:
-            self.ticket = memory.begin_write(copy.slot, self.slot_pages)
-        return True
-
-    def _end_copy(self) -> None:
-        assert self.copying is not None
-        copy, begun_with = self.copying
-        memory = self.memory
-        assert memory is not None
-        self.copying = None
-        if isinstance(copy, LoadBlock):
-            now = memory.contents.get(copy.slot)
-            data = now if now == begun_with and now is not None else TORN
-            self.pool[copy.block_id] = data
-            if memory.tier.generation(copy.slot) != copy.generation:
-                self.rank.finished(copy, Void())
-            elif copy.checksum is not None and checksum(copy.header, data) != copy.checksum:
-                self.rank.finished(copy, Mismatch())
-            else:
-                self.rank.finished(copy, Copied())
-            return
-        now = self.pool[copy.block_id]  # type: ignore[attr-defined]
-        data = now if now == begun_with and now is not None else TORN
-        if not memory.end_write(copy.slot, data, self.ticket):  # type: ignore[attr-defined]
-            raise Violation(f"{self.name}: another wrote to a slot of its while it wrote")
-        self.rank.finished(copy, Copied(checksum(copy.header, data)))  # type: ignore[arg-type, attr-defined]
+    def copy_step(self) -> bool:
+        """Each rank's copying thread goes on, or does not. False: no rank had anything to do."""
+        busy = False
+        for rank in self.ranks:
+            if rank is not self.dead_rank and (len(self.ranks) == 1 or self.random.random() < 0.7):
+                busy = rank.copy_step() or busy
+        return busy
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────
 
@@ -373,37 +287,51 @@ class SimEngine:
         return True
 
     def _execute(self, plan: StepPlan, scheduled: Sequence[tuple[SimRequest, int]]) -> None:
-        while self.rank.fence(plan.fence_blocks):
-            if not self.copy_step(waited_for=True):
-                raise Violation(f"{self.name}: the fence waits for nothing")
+        for rank in self.ranks:
+            while rank.core.fence(plan.fence_blocks):
+                if not rank.copy_step(waited_for=True):
+                    raise Violation(f"{rank.name}: the fence waits for nothing")
         for request, count in scheduled:
             self._forward(request, count)
-        self.rank.submit(plan)
-        # The copying thread may have run before the engine looks for what has ended.
+        for rank in self.ranks:
+            rank.core.submit(plan)
+        # The copying threads may have run before the engine looks for what has ended.
         for _ in range(self.random.randrange(4)):
             self.copy_step()
-        report = self.rank.take_report()
         by_name = {request.name: request for request in self.waiting}
-        self.core.reported(report, self.world.now_ns)
-        for result in report.loads:
-            loading = by_name.get(result.request)
-            if loading is None or not loading.loading or loading.load_done:
-                raise Violation(f"{self.name}: a load of {result.request} ended twice or unasked")
-            self._load_ended(loading, result.failed_block_ids, result.loaded_blocks)
+        for rank in self.ranks:
+            report = rank.core.take_report()
+            self.core.reported(report, self.world.now_ns)
+            for result in report.loads:
+                loading = by_name.get(result.request)
+                if loading is None or not loading.loading or loading.load_done:
+                    raise Violation(f"{rank.name}: a load of {result.request} ended unasked")
+                self._load_ended(loading, result.loaded_blocks, len(result.failed_block_ids))
 
-    def _load_ended(self, request: SimRequest, failed: tuple[int, ...], loaded_blocks: int) -> None:
+    def _load_ended(self, request: SimRequest, loaded: int, failed: int) -> None:
+        """One rank's part ended; with the last one the request goes on, where all ranks can."""
+        if not request.loads_ended:
+            request.good_blocks = loaded + failed
+        request.loads_ended += 1
+        request.good_blocks = min(request.good_blocks, loaded)
+        if failed:
+            if self.world.is_calm(self, since_ns=request.waiting_since_ns):
+                raise Violation(f"{self.name}: {request.name} lost what its lease promised")
+            request.load_failed = True
+        if request.loads_ended < len(self.ranks):
+            return
+        request.loads_ended = 0
+        failed_at_all, request.load_failed = request.load_failed, False
         if request.aborted:
             self._free(request)
             self.waiting.remove(request)
             return
-        good = request.table.index(failed[0]) if failed else loaded_blocks
+        good = request.good_blocks
         for i in range(good):
             self._check_block(request, i, "loaded")
         self.loaded_blocks += good
         request.load_done = True
-        if failed:
-            if self.world.is_calm(self, since_ns=request.waiting_since_ns):
-                raise Violation(f"{self.name}: {request.name} lost what its lease promised")
+        if failed_at_all:
             request.waiting_since_ns = self.world.now_ns
             request.computed = good * BLOCK_TOKENS
             if not good:
@@ -418,8 +346,9 @@ class SimEngine:
         known = len(request.keys)
         for i in range(done, -(-request.computed // BLOCK_TOKENS)):
             full = i < known and (i + 1) * BLOCK_TOKENS <= request.computed
-            word = content(self.space.model, request.keys[i]) if full else b"partial" + bytes([i])
-            self.pool[request.table[i]] = word
+            for rank in self.ranks:
+                word = rank.expected(request.keys[i]) if full else b"partial" + bytes([i])
+                rank.pool[request.table[i]] = word
         if request.computed == request.tokens:
             if request.tokens == request.tokens_end:
                 self.running.remove(request)
@@ -430,17 +359,15 @@ class SimEngine:
                 request.tokens += 1
 
     def _check_block(self, request: SimRequest, index: int, when: str) -> None:
-        expected = content(self.space.model, request.all_keys[index])
-        found = self.pool[request.table[index]]
-        if found != expected:
-            raise Violation(
-                f"{self.name}: {request.name} block {index} (engine block "
-                f"{request.table[index]}) {when}: {found!r:.60} instead of {expected!r:.60}"
-            )
+        for rank in self.ranks:
+            what = f"{request.name} block {index} {when}"
+            rank.check_block(request.table[index], request.all_keys[index], what)
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.running or self.rank.has_work or self.copying)
+        if self.dead_rank is not None:
+            return False
+        return not (self.waiting or self.running) and all(rank.idle for rank in self.ranks)
 
 
 def _blocks(tokens: int) -> int:

@@ -9,11 +9,15 @@ import hashlib
 import random
 from collections import Counter, deque
 
+import msgspec
+
 from kvstore.tiers.memory import MemoryTier
+from kvstore.types import Shard
 from kvstore.wire.space import Space
 
 FAULTS = (
     "engine killed",
+    "rank killed",
     "scheduler hangs up",
     "rank hangs up",
     "node killed",
@@ -28,6 +32,16 @@ FAULTS = (
 )
 HARMLESS = ("abort", "preempt", "copy stalls", "slow")
 """Faults that make no load fail."""
+LAYOUTS: tuple[tuple[Shard, ...], ...] = (
+    (Shard(0, 2, 0, 2),),
+    (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)),
+    (Shard(0, 1, 0, 2), Shard(1, 2, 0, 2)),
+    (Shard(0, 2, 0, 2), Shard(0, 2, 0, 2)),
+    (Shard(0, 2, 0, 1), Shard(0, 2, 0, 1), Shard(0, 2, 1, 2), Shard(0, 2, 1, 2)),
+    (Shard(0, 1, 0, 2), Shard(0, 1, 0, 2), Shard(1, 2, 0, 2), Shard(1, 2, 0, 2)),
+)
+"""Shards by rank, of `sim_space`'s 2 layers and 2 heads: one rank; heads; stages; replicas of all
+(MLA); replicas of each head; stages of replicas."""
 TORN = b"torn"
 
 
@@ -58,13 +72,31 @@ class SimMemory:
 class SimSocket:
     """One connection; both directions keep their order."""
 
-    def __init__(self, owner: str, is_rank: bool, memory: SimMemory) -> None:
+    def __init__(self, owner: str, rank: int | None, memory: SimMemory) -> None:
         self.owner = owner
-        self.is_rank = is_rank
+        self.rank = rank
+        """None: the scheduler's."""
         self.memory = memory
         self.to_node: deque[bytes] = deque()
         self.to_engine: deque[bytes | None] = deque()
         self.node_sees_end = False
+
+    def cut(self, kept: int) -> None:
+        """The process is gone; so many datagrams of its last ones were sent."""
+        while len(self.to_node) > kept:
+            self.to_node.pop()
+        self.node_sees_end = True
+
+
+class WorldResult(msgspec.Struct, frozen=True):
+    """What one seed did."""
+
+    seed: int
+    events: int
+    finished: int
+    loaded_blocks: int
+    trace: str
+    faults: dict[str, int]
 
 
 def sim_space(model: str) -> Space:

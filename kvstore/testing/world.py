@@ -3,10 +3,10 @@
     python -m kvstore.testing.world --seed 1 --seeds 200 --steps 600
 
 Real: `engine.Engine`, `client.core`. Simulated: clock, sockets, shared memory, the engine's own
-scheduler (`sim_engine`). Faults, each by the seed: engines, schedulers and ranks that vanish or
-hang up, a node that stops, dies and restarts, slow delivery, stalled copies, aborts, preemptions,
-flipped bytes. After the faults everything heals and must converge. Exit status 1 and a story when a
-promise breaks.
+scheduler (`sim_engine`). Engines have one rank or several: shards of heads, of layers, replicas.
+Faults, each by the seed: engines, schedulers and ranks that vanish or hang up, a node that stops,
+dies and restarts, slow delivery, stalled copies, aborts, preemptions, flipped bytes. After the
+faults everything heals and must converge. Exit status 1 and a story when a promise breaks.
 
 Checked all the time: every block that an engine reads holds the bytes of its key (P1); every load
 ends exactly once, and well when nothing was disturbed (a lease holds); nothing is stored that still
@@ -21,10 +21,8 @@ import hashlib
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import msgspec
 
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import (
@@ -40,15 +38,18 @@ from kvstore.engine.events import (
     Send,
     Tick,
 )
-from kvstore.testing.sim_engine import SimEngine, Violation, new_random_request
+from kvstore.testing.sim_engine import SimEngine, new_random_request
 from kvstore.testing.sim_parts import (
     FAULTS,
     HARMLESS,
+    LAYOUTS,
     SimMemory,
     SimSocket,
+    WorldResult,
     key_chains,
     sim_space,
 )
+from kvstore.testing.sim_rank import SimRank, Violation
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
@@ -61,17 +62,6 @@ from kvstore.wire.messages import (
 )
 
 STORY_LINES = 60
-
-
-class WorldResult(msgspec.Struct, frozen=True):
-    """What one seed did."""
-
-    seed: int
-    events: int
-    finished: int
-    loaded_blocks: int
-    trace: str
-    faults: dict[str, int]
 
 
 class World:
@@ -164,9 +154,9 @@ class World:
         self.heartbeat_ns = self.now_ns
         events: list[object] = [Tick()]
         waiting = [(c, s) for c, s in self.sockets.items() if s.to_node or s.node_sees_end]
-        waiting.sort(key=lambda item: not item[1].is_rank)
+        waiting.sort(key=lambda item: item[1].rank is None)
         for connection, socket in waiting:
-            budget = len(socket.to_node) if socket.is_rank else self.random.randint(1, 4)
+            budget = len(socket.to_node) if socket.rank is not None else self.random.randint(1, 4)
             while socket.to_node and budget:
                 budget -= 1
                 message = decode_from_engine(socket.to_node.popleft())
@@ -184,7 +174,8 @@ class World:
             return 0
         connection = self._next_connection
         self._next_connection += 1
-        socket = SimSocket(hello.engine_id, isinstance(hello, HelloRank), self.memory)
+        rank = hello.rank if isinstance(hello, HelloRank) else None
+        socket = SimSocket(hello.engine_id, rank, self.memory)
         socket.to_node.append(encode(hello))
         self.sockets[connection] = socket
         return connection
@@ -223,34 +214,46 @@ class World:
         self._next_engine += 1
         space = self.random.choice(self.spaces)
         blocks = self.random.choice((10, 16, 40))
-        self.engines.append(SimEngine(self, name, space=space, blocks=blocks))
+        shards = LAYOUTS[0] if self.random.random() < 0.4 else self.random.choice(LAYOUTS)
+        self.note(f"{name} starts with {len(shards)} ranks")
+        self.engines.append(SimEngine(self, name, space=space, blocks=blocks, shards=shards))
 
     def add_request(self) -> None:
         engine = self.random.choice(self.engines)
-        request = new_random_request(self.random, self.chains, self._next_request, len(engine.pool))
+        request = new_random_request(self.random, self.chains, self._next_request, engine.blocks)
         self._next_request += 1
         self.note(f"{engine.name} gets {request.name}: {request.tokens} tokens")
         engine.add(request)
 
     def kill_engine(self, engine: SimEngine) -> None:
         """kill -9: sockets end and pidfds fire, in any order; nothing is said any more."""
-        engine.copying = None
-        events: list[object] = []
         # Earlier sockets of its processes count too: their pidfds fire like the present ones'.
-        for connection, socket in self.sockets.items():
-            if socket.owner != engine.name:
+        self._kill(c for c, socket in self.sockets.items() if socket.owner == engine.name)
+        self._finished += engine.finished_count
+        self._loaded += engine.loaded_blocks
+        self.engines.remove(engine)
+
+    def kill_rank(self, engine: SimEngine, rank: SimRank) -> None:
+        """kill -9 of one process: the others copy on and talk until the engine notices and ends."""
+        rank.copying = None
+        engine.dead_rank = rank
+        self._kill(
+            c
+            for c, socket in self.sockets.items()
+            if (socket.owner, socket.rank) == (engine.name, engine.ranks.index(rank))
+        )
+
+    def _kill(self, connections: Iterable[int]) -> None:
+        events: list[object] = []
+        for connection in list(connections):
+            if connection in self._late_exits:
                 continue
-            queued = list(socket.to_node)
-            kept = self.random.randint(0, len(queued))
-            socket.to_node = deque(queued[:kept])
-            socket.node_sees_end = True
+            socket = self.sockets[connection]
+            socket.cut(self.random.randint(0, len(socket.to_node)))
             if self.random.random() < 0.5:
                 events.append(Exited(ConnectionId(connection)))
             else:
                 self._late_exits.append(connection)
-        self._finished += engine.finished_count
-        self._loaded += engine.loaded_blocks
-        self.engines.remove(engine)
         if self.node_up:
             self._feed(events)
 
@@ -261,8 +264,13 @@ class World:
     def fault(self, name: str) -> None:
         """Do it to somebody."""
         # It hurts most in the middle of a copy.
-        copying = [e for e in self.engines if e.copying] if self.random.random() < 0.5 else []
-        engine = self.random.choice(copying or self.engines)
+        copying = [r for e in self.engines for r in e.ranks if r.copying]
+        if copying and self.random.random() < 0.5:
+            rank = self.random.choice(copying)
+            engine = next(e for e in self.engines if rank in e.ranks)
+        else:
+            engine = self.random.choice(self.engines)
+            rank = self.random.choice(engine.ranks)
         self.faults[name] += 1
         if name not in HARMLESS:
             self.disturbed_ns = self.now_ns
@@ -271,13 +279,16 @@ class World:
             case "engine killed":
                 self.kill_engine(engine)
                 self.start_engine()
+            case "rank killed":
+                if engine.dead_rank is None:
+                    self.kill_rank(engine, rank)
             case "scheduler hangs up":
                 if engine.scheduler_socket:
                     engine.drop_scheduler("fault")
             case "rank hangs up":
-                if engine.rank_socket:
-                    engine.drop_rank()
-                    self._stall(engine)
+                if rank.socket and rank is not engine.dead_rank:
+                    rank.drop()
+                    self._stall(rank)
             case "node killed":
                 self.kill_node()
             case "node stopped":
@@ -293,7 +304,7 @@ class World:
                 if engine.running:
                     engine.preempt(self.random.choice(engine.running))
             case "copy stalls":
-                self._stall(engine)
+                self._stall(rank)
             case "byte flipped":
                 self._flip()
             case "clear":
@@ -305,9 +316,9 @@ class World:
             case _:
                 pass
 
-    def _stall(self, engine: SimEngine) -> None:
+    def _stall(self, rank: SimRank) -> None:
         """A copy under way takes its time."""
-        engine.stalled_until_ns = self.now_ns + self.random.randint(10, 1500) * NS_PER_MS
+        rank.stalled_until_ns = self.now_ns + self.random.randint(10, 1500) * NS_PER_MS
 
     def is_calm(self, engine: SimEngine, *, since_ns: int) -> bool:
         """Nothing happened since then that could end a lease before its time."""
@@ -332,7 +343,7 @@ class World:
         self.sockets = {
             c: s
             for c, s in self.sockets.items()
-            if any(c in (e.scheduler_socket, e.rank_socket) for e in self.engines)
+            if any(c in (e.scheduler_socket, *(r.socket for r in e.ranks)) for e in self.engines)
         }
         for socket in self.sockets.values():
             socket.to_node.clear()
@@ -344,8 +355,9 @@ class World:
         for engine in self.engines:
             if engine.scheduler_socket:
                 engine.drop_scheduler("node died")
-            if engine.rank_socket:
-                engine.drop_rank()
+            for rank in engine.ranks:
+                if rank.socket and rank is not engine.dead_rank:
+                    rank.drop()
         self.sockets.clear()
         self._start_node()
 
@@ -385,14 +397,18 @@ class World:
             self.fault(self.random.choice(sorted(self.enabled)))
         elif faulty and roll < 0.16:
             self.add_request()
-        elif roll < 0.45:
+        elif engine.dead_rank is not None and roll < 0.30:
+            self.note(f"{engine.name} ends, a rank of it is dead")
+            self.kill_engine(engine)
+            self.start_engine()
+        elif roll < 0.45 and engine.dead_rank is None:
             self.note(f"{engine.name} steps")
             engine.step()
         elif roll < 0.65:
             self.note(f"{engine.name} copies")
             engine.copy_step()
         elif roll < 0.75:
-            self.note(f"{engine.name}'s rank polls")
+            self.note(f"a rank of {engine.name} polls")
             engine.poll_rank()
         elif not self.node_up and roll < 0.80:
             self.note("node restarts")
@@ -425,7 +441,8 @@ class World:
         for engine in self.engines:
             for _ in range(400):
                 engine.poll_scheduler()
-                engine.poll_rank()
+                for rank in engine.ranks:
+                    rank.poll()
                 self.now_ns += 5 * NS_PER_MS
                 self.node_step()
                 if engine.core.attachment.is_open:

@@ -6,7 +6,7 @@ Control only: the bytes of blocks never pass through a socket.
     scheduler                      node                        rank r
       │ HelloScheduler ─────────────▶│◀──────────── HelloRank │        + own pidfd (SCM_RIGHTS)
       │◀──── Welcome (gen. page) ────│── Welcome (arena, gen. page) ──▶│   or Refused, then close
-      │                              │── Quiesce(session) ────────────▶│   drain own copies …
+      │                              │── Quiesce(session, column) ────▶│   drain own copies …
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀── Seal, Drop, Distrust ───────│
@@ -15,6 +15,16 @@ Control only: the bytes of blocks never pass through a socket.
 
 Arrays travel as bytes, little-endian: keys 32 bytes each, slots u32, generations u64, checksums 16
 bytes each. With S shards per block, an array of n blocks is shaped [n][S], shard minor.
+
+Shards are distinct: ranks whose Hellos carry the same shard are replicas (KV heads of fewer number
+than ranks, MLA) and share a column. The lowest of them writes it, all of them read it. Columns are
+in the order of the writers' rank numbers; Quiesce tells each rank its own (ADR 0012).
+
+    rank    shard                column  writes          rank    0   1   2   3
+    0       layers 0-8, head 0   0       yes             shard   a   a   b   b
+    1       layers 0-8, head 0   0                       column  0   0   1   1
+    2       layers 0-8, head 1   1       yes             array   [n][2] = a₀ b₀ a₁ b₁ …
+    3       layers 0-8, head 1   1
 
 Ways to be broken: not msgpack; unknown tag; field of another type; longer than DATAGRAM_BYTES_MAX;
 a byte array that is no multiple of its element or not as long as its neighbours. All of them raise
@@ -120,7 +130,7 @@ class LeaseRelease(Message, frozen=True):
 
 
 class Seal(Message, frozen=True):
-    """Rank: these slots hold complete bytes of these keys and will not change."""
+    """Rank that writes: these slots hold complete bytes of these keys and will not change."""
 
     session: U64
     keys: KeyArray
@@ -172,6 +182,10 @@ class Quiesce(Message, frozen=True):
     session: U64
     weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """That of the scheduler's Hello: ranks need it for the space in the checksum's header."""
+    column: Small = 0
+    """Where this rank's shard stands in the [n][S] arrays of the session."""
+    writes: bool = True
+    """False: a lower rank holds the same shard and stores it; this one only loads."""
 
 
 class SessionOpen(Message, frozen=True):
@@ -179,6 +193,7 @@ class SessionOpen(Message, frozen=True):
 
     session: U64
     shard_count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    """S: distinct shards, of which there may be fewer than ranks."""
 
 
 class SessionClosed(Message, frozen=True):

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from kvstore.client.core.lookups import Stage
 from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine
-from kvstore.testing.sim_engine import SimEngine, SimRequest, Violation
-from kvstore.testing.sim_parts import FAULTS
-from kvstore.testing.world import World, WorldResult
+from kvstore.testing.sim_engine import SimEngine, SimRequest
+from kvstore.testing.sim_parts import FAULTS, LAYOUTS, WorldResult
+from kvstore.testing.sim_rank import Violation
+from kvstore.testing.world import World
+from kvstore.types import SLOT_BYTES_MIN, Shard
+from kvstore.wire.messages import NodeMessage, Quiesce
 from tests.unit.engine import broken
 
 STEPS = 600
@@ -54,6 +58,40 @@ def test_seeds_differ() -> None:
     assert len({result.trace for result in run(range(1, 6))}) == 5
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda shards: f"{len(shards)} ranks")
+def test_every_layout_stores_each_shard_once_and_hits(layout: tuple[Shard, ...]) -> None:
+    world = World(1)
+    world.enabled = set()
+    world.arena_bytes = 96 * SLOT_BYTES_MIN
+    world.ttl_ms = 10_000
+    world.restart_node()
+    engines = [
+        SimEngine(world, name, space=world.spaces[0], blocks=64, shards=layout) for name in "ab"
+    ]
+    world.engines = list(engines)
+    keys = world.chains[0][:8]
+    blocks = len(keys)
+    for engine in engines:
+        for _ in range(4000):
+            world.event(faulty=False)
+            if all(e.core.attachment.is_open for e in engines):
+                break
+        engine.add(SimRequest(engine.name, keys, tokens=blocks * 16 + 5, decode_tokens=0))
+        for _ in range(4000):
+            world.event(faulty=False)
+            if engine.finished_count and engine.idle:
+                break
+        assert engine.finished_count == 1
+        for _ in range(50):
+            world.event(faulty=False)
+    first, second = engines
+    # The first stored everything once, the second found it.
+    assert sum(rank.stored_blocks for rank in first.ranks) == blocks * len(set(layout))
+    assert (first.loaded_blocks, second.loaded_blocks) == (0, blocks)
+    (dram,) = [tier for tier in world.node.tiers() if tier.tier == "dram"]
+    assert dram.slots_sealed == blocks * len(set(layout))
+
+
 # ── broken on purpose ────────────────────────────────────────────────────────────────────────────
 
 
@@ -89,6 +127,30 @@ def freed_while_loading(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimEngine, "abort", changed)
 
 
+def replicas_write_too(patch: pytest.MonkeyPatch) -> None:
+    """Every rank stores, the replicas into the slot of the rank that writes."""
+    received = RankCore.received
+
+    def changed(self: RankCore, message: NodeMessage) -> None:
+        if isinstance(message, Quiesce):
+            message = msgspec.structs.replace(message, writes=True)
+        received(self, message)
+
+    patch.setattr(RankCore, "received", changed)
+
+
+def columns_mixed_up(patch: pytest.MonkeyPatch) -> None:
+    """Ranks read and write the column of another shard of the same size."""
+    received = RankCore.received
+
+    def changed(self: RankCore, message: NodeMessage) -> None:
+        if isinstance(message, Quiesce):
+            message = msgspec.structs.replace(message, column=0)
+        received(self, message)
+
+    patch.setattr(RankCore, "received", changed)
+
+
 Patch = Callable[[pytest.MonkeyPatch], None]
 # The other engines of `broken` need a rank that seals what it no longer has, or a second process
 # of a rank beside the first: no client here does that. The state machine notices those.
@@ -99,6 +161,8 @@ NOTICED: list[Patch] = [
     fence_ignored,
     stores_while_loading,
     freed_while_loading,
+    replicas_write_too,
+    columns_mixed_up,
 ]
 
 

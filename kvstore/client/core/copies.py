@@ -70,7 +70,7 @@ class Job:
 
     __slots__ = ("abandoned", "checksums", "generations", "index", "plan", "prefix", "slots")
 
-    def __init__(self, plan: LoadJob | StoreJob, *, rank: int, prefix: bytes) -> None:
+    def __init__(self, plan: LoadJob | StoreJob, *, column: int, prefix: bytes) -> None:
         self.plan = plan
         self.index = 0
         self.prefix = prefix
@@ -81,16 +81,16 @@ class Job:
         shards, rest = divmod(len(plan.slots), 4 * n)
         if (
             rest
-            or rank >= shards
+            or column >= shards
             or len(plan.keys) != n * KEY_BYTES
             or len(plan.generations) != n * shards * 8
             or len(checksums) not in (0, n * shards * CHECKSUM_BYTES)
         ):
             raise ProtocolError(PLAN_MALFORMED)
-        self.slots: list[int] = slots_array(plan.slots).reshape(n, shards)[:, rank].tolist()
-        words = generations_array(plan.generations).reshape(n, shards)[:, rank]
+        self.slots: list[int] = slots_array(plan.slots).reshape(n, shards)[:, column].tolist()
+        words = generations_array(plan.generations).reshape(n, shards)[:, column]
         self.generations: list[int] = words.tolist()
-        step, first = shards * CHECKSUM_BYTES, rank * CHECKSUM_BYTES
+        step, first = shards * CHECKSUM_BYTES, column * CHECKSUM_BYTES
         self.checksums = [
             checksums[at : at + CHECKSUM_BYTES] for at in range(first, len(checksums), step)
         ]
@@ -110,8 +110,8 @@ class RunningLoad(Job):
     __slots__ = ("duration_ns",)
     plan: LoadJob
 
-    def __init__(self, plan: LoadJob, *, rank: int, prefix: bytes) -> None:
-        super().__init__(plan, rank=rank, prefix=prefix)
+    def __init__(self, plan: LoadJob, *, column: int, prefix: bytes) -> None:
+        super().__init__(plan, column=column, prefix=prefix)
         self.duration_ns = 0
 
     def copy(self) -> LoadBlock:
@@ -132,8 +132,8 @@ class RunningStore(Job):
     __slots__ = ("sealed",)
     plan: StoreJob
 
-    def __init__(self, plan: StoreJob, *, rank: int, prefix: bytes) -> None:
-        super().__init__(plan, rank=rank, prefix=prefix)
+    def __init__(self, plan: StoreJob, *, column: int, prefix: bytes) -> None:
+        super().__init__(plan, column=column, prefix=prefix)
         self.sealed: dict[int, bytes] = {}
         """Checksum by index of the blocks that were copied."""
 

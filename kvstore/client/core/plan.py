@@ -1,7 +1,8 @@
 """What the scheduler side tells the ranks each step, and what they report back.
 
 Plans travel inside the engine's own step metadata, to every rank the same. Arrays are bytes as on
-the attach socket (`kvstore.wire.messages`): [n][S], shard minor, so rank r reads column r.
+the attach socket (`kvstore.wire.messages`): [n][S] over the session's distinct shards, shard minor.
+Every rank reads its column; of the ranks that share one, the lowest alone writes it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class LoadJob(msgspec.Struct, frozen=True):
 
 
 class StoreJob(msgspec.Struct, frozen=True):
-    """Copy engine blocks into granted slots after the step's forward, then seal."""
+    """Copy engine blocks into granted slots after the step's forward, then seal.
+
+    A rank that does not write its shard has nothing to copy: its job is done at once.
+    """
 
     job: int
     session: int

@@ -10,6 +10,8 @@ Rules:
 4. Quiet is said when no copy is in flight and no job is left; so is Hello.
 5. Loads need the mapping, not the node: they go on when the socket is gone, until the rank attaches
    again (the arena may be another one then).
+6. Which column of a plan is this rank's, and whether it writes, is the node's word in Quiesce and
+   holds for that session. A replica that does not write begins no store and never seals or drops.
 
 Covers: order of copies, seals, drops, reports, fences. Does not cover: one job's arrays
 (`kvstore.client.core.copies`), copying and generations
@@ -65,7 +67,6 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     nonce: str
     tenant: str
     rank: int
-    """Also the column of this rank in the [n][S] arrays of a plan."""
     process: str
     space: Space
     shard: Shard
@@ -79,6 +80,8 @@ class RankCore:
         self._config = config
         self._attached = False
         self._session = 0
+        self._column = 0
+        self._writes = False
         self._quiesce: Quiesce | None = None
         """Said by the node while a copy was in flight; answered when that ends."""
         self._prefix = b""
@@ -286,7 +289,7 @@ class RankCore:
             self._load_result(plan, loaded=0, duration_ns=0, reason=SESSION_OVER)
         else:
             try:
-                job = RunningLoad(plan, rank=self._config.rank, prefix=self._prefix)
+                job = RunningLoad(plan, column=self._column, prefix=self._prefix)
             except ProtocolError as error:
                 self._load_result(plan, loaded=0, duration_ns=0, reason=str(error))
             else:
@@ -336,7 +339,10 @@ class RankCore:
         try:
             if not (self._attached and self._serves(plan) and plan.block_ids):
                 raise ProtocolError(SESSION_OVER)
-            job = RunningStore(plan, rank=self._config.rank, prefix=self._prefix)
+            if not self._writes:
+                self._stores_done.append(plan.job)
+                return
+            job = RunningStore(plan, column=self._column, prefix=self._prefix)
         except ProtocolError:
             self._stores_done.append(plan.job)
             self._blocks_dropped += len(plan.block_ids)
@@ -424,6 +430,7 @@ class RankCore:
         assert not self._loads, "a job outlived its session"
         assert not self._stores, "a job outlived its session"
         self._session = self._quiesce.session
+        self._column, self._writes = self._quiesce.column, self._quiesce.writes
         space = fingerprint(self._config.space, weights_epoch=self._quiesce.weights_epoch)
         self._prefix = header_prefix(
             tenant=self._config.tenant,

@@ -42,6 +42,7 @@ CONFIG = RankConfig(
     block_bytes=4096,
 )
 SHARDS = 2
+COLUMN = 1
 WELCOME = Welcome(
     protocol=PROTOCOL_VERSION, incarnation=7, now_ns=1, arena_bytes=1 << 20, generation_bytes=4096
 )
@@ -85,11 +86,11 @@ def store(session: int, first: int, count: int, *, job: int = 1) -> StoreJob:
     )
 
 
-def serving(session: int = 5) -> RankCore:
+def serving(session: int = 5, *, column: int = COLUMN, writes: bool = True) -> RankCore:
     core = RankCore(CONFIG)
     core.hello()
     core.connected(WELCOME)
-    core.received(Quiesce(session))
+    core.received(Quiesce(session, column=column, writes=writes))
     assert core.take_outbox() == [Quiet(session)]
     return core
 

@@ -27,6 +27,7 @@ from kvstore.wire.messages import (
 from kvstore.wire.record import header, header_prefix
 from kvstore.wire.space import fingerprint
 from tests.unit.client.rank_kit import (
+    COLUMN,
     CONFIG,
     SPACE,
     SUM,
@@ -61,7 +62,7 @@ def test_the_weights_epoch_of_the_session_is_in_the_header() -> None:
     headers = []
     for epoch in ("", "epoch-2"):
         core = serving()
-        core.received(Quiesce(6, epoch))
+        core.received(Quiesce(6, epoch, column=COLUMN))
         core.submit(plan(load(6, 0, 1)))
         headers.append(run(core)[0].header)
     assert headers[0] != headers[1]
@@ -147,7 +148,7 @@ def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
     core.submit(plan(load(5, 0, 3), load(5, 10, 1, lease=2), store(5, 20, 2)))
     copy = core.next_copy()
     assert copy is not None
-    core.received(Quiesce(6))
+    core.received(Quiesce(6, column=COLUMN))
     assert core.take_outbox() == []
     ended = core.take_report()
     assert [r.lease for r in ended.loads] == [2]  # lease 1 still has a copy in flight
@@ -165,7 +166,7 @@ def test_a_store_in_flight_over_a_session_change_is_not_sealed() -> None:
     core.submit(plan(store(5, 0, 2)))
     copy = core.next_copy()
     assert copy is not None
-    core.received(Quiesce(6))
+    core.received(Quiesce(6, column=COLUMN))
     assert core.pending_store_blocks() == {0, 1}
     core.finished(copy, Copied(SUM))
     assert core.take_outbox() == [Quiet(6)]
@@ -246,6 +247,42 @@ def test_refused_is_kept_until_welcome() -> None:
     assert core.refused == refused
     core.connected(WELCOME)
     assert core.refused is None
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_the_column_is_the_nodes_word_whatever_the_rank_number(column: int) -> None:
+    core = serving(column=column)
+    checksums = b"".join(bytes([c]) * 16 for c in (0, 1, 2, 3))
+    core.submit(plan(load(5, 0, 2, checksums=checksums), store(5, 10, 1)))
+    copies = run(core, lambda copy: Copied(SUM))
+    assert [copy.slot for copy in copies] == [16 * (c + column) for c in (0, 2, 20)]
+    loads = [copy for copy in copies if isinstance(copy, LoadBlock)]
+    assert [copy.checksum for copy in loads] == [bytes([column]) * 16, bytes([2 + column]) * 16]
+
+
+def test_a_replica_loads_but_stores_and_seals_nothing() -> None:
+    core = serving(column=0, writes=False)
+    core.submit(plan(store(5, 0, 3), load(5, 10, 2)))
+    assert core.pending_store_blocks() == frozenset()
+    assert not core.fence((0, 1, 2))
+    assert [type(copy) for copy in run(core)] == [LoadBlock, LoadBlock]
+    report = core.take_report()
+    assert (report.store_jobs_done, report.blocks_sealed, report.blocks_dropped) == ((1,), 0, 0)
+    assert report.loads[0].failed_block_ids == ()
+    assert core.take_outbox() == []
+
+
+def test_column_and_role_are_those_of_the_session_not_of_the_one_asked_for() -> None:
+    core = serving(column=1)
+    core.submit(plan(store(5, 0, 1)))
+    copy = core.next_copy()
+    assert copy is not None
+    core.received(Quiesce(6, column=0, writes=False))
+    core.finished(copy, Copied(SUM))
+    core.submit(plan(load(6, 4, 1), store(6, 8, 1, job=2)))
+    assert [copy.slot for copy in run(core)] == [16 * 8]
+    assert core.take_report().store_jobs_done == (1, 2)
+    assert core.take_outbox() == [Quiet(6)]
 
 
 def test_malformed_arrays_fail_the_load_and_drop_the_store() -> None:

@@ -32,6 +32,7 @@ class RankMachine(RuleBasedStateMachine):
         self.core = RankCore(CONFIG)
         self.node_session = 0  # last session the node asked for, on this connection
         self.quiet: int | None = None
+        self.asked = self.role = (0, False)  # column and whether it writes
         self.next_session = 1
         self.next_number = 1
         self.attached = False
@@ -52,10 +53,10 @@ class RankMachine(RuleBasedStateMachine):
         assert self.core.next_copy() is None, "a job outlived its mapping"
 
     @precondition(lambda self: not self.attached and self.copy is None)
-    @rule()
-    def open_session(self) -> None:
+    @rule(column=st.integers(0, SHARDS - 1), replica=SELDOM)
+    def open_session(self, column: int, replica: bool) -> None:
         self.connect()
-        self.quiesce()
+        self.quiesce(column, replica)
 
     @precondition(lambda self: self.attached)
     @rule()
@@ -65,11 +66,12 @@ class RankMachine(RuleBasedStateMachine):
         assert self.core.take_outbox() == []
 
     @precondition(lambda self: self.attached)
-    @rule()
-    def quiesce(self) -> None:
+    @rule(column=st.integers(0, SHARDS - 1), replica=SELDOM)
+    def quiesce(self, column: int, replica: bool) -> None:
         self.node_session, self.quiet = self.next_session, None
         self.next_session += 1
-        self.core.received(Quiesce(self.node_session))
+        self.asked = (column, not replica)
+        self.core.received(Quiesce(self.node_session, column=column, writes=not replica))
 
     @rule(count=st.integers(0, 4), stale=SELDOM, checked=st.booleans())
     def submit_load(self, count: int, stale: bool, checked: bool) -> None:
@@ -86,8 +88,9 @@ class RankMachine(RuleBasedStateMachine):
         job = store(max(self._session() - stale, 0), n, count, job=n)
         self.owed_stores[n] = job
         if self.attached and self.quiet is not None and job.session == self.quiet:
-            slots = slots_array(job.slots).reshape(count, SHARDS)[:, 1].tolist()
-            self.accepted.setdefault(job.session, set()).update(slots)
+            column, writes = self.role
+            slots = slots_array(job.slots).reshape(count, SHARDS)[:, column].tolist()
+            self.accepted.setdefault(job.session, set()).update(slots if writes else ())
         self.core.submit(plan(job))
 
     def _session(self) -> int:
@@ -103,6 +106,10 @@ class RankMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.copy = self.core.next_copy()
         assert (self.copy is not None) == self.core.has_work
+        if self.copy is not None:
+            column, writes = self.role
+            assert self.copy.slot // 16 % SHARDS == column, "another rank's slot"
+            assert writes or isinstance(self.copy, LoadBlock), "a replica stores"
 
     @precondition(lambda self: self.copy is not None)
     @rule(kind=st.sampled_from(["copied", "copied", "copied", "void", "mismatch"]))
@@ -143,7 +150,7 @@ class RankMachine(RuleBasedStateMachine):
         match message:
             case Quiet(session):
                 assert session == self.node_session
-                self.quiet = session
+                self.quiet, self.role = session, self.asked
             case Seal() | Drop():
                 assert message.session == self.quiet, "a session that is over"
                 slots = slots_array(message.slots).tolist()

@@ -57,6 +57,10 @@ HALVES = (Shard(0, LAYERS, 0, 1), Shard(0, LAYERS, 1, 2))
 """Two ranks with slots of one size."""
 UNEVEN = (Shard(0, 1, 0, HEADS), Shard(1, LAYERS, 0, HEADS))
 """Two ranks, the second with slots of twice the size."""
+LATENT = (WHOLE, WHOLE)
+"""Two ranks that both hold everything, as with MLA: the first writes."""
+REPLICAS = (HALVES[0], HALVES[0], HALVES[1], HALVES[1])
+"""Four ranks, two heads: ranks 0 and 2 write."""
 
 
 def space(model: str = "m", *, layer_bytes: int = SLOT_BYTES_MIN) -> Space:
@@ -208,6 +212,10 @@ class Hellos:
         self.space = space
         self.tenant = tenant
         self.epoch = epoch
+        self.columns = list(dict.fromkeys(shards))
+        """Distinct shards, in the order of columns."""
+        self.writers = [self.shards.index(shard) for shard in self.columns]
+        """Rank that writes, by column."""
 
     def scheduler_hello(self, **changes: Any) -> HelloScheduler:
         hello = HelloScheduler(
@@ -306,14 +314,14 @@ class Peer(Hellos):
         return pairs(event.message)
 
     def unused(self, rank: int = 0) -> list[tuple[int, int]]:
-        """Credits of a rank that it has neither sealed nor dropped."""
-        mine = self.credits()[rank :: len(self.shards)]
+        """Credits of a rank that writes which it has neither sealed nor dropped."""
+        mine = self.credits()[self.writers.index(rank) :: len(self.columns)]
         return [place for place in mine if place not in self.used]
 
     def store(self, *numbers: int) -> None:
         """Seal these blocks in all shards, one datagram per block and rank."""
         for number in numbers:
-            for rank in range(len(self.ranks)):
+            for rank in self.writers:
                 self.seal(number, rank=rank)
 
     def drop(self, *places: tuple[int, int], rank: int = 0) -> None:

@@ -27,9 +27,8 @@ from hypothesis.stateful import (
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Exited
-from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, ConnectionId, Shard
+from kvstore.types import PAGES_PER_GENERATION, ConnectionId
 from kvstore.units import NS_PER_MS
-from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import (
     Distrust,
     Drop,
@@ -46,74 +45,13 @@ from kvstore.wire.messages import (
     SessionClosed,
     SessionOpen,
 )
-from kvstore.wire.space import Space
 from tests.unit.engine.broken import ENGINES, Patch
-from tests.unit.engine.harness import (
-    HALVES,
-    SMALL,
-    UNEVEN,
-    WHOLE,
-    Hellos,
-    Node,
-    arrays,
-    checksum,
-    keys,
-    pairs,
-    space,
-)
+from tests.unit.engine.harness import Node, arrays, checksum, keys, pairs
+from tests.unit.engine.machine_owner import KINDS, Content, Kind, Lease, Owner, Place
 
-Place = tuple[int, int]
-Content = tuple[str, Shard, int]
-"""Model, shard and number of a block: what the bytes of a slot are."""
-
-LARGE = space("large")
-Kind = tuple[Space, tuple[Shard, ...]]
-KINDS: tuple[Kind, ...] = ((SMALL, (WHOLE,)), (SMALL, HALVES), (LARGE, (WHOLE,)), (LARGE, UNEVEN))
 TTL_MS = 50
-
-
-class Lease:
-    """What a scheduler was promised."""
-
-    def __init__(self, places: list[Place], until_ns: int) -> None:
-        self.places = places
-        self.until_ns = until_ns
-
-
-class Owner:
-    """One engine instance, as its own processes see it. Connection 0 is none."""
-
-    def __init__(self, name: str, kind: Kind) -> None:
-        space, self.shards = kind
-        self.name = name
-        self.hellos = Hellos(name, shards=self.shards, space=space)
-        self.scheduler = 0
-        self.ranks = [0] * len(self.shards)
-        self.connections: list[set[int]] = [set() for _ in self.shards]
-        """Of the processes that live now, by rank."""
-        self.starts = [0] * len(self.shards)
-        self.session = 0
-        self.heard = 0
-        self.unused: list[list[Place]] = [[] for _ in self.shards]
-        self.old: list[tuple[int, int, Place]] = []
-        """(rank, session, place) of credits that are used or void."""
-        self.leases: dict[int, Lease] = {}
-
-    @property
-    def model(self) -> str:
-        return self.hellos.space.model
-
-    def content(self, rank: int, number: int) -> Content:
-        return self.model, self.shards[rank], number
-
-    def pages(self, rank: int, place: Place) -> set[int]:
-        """Pages of the arena that the rank writes there."""
-        size = slot_bytes(self.hellos.rank_hello(rank).block_bytes)
-        return set(range(place[0], place[0] + size // PAGE_BYTES))
-
-
 whos = st.integers(0, 5)
-ranks = st.integers(0, 1)
+ranks = st.integers(0, 3)
 numbers = st.integers(0, 19)
 picks = st.integers(0, 63)
 
@@ -157,6 +95,7 @@ class Machine(RuleBasedStateMachine):
                 match message:
                     case SessionOpen():
                         owner.session = message.session
+                        owner.check_columns(self.node)
                     case SessionClosed():
                         self.session_over(owner)
                     case Grant():
@@ -178,7 +117,7 @@ class Machine(RuleBasedStateMachine):
             for page in pages
         }
         for i, place in enumerate(places):
-            rank = i % len(owner.shards)
+            rank = owner.writers[i % len(owner.writers)]
             assert place[1] == self.generation(place), "granted with another generation"
             assert place not in self.granted_ever, "granted with a generation of before"
             self.granted_ever.add(place)
@@ -292,14 +231,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=whos, block=numbers, count=st.integers(1, 8))
     def stores(self, who: int, block: int, count: int) -> None:
-        """All ranks seal a run, in as many datagrams as credits allow."""
+        """All that write seal a run, in as many datagrams as credits allow."""
         owner = self.owner(who)
         end = block + count
         while owner.session and block < end:
-            n = min(end - block, *(len(unused) for unused in owner.unused))
+            n = min(end - block, *(len(owner.unused[rank]) for rank in owner.writers))
             if not n:
                 return
-            for rank in range(len(owner.shards)):
+            for rank in owner.writers:
                 places = owner.unused[rank][:n]
                 del owner.unused[rank][:n]
                 self.seal(owner, rank, list(range(block, block + n)), places, owner.session)
@@ -379,7 +318,8 @@ class Machine(RuleBasedStateMachine):
         places = pairs(self.node.last(owner.scheduler, LeaseReply))
         assert owner.session or not places
         for i, place in enumerate(places):
-            wanted = owner.content(i % len(owner.shards), block + i // len(owner.shards))
+            step, column = divmod(i, len(owner.writers))
+            wanted = owner.content(owner.writers[column], block + step)
             assert place[1] == self.generation(place), "leased with another generation"
             assert self.bytes.get(place) == wanted, f"leased {self.bytes.get(place)} as {wanted}"
         if places:
