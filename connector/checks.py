@@ -31,15 +31,20 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None)
             '"kv_load_failure_policy":"recompute" to --kv-transfer-config '
             f"(it is {transfer.kv_load_failure_policy})"
         )
-    if parallel.world_size != 1:
+    for flag, size in (
+        ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
+        ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size),
+    ):
+        if size != 1:
+            raise ValueError(
+                "KVStoreConnector stores whole blocks, which context parallelism spreads over "
+                f"ranks: set {flag} 1 (it is {size})"
+            )
+    if parallel.nnodes_within_dp != 1:
         raise ValueError(
-            "KVStoreConnector serves engines with one rank in this version: set "
-            "--tensor-parallel-size 1 and --pipeline-parallel-size 1"
-        )
-    if parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1:
-        raise ValueError(
-            "KVStoreConnector does not serve context parallelism: set "
-            "--decode-context-parallel-size 1 and --prefill-context-parallel-size 1"
+            "KVStoreConnector serves engines whose ranks are all on one machine: set --nnodes "
+            f"{parallel.nnodes // parallel.nnodes_within_dp} (an engine spans "
+            f"{parallel.nnodes_within_dp} machines)"
         )
     if kv_cache_config is not None:
         _check_groups(kv_cache_config)

@@ -57,6 +57,16 @@ class NotServed(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Part(msgspec.Struct, frozen=True):
+    """A rank's part of the model."""
+
+    shard: Shard
+    layer_count: int
+    """Of the whole model."""
+    head_count: int
+    """Of the whole model."""
+
+
 class RankModel(msgspec.Struct, frozen=True):
     """A rank's cache in the terms of the attach protocol."""
 
@@ -135,11 +145,11 @@ def describe(
         token_count=token_count,
         token_bytes=int(cache.shape[3]) * cache.element_size(),
     )
-    total_heads = int(vllm_config.model_config.get_total_num_kv_heads())
-    if head_count != total_heads:
-        return NotServed(f"this rank holds {head_count} of {total_heads} KV heads")
+    part = part_of(vllm_config, kv_cache_config, names, head_count=head_count)
+    if isinstance(part, NotServed):
+        return part
     layer = vllm_config.compilation_config.static_forward_context[names[0]]
-    isa = _isa(layer)
+    isa = _isa(layer, is_latent=bool(vllm_config.model_config.use_mla))
     if isa is None:
         return NotServed("the attention backend does not say how it packs its pages")
     model, cache_config = vllm_config.model_config, vllm_config.cache_config
@@ -154,14 +164,55 @@ def describe(
         isa=isa,
         block_tokens=token_count,
         hash_block_tokens=int(kv_cache_config.hash_block_size or token_count),
-        layer_count=len(names),
-        kv_head_count=total_heads,
+        layer_count=part.layer_count,
+        kv_head_count=part.head_count,
         token_bytes=geometry.token_bytes,
         hash_algorithm=str(cache_config.prefix_caching_hash_algo),
         hash_seed=_hash_seed(cache_config.prefix_caching_hash_algo),
         engine_version=_engine_version(),
     )
-    return RankModel(space=space, shard=Shard(0, len(names), 0, head_count), geometry=geometry)
+    return RankModel(space=space, shard=part.shard, geometry=geometry)
+
+
+def part_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: list[str], *, head_count: int
+) -> Part | NotServed:
+    """Which layers and KV heads of the model a rank holds.
+
+    Ranks are numbered stage by stage, and within a stage by the heads they hold; `kv_tp_replicas`
+    consecutive ones hold the same (fewer KV heads than ranks; MLA, whose latent vector counts as
+    one head). What does not add up to the model is not served.
+
+    Args:
+        vllm_config: of this rank.
+        kv_cache_config: of this rank.
+        names: its layers that own memory, in order.
+        head_count: KV heads in its cache.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    ranks, replicas = parallel.tensor_parallel_size, kv_cache_config.kv_tp_replicas
+    heads_total = 1 if model.use_mla else int(model.get_total_num_kv_heads())
+    if ranks % replicas or ranks // replicas * head_count != heads_total:
+        return NotServed(
+            f"this rank holds {head_count} of {heads_total} KV heads, which does not tell which: "
+            f"{ranks} ranks, {replicas} of them alike"
+        )
+    head_begin = parallel.rank % ranks // replicas * head_count
+    layer_begin, layers_total = 0, len(names)
+    if parallel.pipeline_parallel_size > 1:
+        layer_begin, layer_end = model.get_layers_start_end_indices(parallel)
+        layers_total = int(model.get_total_num_hidden_layers())
+        numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in names]
+        if numbers != [[number] for number in range(layer_begin, layer_end)]:
+            return NotServed(
+                "the layers of this pipeline stage do not each have a cache of their own, so their "
+                "place in the model is not known"
+            )
+    return Part(
+        shard=Shard(layer_begin, layer_begin + len(names), head_begin, head_begin + head_count),
+        layer_count=layers_total,
+        head_count=heads_total,
+    )
 
 
 def model_digest(model: ModelConfig) -> str:
@@ -208,11 +259,12 @@ def _why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: lis
     return ""
 
 
-def _isa(layer: Any) -> str | None:
+def _isa(layer: Any, *, is_latent: bool) -> str | None:
     """In which order a CPU backend packs a page, and for which processor; None if it hides it."""
     import torch
 
-    isa = getattr(layer, "isa", None)
+    # MLA backends write latent vectors row by row, unpacked; which backend is in the space too.
+    isa = "rows" if is_latent else getattr(layer, "isa", None)
     if not isinstance(isa, str) or not isa:
         return None
     return f"{isa}/{torch.backends.cpu.get_cpu_capability()}/{platform.machine()}"

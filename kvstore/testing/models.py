@@ -25,8 +25,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-Size = Literal["tiny", "medium", "bench"]
-SIZES: Final[tuple[Size, ...]] = ("tiny", "medium", "bench")
+Size = Literal["tiny", "tiny-one-head", "medium", "bench"]
+SIZES: Final[tuple[Size, ...]] = ("tiny", "tiny-one-head", "medium", "bench")
 RECIPE_FILE: Final = "recipe.json"
 """Written last into a model directory: what it was built from."""
 RECIPE_VERSION: Final = 1
@@ -69,6 +69,16 @@ SHAPES: Final[dict[Size, Shape]] = {
         intermediate=512,
         head_count=4,
         kv_head_count=2,
+        initializer_range=0.08,
+        dtype="float32",
+    ),
+    # The same with one KV head, which ranks of a tensor-parallel engine hold alike.
+    "tiny-one-head": Shape(
+        layer_count=4,
+        hidden=256,
+        intermediate=512,
+        head_count=4,
+        kv_head_count=1,
         initializer_range=0.08,
         dtype="float32",
     ),

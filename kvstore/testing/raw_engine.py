@@ -88,7 +88,10 @@ def make_keys(count: int, *, seed: str = "") -> list[bytes]:
 
 
 class RawEngine:
-    """A scheduler and `rank_count` ranks that share the heads among them."""
+    """A scheduler and `rank_count` ranks that share the heads among them.
+
+    With `replicas` > 1 so many neighbours hold the same heads; the first of them stores.
+    """
 
     def __init__(
         self,
@@ -98,10 +101,15 @@ class RawEngine:
         tenant: str = "default",
         model: str = "model",
         rank_count: int = 1,
+        replicas: int = 1,
         timeout_s: float = 10.0,
     ) -> None:
         """Connect everybody. Raises AttachError when there is no node."""
-        assert HEAD_COUNT % rank_count == 0
+        assert rank_count % replicas == 0
+        self.columns = rank_count // replicas
+        """Distinct shards; that of rank r is r // replicas."""
+        assert HEAD_COUNT % self.columns == 0
+        self.replicas = replicas
         self.timeout_s = timeout_s
         self.session = 0
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
@@ -109,8 +117,8 @@ class RawEngine:
         self._lease_ids = itertools.count(1)
         self._replies: dict[int, LeaseReply] = {}
         self._failure = ""
-        nonce, heads = secrets.token_hex(4), HEAD_COUNT // rank_count
-        self.block_bytes = BLOCK_BYTES // rank_count
+        nonce, heads = secrets.token_hex(4), HEAD_COUNT // self.columns
+        self.block_bytes = BLOCK_BYTES // self.columns
         self.scheduler = Link.connect(
             socket,
             HelloScheduler(
@@ -134,7 +142,9 @@ class RawEngine:
                     rank=rank,
                     process=f"rank{rank}-{nonce}",
                     space=make_space(model=model),
-                    shard=Shard(0, LAYER_COUNT, rank * heads, (rank + 1) * heads),
+                    shard=Shard(
+                        0, LAYER_COUNT, rank // replicas * heads, (rank // replicas + 1) * heads
+                    ),
                     block_bytes=self.block_bytes,
                 ),
             )
@@ -156,9 +166,9 @@ class RawEngine:
             batch = left[: min(len(self.credits), KEYS_PER_DATAGRAM_MAX)]
             del left[: len(batch)]
             granted, self.credits = self.credits[: len(batch)], self.credits[len(batch) :]
-            for rank, link in enumerate(self.ranks):
-                slots = np.array([slots[rank] for slots, _ in granted], "<u4")
-                generations = np.array([values[rank] for _, values in granted], "<u8")
+            for column, link in enumerate(self.ranks[:: self.replicas]):
+                slots = np.array([slots[column] for slots, _ in granted], "<u4")
+                generations = np.array([values[column] for _, values in granted], "<u8")
                 self._fill(link, batch, slots)
                 sent = link.send(
                     Seal(
@@ -183,7 +193,7 @@ class RawEngine:
         deadline_s = time.monotonic() + self.timeout_s
         while True:
             reply = self.lease(keys)
-            if len(reply.slots) == 4 * len(keys) * len(self.ranks):
+            if len(reply.slots) == 4 * len(keys) * self.columns:
                 return reply
             self.release(reply)
             if time.monotonic() > deadline_s:
@@ -201,7 +211,7 @@ class RawEngine:
         """The bytes of every leased block of a rank."""
         arena = self.ranks[rank].arena
         assert arena is not None
-        slots = slots_array(reply.slots).reshape(-1, len(self.ranks))[:, rank]
+        slots = slots_array(reply.slots).reshape(-1, self.columns)[:, rank // self.replicas]
         begins = slots.astype(np.int64) * PAGE_BYTES
         return [arena.array[at : at + self.block_bytes].tobytes() for at in begins]
 
@@ -238,6 +248,8 @@ class RawEngine:
     def _hear(self, link: Link, message: NodeMessage | Lost) -> None:
         match message:
             case Quiesce(session=session):
+                column, lowest = divmod(self.ranks.index(link), self.replicas)
+                assert (message.column, message.writes) == (column, lowest == 0), message
                 link.send(Quiet(session=session))
             case SessionOpen(session=session):
                 self.session = session
@@ -246,7 +258,7 @@ class RawEngine:
                 self.credits.clear()
                 self._failure = reason
             case Grant():
-                shape = (-1, len(self.ranks))
+                shape = (-1, self.columns)
                 slots = slots_array(message.slots).reshape(shape)
                 generations = generations_array(message.generations).reshape(shape)
                 self.credits += zip(slots, generations, strict=True)

@@ -83,6 +83,8 @@ class World:
         self._finished = 0
         self._loaded = 0
         self.sockets: dict[int, SimSocket] = {}
+        self._late_exits: list[int] = []
+        """Connections of processes that are gone and whose pidfd has not fired yet."""
         # Calm seeds load more, wild ones see more faults meet.
         share, self.fault_rate = self.random.choice(((0.2, 0.02), (0.5, 0.02), (0.5, 0.06)))
         self.enabled = {name for name in FAULTS if self.random.random() < share}
@@ -257,8 +259,6 @@ class World:
         if self.node_up:
             self._feed(events)
 
-    _late_exits: list[int]
-
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
 
     def fault(self, name: str) -> None:
@@ -371,7 +371,6 @@ class World:
 
     def run(self, steps: int) -> WorldResult:
         """Faults for `steps` events, then healing, then the end of all engines."""
-        self._late_exits = []
         try:
             for _ in range(steps):
                 self.event(faulty=True)

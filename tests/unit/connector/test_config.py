@@ -34,14 +34,16 @@ def test_a_bad_key_or_value_is_named(extra: dict[str, object], named: str) -> No
 
 
 def engine(**changes: Any) -> Any:
-    values = {"algorithm": "sha256_cbor", "policy": "recompute", "world": 1, "dcp": 1, **changes}
+    values = {"algorithm": "sha256_cbor", "policy": "recompute", **changes}
     return SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo=values["algorithm"]),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=values["policy"]),
         parallel_config=SimpleNamespace(
-            world_size=values["world"],
-            decode_context_parallel_size=values["dcp"],
-            prefill_context_parallel_size=1,
+            world_size=4,
+            decode_context_parallel_size=values.get("dcp", 1),
+            prefill_context_parallel_size=values.get("pcp", 1),
+            nnodes=values.get("nodes", 1),
+            nnodes_within_dp=values.get("nodes", 1),
         ),
     )
 
@@ -58,8 +60,9 @@ def groups(*specs: object, hash_tokens: int | None = None) -> Any:
     [
         ({"algorithm": "sha256"}, "--prefix-caching-hash-algo sha256_cbor"),
         ({"policy": "fail"}, '"kv_load_failure_policy":"recompute"'),
-        ({"world": 2}, "--tensor-parallel-size 1"),
         ({"dcp": 2}, "--decode-context-parallel-size 1"),
+        ({"pcp": 2}, "--prefill-context-parallel-size 1"),
+        ({"nodes": 2}, "--nnodes 1"),
     ],
 )
 def test_a_wrong_engine_setting_names_its_flag(changes: dict[str, object], flag: str) -> None:

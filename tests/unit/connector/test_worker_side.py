@@ -70,12 +70,13 @@ def vllm_config(path: str, **changes: Any) -> Any:
         max_model_len=changes.get("max_model_len", 4096),
         hf_config=changes.get("hf_config", HfConfig()),
         get_total_num_kv_heads=lambda: changes.get("total_heads", HEADS),
+        use_mla=False,
     )
     return SimpleNamespace(
         model_config=model,
         load_config=SimpleNamespace(load_format="dummy", download_dir=None),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"),
-        parallel_config=SimpleNamespace(rank=0),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1),
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
         instance_id="instance",
         speculative_config=changes.get("speculative"),
@@ -95,6 +96,7 @@ def kv_cache_config(layout: str = "LBHNC") -> Any:
         kv_cache_groups=[SimpleNamespace(layer_names=names)],
         kv_cache_layout=layout,
         hash_block_size=TOKENS,
+        kv_tp_replicas=1,
     )
 
 

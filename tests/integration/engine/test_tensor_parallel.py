@@ -1,0 +1,160 @@
+"""Engines of several ranks: each stores its part, replicated heads are stored once, tokens stay.
+
+One start of such an engine takes a quarter of a minute, so the tests are few and each asks much.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from kvstore.testing.engine import Engine, EngineConfig, EngineError
+from kvstore.testing.models import SHAPES, build_model
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.support import (
+    BLOCK_TOKENS,
+    PATIENT,
+    blocks_in_dram,
+    inspect,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SEED = 20261122
+PROMPT_COUNT = 60
+MAX_TOKENS = 8
+TWO_HEADS = ("--tensor-parallel-size", "2")
+TWO_STAGES = ("--pipeline-parallel-size", "2")
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeProcess]:
+    with NodeProcess.start(tmp_path, dram="512MiB") as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def prompts(encode: Encode) -> list[tuple[int, ...]]:
+    """Different from the first token on, so that a first pass is computed whole."""
+    rng = random.Random(SEED)
+    lengths = [rng.randint(1, 4) * BLOCK_TOKENS + rng.randint(1, 40) for _ in range(PROMPT_COUNT)]
+    return [text_tokens(rng, encode, length) for length in lengths]
+
+
+def config(model: Path, node: NodeProcess, *arguments: str) -> EngineConfig:
+    return EngineConfig(
+        model=model,
+        socket=node.socket,
+        max_model_len=1024,
+        connector_extra={**PATIENT, "verify_every": 1},
+        arguments=arguments,
+    )
+
+
+def full_blocks(prompts: Sequence[Sequence[int]]) -> int:
+    return sum(len(prompt) // BLOCK_TOKENS for prompt in prompts)
+
+
+def complete(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+    return [completion.tokens for completion in done]
+
+
+def cold_then_from_dram(
+    engine: Engine, node: NodeProcess, prompts: list[tuple[int, ...]], *, slots_per_block: int
+) -> list[tuple[int, ...]]:
+    """Tokens of a cold pass, after seeing that a pass from dram gives the same."""
+    held, hits = blocks_in_dram(node), engine.hits().external_hits
+    cold = complete(engine, prompts)
+    assert engine.hits().external_hits == hits, "the cold pass is computed"
+    blocks = full_blocks(prompts)
+    wait_until(
+        lambda: blocks_in_dram(node) == held + slots_per_block * blocks, "every block is stored"
+    )
+    engine.forget()
+    assert complete(engine, prompts) == cold
+    assert engine.hits().external_hits == hits + blocks * BLOCK_TOKENS
+    return cold
+
+
+def test_two_ranks_give_the_same_tokens_cold_from_dram_and_after_a_restart(
+    tiny_model: Path, node: NodeProcess, prompts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    blocks = full_blocks(prompts)
+    with Engine.start(config(tiny_model, node, *TWO_HEADS), log=tmp_path / "two.log") as engine:
+        assert len(engine.worker_pids) == 2
+        cold = cold_then_from_dram(engine, node, prompts, slots_per_block=2)
+    with Engine.start(config(tiny_model, node, *TWO_HEADS), log=tmp_path / "again.log") as engine:
+        assert complete(engine, prompts) == cold
+        assert engine.hits().external_hits == blocks * BLOCK_TOKENS
+    # One rank holds both heads of each block: another shard, so nothing is found of the others'.
+    few = prompts[:20]
+    with Engine.start(config(tiny_model, node), log=tmp_path / "one.log") as engine:
+        cold_then_from_dram(engine, node, few, slots_per_block=1)
+    assert len(inspect(node, "spaces")) == 1, "parallel sizes are no part of the space"
+
+
+def test_replicated_heads_are_stored_once_and_shared_with_an_engine_of_one_rank(
+    node: NodeProcess, prompts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    model = build_model(tmp_path / "model", size="tiny-one-head")
+    few = prompts[:20]
+    with Engine.start(config(model, node, *TWO_HEADS), log=tmp_path / "two.log") as engine:
+        assert len(engine.worker_pids) == 2
+        cold_then_from_dram(engine, node, few, slots_per_block=1)
+    block_bytes = BLOCK_TOKENS * SHAPES["tiny-one-head"].kv_bytes_per_token(4)
+    (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
+    assert dram["used_bytes"] == full_blocks(few) * block_bytes, "stored by both ranks"
+    with Engine.start(config(model, node), log=tmp_path / "one.log") as engine:
+        complete(engine, few)
+        assert engine.hits().external_hits == full_blocks(few) * BLOCK_TOKENS
+    assert blocks_in_dram(node) == full_blocks(few)
+
+
+def test_pipeline_stages_give_the_same_tokens_cold_and_from_dram(
+    tiny_model: Path, node: NodeProcess, prompts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    few = prompts[:20]
+    with Engine.start(config(tiny_model, node, *TWO_STAGES), log=tmp_path / "stages.log") as engine:
+        assert len(engine.worker_pids) == 2
+        cold_then_from_dram(engine, node, few, slots_per_block=2)
+
+
+@pytest.mark.parametrize("victim", [1])
+def test_after_one_rank_is_killed_the_node_is_at_baseline(
+    tiny_model: Path, node: NodeProcess, encode: Encode, tmp_path: Path, victim: int
+) -> None:
+    rng = random.Random(SEED + 1)
+    prompts = [text_tokens(rng, encode, 6 * BLOCK_TOKENS) for _ in range(12)]
+    with Engine.start(config(tiny_model, node, *TWO_HEADS), log=tmp_path / "engine.log") as engine:
+        complete(engine, prompts[:6])
+        engine.forget()
+
+        def busy() -> None:
+            try:
+                engine.complete_many(prompts * 6, max_tokens=40, concurrency=6)
+            except EngineError:
+                return  # it is being killed
+
+        load = Thread(target=busy)
+        load.start()
+        wait_until(lambda: engine.hits().external_hits > 0, "loads are under way")
+        os.kill(engine.worker_pids[victim], signal.SIGKILL)
+        load.join(60)
+        assert not load.is_alive()
+        assert engine.wait(60), "vLLM did not end"
+
+        def at_baseline() -> bool:
+            (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
+            gone = not inspect(node, "nodes")[0]["connections"] and not inspect(node, "leases")
+            return gone and dram["slots_granted"] == dram["slots_quarantined"] == 0
+
+        wait_until(at_baseline, "the node is back at baseline")

@@ -1,0 +1,93 @@
+"""Which part of a model a rank of tensor and pipeline parallelism holds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.connector.mapping import NotServed, Part, part_of
+from kvstore.types import Shard
+
+LAYERS = 6
+
+
+def part(
+    rank: int,
+    *,
+    heads: int,
+    tp: int = 1,
+    pp: int = 1,
+    replicas: int = 1,
+    held: int | None = None,
+    use_mla: bool = False,
+    names: list[str] | None = None,
+) -> Part | NotServed:
+    """Of a model of 6 layers and `heads` KV heads; `held` of them are in the rank's cache."""
+    begin = rank // tp * (LAYERS // pp)
+    end = begin + LAYERS // pp
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            rank=rank, tensor_parallel_size=tp, pipeline_parallel_size=pp
+        ),
+        model_config=SimpleNamespace(
+            use_mla=use_mla,
+            get_total_num_kv_heads=lambda: heads,
+            get_total_num_hidden_layers=lambda: LAYERS,
+            get_layers_start_end_indices=lambda _: (begin, end),
+        ),
+    )
+    cache: Any = SimpleNamespace(kv_tp_replicas=replicas)
+    layers = [f"model.layers.{n}.self_attn.attn" for n in range(begin, end)]
+    held = max(1, heads // tp) if held is None else held
+    return part_of(config, cache, names or layers, head_count=held)
+
+
+def shards(count: int, **of: Any) -> list[tuple[int, int, int, int]]:
+    parts = [part(rank, **of) for rank in range(count)]
+    assert all(isinstance(p, Part) for p in parts), parts
+    totals = {(p.layer_count, p.head_count) for p in parts if isinstance(p, Part)}
+    assert totals == {(LAYERS, 1 if of.get("use_mla") else of["heads"])}
+    found = [p.shard for p in parts if isinstance(p, Part)]
+    return [(s.layer_begin, s.layer_end, s.head_begin, s.head_end) for s in found]
+
+
+def test_heads_are_divided_among_ranks() -> None:
+    assert shards(1, heads=4) == [(0, 6, 0, 4)]
+    assert shards(2, heads=4, tp=2) == [(0, 6, 0, 2), (0, 6, 2, 4)]
+
+
+def test_fewer_heads_than_ranks_are_held_by_neighbours() -> None:
+    assert shards(4, heads=2, tp=4, replicas=2) == [(0, 6, 0, 1)] * 2 + [(0, 6, 1, 2)] * 2
+    assert shards(2, heads=1, tp=2, replicas=2) == [(0, 6, 0, 1)] * 2
+
+
+def test_a_latent_vector_is_one_head_on_all_ranks() -> None:
+    assert shards(2, heads=16, tp=2, replicas=2, held=1, use_mla=True) == [(0, 6, 0, 1)] * 2
+    assert shards(1, heads=16, held=1, use_mla=True) == [(0, 6, 0, 1)]
+
+
+def test_stages_are_ranges_of_layers() -> None:
+    assert shards(2, heads=2, pp=2) == [(0, 3, 0, 2), (3, 6, 0, 2)]
+    assert shards(6, heads=4, tp=2, pp=3)[2:4] == [(2, 4, 0, 2), (2, 4, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        {"heads": 4, "tp": 2, "held": 4},  # a rank that holds more than its part
+        {"heads": 1, "tp": 2, "replicas": 1},  # the engine does not say which ranks are alike
+        {"heads": 4, "tp": 4, "replicas": 3, "held": 4},
+        {"heads": 2, "pp": 2, "names": ["model.layers.0.attn", "model.layers.2.attn"]},
+        {"heads": 2, "pp": 2, "names": ["layers.0.attn.1", "layers.1.attn.1", "layers.2.attn.1"]},
+    ],
+)
+def test_what_does_not_add_up_is_not_served(of: dict[str, Any]) -> None:
+    assert isinstance(part(0, **of), NotServed)
+
+
+def test_the_shard_comes_from_the_rank_inside_the_engine_as_served() -> None:
+    found = part(3, heads=4, tp=2, pp=2)
+    assert isinstance(found, Part)
+    assert found.shard == Shard(3, 6, 2, 4)

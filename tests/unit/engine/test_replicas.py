@@ -1,0 +1,155 @@
+"""Ranks that hold the same shard: one writes, all read, all belong to the session (ADR 0012)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvstore.engine.events import Exited
+from kvstore.types import ConnectionId, Shard
+from kvstore.wire.messages import Grant, Quiesce, Quiet, Seal, SessionClosed, SessionOpen
+from tests.unit.engine.harness import (
+    HALVES,
+    HEADS,
+    LATENT,
+    LAYERS,
+    REPLICAS,
+    WHOLE,
+    Hellos,
+    Node,
+    Peer,
+    arrays,
+    checksum,
+    keys,
+    pairs,
+)
+
+
+def told(node: Node, connection: int) -> tuple[int, bool]:
+    """Column, and whether it writes."""
+    message = node.last(connection, Quiesce)
+    return message.column, message.writes
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_columns_do_not_depend_on_the_order_of_attaching(order: tuple[int, ...]) -> None:
+    node, shape = Node(), Hellos(shards=REPLICAS)
+    scheduler = node.connect(shape.scheduler_hello())
+    ranks = {rank: node.connect(shape.rank_hello(rank)) for rank in order}
+    assert [told(node, ranks[rank]) for rank in range(4)] == [
+        (0, True),
+        (0, False),
+        (1, True),
+        (1, False),
+    ]
+    for rank in reversed(order):
+        assert node.count(scheduler, SessionOpen) == 0
+        node.hear(ranks[rank], Quiet(node.last(ranks[rank], Quiesce).session))
+    assert node.last(scheduler, SessionOpen).shard_count == 2
+
+
+def test_ranks_interleaved_between_shards_keep_the_order_of_their_writers() -> None:
+    peer = Peer(Node(), shards=(HALVES[1], HALVES[0], HALVES[0], HALVES[1]))
+    assert [told(peer.node, rank) for rank in peer.ranks] == [
+        (0, True),
+        (1, True),
+        (1, False),
+        (0, False),
+    ]
+    peer.store(1)
+    assert len(peer.lease(1, 1).slots) == 2 * 4
+
+
+@pytest.mark.parametrize(("shards", "slots"), [(LATENT, 1), (REPLICAS, 2)])
+def test_bytes_are_stored_once_whatever_the_number_of_replicas(
+    shards: tuple[Shard, ...], slots: int
+) -> None:
+    node = Node()
+    peer = Peer(node, shards=shards)
+    peer.store(1, 2, 3)
+    assert node.engine.tiers()[0].slots_sealed == 3 * slots
+    reply = peer.lease(1, 1, 2, 3)
+    assert len(pairs(reply)) == 3 * slots
+    assert peer.hint(1, 2, 3, 4) == [True, True, True, False]
+    credits = node.last(peer.scheduler, Grant)
+    assert len(pairs(credits)) % slots == 0
+    assert node.granted() == len(peer.unused(0)) * slots
+
+
+def test_an_engine_of_one_rank_and_one_of_replicas_share_what_is_equal() -> None:
+    node = Node()
+    single, latent = Peer(node, "single"), Peer(node, "latent", shards=LATENT)
+    single.store(1)
+    assert pairs(latent.lease(1, 1)) == pairs(single.lease(1, 1))
+    heads = Peer(node, "heads", shards=REPLICAS)
+    assert heads.lease(1, 1).slots == b"", "other shards never mix"
+    Peer(node, "halves", shards=HALVES).store(2)
+    assert len(pairs(heads.lease(2, 2))) == 2
+
+
+def test_a_replica_that_seals_is_hung_up_and_changes_nothing() -> None:
+    node = Node()
+    peer = Peer(node, shards=LATENT)
+    place = peer.unused()[0]
+    slots, generations = arrays([place])
+    node.hear(peer.ranks[1], Seal(peer.session, keys(1), slots, generations, checksum(1)))
+    assert "does not write" in node.hangups[peer.ranks[1]]
+    assert node.blocks() == {}
+    assert node.count(peer.scheduler, SessionClosed) == 1
+    assert node.quarantined() == 0, "it was lent nothing"
+
+
+@pytest.mark.parametrize("exited", [False, True])
+def test_a_replica_that_leaves_ends_the_session_but_not_the_writers_slots(exited: bool) -> None:
+    node = Node()
+    peer = Peer(node, shards=LATENT)
+    granted = node.granted()
+    assert granted > 0
+    peer.lease(1)
+    if exited:
+        node.step(Exited(ConnectionId(peer.ranks[1])))
+    else:
+        node.end(peer.ranks[1])
+    assert node.count(peer.scheduler, SessionClosed) == 1
+    assert (node.granted(), node.quarantined()) == (granted, 0), "the writer may be copying"
+    peer.ranks[1] = node.connect(peer.rank_hello(1, process="another"))
+    node.hear(peer.ranks[1], Quiet(node.last(peer.ranks[1], Quiesce).session))
+    assert node.count(peer.scheduler, SessionOpen) == 1, "the writer is not quiet yet"
+    peer.be_quiet()
+    assert node.count(peer.scheduler, SessionOpen) == 2
+    peer.store(5)
+    assert len(pairs(peer.lease(2, 5))) == 1
+
+
+def test_a_writer_that_dies_is_waited_for_no_replica_takes_over() -> None:
+    node = Node()
+    peer = Peer(node, shards=LATENT)
+    asked = node.count(peer.ranks[1], Quiesce)
+    node.step(Exited(ConnectionId(peer.ranks[0])))
+    assert (node.granted(), node.quarantined()) == (0, 0)
+    node.tick(60_000)
+    assert node.count(peer.ranks[1], Quiesce) == asked, "a session needs all ranks"
+    assert node.count(peer.scheduler, SessionOpen) == 1
+    peer.ranks[0] = node.connect(peer.rank_hello(0, process="another"))
+    peer.be_quiet()
+    assert [told(node, rank) for rank in peer.ranks] == [(0, True), (0, False)]
+    peer.store(1)
+    assert peer.hint(1) == [True]
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [
+        (WHOLE, HALVES[0]),
+        (HALVES[0], HALVES[0]),
+        (HALVES[0], HALVES[1], WHOLE),
+        (Shard(0, LAYERS, 0, HEADS), Shard(0, LAYERS - 1, 0, HEADS)),
+    ],
+)
+def test_shards_that_overlap_and_are_not_the_same_are_refused(shards: tuple[Shard, ...]) -> None:
+    node, shape = Node(), Hellos(shards=shards)
+    scheduler = node.connect(shape.scheduler_hello())
+    for rank in range(len(shards)):
+        node.connect(shape.rank_hello(rank))
+    assert "exactly once" in node.hangups[scheduler]
