@@ -179,9 +179,9 @@ def part_of(
 ) -> Part | NotServed:
     """Which layers and KV heads of the model a rank holds.
 
-    Ranks are numbered stage by stage, and within a stage by the heads they hold; `kv_tp_replicas`
-    consecutive ones hold the same (fewer KV heads than ranks; MLA, whose latent vector counts as
-    one head). What does not add up to the model is not served.
+    Ranks are numbered stage by stage, and within a stage by the heads they hold. With fewer KV
+    heads than ranks, consecutive ones hold the same head; so they do with MLA, whose latent vector
+    counts as one head. What does not add up to the model is not served.
 
     Args:
         vllm_config: of this rank.
@@ -190,12 +190,15 @@ def part_of(
         head_count: KV heads in its cache.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    ranks, replicas = parallel.tensor_parallel_size, kv_cache_config.kv_tp_replicas
+    ranks = parallel.tensor_parallel_size
     heads_total = 1 if model.use_mla else int(model.get_total_num_kv_heads())
-    if ranks % replicas or ranks // replicas * head_count != heads_total:
+    replicas = max(1, ranks // heads_total)
+    # The engine itself says how many ranks are alike for MLA only; elsewhere it says 1.
+    agrees = kv_cache_config.kv_tp_replicas in (1, replicas)
+    if not agrees or ranks % replicas or ranks // replicas * head_count != heads_total:
         return NotServed(
-            f"this rank holds {head_count} of {heads_total} KV heads, which does not tell which: "
-            f"{ranks} ranks, {replicas} of them alike"
+            f"each of {ranks} ranks holds {head_count} of {heads_total} KV heads, which does not "
+            "tell which"
         )
     head_begin = parallel.rank % ranks // replicas * head_count
     layer_begin, layers_total = 0, len(names)

@@ -42,6 +42,8 @@ SERVED_NAME: Final = "model"
 WARM_UP_PROMPT: Final = tuple(range(32))
 """Shorter than a block, so nothing of it is stored. See `Engine.warm_up`."""
 
+_SHARED_NAME: Final = re.compile(r"vllm_dist_[0-9a-f]{32}")
+"""How an engine of several ranks calls itself in its log."""
 _ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
 """The last line of a traceback, alone or behind vLLM's prefix."""
 
@@ -247,7 +249,15 @@ class Engine:
                 return False
             self._process.wait()
             os.close(self._pidfd)
+            self._remove_shared_memory()
         return True
+
+    def _remove_shared_memory(self) -> None:
+        """vLLM's ranks on CPUs talk through files in /dev/shm, and leave them there."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        for name in set(_SHARED_NAME.findall(text)):
+            for path in Path("/dev/shm").glob(f"{name}-*"):
+                path.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Ask it to end, as a service manager would; kill it when it does not."""

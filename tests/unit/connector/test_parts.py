@@ -59,8 +59,8 @@ def test_heads_are_divided_among_ranks() -> None:
 
 
 def test_fewer_heads_than_ranks_are_held_by_neighbours() -> None:
-    assert shards(4, heads=2, tp=4, replicas=2) == [(0, 6, 0, 1)] * 2 + [(0, 6, 1, 2)] * 2
-    assert shards(2, heads=1, tp=2, replicas=2) == [(0, 6, 0, 1)] * 2
+    assert shards(4, heads=2, tp=4) == [(0, 6, 0, 1)] * 2 + [(0, 6, 1, 2)] * 2
+    assert shards(2, heads=1, tp=2) == [(0, 6, 0, 1)] * 2
 
 
 def test_a_latent_vector_is_one_head_on_all_ranks() -> None:
@@ -77,8 +77,9 @@ def test_stages_are_ranges_of_layers() -> None:
     "of",
     [
         {"heads": 4, "tp": 2, "held": 4},  # a rank that holds more than its part
-        {"heads": 1, "tp": 2, "replicas": 1},  # the engine does not say which ranks are alike
-        {"heads": 4, "tp": 4, "replicas": 3, "held": 4},
+        {"heads": 4, "tp": 2, "replicas": 2},  # the engine says that they are alike
+        {"heads": 2, "tp": 3},
+        {"heads": 4, "tp": 2, "use_mla": True, "held": 2},
         {"heads": 2, "pp": 2, "names": ["model.layers.0.attn", "model.layers.2.attn"]},
         {"heads": 2, "pp": 2, "names": ["layers.0.attn.1", "layers.1.attn.1", "layers.2.attn.1"]},
     ],
