@@ -237,7 +237,8 @@ class Lookups:
         if entry is None or entry[0].stage is not Stage.LOADING:
             return None
         lookup = entry[0]
-        if result.failed_block_ids:
+        # What one rank cannot have, others often cannot have either: that is one failure, not many.
+        if result.failed_block_ids and not lookup.failed:
             lookup.failed = lookup.miss_reason = "load failed"
             if lookup.session == self._attachment.session:
                 self._breaker.failed(now_ns)  # not for a session that ended under its loads

@@ -307,9 +307,9 @@ class SchedulerCore:
         for result in report.loads:
             self.stats.add("load_bytes", result.bytes_moved)
             self.stats.add("load_ns", result.duration_ns)
-            if result.failed_block_ids:
-                self.stats.add("load_failures")
             entry = self._requests.get(result.request)
+            if result.failed_block_ids and not (entry and entry.lookup.failed):
+                self.stats.add("load_failures")
             if entry is not None:
                 entry.load_ns = max(entry.load_ns, result.duration_ns)
                 if result.failed_block_ids:

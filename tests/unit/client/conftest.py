@@ -29,9 +29,8 @@ class ScriptedNode:
             nonce="n",
             process="p",
             tenant="t",
-            rank_count=1,
             block_tokens=BLOCK_TOKENS,
-            **changes,  # type: ignore[arg-type]
+            **{"rank_count": 1, **changes},  # type: ignore[arg-type]
         )
         self.core = SchedulerCore(config)
         self.now_ns = 1_000_000_000

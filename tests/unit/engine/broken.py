@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -16,7 +17,9 @@ from kvstore.engine.policy.lru import Words
 from kvstore.engine.sessions import Sessions
 from kvstore.engine.slots import Pool, Slots, SlotState
 from kvstore.engine.stores import Stores
-from kvstore.wire.messages import Drop, HelloRank, Seal, slots_array
+from kvstore.engine.state import State
+from kvstore.types import Shard
+from kvstore.wire.messages import Drop, HelloRank, Message, Quiesce, Seal, slots_array
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -87,6 +90,27 @@ def any_writer_seals(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stores, "_valid", broken)
 
 
+def the_highest_rank_writes(patch: pytest.MonkeyPatch) -> None:
+    """Of ranks with the same shard the last one is told to store it."""
+
+    def broken(self: Owner) -> dict[Shard, HelloRank]:
+        return {hello.shard: hello for hello in self.rank_hellos()}
+
+    patch.setattr(Owner, "columns", broken)
+
+
+def every_replica_writes(patch: pytest.MonkeyPatch) -> None:
+    """All ranks with the same shard are told to store it."""
+    send = State.send
+
+    def broken(self: State, connection: Connection, message: Message) -> None:
+        if isinstance(message, Quiesce):
+            message = msgspec.structs.replace(message, writes=True)
+        send(self, connection, message)
+
+    patch.setattr(State, "send", broken)
+
+
 ENGINES: tuple[Patch, ...] = (
     generation_stays,
     leases_do_not_hold,
@@ -94,4 +118,6 @@ ENGINES: tuple[Patch, ...] = (
     any_process_frees,
     any_generation_is_sealed,
     any_writer_seals,
+    the_highest_rank_writes,
+    every_replica_writes,
 )

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,3 +154,19 @@ def test_a_server_that_never_listens_is_killed(
     pid = int(str(error.value).split("pid ")[1].split()[0])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_what_its_ranks_leave_in_shared_memory_is_removed_and_nothing_else(
+    engine: Engine, tmp_path: Path
+) -> None:
+    mine, other = (f"vllm_dist_{uuid.uuid4().hex}" for _ in range(2))
+    (tmp_path / "log").write_text(f"world_size=2 distributed_init_method=file:///tmp/{mine} x")
+    paths = [Path("/dev/shm") / f"{name}-tp:0-[0-1]-cpushm_0" for name in (mine, other)]
+    try:
+        for path in paths:
+            path.touch()
+        engine.kill()
+        assert [path.exists() for path in paths] == [False, True]
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)

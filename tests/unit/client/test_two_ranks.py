@@ -1,0 +1,98 @@
+"""Two ranks that hold the same shard: one column, one writer, and both are waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.client.core.plan import LoadResult, RankReport
+from kvstore.client.core.scheduler import Hit, Miss
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.test_lookups import arrive, ask, load
+from tests.unit.client.test_stores import begin, step
+
+
+@pytest.fixture
+def node() -> ScriptedNode:
+    return ScriptedNode(rank_count=2)
+
+
+def ended(node: ScriptedNode, rank: int, request: str, lease: int, loaded: int) -> None:
+    result = LoadResult(
+        request=request,
+        lease=lease,
+        loaded_blocks=loaded,
+        failed_block_ids=tuple(range(10 + loaded, 13)),
+        bytes_moved=loaded,
+        duration_ns=1,
+    )
+    node.core.reported(RankReport(rank=rank, session=1, loads=(result,)), node.now_ns)
+
+
+def under_load(node: ScriptedNode, request: str) -> int:
+    """A request whose load of 3 blocks runs; returns its lease."""
+    keys = chain(request, 3)
+    node.keys |= set(keys)
+    arrive(node, request, keys)
+    ask(node, request, keys)
+    node.exchange()
+    assert ask(node, request, keys) == Hit(3 * BLOCK_TOKENS)
+    load(node, request, keys, [10, 11, 12], 3)
+    (job,) = node.core.plan((), node.now_ns).loads
+    assert len(job.slots) == 3 * 4, "one column, whatever the number of ranks"
+    return job.lease
+
+
+def test_the_lease_is_held_until_both_have_loaded(node: ScriptedNode) -> None:
+    node.attach()
+    lease = under_load(node, "r")
+    ended(node, 1, "r", lease, 3)
+    assert node.core.leases_open == 1
+    node.exchange()
+    assert node.of(m.LeaseRelease) == []
+    ended(node, 0, "r", lease, 3)
+    assert node.core.leases_open == 0
+    node.exchange()
+    assert node.of(m.LeaseRelease) == [m.LeaseRelease(leases=[lease])]
+
+
+@pytest.mark.parametrize("loaded", [(1, 3), (3, 1), (2, 1), (0, 0)])
+def test_a_load_that_fails_on_one_rank_has_failed(
+    node: ScriptedNode, loaded: tuple[int, int]
+) -> None:
+    node.attach()
+    lease = under_load(node, "r")
+    for rank in (0, 1):
+        ended(node, rank, "r", lease, loaded[rank])
+    assert ask(node, "r", chain("r", 3)) == Miss("load failed")
+    assert node.core.stats.take()["load_failures"] == 1
+    story = node.core.finished("r")
+    assert story is not None
+    assert story.loaded_tokens == min(loaded) * BLOCK_TOKENS
+
+
+def test_a_load_that_fails_on_every_rank_counts_once_for_the_breaker(node: ScriptedNode) -> None:
+    node.attach()
+    for request in ("a", "b"):
+        lease = under_load(node, request)
+        for rank in (0, 1):
+            ended(node, rank, request, lease, 0)
+    assert node.core.is_serving, "two failures of three"
+    lease = under_load(node, "c")
+    ended(node, 0, "c", lease, 0)
+    assert not node.core.is_serving
+
+
+def test_a_stored_block_is_fenced_until_the_rank_that_does_not_write_said_so_too(
+    node: ScriptedNode,
+) -> None:
+    keys = chain("a", 2)
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    job = step(node, "r", keys, computed=2 * BLOCK_TOKENS, table=[7, 8])
+    assert job is not None
+    for rank in (1, 0):
+        assert node.core.plan((8, 9), node.now_ns).fence_blocks == (8,)
+        done = RankReport(rank=rank, session=1, store_jobs_done=(job.job,))
+        node.core.reported(done, node.now_ns)
+    assert node.core.plan((8, 9), node.now_ns).fence_blocks == ()
