@@ -16,8 +16,8 @@ from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.lru import Words
 from kvstore.engine.sessions import Sessions
 from kvstore.engine.slots import Pool, Slots, SlotState
-from kvstore.engine.stores import Stores
 from kvstore.engine.state import State
+from kvstore.engine.stores import Stores
 from kvstore.types import Shard
 from kvstore.wire.messages import Drop, HelloRank, Message, Quiesce, Seal, slots_array
 
