@@ -71,15 +71,16 @@ def test_a_load_that_fails_on_one_rank_has_failed(
     assert story.loaded_tokens == min(loaded) * BLOCK_TOKENS
 
 
-def test_a_load_that_fails_on_every_rank_counts_once_for_the_breaker(node: ScriptedNode) -> None:
+def test_a_load_that_fails_on_every_rank_counts_once_for_the_breaker() -> None:
+    node = ScriptedNode(rank_count=4)
     node.attach()
-    for request in ("a", "b"):
-        lease = under_load(node, request)
-        for rank in (0, 1):
-            ended(node, rank, request, lease, 0)
-    assert node.core.is_serving, "two failures of three"
-    lease = under_load(node, "c")
-    ended(node, 0, "c", lease, 0)
+    leases = {request: under_load(node, request) for request in "abc"}
+    for rank in range(4):
+        ended(node, rank, "a", leases["a"], 0)
+    assert node.core.is_serving, "one failure of three"
+    ended(node, 0, "b", leases["b"], 0)
+    assert node.core.is_serving
+    ended(node, 3, "c", leases["c"], 0)
     assert not node.core.is_serving
 
 
