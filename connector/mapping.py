@@ -149,7 +149,7 @@ def describe(
     if isinstance(part, NotServed):
         return part
     layer = vllm_config.compilation_config.static_forward_context[names[0]]
-    isa = _isa(layer, is_latent=bool(vllm_config.model_config.use_mla))
+    isa = _isa(layer)
     if isa is None:
         return NotServed("the attention backend does not say how it packs its pages")
     model, cache_config = vllm_config.model_config, vllm_config.cache_config
@@ -262,12 +262,15 @@ def _why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: lis
     return ""
 
 
-def _isa(layer: Any, *, is_latent: bool) -> str | None:
-    """In which order a CPU backend packs a page, and for which processor; None if it hides it."""
+def _isa(layer: Any) -> str | None:
+    """In which order a CPU backend packs a page, and for which processor; None if it hides it.
+
+    MLA layers hide it. That is as well: vllm's reference MLA for CPUs turns prefix caching off,
+    because it cannot go on from a prefix that it did not compute.
+    """
     import torch
 
-    # MLA backends write latent vectors row by row, unpacked; which backend is in the space too.
-    isa = "rows" if is_latent else getattr(layer, "isa", None)
+    isa = getattr(layer, "isa", None)
     if not isinstance(isa, str) or not isa:
         return None
     return f"{isa}/{torch.backends.cpu.get_cpu_capability()}/{platform.machine()}"
