@@ -39,6 +39,9 @@ TWO_STAGES = (
 """Eager as the others, but by way of the compiler: an engine that compiles nothing skips the
 warm-up on CPUs, in which a later stage makes the tensors that it receives into."""
 
+MORE_PATIENT = {**PATIENT, "lookup_deadline_ms": 10_000}
+"""Two ranks that wait for each other spin: on two cores the node was seen to answer after 1 s."""
+
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
@@ -59,7 +62,7 @@ def config(model: Path, node: NodeProcess, *arguments: str) -> EngineConfig:
         model=model,
         socket=node.socket,
         max_model_len=1024,
-        connector_extra={**PATIENT, "verify_every": 1, "log_requests": True},
+        connector_extra={**MORE_PATIENT, "verify_every": 1, "log_requests": True},
         arguments=arguments,
     )
 
