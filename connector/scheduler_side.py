@@ -245,7 +245,11 @@ class SchedulerSide:
             computed = request.num_computed_tokens + scheduled
             if computed >= self._due_tokens[request_id] and state is not None:
                 self._store(request, computed, state)
-        plan = self._core.plan(_new_blocks(output), time.monotonic_ns())
+        plan = self._core.plan(
+            _new_blocks(output),
+            time.monotonic_ns(),
+            computed_tokens=sum(output.num_scheduled_tokens.values()),
+        )
         self._flush(time.monotonic_ns())
         return plan
 

@@ -28,6 +28,7 @@ _METRICS = {
     "misses": "Lookups that found nothing to load.",
     "misses_node_away": "Misses because the node was not attached.",
     "misses_deadline": "Misses because the node did not answer in time.",
+    "promotions_given_up": "Times blocks on their way from disk were not waited for any longer.",
     "store_blocks_submitted": "Blocks handed to the ranks for storing.",
     "store_blocks_sealed": "Blocks stored; those of several ranks count once a shard.",
     "store_blocks_dropped": "Blocks whose store was abandoned, counted likewise.",

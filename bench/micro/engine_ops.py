@@ -143,7 +143,7 @@ class Driven:
             if file_too:
                 places = np.arange(1, len(keys) // KEY_BYTES + 1, dtype="<u8").tobytes()
                 space = fingerprint(SPACE, weights_epoch="")
-                self.step(FileKnown("t", space, WHOLE, keys, places))
+                self.step(FileKnown("t", space, WHOLE, keys, places, bytes(len(keys) // 2)))
         return batches
 
 

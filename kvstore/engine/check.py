@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.engine.slots import SlotState
+from kvstore.engine.slots import FILE_WRITER, SlotState
 
 if TYPE_CHECKING:
+    from kvstore.engine.files import Files
     from kvstore.engine.state import State
 
 
-def check(state: State) -> None:
+def check(state: State, files: Files) -> None:
     """Raises AssertionError with the first contradiction found."""
     _check_slabs(state)
     _check_slots(state)
     _check_blocks(state)
-    _check_leases(state)
+    _check_leases(state, files)
+    _check_files(state, files)
     _check_owners(state)
 
 
@@ -44,8 +46,8 @@ def _check_slots(state: State) -> None:
     writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
     assert bool(((slots.writer != 0) == writable).all()), "a writer without a grant, or reverse"
     writers = set(np.unique(slots.writer[writable]).tolist())
-    assert writers <= set(state.connections), "a slot is granted to nobody"
-    for writer in writers:
+    assert writers <= {FILE_WRITER, *state.connections}, "a slot is granted to nobody"
+    for writer in writers - {FILE_WRITER}:
         states = slots.state[slots.writer == writer]
         ended = state.connections[writer].ended
         assert not ended or bool((states == SlotState.QUARANTINED).all()), "granted after the end"
@@ -58,26 +60,36 @@ def _check_blocks(state: State) -> None:
     table = residency.table
     used = table.used_rows()
     assert len(used) == len(table), "row counts differ"
-    held = (residency.word[used] >= 0) | (residency.file[used] != 0)
+    held = (residency.words(used) >= 0) | (residency.file[used] != 0)
     assert bool(held.all()), "a row whose block no tier holds"
     sealed = np.flatnonzero(slots.state == SlotState.SEALED)
     rows = residency.row_of_word[sealed].astype(np.int64)
     assert bool((rows >= 0).all()), "a sealed slot without a block"
-    assert bool((residency.word[rows] == sealed).all()), "slot and block disagree"
+    assert bool((residency.words(rows) == sealed).all()), "slot and block disagree"
     assert int((residency.row_of_word >= 0).sum()) == len(sealed), "a block in an unsealed slot"
+    assert residency.spare_rows >= 0, "a slot has no row for its next block"
+    assert residency.dram_count == len(sealed), "blocks in dram are miscounted"
     for scope in np.unique(table.scopes[used]).tolist():
         mine = used[table.scopes[used] == scope]
         found = residency.find(scope, table.keys[mine])
         assert bool((found == mine).all()), "the table does not find a row"
 
 
-def _check_leases(state: State) -> None:
+def _check_leases(state: State, files: Files) -> None:
     expected = np.zeros_like(state.slots.leases)
     sessions = {owner.open_session for owner in state.owners.values()}
     for session, _, lease in state.leases.items():
         assert session in sessions, "a lease outlived its session"
         expected[lease.words] += 1
+    np.add.at(expected, files.pinned_words(), 1)
     assert bool((expected == state.slots.leases).all()), "lease counts differ"
+
+
+def _check_files(state: State, files: Files) -> None:
+    held = np.flatnonzero(state.slots.writer == FILE_WRITER)
+    reading = files.reading_words()
+    assert len(np.unique(reading)) == len(reading), "two reads into one slot"
+    assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
 
 
 def _check_owners(state: State) -> None:

@@ -12,6 +12,11 @@ class Counters:
         "blocks_hit",
         "blocks_missed",
         "evictions",
+        "file_blocks_read",
+        "file_blocks_unread",
+        "file_blocks_written",
+        "file_reads_late",
+        "file_writes_dropped",
         "grants_refused",
         "lease_asks",
         "leases_expired",
@@ -30,6 +35,11 @@ class Counters:
         self.blocks_hit = 0
         self.blocks_missed = 0
         self.evictions = 0
+        self.file_blocks_read = 0
+        self.file_blocks_unread = 0
+        self.file_blocks_written = 0
+        self.file_reads_late = 0
+        self.file_writes_dropped = 0
         self.grants_refused = 0
         self.lease_asks = 0
         self.leases_expired = 0

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvstore.engine import check, report
 from kvstore.engine.counters import Counters
 from kvstore.engine.events import (
@@ -20,14 +18,21 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Exited,
+    FileEvent,
     FileGone,
     FileKnown,
+    FileLate,
+    FileMoved,
+    FileRead,
+    FileReclaim,
+    FileWritten,
     Hangup,
     Ready,
     Received,
     Release,
     Tick,
 )
+from kvstore.engine.files import Files
 from kvstore.engine.lookups import Lookups
 from kvstore.engine.owners import Connection
 from kvstore.engine.sessions import Sessions
@@ -46,7 +51,6 @@ from kvstore.wire.messages import (
     LeaseRenew,
     Quiet,
     Seal,
-    keys_array,
 )
 
 __all__ = ["Engine", "EngineConfig"]
@@ -64,7 +68,9 @@ class Engine:
         self._state = State(config)
         self._sessions = Sessions(self._state)
         self._stores = Stores(self._state)
-        self._lookups = Lookups(self._state)
+        self._files = Files(self._state, self._stores.admission)
+        self._stores.files = self._files
+        self._lookups = Lookups(self._state, self._files)
 
     @property
     def counters(self) -> Counters:
@@ -98,7 +104,8 @@ class Engine:
             case Ready(ready_bytes=ready_bytes):
                 state.slots.ready(ready_bytes)
                 state.credits_due = True
-            case Tick():
+            case Tick(file_used_bytes=used_bytes):
+                state.file_used_bytes = used_bytes
                 state.counters.leases_expired += state.leases.expire(state.now_ns)
                 state.slots.retry_starved()
                 state.credits_due = True
@@ -106,12 +113,26 @@ class Engine:
                 count = self._clear(space, tenant)
                 state.publish_generations()
                 state.say(Cleared(count))
+            case _:
+                self._take_file_event(event)
+
+    def _take_file_event(self, event: FileEvent) -> None:
+        files = self._files
+        match event:
             case FileKnown():
-                self._file_known(event)
+                files.known(event)
+            case FileMoved():
+                files.moved(event)
             case FileGone():
-                scope = state.residency.scope(event.tenant, SpaceId(event.space), event.shard)
-                rows = state.residency.find(scope, keys_array(event.keys))
-                state.residency.drop_file(np.unique(rows[rows >= 0]))
+                files.gone(event)
+            case FileWritten():
+                files.written(event)
+            case FileRead():
+                files.read(event)
+            case FileLate():
+                files.late(event)
+            case FileReclaim():
+                files.reclaim(event)
 
     def _received(self, id: ConnectionId, message: EngineMessage) -> None:
         connection = self._state.connections.get(id)
@@ -176,19 +197,9 @@ class Engine:
         words = residency.words(rows)
         residency.drop_file(in_file)
         self._state.empty(words[words >= 0])
+        if len(rows) < CLEAR_ROWS_MAX:
+            self._files.void(tenant, space)
         return len(rows)
-
-    def _file_known(self, event: FileKnown) -> None:
-        residency = self._state.residency
-        self._state.forget_unused_scopes()
-        scope = residency.scope(event.tenant, SpaceId(event.space), event.shard)
-        _, first = np.unique(np.frombuffer(event.keys, dtype="V32"), return_index=True)
-        keys = keys_array(event.keys)[first]
-        locations = np.frombuffer(event.locations, dtype="<u8")[first]
-        rows = residency.find(scope, keys)
-        fits = np.flatnonzero(rows < 0)[: residency.table.free_count]
-        rows[fits] = residency.insert(scope, keys[fits])
-        residency.put_file(rows[rows >= 0], locations[rows >= 0])
 
     def salvage(self) -> list[Command]:
         """After `step` raised: what it had decided until then, raised generations included.
@@ -203,7 +214,7 @@ class Engine:
 
     def check(self) -> None:
         """Raises AssertionError when the parts contradict each other."""
-        check.check(self._state)
+        check.check(self._state, self._files)
 
     def nodes(self) -> list[report.NodeReport]:
         """This node, in one row."""

@@ -38,6 +38,9 @@ class Ready(msgspec.Struct, frozen=True):
 class Tick(msgspec.Struct, frozen=True):
     """Time passed: leases may have run out."""
 
+    file_used_bytes: int = 0
+    """What the file tier takes of its capacity."""
+
 
 class Clear(msgspec.Struct, frozen=True):
     """Forget blocks: of one space, one tenant, both, or (None, None) all."""
@@ -54,18 +57,71 @@ class FileKnown(msgspec.Struct, frozen=True):
     shard: Shard
     keys: bytes
     locations: bytes
+    checksums: bytes
 
 
-class FileGone(msgspec.Struct, frozen=True):
-    """The file tier holds these keys no more."""
+class FileMoved(msgspec.Struct, frozen=True):
+    """Blocks of a reclaimed segment have other places now; the old ones are void."""
 
     tenant: str
     space: bytes
     shard: Shard
     keys: bytes
+    old_locations: bytes
+    locations: bytes
 
 
-Event = Received | Ended | Exited | Ready | Tick | Clear | FileKnown | FileGone
+class FileGone(msgspec.Struct, frozen=True):
+    """The file tier holds these keys no more: at these places or, without places, anywhere."""
+
+    tenant: str
+    space: bytes
+    shard: Shard
+    keys: bytes
+    locations: bytes = b""
+
+
+class FileWritten(msgspec.Struct, frozen=True):
+    """A WriteFile ended. `locations`: u64 per block, 0 where it was not written."""
+
+    job: int
+    locations: bytes
+
+
+class FileRead(msgspec.Struct, frozen=True):
+    """A ReadFile has truly ended: nothing writes to its slots any more. `good`: one bool per block,
+    true where its bytes are there and verified. What is false may be as good as before: the tier
+    was busy, slow or suspended; what is damaged is told by FileGone."""
+
+    job: int
+    good: bytes
+
+
+class FileLate(msgspec.Struct, frozen=True):
+    """A ReadFile is not worth waiting for any more. Its FileRead still comes."""
+
+    job: int
+
+
+class FilePart(msgspec.Struct, frozen=True):
+    """Blocks of one scope in a segment."""
+
+    tenant: str
+    space: bytes
+    shard: Shard
+    keys: bytes
+    locations: bytes
+
+
+class FileReclaim(msgspec.Struct, frozen=True):
+    """The tier needs the room of this segment: ReclaimFile answers."""
+
+    segment: int
+    parts: tuple[FilePart, ...]
+
+
+FileEvent = FileKnown | FileMoved | FileGone | FileWritten | FileRead | FileLate | FileReclaim
+Event = Received | Ended | Exited | Ready | Tick | Clear | FileEvent
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -113,4 +169,50 @@ class Cleared(msgspec.Struct, frozen=True):
     blocks: int
 
 
-Command = Send | Admit | Hangup | RaiseGenerations | Release | Cleared
+class WriteFile(msgspec.Struct, frozen=True):
+    """Append these blocks, whose slots are pinned until FileWritten. `slots` u32 [n]."""
+
+    job: int
+    tenant: str
+    space: bytes
+    shard: Shard
+    block_bytes: int
+    keys: bytes
+    slots: Any
+    checksums: bytes
+    cause: int
+
+
+class ReadFile(msgspec.Struct, frozen=True):
+    """Read these blocks into slots that are the tier's until FileRead, and verify them."""
+
+    job: int
+    tenant: str
+    space: bytes
+    shard: Shard
+    block_bytes: int
+    keys: bytes
+    locations: bytes
+    slots: Any
+    checksums: bytes
+    cause: int
+
+
+class VoidFile(msgspec.Struct, frozen=True):
+    """What was written so far for this tenant, space, both, or (None, None) all is gone."""
+
+    tenant: str | None
+    space: bytes | None
+    cause: int
+
+
+class ReclaimFile(msgspec.Struct, frozen=True):
+    """Give this segment up; the records at `keep` (u64 each) are moved first."""
+
+    segment: int
+    keep: bytes
+    cause: int
+
+
+FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
+Command = Send | Admit | Hangup | RaiseGenerations | Release | Cleared | FileCommand

@@ -5,6 +5,8 @@ Rule: only this class changes a slot's lease count, and each lease is counted ex
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvstore.engine.policy.lru import Words
 from kvstore.engine.slots import Slots
 
@@ -43,6 +45,16 @@ class Leases:
         self._by_session.setdefault(session, {})[lease] = Lease(
             words, granted_ns=now_ns, expires_ns=now_ns + self._ttl_ns
         )
+
+    def has(self, session: int, lease: int) -> bool:
+        """Whether this lease is held."""
+        return lease in self._by_session.get(session, {})
+
+    def extend(self, session: int, lease: int, words: Words) -> None:
+        """Pin more slots under a held lease; all its slots are distinct."""
+        found = self._by_session[session][lease]
+        self._slots.leases[words] += 1
+        found.words = np.concatenate([found.words, words])
 
     def renew(self, session: int, leases: list[int], now_ns: int) -> None:
         """Let these last a whole life from now; unknown ones are ignored."""

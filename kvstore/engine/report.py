@@ -125,9 +125,9 @@ def tiers(state: State) -> list[TierReport]:
         ),
         TierReport(
             tier="file",
-            capacity_bytes=0,
-            ready_bytes=0,
-            used_bytes=0,
+            capacity_bytes=state.config.file_bytes,
+            ready_bytes=state.config.file_bytes,
+            used_bytes=state.file_used_bytes,
             blocks=state.residency.count(Tier.FILE),
             slots_sealed=0,
             slots_granted=0,
@@ -142,7 +142,7 @@ def spaces(state: State) -> list[SpaceReport]:
     residency = state.residency
     used = residency.table.used_rows()
     scopes = residency.table.scopes[used]
-    words = residency.word[used]
+    words = residency.words(used)
     found: dict[tuple[str, str], list[int]] = {}
     labels: dict[tuple[str, str], str] = {}
     for owner in state.owners.values():
@@ -189,7 +189,7 @@ def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
     out = []
     for row in rows[: min(limit, ROWS_MAX)].tolist():
         tenant, its_space, shard = residency.address(int(residency.table.scopes[row]))
-        word = int(residency.word[row])
+        word = int(residency.words(np.array([row]))[0])
         held = [(word >= 0, "dram"), (int(residency.file[row]) != 0, "file")]
         out.append(
             BlockReport(

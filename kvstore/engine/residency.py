@@ -19,7 +19,6 @@ from kvstore.types import Shard, SpaceId, Tier
 
 Scope = tuple[str, SpaceId, Shard]
 
-NOT_IN_DRAM = -1
 NOT_IN_FILE = 0
 SCOPE_COUNT_MAX = 4096
 
@@ -28,12 +27,16 @@ class Residency:
     """Rows of blocks and what each tier holds of them."""
 
     def __init__(self, *, block_count_max: int, word_count: int) -> None:
+        assert block_count_max >= word_count, "a row for every slot"
         self.table = BlockTable(row_count_max=block_count_max)
-        # One more than there are rows: row -1, "no such block", reads as not in dram.
-        self.word = np.full(block_count_max + 1, NOT_IN_DRAM, dtype=np.int64)
+        # One more than there are rows: row -1, "no such block", reads as not in dram. Counted from
+        # 1, so that the memory of rows that were never used is never touched.
+        self._word = np.zeros(block_count_max + 1, dtype=np.int64)
         self.file = np.zeros(block_count_max, dtype=np.uint64)
         self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)
+        self.dram_count = 0
+        """Blocks in dram."""
         self._scopes: dict[Scope, int] = {}
         self._scope_of: dict[int, Scope] = {}
         self._next_scope = 1
@@ -74,25 +77,39 @@ class Residency:
         return self.table.find(scope, keys)
 
     def words(self, rows: Rows) -> NDArray[np.int64]:
-        """Slot words of rows, NOT_IN_DRAM where there is none (also for row -1)."""
-        return self.word[rows]
+        """Slot words of rows, -1 where there is none (also for row -1)."""
+        return self._word[rows] - 1
 
     def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
         """These rows' blocks are sealed in these slots now."""
-        assert bool((self.word[rows] == NOT_IN_DRAM).all()), "a block is put into dram twice"
+        assert not self._word[rows].any(), "a block is put into dram twice"
         assert bool((self.row_of_word[words] == -1).all()), "a slot is given two blocks"
-        self.word[rows] = words
+        # The same key computed twice may differ in its last bits: the copy on disk is another one.
+        differs = (self.file[rows] != NOT_IN_FILE) & (self.checksum[rows] != checksums).any(axis=1)
+        self.file[rows[differs]] = NOT_IN_FILE
+        self._word[rows] = words + 1
         self.row_of_word[words] = rows
         self.checksum[rows] = checksums
+        self.dram_count += len(rows)
 
     def drop_dram(self, words: NDArray[np.int64]) -> Rows:
         """These slots hold their blocks no more. Returns the rows they were."""
         rows = self.row_of_word[words].astype(np.int64)
         assert bool((rows >= 0).all()), "a slot without a block is emptied"
-        self.word[rows] = NOT_IN_DRAM
+        self._word[rows] = 0
         self.row_of_word[words] = -1
+        self.dram_count -= len(words)
         self._forget_absent(rows)
+        # Every slot keeps a row for its next block: where rows are scarce, disk gives way to dram.
+        short = len(self.row_of_word) - self.dram_count - self.table.free_count
+        if short > 0:
+            self.drop_file(rows[self.file[rows] != NOT_IN_FILE][:short])
         return rows
+
+    @property
+    def spare_rows(self) -> int:
+        """Rows that blocks on disk may still take."""
+        return self.table.free_count - (len(self.row_of_word) - self.dram_count)
 
     def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
         """The file tier holds these rows' blocks at these places, none of them 0."""
@@ -109,13 +126,13 @@ class Residency:
         return self.table.insert(scope, keys)
 
     def _forget_absent(self, rows: Rows) -> None:
-        absent = (self.word[rows] == NOT_IN_DRAM) & (self.file[rows] == NOT_IN_FILE)
+        absent = (self._word[rows] == 0) & (self.file[rows] == NOT_IN_FILE)
         self.table.delete(rows[absent])
 
     def count(self, tier: Tier) -> int:
         """Blocks that a tier holds."""
         if tier is Tier.DRAM:
-            return int((self.row_of_word >= 0).sum())
+            return self.dram_count
         if tier is Tier.FILE:
             return int((self.file != NOT_IN_FILE).sum())
         return 0

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from kvstore.engine.policy.lru import NONE, Lru, Mask, Words
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
+FILE_WRITER = -1
+"""Writer of slots that the file tier reads into; connections count from 1."""
 _HISTORY_BATCHES = 256
 
 

@@ -30,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation_bytes: int
     """Size of the generation page's memfd, for Welcome."""
     block_count_max: int
+    file_bytes: int = 0
+    """Size of the file tier; 0: there is none."""
     connection_count_max: int = 256
     lease_ttl_ms: int = 10_000
     lease_count_max: int = 4096
@@ -56,6 +58,8 @@ class State:
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
         self.now_ns = 0
+        self.file_used_bytes = 0
+        """As the tier told last."""
         self.cause = 0
         """Number of the event being taken."""
         self.commands: list[Command] = []

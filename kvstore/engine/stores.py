@@ -7,6 +7,8 @@ seal of a (space, shard, key) wins, the other slot is free again.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +17,9 @@ from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.lru import Words
 from kvstore.engine.slots import SlotState
 from kvstore.engine.state import State
+
+if TYPE_CHECKING:
+    from kvstore.engine.files import Files
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Distrust,
@@ -34,6 +39,8 @@ class Stores:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self.files: Files | None = None
+        """What is stored is written through to it; set once, by the engine."""
         config = state.config
         self._admission = Admission(
             state.slots,
@@ -43,6 +50,11 @@ class Stores:
             high_watermark=config.high_watermark,
             evict=state.evict,
         )
+
+    @property
+    def admission(self) -> Admission:
+        """What makes room, for others who need slots."""
+        return self._admission
 
     def drop(self, connection: Connection, message: Drop) -> None:
         """Granted slots that were not written: free again."""
@@ -91,20 +103,14 @@ class Stores:
         words, keys, rows = words[~duplicate], keys[~duplicate], rows[~duplicate]
         checksums = checksums[~duplicate]
         absent = np.flatnonzero(rows < 0)
-        overflow = absent[self._state.residency.table.free_count :]
-        if len(overflow):
-            # The table is full of blocks that the file tier holds: this store is dropped.
-            self._state.counters.stores_dropped += len(overflow)
-            self._ungrant(owner, words[overflow], message.session)
-            keep = np.setdiff1d(np.arange(len(words)), overflow)
-            words, keys, rows, checksums = words[keep], keys[keep], rows[keep], checksums[keep]
-            absent = np.flatnonzero(rows < 0)
         rows[absent] = self._state.residency.insert(scope, keys[absent])
         self._state.residency.put_dram(rows, words, checksums)
         self._state.slots.seal(words, self._state.cause)
         owner.granted_slots -= len(words)
         self._state.credits_due = True
         self._state.counters.stores_sealed += len(words)
+        if self.files is not None:
+            self.files.sealed(connection, scope, rows, block_bytes=hello.block_bytes)
         return ""
 
     def _ungrant(self, owner: Owner, words: Words, session: int) -> None:

@@ -21,11 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvstore.client.link import Link, Lost
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
+from kvstore.types import KEY_BYTES, PAGE_BYTES, BlockKey, Shard
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     PROTOCOL_VERSION,
@@ -33,6 +35,7 @@ from kvstore.wire.messages import (
     HelloRank,
     HelloScheduler,
     LeaseAsk,
+    LeaseMore,
     LeaseRelease,
     LeaseRenew,
     LeaseReply,
@@ -46,7 +49,8 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
-from kvstore.wire.space import Space
+from kvstore.wire.record import header, header_prefix
+from kvstore.wire.space import Space, fingerprint
 
 BLOCK_TOKENS: Final = 16
 LAYER_COUNT: Final = 4
@@ -111,13 +115,14 @@ class RawEngine:
         assert HEAD_COUNT % self.columns == 0
         self.replicas = replicas
         self.timeout_s = timeout_s
+        self._tenant, self._space = tenant, make_space(model=model)
         self.session = 0
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
         """(slots [S], generations [S]) of each free block, oldest first."""
         self._lease_ids = itertools.count(1)
         self._replies: dict[int, LeaseReply] = {}
         self._failure = ""
-        nonce, heads = secrets.token_hex(4), HEAD_COUNT // self.columns
+        nonce = secrets.token_hex(4)
         self.block_bytes = BLOCK_BYTES // self.columns
         self.scheduler = Link.connect(
             socket,
@@ -141,10 +146,8 @@ class RawEngine:
                     tenant=tenant,
                     rank=rank,
                     process=f"rank{rank}-{nonce}",
-                    space=make_space(model=model),
-                    shard=Shard(
-                        0, LAYER_COUNT, rank // replicas * heads, (rank // replicas + 1) * heads
-                    ),
+                    space=self._space,
+                    shard=self._shard(rank),
                     block_bytes=self.block_bytes,
                 ),
             )
@@ -176,16 +179,19 @@ class RawEngine:
                         keys=b"".join(batch),
                         slots=slots.tobytes(),
                         generations=generations.tobytes(),
-                        checksums=bytes(CHECKSUM_BYTES * len(batch)),
+                        checksums=b"".join(self._checksum(column, key) for key in batch),
                     )
                 )
                 assert sent, "the node does not read"
 
     def lease(self, keys: Sequence[bytes]) -> LeaseReply:
-        """Ask for a lease of these keys and wait for the reply. Raises EngineGone, TimeoutError."""
+        """Ask for a lease of these keys and wait for the reply, and for what comes from disk.
+
+        Raises EngineGone, TimeoutError.
+        """
         number = next(self._lease_ids)
         assert self.scheduler.send(LeaseAsk(lease=number, keys=b"".join(keys)))
-        self.wait(lambda: number in self._replies)
+        self.wait(lambda: number in self._replies and not self._replies[number].promoting)
         return self._replies.pop(number)
 
     def lease_stored(self, keys: Sequence[bytes]) -> LeaseReply:
@@ -264,10 +270,32 @@ class RawEngine:
                 self.credits += zip(slots, generations, strict=True)
             case LeaseReply():
                 self._replies[message.lease] = message
+            case LeaseMore() if message.lease in self._replies:
+                reply = self._replies[message.lease]
+                self._replies[message.lease] = msgspec.structs.replace(
+                    reply,
+                    slots=reply.slots + message.slots,
+                    generations=reply.generations + message.generations,
+                    promoting=message.promoting,
+                )
             case Refused(reason=reason) | Lost(reason=reason):
                 self._failure = self._failure or reason
             case _:
                 pass
+
+    def _shard(self, rank: int) -> Shard:
+        heads, column = HEAD_COUNT // self.columns, rank // self.replicas
+        return Shard(0, LAYER_COUNT, column * heads, (column + 1) * heads)
+
+    def _checksum(self, column: int, key: bytes) -> bytes:
+        prefix = header_prefix(
+            tenant=self._tenant,
+            space=fingerprint(self._space, weights_epoch=""),
+            shard=self._shard(column * self.replicas),
+            block_bytes=self.block_bytes,
+        )
+        payload = key * (self.block_bytes // KEY_BYTES)
+        return xxhash.xxh3_128_digest(header(prefix, BlockKey(key)) + payload)
 
     def _fill(self, link: Link, keys: Sequence[bytes], slots: NDArray[np.uint32]) -> None:
         assert link.arena is not None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
+from kvstore.wire.space import Space
 
 
 class Geometry(msgspec.Struct, frozen=True):
@@ -48,6 +49,12 @@ class Geometry(msgspec.Struct, frozen=True):
             shard.layer_end - shard.layer_begin == self.layer_count
             and shard.head_end - shard.head_begin == self.head_count
         )
+
+
+def shard_bytes(space: Space, shard: Shard) -> int:
+    """Payload bytes of one block of a shard."""
+    layers, heads = shard.layer_end - shard.layer_begin, shard.head_end - shard.head_begin
+    return layers * heads * space.block_tokens * space.token_bytes
 
 
 def slot_bytes(block_bytes: int) -> int:

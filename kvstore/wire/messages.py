@@ -10,7 +10,7 @@ Control only: the bytes of blocks never pass through a socket.
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀── Seal, Drop, Distrust ───────│
-      │◀──── HintReply, LeaseReply, Grant                              │
+      │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
 
 Arrays travel as bytes, little-endian: keys 32 bytes each, slots u32, generations u64, checksums 16
@@ -219,6 +219,21 @@ class LeaseReply(Message, frozen=True):
     slots: bytes
     generations: bytes
     checksums: bytes = b""
+    promoting: U64 = 0
+    """So many blocks behind these are on their way to dram: LeaseMore brings them."""
+    promoting_ms: U64 = 0
+    """Estimate of how long that takes."""
+
+
+class LeaseMore(Message, frozen=True):
+    """A lease has grown, by blocks that follow in chain order; possibly none, when none come."""
+
+    lease: U64
+    slots: bytes
+    generations: bytes
+    checksums: bytes = b""
+    promoting: U64 = 0
+    """So many more are on their way; 0: this was the last."""
 
 
 class Grant(Message, frozen=True):
@@ -242,7 +257,15 @@ EngineMessage = (
     | Distrust
 )
 NodeMessage = (
-    Welcome | Refused | Quiesce | SessionOpen | SessionClosed | HintReply | LeaseReply | Grant
+    Welcome
+    | Refused
+    | Quiesce
+    | SessionOpen
+    | SessionClosed
+    | HintReply
+    | LeaseReply
+    | LeaseMore
+    | Grant
 )
 
 _M = TypeVar("_M")
@@ -281,10 +304,10 @@ def decode_from_node(datagram: bytes | memoryview) -> NodeMessage:
     """Decode what an engine received. Raises ProtocolError for anything malformed."""
     message = _decode(_node_decoder, datagram)
     match message:
-        case LeaseReply() | Grant():
+        case LeaseReply() | LeaseMore() | Grant():
             n = _elements(message.slots, 4, "slots")
             _same(n, _elements(message.generations, 8, "generations"), "generations")
-            if isinstance(message, LeaseReply) and message.checksums:
+            if not isinstance(message, Grant) and message.checksums:
                 _same(n, _elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
         case _:
             pass

@@ -19,6 +19,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lookup_deadline_ms: int = 20
     """From the first question for a request to the answer 0."""
     heartbeat_timeout_ms: int = 250
+    promotion_deadline_ms: int = 2000
+    """Longest wait for blocks from disk; it is never longer than half of computing them."""
+    prefill_ns_per_token: int = 100_000
+    """What computing a token costs, until a step was measured."""
     min_load_tokens: int = 128
     """Cost gate: shorter hits are computed, since two engine steps and a lookup cost more."""
     store_decode: bool = True

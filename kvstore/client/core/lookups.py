@@ -1,8 +1,11 @@
 """Leases and loads of requests: what is asked, how long it is waited for, how each load ends.
 
     NONE ──ask──▶ ASKED ──reply──▶ HELD ──allocated──▶ LOADING ──every rank reported──▶ NONE
-                    │ deadline        │ not loaded, finished
-                    ▼                 ▼
+                    │   │            ▲ │ not loaded, finished
+                    │   │ more comes │ ▼
+                    │   ▼ from disk  │ NONE
+                    │  PROMOTING ────┘ all came, or it takes too long
+                    ▼ deadline
                   NONE (late reply is released)
 
 Rules. 1: a lease that was asked for is released exactly once, or dies with its session. 2: a
@@ -20,6 +23,7 @@ import msgspec
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.pace import Pace
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.types import CHECKSUM_BYTES
@@ -28,6 +32,7 @@ from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     LEASES_PER_DATAGRAM_MAX,
     LeaseAsk,
+    LeaseMore,
     LeaseRelease,
     LeaseRenew,
     LeaseReply,
@@ -64,16 +69,23 @@ class Stage(enum.Enum):
     ASKED = 1
     HELD = 2
     LOADING = 3
+    PROMOTING = 4
+
+
+WAITING_STAGES = (Stage.ASKED, Stage.PROMOTING, Stage.HELD)
+"""The node may hold leases, and no load has begun."""
 
 
 class _Part:
     """One LeaseAsk of a request; long prompts need several."""
 
-    __slots__ = ("count", "lease", "renew_at_ns", "reply", "ttl_ns")
+    __slots__ = ("count", "lease", "promoting", "renew_at_ns", "reply", "ttl_ns")
 
     def __init__(self, lease: int, count: int) -> None:
         self.lease = lease
         self.count = count
+        self.promoting = 0
+        """Blocks behind those of the reply that are on their way to dram."""
         self.reply: LeaseReply | None = None
         self.renew_at_ns = 0
         self.ttl_ns = 0
@@ -90,6 +102,7 @@ class Lookup:
         "load_reports",
         "miss_reason",
         "parts",
+        "promoted_until_ns",
         "session",
         "stage",
         "target_blocks",
@@ -104,6 +117,7 @@ class Lookup:
         self.found_blocks = 0
         self.asked_at_ns = 0
         self.parts: list[_Part] = []
+        self.promoted_until_ns = 0
         self.load_reports = 0
         self.miss_reason = ""
         self.target_blocks: tuple[int, ...] = ()
@@ -118,6 +132,7 @@ class Lookups:
         attachment: Attachment,
         breaker: Breaker,
         stats: SchedulerStats,
+        pace: Pace,
     ) -> None:
         self._config = config
         self._attachment = attachment
@@ -125,6 +140,7 @@ class Lookups:
         self._stats = stats
         self._next_lease = 1
         self._loads_planned = 0
+        self._pace = pace
         self._by_lease: dict[int, tuple[Lookup, _Part]] = {}
 
     @property
@@ -148,7 +164,7 @@ class Lookups:
         """
         if lookup.failed:
             return self._miss(lookup, lookup.failed)
-        if lookup.stage in (Stage.ASKED, Stage.HELD) and (
+        if lookup.stage in WAITING_STAGES and (
             lookup.session != self._attachment.session or first_block < lookup.first_block
         ):
             self.release(lookup)
@@ -164,6 +180,11 @@ class Lookups:
             self._breaker.failed(now_ns)
             lookup.failed = "deadline"
             return self._miss(lookup, lookup.failed)
+        if lookup.stage is Stage.PROMOTING:
+            if now_ns < lookup.promoted_until_ns:
+                return PENDING
+            self._stats.add("promotions_given_up")
+            lookup.stage = Stage.HELD
         assert lookup.stage is Stage.HELD, lookup.stage
         blocks = lookup.first_block + lookup.found_blocks - first_block
         tokens = blocks * self._config.block_tokens
@@ -182,18 +203,68 @@ class Lookups:
             return
         lookup, part = entry
         part.reply = reply
+        part.promoting = reply.promoting
         part.ttl_ns = reply.ttl_ms * NS_PER_MS
         part.renew_at_ns = now_ns + part.ttl_ns // 3
         if lookup.stage is not Stage.ASKED or any(p.reply is None for p in lookup.parts):
             return
         self._breaker.succeeded()
         lookup.stage = Stage.HELD
+        self._count_found(lookup)
+        wait_ns = self._worth_waiting_ns(lookup)
+        if wait_ns > 0:
+            lookup.stage = Stage.PROMOTING
+            lookup.promoted_until_ns = now_ns + wait_ns
+
+    def grew(self, more: LeaseMore) -> None:
+        """More blocks of a lease have come to dram, or none will."""
+        entry = self._by_lease.get(more.lease)
+        if entry is None or entry[1].reply is None:
+            return
+        lookup, part = entry
+        if lookup.stage not in (Stage.ASKED, Stage.PROMOTING):
+            return  # nobody waits for them any more; they are released with the lease
+        reply = part.reply
+        assert reply is not None
+        part.reply = msgspec.structs.replace(
+            reply,
+            slots=reply.slots + more.slots,
+            generations=reply.generations + more.generations,
+            checksums=reply.checksums + more.checksums,
+        )
+        part.promoting = more.promoting
+        if lookup.stage is Stage.PROMOTING:
+            self._count_found(lookup)
+            if not self._coming(lookup):
+                lookup.stage = Stage.HELD
+
+    def _count_found(self, lookup: Lookup) -> None:
         lookup.found_blocks = 0
-        for p in lookup.parts:
-            found = self._found(p)
+        for part in lookup.parts:
+            found = self._found(part)
             lookup.found_blocks += found
-            if found < p.count:
+            if found < part.count:
                 break
+
+    def _coming(self, lookup: Lookup) -> int:
+        """Blocks on their way that would lengthen what was found."""
+        coming = 0
+        for part in lookup.parts:
+            coming += part.promoting
+            if self._found(part) + part.promoting < part.count:
+                break
+        return coming
+
+    def _worth_waiting_ns(self, lookup: Lookup) -> int:
+        """How long to wait for what comes from disk: not at all when computing it takes less than
+        twice the estimate, and never longer than half of that."""
+        coming = self._coming(lookup)
+        if not coming:
+            return 0
+        compute_ns = coming * self._config.block_tokens * self._pace.ns_per_token
+        longest_ns = min(self._config.promotion_deadline_ms * NS_PER_MS, int(compute_ns / 2))
+        estimates = [p.reply.promoting_ms for p in lookup.parts if p.reply and p.promoting]
+        return longest_ns if max(estimates) * NS_PER_MS <= longest_ns else 0
 
     def start_load(
         self,

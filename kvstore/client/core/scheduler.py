@@ -17,13 +17,24 @@ import numpy as np
 from kvstore.client.core.attachment import Attachment, State
 from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.lookups import PENDING, Hit, Lookup, Lookups, Miss, Outcome, Stage
+from kvstore.client.core.lookups import (
+    PENDING,
+    WAITING_STAGES,
+    Hit,
+    Lookup,
+    Lookups,
+    Miss,
+    Outcome,
+    Stage,
+)
+from kvstore.client.core.pace import Pace
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.client.core.stores import HINT_KEYS_MAX, StoreProgress, Stores
 from kvstore.wire.messages import (
     Hint,
     HintReply,
+    LeaseMore,
     LeaseReply,
     Message,
 )
@@ -84,7 +95,8 @@ class SchedulerCore:
         self._breaker = Breaker(
             failures_max=config.breaker_failures_max, cooldown_ms=config.breaker_cooldown_ms
         )
-        self._lookups = Lookups(config, self.attachment, self._breaker, self.stats)
+        self._pace = Pace(config.prefill_ns_per_token)
+        self._lookups = Lookups(config, self.attachment, self._breaker, self.stats, self._pace)
         self._stores = Stores(config, self.attachment, self.stats)
         self._requests: dict[str, _Request] = {}
         self._by_tag: dict[int, _Request] = {}
@@ -101,6 +113,8 @@ class SchedulerCore:
         match message:
             case LeaseReply():
                 self._lookups.replied(message, now_ns)
+            case LeaseMore():
+                self._lookups.grew(message)
             case HintReply():
                 request = self._by_tag.get(message.request)
                 if request is not None:
@@ -218,7 +232,7 @@ class SchedulerCore:
             self._loads_running += 1
             entry.loaded_tokens = external_tokens
             self.stats.add("load_blocks", count)
-        elif external_tokens == 0 and lookup.stage in (Stage.ASKED, Stage.HELD):
+        elif external_tokens == 0 and lookup.stage in WAITING_STAGES:
             self._lookups.release(lookup)
 
     def full_blocks(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
@@ -263,7 +277,7 @@ class SchedulerCore:
         if entry is None:
             return None
         self._by_tag.pop(entry.tag, None)
-        if entry.lookup.stage in (Stage.ASKED, Stage.HELD):
+        if entry.lookup.stage in WAITING_STAGES:
             self._lookups.release(entry.lookup)
         return RequestStory(
             request=request,
@@ -288,8 +302,15 @@ class SchedulerCore:
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
-    def plan(self, new_blocks: Iterable[int], now_ns: int) -> StepPlan:
-        """This step's orders. `new_blocks`: engine blocks handed out since the last plan."""
+    def plan(self, new_blocks: Iterable[int], now_ns: int, *, computed_tokens: int = 0) -> StepPlan:
+        """This step's orders.
+
+        Args:
+            new_blocks: engine blocks handed out since the last plan.
+            now_ns: now.
+            computed_tokens: tokens that this step computes, of all requests.
+        """
+        self._pace.planned(computed_tokens, now_ns)
         self._lookups.renew(now_ns)
         fence = self._stores.fence([*new_blocks, *self._load_targets])
         loads = tuple(self._loads)
@@ -304,6 +325,7 @@ class SchedulerCore:
 
     def reported(self, report: RankReport, now_ns: int) -> None:
         """Take what one rank did."""
+        self._pace.reported(now_ns)
         for result in report.loads:
             self.stats.add("load_bytes", result.bytes_moved)
             self.stats.add("load_ns", result.duration_ns)

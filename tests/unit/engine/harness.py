@@ -40,6 +40,7 @@ from kvstore.wire.messages import (
     Hint,
     HintReply,
     LeaseAsk,
+    LeaseMore,
     LeaseReply,
     Message,
     Quiesce,
@@ -97,7 +98,7 @@ def keys(*numbers: int) -> bytes:
     return b"".join(key(number) for number in numbers)
 
 
-def pairs(message: LeaseReply | Grant | Seal) -> list[tuple[int, int]]:
+def pairs(message: LeaseReply | LeaseMore | Grant | Seal) -> list[tuple[int, int]]:
     """The (slot, generation) that a message names."""
     slots = np.frombuffer(message.slots, dtype="<u4").tolist()
     return list(zip(slots, np.frombuffer(message.generations, dtype="<u8").tolist(), strict=True))

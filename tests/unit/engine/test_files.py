@@ -10,14 +10,15 @@ from kvstore.engine.events import Clear, Cleared, FileGone, FileKnown
 from kvstore.engine.residency import Residency
 from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, key, keys, pairs
+from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, checksum, key, keys, pairs
 
 SPACE = fingerprint(SMALL, weights_epoch="")
 
 
 def known(*numbers: int, tenant: str = "t", space: bytes = SPACE, at: int = 1) -> FileKnown:
     places = np.arange(at, at + len(numbers), dtype="<u8").tobytes()
-    return FileKnown(tenant, space, WHOLE, keys(*numbers), places)
+    sums = b"".join(checksum(number) for number in numbers)
+    return FileKnown(tenant, space, WHOLE, keys(*numbers), places, sums)
 
 
 def gone(*numbers: int, tenant: str = "t", shard: Shard = WHOLE) -> FileGone:
@@ -81,7 +82,7 @@ def test_scopes_are_apart() -> None:
 
 
 def test_more_than_the_table_holds_is_left_out() -> None:
-    node = Node(block_count_max=4)
+    node = Node(slots=8, block_count_max=12)
     node.step(known(*range(10)))
     assert len(node.blocks()) == 4
     node.step(known(*range(10), at=100))

@@ -63,7 +63,7 @@ def test_a_block_that_only_the_file_tier_has_is_known_but_not_leased() -> None:
     node = Node()
     peer = Peer(node)
     space_id = fingerprint(SMALL, weights_epoch="")
-    node.step(FileKnown("t", space_id, WHOLE, keys(1), np.array([9], "<u8").tobytes()))
+    node.step(FileKnown("t", space_id, WHOLE, keys(1), np.array([9], "<u8").tobytes(), bytes(16)))
     assert peer.hint(1) == [True]
     assert pairs(peer.lease(1, 1)) == []
     node.step(FileGone("t", space_id, WHOLE, keys(1)))
@@ -223,7 +223,7 @@ def test_an_answer_fits_a_datagram_however_many_shards_there_are() -> None:
     """64 shards of 100 keys would be 175 KiB."""
     wide = msgspec.structs.replace(SMALL, layer_count=32)
     shards = tuple(Shard(n // 2, n // 2 + 1, n % 2, n % 2 + 1) for n in range(64))
-    node = Node(slots=10240, slab_slots=512, credit_share=1.0, block_count_max=8192)
+    node = Node(slots=10240, slab_slots=512, credit_share=1.0, block_count_max=10240)
     peer = Peer(node, shards=shards, space=wide)
     for begin in range(0, 100, 25):
         node.step(*(peer.sealed(*range(begin, begin + 25), rank=rank) for rank in range(64)))

@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine):
         kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=3),
     )
     def start(self, slots: int, share: float, kinds: list[Kind]) -> None:
-        self.node = Node(slots=slots, credit_share=share, lease_ttl_ms=TTL_MS, block_count_max=20)
+        self.node = Node(slots=slots, credit_share=share, lease_ttl_ms=TTL_MS, block_count_max=44)
         self.owners = [Owner(f"e{i}", kind) for i, kind in enumerate(kinds)]
         self.writable: dict[int, dict[Place, tuple[int, set[int]]]] = {}
         """Connection → places it may still write to, with session and pages."""

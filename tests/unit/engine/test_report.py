@@ -10,7 +10,7 @@ from kvstore.engine import report
 from kvstore.engine.events import FileKnown
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, key, keys
+from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, checksum, key, keys
 
 
 @pytest.fixture
@@ -56,7 +56,8 @@ def test_spaces_name_tenant_label_and_size(node: Node) -> None:
     Peer(node, "b", tenant="u")
     peer.seal(1, 2)
     space_id = fingerprint(SMALL, weights_epoch="")
-    node.step(FileKnown("t", space_id, WHOLE, keys(2, 3), np.array([1, 2], "<u8").tobytes()))
+    sums = checksum(2) + checksum(3)
+    node.step(FileKnown("t", space_id, WHOLE, keys(2, 3), np.array([1, 2], "<u8").tobytes(), sums))
     hello = peer.scheduler_hello(label="tiny-model")
     peer.scheduler = node.connect(hello)
     peer.be_quiet()

@@ -74,6 +74,7 @@ def file_knows(node: Node, *numbers: int) -> None:
         shard=WHOLE,
         keys=keys(*numbers),
         locations=np.arange(1, len(numbers) + 1, dtype="<u8").tobytes(),
+        checksums=b"".join(checksum(number) for number in numbers),
     )
     node.step(known)
 
@@ -367,23 +368,6 @@ def test_a_seal_lets_those_who_wait_for_a_slot_try_again() -> None:
     assert not third.unused()
     first.seal(1)
     assert len(first.unused()) + len(third.unused()) == 1
-
-
-def test_a_full_table_drops_stores_and_goes_on() -> None:
-    node = Node(block_count_max=4)
-    peer = Peer(node)
-    file_knows(node, 101, 102, 103)
-    granted = node.granted()
-    peer.seal(1, 2, 101)
-    assert peer.hint(1, 2, 101) == [True, False, True]
-    assert node.engine.counters.stores_dropped == 1
-    assert node.granted() == granted - 3
-    assert sorted(node.blocks().values()) == ["dram", "dram+file", "file", "file"]
-    file_knows(node, 104)
-    assert len(node.blocks()) == 4
-    node.step(Clear(None, None))
-    peer.seal(2)
-    assert peer.hint(2) == [True]
 
 
 def test_room_is_made_ahead_of_need_and_the_oldest_goes() -> None:

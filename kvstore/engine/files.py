@@ -1,0 +1,457 @@
+"""The file tier as the engine sees it: what is written through, what is promoted, what is kept.
+
+    sealed in dram ──WriteFile──▶ slot pinned ──FileWritten──▶ the row knows its place
+    asked for      ──ReadFile───▶ slots held  ──FileRead─────▶ sealed in dram, waiting leases grow
+    segment to go  ──FileReclaim─▶ what was asked for since it was written is kept, all else goes
+
+Rules. 1: a slot that is being written from is pinned like a leased one; a slot that is being read
+into belongs to FILE_WRITER until the read has truly ended, however late. 2: what a read brings
+counts only if the block is still wanted: its row is there and not in dram. 3: stores never wait:
+what cannot be written now is not written. 4: at most a quarter of the arena is in motion each way.
+
+Covers: jobs, pins, waits of leases, an estimate of how long a promotion takes. Does not cover: the
+I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.admission import Admission
+from kvstore.engine.events import (
+    FileGone,
+    FileKnown,
+    FileLate,
+    FileMoved,
+    FileRead,
+    FileReclaim,
+    FileWritten,
+    ReadFile,
+    ReclaimFile,
+    VoidFile,
+    WriteFile,
+)
+from kvstore.engine.owners import Connection, Owner
+from kvstore.engine.policy.lru import Words
+from kvstore.engine.runs import leading_run
+from kvstore.engine.slots import FILE_WRITER
+from kvstore.engine.state import State
+from kvstore.engine.table import Keys, Rows
+from kvstore.types import SpaceId
+from kvstore.units import NS_PER_MS
+from kvstore.wire.layout import shard_bytes
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, LeaseMore, keys_array
+
+BLOCKS_PER_READ = 64
+"""A promotion is told piece by piece: a reader whose time is up takes what is there."""
+JOB_BYTES_MAX = 64 << 20
+"""Of one job, if it has more than one block: jobs of some hundred MiB would fill any queue."""
+READ_AHEAD_NS = 10**9
+"""No more is asked of the disk at once than it brings in about this time: what waits longer comes
+too late for whoever asked, and would look like a hanging disk."""
+PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
+"""Of one question: what lies behind is promoted when it is asked for."""
+MOVING_SHARE = 4
+"""One part in so many of the arena may be in motion to disk, and as much from it."""
+KEEP_SHARE = 4
+"""Of a segment that is reclaimed, one part in so many is kept at most."""
+NS_PER_BYTE_GUESS = 1.0
+"""Of a read, until the first one was measured."""
+FOREIGN_LOCATION = np.uint64(1 << 63)
+"""Locations from here on are records of other nodes."""
+_MEMORY = 0.75
+"""Weight of the past in the measured time per byte; of times and not of bandwidths, so that a disk
+that became slow is known after one read."""
+
+
+class _Write(msgspec.Struct, frozen=True):
+    """Blocks on their way to disk; their slots are pinned."""
+
+    words: Words
+    generations: NDArray[np.uint64]
+    size_bytes: int
+
+
+class _Read(msgspec.Struct):
+    """Blocks on their way from disk; their slots are FILE_WRITER's."""
+
+    scope: int
+    keys: Keys
+    rows: Rows
+    words: Words
+    size_bytes: int
+    begin_ns: int
+    late: bool = False
+
+
+class Wait(msgspec.Struct):
+    """A lease that grows while blocks arrive."""
+
+    connection: Connection
+    lease: int
+    keys: Keys
+    """What was asked for and is not leased yet, in chain order."""
+    with_checksums: bool
+
+
+class Files:
+    """Everything the engine decides about its file tier."""
+
+    def __init__(self, state: State, admission: Admission) -> None:
+        self._state = state
+        self._admission = admission
+        rows = state.residency.table.row_count_max
+        self._reading = np.zeros(rows + 1, dtype=np.int32)
+        """Read job of each row, 0 when none; row -1 reads as none."""
+        self._asked_for = np.zeros(rows, dtype=bool)
+        """Since its record was written."""
+        self._next_job = 1
+        self._writes: dict[int, _Write] = {}
+        self._reads: dict[int, _Read] = {}
+        self.waits: dict[tuple[int, int], Wait] = {}
+        """By (session, lease)."""
+        self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
+        self._writing_bytes = 0
+        self._reading_bytes = 0
+        self._ns_per_byte = NS_PER_BYTE_GUESS
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this node has a file tier."""
+        return self._state.config.file_bytes > 0
+
+    # ── dram to disk ─────────────────────────────────────────────────────────────────────────────
+
+    def sealed(self, connection: Connection, scope: int, rows: Rows, *, block_bytes: int) -> None:
+        """These blocks were stored: write them through, as far as there is room in the queue."""
+        if not self.enabled:
+            return
+        state = self._state
+        rows = rows[state.residency.file[rows] == 0]
+        words = state.residency.words(rows)
+        if len(words) == 0:
+            return
+        size = state.slots.pool_of(int(words[0])).slot_bytes
+        room = max(0, (self._moving_bytes_max - self._writing_bytes) // size)
+        state.counters.file_writes_dropped += max(0, len(rows) - room)
+        rows, words = rows[:room], words[:room]
+        if len(rows) == 0:
+            return
+        state.slots.leases[words] += 1
+        pieces = max(1, JOB_BYTES_MAX // size)
+        for begin in range(0, len(rows), pieces):
+            piece = slice(begin, begin + pieces)
+            self._write(scope, rows[piece], words[piece], size=size, block_bytes=block_bytes)
+
+    def _write(self, scope: int, rows: Rows, words: Words, *, size: int, block_bytes: int) -> None:
+        state = self._state
+        job = self._take_number()
+        write = _Write(words, state.slots.generation[words], len(words) * size)
+        self._writes[job] = write
+        self._writing_bytes += write.size_bytes
+        tenant, space, shard = state.residency.address(scope)
+        state.say(
+            WriteFile(
+                job=job,
+                tenant=tenant,
+                space=space,
+                shard=shard,
+                block_bytes=block_bytes,
+                keys=state.residency.table.keys[rows].tobytes(),
+                slots=state.slots.slots_of(words),
+                checksums=state.residency.checksum[rows].tobytes(),
+                cause=state.cause,
+            )
+        )
+
+    def written(self, event: FileWritten) -> None:
+        """A write ended, in whatever way: its slots are free to go, what is on disk is known."""
+        state, job = self._state, self._writes.pop(event.job, None)
+        assert job is not None, f"write job {event.job} ended twice"
+        locations = np.frombuffer(event.locations, dtype="<u8")
+        state.slots.leases[job.words] -= 1
+        state.slots.retry_starved()
+        state.credits_due = True
+        self._writing_bytes -= job.size_bytes
+        # A slot that was emptied meanwhile held another block, or none, while it was copied.
+        same = (state.slots.generation[job.words] == job.generations) & (locations != 0)
+        state.counters.file_blocks_written += int(same.sum())
+        state.counters.file_writes_dropped += int((locations == 0).sum())
+        rows = state.residency.row_of_word[job.words[same]].astype(np.int64)
+        self._place(rows, locations[same])
+
+    # ── disk to dram ─────────────────────────────────────────────────────────────────────────────
+
+    def promote(self, owner: Owner, keys: Keys) -> int:
+        """Begin to read what of these keys, in chain order, is on disk and not in dram. Returns how
+        many of them, from the first on, are in dram or on their way."""
+        state = self._state
+        if not self.enabled:
+            return 0
+        keys = keys[: PROMOTED_BLOCKS_MAX // max(len(owner.scopes), 1)]
+        space = owner.rank_hellos()[0].space
+        count = len(keys)
+        for scope, size in zip(owner.scopes, owner.slot_sizes, strict=True):
+            rows = state.residency.find(scope, keys[:count])
+            count = self._leading(rows)
+            rows = rows[:count]
+            self._asked_for[rows] = True
+            away = np.flatnonzero((state.residency.words(rows) < 0) & (self._reading[rows] == 0))
+            if len(away):
+                shard = state.residency.address(scope)[2]
+                started = self._start(
+                    scope, keys[away], rows[away], size, shard_bytes(space, shard), owner
+                )
+                if started < len(away):
+                    count = int(away[started])
+            if count == 0:
+                break
+        return count
+
+    def _leading(self, rows: Rows) -> int:
+        """How many from the first on are in dram, on their way, or could be read."""
+        residency = self._state.residency
+        there = (residency.words(rows) >= 0) | (self._reading[rows] != 0)
+        there |= (rows >= 0) & (residency.file[rows] != 0)
+        return len(rows) if bool(there.all()) else int(np.argmin(there))
+
+    def _start(
+        self, scope: int, keys: Keys, rows: Rows, size: int, block_bytes: int, owner: Owner
+    ) -> int:
+        """Issue reads for these rows as far as there is room. Returns for how many."""
+        state = self._state
+        limit = min(self._moving_bytes_max, int(READ_AHEAD_NS / self._ns_per_byte))
+        room = max(0 if self._reads else 1, (limit - self._reading_bytes) // size)
+        wanted = min(len(rows), room)
+        if wanted == 0:
+            return 0
+        pool = state.slots.pool(size)
+        active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
+        self._admission.make_room(pool, wanted, active)
+        wanted = min(wanted, len(pool.free))
+        pieces = max(1, min(BLOCKS_PER_READ, JOB_BYTES_MAX // size))
+        for begin in range(0, wanted, pieces):
+            piece = slice(begin, min(begin + pieces, wanted))
+            self._read(scope, keys[piece], rows[piece], pool_size=size, block_bytes=block_bytes)
+        return wanted
+
+    def _read(
+        self, scope: int, keys: Keys, rows: Rows, *, pool_size: int, block_bytes: int
+    ) -> None:
+        state = self._state
+        words = state.slots.grant(
+            state.slots.pools[pool_size],
+            len(rows),
+            writer=FILE_WRITER,
+            session=0,
+            cause=state.cause,
+        )
+        job = self._take_number()
+        locations = state.residency.file[rows]
+        read = _Read(scope, keys, rows, words, len(rows) * pool_size, state.now_ns)
+        self._reads[job] = read
+        self._reading[rows] = job
+        self._reading_bytes += read.size_bytes
+        tenant, space, shard = state.residency.address(scope)
+        state.say(
+            ReadFile(
+                job=job,
+                tenant=tenant,
+                space=space,
+                shard=shard,
+                block_bytes=block_bytes,
+                keys=keys.tobytes(),
+                locations=locations.tobytes(),
+                slots=state.slots.slots_of(words),
+                checksums=state.residency.checksum[rows].tobytes(),
+                cause=state.cause,
+            )
+        )
+
+    def read(self, event: FileRead) -> None:
+        """A read has truly ended: what is good and still wanted is in dram now. What is damaged the
+        tier tells by itself (FileGone)."""
+        state, job = self._state, self._reads.pop(event.job, None)
+        assert job is not None, f"read job {event.job} ended twice"
+        self._no_more_reading(event.job, job)
+        self._reading_bytes -= job.size_bytes
+        good = np.frombuffer(event.good, dtype=np.bool_)
+        rows = state.residency.find(job.scope, job.keys)
+        wanted = good & (rows >= 0) & (state.residency.words(rows) < 0)
+        taken, words = rows[wanted], job.words[wanted]
+        state.residency.put_dram(taken, words, state.residency.checksum[taken])
+        state.slots.seal(words, state.cause)
+        state.free(job.words[~wanted])
+        state.counters.file_blocks_read += int(good.sum())
+        state.counters.file_blocks_unread += int((~good).sum())
+        if bool(good.any()) and not job.late:
+            self._measure(job)
+        state.credits_due = True
+        self._advance_waits()
+
+    def late(self, event: FileLate) -> None:
+        """Nobody waits for this read any more; its slots stay until it has ended."""
+        job = self._reads.get(event.job)
+        if job is not None and not job.late:
+            job.late = True
+            self._state.counters.file_reads_late += 1
+            self._measure(job)
+            self._no_more_reading(event.job, job)
+            self._advance_waits()
+
+    def _no_more_reading(self, number: int, job: _Read) -> None:
+        mine = job.rows[self._reading[job.rows] == number]
+        self._reading[mine] = 0
+
+    def _measure(self, job: _Read) -> None:
+        """Time per byte, from question to answer: queues, seeks and checksums included."""
+        seen = (self._state.now_ns - job.begin_ns) / job.size_bytes
+        self._ns_per_byte = _MEMORY * self._ns_per_byte + (1 - _MEMORY) * seen
+
+    def estimate_ms(self) -> int:
+        """How long what is being read now will take."""
+        return int(self._reading_bytes * self._ns_per_byte / NS_PER_MS) + 1
+
+    # ── leases that wait ─────────────────────────────────────────────────────────────────────────
+
+    def wait(self, wait: Wait) -> None:
+        """Let a lease grow as its blocks arrive."""
+        self.waits[wait.connection.owner.open_session, wait.lease] = wait
+
+    def _advance_waits(self) -> None:
+        for key, wait in list(self.waits.items()):
+            if not (self._state.leases.has(*key) and self._advance(key[0], wait)):
+                del self.waits[key]
+
+    def _advance(self, session: int, wait: Wait) -> bool:
+        """Lease what has arrived and say so. False: nothing more will come."""
+        state, owner = self._state, wait.connection.owner
+        run = leading_run(state, owner.scopes, wait.keys)
+        count = run.count
+        rest = wait.keys[count:]
+        promoting = self._on_their_way(owner.scopes, rest)
+        if count == 0 and promoting:
+            return True
+        words = run.words()
+        state.leases.extend(session, wait.lease, words)
+        wait.keys = rest
+        state.send(
+            wait.connection,
+            LeaseMore(
+                lease=wait.lease,
+                slots=state.slots.slots_of(words).tobytes(),
+                generations=state.slots.generation[words].tobytes(),
+                checksums=run.checksums(state) if wait.with_checksums else b"",
+                promoting=promoting,
+            ),
+        )
+        return promoting > 0
+
+    def _on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
+        """Leading keys that are in dram or being read in every shard, at least one being read."""
+        residency, count, moving = self._state.residency, len(keys), False
+        for scope in scopes:
+            rows = residency.find(scope, keys[:count])
+            reading = self._reading[rows] != 0
+            there = (residency.words(rows) >= 0) | reading
+            count = len(rows) if bool(there.all()) else int(np.argmin(there))
+            moving |= bool(reading[:count].any())
+        return count if moving else 0
+
+    # ── what the tier tells ──────────────────────────────────────────────────────────────────────
+
+    def known(self, event: FileKnown) -> None:
+        """The tier holds these blocks. Of two places the later written one counts."""
+        state = self._state
+        state.forget_unused_scopes()
+        scope = state.residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        _, first = np.unique(np.frombuffer(event.keys, dtype="V32"), return_index=True)
+        keys = keys_array(event.keys)[first]
+        locations = np.frombuffer(event.locations, dtype="<u8")[first]
+        checksums = np.frombuffer(event.checksums, dtype="<u8").reshape(-1, 2)[first]
+        rows = state.residency.find(scope, keys)
+        fits = np.flatnonzero(rows < 0)[: max(0, state.residency.spare_rows)]
+        rows[fits] = state.residency.insert(scope, keys[fits])
+        state.residency.checksum[rows[fits]] = checksums[fits]
+        place = rows >= 0
+        place[place] = _is_newer(locations[place], state.residency.file[rows[place]])
+        same = state.residency.checksum[rows[place]] == checksums[place]
+        place[place] = same.all(axis=1)
+        self._place(rows[place], locations[place])
+
+    def _place(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
+        self._asked_for[rows] = False
+        self._state.residency.put_file(rows, locations)
+
+    def moved(self, event: FileMoved) -> None:
+        """What a reclaimed segment kept. A block that has another place by now keeps that."""
+        residency = self._state.residency
+        scope = residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        rows = residency.find(scope, keys_array(event.keys))
+        there = rows >= 0
+        old = np.frombuffer(event.old_locations, dtype="<u8")
+        there[there] = residency.file[rows[there]] == old[there]
+        self._place(rows[there], np.frombuffer(event.locations, dtype="<u8")[there])
+
+    def gone(self, event: FileGone) -> None:
+        """The tier holds these blocks no more, at these places."""
+        residency = self._state.residency
+        scope = residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        rows, locations = residency.find(scope, keys_array(event.keys)), event.locations
+        there = rows >= 0
+        if locations:
+            there[there] = residency.file[rows[there]] == np.frombuffer(locations, "<u8")[there]
+        residency.drop_file(np.unique(rows[there]))
+
+    def reclaim(self, event: FileReclaim) -> None:
+        """A segment is to go: keep what was asked for since it was written, within a share."""
+        residency = self._state.residency
+        total = sum(len(part.keys) // 32 for part in event.parts)
+        room, kept = total // KEEP_SHARE, []
+        for part in event.parts:
+            scope = residency.scope(part.tenant, SpaceId(part.space), part.shard)
+            locations = np.frombuffer(part.locations, dtype="<u8")
+            rows = residency.find(scope, keys_array(part.keys))
+            live = rows >= 0
+            live[live] = residency.file[rows[live]] == locations[live]
+            hot = np.flatnonzero(live)
+            hot = hot[self._asked_for[rows[hot]]][:room]
+            room -= len(hot)
+            kept.append(locations[hot])
+            live[hot] = False
+            residency.drop_file(np.unique(rows[live]))
+        keep = np.concatenate(kept).tobytes() if kept else b""
+        self._state.say(ReclaimFile(segment=event.segment, keep=keep, cause=self._state.cause))
+
+    def void(self, tenant: str | None, space: bytes | None) -> None:
+        """What was cleared must not come back with a restart."""
+        if self.enabled:
+            self._state.say(VoidFile(tenant=tenant, space=space, cause=self._state.cause))
+
+    # ── looking in ───────────────────────────────────────────────────────────────────────────────
+
+    def pinned_words(self) -> Words:
+        """Slots that are being written from, each as often as it is."""
+        held = [job.words for job in self._writes.values()]
+        return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
+
+    def reading_words(self) -> Words:
+        """Slots that are being read into."""
+        held = [job.words for job in self._reads.values()]
+        return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
+
+    def _take_number(self) -> int:
+        self._next_job += 1
+        return self._next_job - 1
+
+
+def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which new places supersede the old ones: any that is the first, one of our own a foreign one,
+    and of our own the greater."""
+    own = new < FOREIGN_LOCATION
+    newer: NDArray[np.bool_] = (old == 0) | (own & ((old >= FOREIGN_LOCATION) | (new > old)))
+    return newer

@@ -1,0 +1,66 @@
+"""The longest run of a chain that is in dram: what a lease can pin.
+
+Keys come in chain order; a block counts when every shard of it is there. Does not cover: pinning
+(`leases`), answering (`lookups`, `files`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.policy.lru import NONE, Words
+from kvstore.engine.state import State
+from kvstore.engine.table import Keys, Rows
+
+
+class Run(msgspec.Struct, frozen=True):
+    """The first `count` keys, by shard; the arrays may be longer."""
+
+    count: int
+    rows_by_shard: list[Rows]
+    words_by_shard: list[Words]
+
+    def words(self) -> Words:
+        """Slot words, [n][S]."""
+        return _interleave(self.words_by_shard, self.count) if self.count else NONE
+
+    def checksums(self, state: State) -> bytes:
+        """16 bytes each, [n][S]."""
+        if not self.count:
+            return b""
+        rows = _interleave(self.rows_by_shard, self.count)
+        return state.residency.checksum[rows].astype("<u8").tobytes()
+
+    def repeats(self) -> bool:
+        """Whether a key comes twice. Slots are distinct if rows are."""
+        if not self.count:
+            return False
+        # Rows of a chain mostly ascend; only otherwise is the costlier look needed. Every shard has
+        # the same keys.
+        rows = self.rows_by_shard[0][: self.count]
+        ascending = np.count_nonzero(rows[1:] > rows[:-1]) == self.count - 1
+        return not ascending and len(np.unique(rows)) != self.count
+
+
+def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:
+    """The longest run of these keys, from the first on, that is in dram in all of `scopes`."""
+    rows_by_shard, words_by_shard, count = [], [], len(keys)
+    for scope in scopes:
+        rows = state.residency.find(scope, keys[:count])
+        words = state.residency.words(rows)
+        if len(words) and words.min() < 0:
+            count = int((words < 0).argmax())
+        rows_by_shard.append(rows)
+        words_by_shard.append(words)
+    return Run(count if scopes else 0, rows_by_shard, words_by_shard)
+
+
+def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int64]:
+    """[n][S] of S columns of at least n."""
+    if len(columns) == 1:
+        return columns[0][:count]
+    return np.stack([column[:count] for column in columns], axis=1).reshape(-1)

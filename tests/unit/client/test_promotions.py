@@ -1,0 +1,195 @@
+"""Blocks that come from disk: who waits for them, how long, and for what it is worth."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.client.core.lookups import PENDING, Hit, Miss
+from kvstore.client.core.pace import SAMPLES, STEP_TOKENS_MIN, Pace
+from kvstore.client.core.plan import RankReport
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+
+COMPUTE_NS_PER_TOKEN = 100_000
+"""A block of 128 tokens takes 12.8 ms, half of it is 6.4 ms."""
+
+
+class SlowDisk(ScriptedNode):
+    """Has `keys` in dram and says that `coming` more are on their way."""
+
+    def __init__(self, *, coming: int, promoting_ms: int = 1, **changes: object) -> None:
+        super().__init__(prefill_ns_per_token=COMPUTE_NS_PER_TOKEN, **changes)
+        self.coming = coming
+        self.promoting_ms = promoting_ms
+        self.asked: m.LeaseAsk | None = None
+
+    def lease_reply(self, ask: m.LeaseAsk) -> m.LeaseReply:
+        self.asked = ask
+        reply = super().lease_reply(ask)
+        return msgspec.structs.replace(reply, promoting=self.coming, promoting_ms=self.promoting_ms)
+
+    def bring(self, count: int, *, left: int = 0) -> None:
+        """So many blocks have come."""
+        assert self.asked is not None
+        more = m.LeaseMore(
+            lease=self.asked.lease,
+            slots=np.arange(1600, 1600 + 16 * count, 16, dtype="<u4").tobytes(),
+            generations=np.full(count, 6, dtype="<u8").tobytes(),
+            checksums=bytes(16 * count) if self.asked.with_checksums else b"",
+            promoting=left,
+        )
+        assert self.give(more) is None
+
+    def ask(self, keys: list[bytes]) -> object:
+        return self.core.match("r", keys, local_tokens=0, now_ns=self.now_ns)
+
+
+def waiting(keys: list[bytes], held: int = 0, **changes: object) -> SlowDisk:
+    """A request that waits for what follows its first `held` blocks."""
+    changes.setdefault("coming", len(keys) - held)
+    node = SlowDisk(**changes)  # type: ignore[arg-type]
+    node.attach()
+    node.keys = set(keys[:held])
+    node.core.new_request("r", keys, prompt_tokens=len(keys) * BLOCK_TOKENS, now_ns=node.now_ns)
+    assert node.ask(keys) is PENDING
+    node.exchange()
+    return node
+
+
+def test_a_request_waits_for_what_comes_from_disk_and_loads_all_of_it() -> None:
+    keys = chain("p", 10)
+    node = waiting(keys, held=4)
+    assert node.ask(keys) is PENDING
+    node.bring(3, left=3)
+    assert node.ask(keys) is PENDING
+    node.bring(3)
+    assert node.ask(keys) == Hit(10 * BLOCK_TOKENS)
+    node.core.allocated(
+        "r", keys, block_ids=range(10), external_tokens=10 * BLOCK_TOKENS, now_ns=node.now_ns
+    )
+    (job,) = node.core.plan((), node.now_ns).loads
+    slots = np.frombuffer(job.slots, "<u4").tolist()
+    assert slots == [*range(0, 64, 16), *range(1600, 1648, 16), *range(1600, 1648, 16)]
+    assert np.frombuffer(job.generations, "<u8").tolist() == [5] * 4 + [6] * 6
+
+
+def test_what_was_there_is_loaded_when_the_rest_takes_too_long() -> None:
+    keys = chain("p", 10)
+    node = waiting(keys, held=4)
+    node.wait(37)
+    assert node.ask(keys) is PENDING, "half of 6 blocks' compute time is 38.4 ms"
+    node.wait(2)
+    assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
+    assert node.core.stats.take()["promotions_given_up"] == 1
+    node.bring(6)
+    assert node.ask(keys) == Hit(4 * BLOCK_TOKENS), "an answer that was given stays"
+
+
+def test_nothing_in_time_is_a_miss_and_the_lease_goes_back() -> None:
+    keys = chain("p", 10)
+    node = waiting(keys)
+    node.wait(65)
+    assert isinstance(node.ask(keys), Miss)
+    node.exchange()
+    assert node.of(m.LeaseRelease) == [m.LeaseRelease([1])]
+    node.bring(10)
+    assert node.core.leases_open == 0
+
+
+def test_no_wait_is_longer_than_the_deadline_however_long_computing_takes() -> None:
+    keys = chain("p", 1000)
+    node = waiting(keys, promotion_deadline_ms=100)
+    node.wait(99)
+    assert node.ask(keys) is PENDING
+    node.wait(2)
+    assert isinstance(node.ask(keys), Miss)
+
+
+@pytest.mark.parametrize(("estimate_ms", "waits"), [(64, True), (65, False)])
+def test_nobody_waits_for_what_is_slower_than_half_of_computing(
+    estimate_ms: int, *, waits: bool
+) -> None:
+    keys = chain("p", 10)
+    node = waiting(keys, promoting_ms=estimate_ms)
+    assert (node.ask(keys) is PENDING) == waits
+
+
+def test_the_end_of_a_promotion_that_failed_ends_the_wait() -> None:
+    keys = chain("p", 10)
+    node = waiting(keys, held=2)
+    node.bring(0)
+    assert node.ask(keys) == Hit(2 * BLOCK_TOKENS)
+
+
+def test_a_request_that_ends_while_it_waits_gives_its_lease_back() -> None:
+    keys = chain("p", 10)
+    node = waiting(keys)
+    node.core.finished("r")
+    node.exchange()
+    assert node.of(m.LeaseRelease) == [m.LeaseRelease([1])]
+    node.bring(10)
+    assert node.core.leases_open == 0
+
+
+def test_a_lease_is_renewed_while_it_waits() -> None:
+    keys = chain("p", 1000)
+    node = waiting(keys)
+    node.wait(400)
+    node.core.plan((), node.now_ns)
+    node.exchange()
+    assert node.of(m.LeaseRenew) == [m.LeaseRenew([1])]
+
+
+def test_a_session_that_ends_takes_the_wait_with_it() -> None:
+    keys = chain("p", 10)
+    node = waiting(keys)
+    node.give(m.SessionClosed(session=node.session, reason="gone"))
+    assert node.ask(keys) is PENDING or isinstance(node.ask(keys), Miss)
+    assert node.core.leases_open == 0
+
+
+def test_checksums_come_with_what_comes_later() -> None:
+    keys = chain("p", 4)
+    node = waiting(keys, held=2, verify_every=1)
+    node.bring(2)
+    assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
+    node.core.allocated(
+        "r", keys, block_ids=range(4), external_tokens=4 * BLOCK_TOKENS, now_ns=node.now_ns
+    )
+    (job,) = node.core.plan((), node.now_ns).loads
+    assert len(job.checksums) == 4 * 16
+
+
+# ── pace ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pace_is_the_median_of_long_steps() -> None:
+    pace = Pace(7)
+    assert pace.ns_per_token == 7
+    for duration in (100, 100, 100_000):
+        pace.planned(STEP_TOKENS_MIN, 0)
+        pace.reported(duration * STEP_TOKENS_MIN)
+    assert pace.ns_per_token == 100
+    pace.planned(STEP_TOKENS_MIN - 1, 0)
+    pace.reported(10**12)
+    pace.reported(10**15)
+    assert pace.ns_per_token == 100, "short steps and reports without a step say nothing"
+    for _ in range(SAMPLES):
+        pace.planned(STEP_TOKENS_MIN, 0)
+        pace.reported(3 * STEP_TOKENS_MIN)
+    assert pace.ns_per_token == 3, "what is old is forgotten"
+
+
+def test_steps_of_the_engine_set_the_pace() -> None:
+    keys = chain("p", 10)
+    node = SlowDisk(coming=10, promoting_ms=30)
+    node.attach()
+    node.core.plan((), node.now_ns, computed_tokens=1000)
+    node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms, and 30 is more than half of that
+    node.core.reported(RankReport(rank=0, session=1), node.now_ns)
+    node.core.new_request("r", keys, prompt_tokens=1280, now_ns=node.now_ns)
+    assert node.ask(keys) is PENDING
+    node.exchange()
+    assert isinstance(node.ask(keys), Miss)

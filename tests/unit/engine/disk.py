@@ -1,0 +1,101 @@
+"""A disk for a node under test: keeps the engine's file commands until a test answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvstore.engine.events import (
+    Command,
+    Event,
+    FileKnown,
+    FileLate,
+    FileMoved,
+    FileRead,
+    FileWritten,
+    ReadFile,
+    ReclaimFile,
+    VoidFile,
+    WriteFile,
+)
+from kvstore.types import SpaceId
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import SMALL, WHOLE, Node, checksum, keys
+
+SPACE = fingerprint(SMALL, weights_epoch="")
+
+
+def places(first: int, count: int) -> bytes:
+    """Distinct locations."""
+    return np.arange(first, first + count, dtype="<u8").tobytes()
+
+
+def known(*numbers: int, tenant: str = "t", space: SpaceId = SPACE, at: int = 1) -> FileKnown:
+    """The disk holds these blocks, at `at` and after."""
+    sums = b"".join(checksum(number) for number in numbers)
+    return FileKnown(tenant, space, WHOLE, keys(*numbers), places(at, len(numbers)), sums)
+
+
+def moved(number: int, *, old: int, new: int) -> FileMoved:
+    """A reclaimed segment kept this block."""
+    return FileMoved("t", SPACE, WHOLE, keys(number), places(old, 1), places(new, 1))
+
+
+class DiskNode(Node):
+    """A node with a file tier that does nothing by itself."""
+
+    def __init__(self, *, slots: int = 32, **config: Any) -> None:
+        self.writes: list[WriteFile] = []
+        self.reads: list[ReadFile] = []
+        self.voids: list[VoidFile] = []
+        self.reclaimed: list[ReclaimFile] = []
+        self._next_place = 1000
+        super().__init__(slots=slots, file_bytes=1 << 30, **config)
+
+    def step(self, *events: Event) -> list[Command]:
+        """As `Node.step`; file commands are kept."""
+        commands = super().step(*events)
+        for command in commands:
+            match command:
+                case WriteFile():
+                    self.writes.append(command)
+                case ReadFile():
+                    self.reads.append(command)
+                case VoidFile():
+                    self.voids.append(command)
+                case ReclaimFile():
+                    self.reclaimed.append(command)
+                case _:
+                    pass
+        return commands
+
+    def write_all(self) -> None:
+        """Every write succeeds."""
+        for write in self.writes:
+            count = len(write.keys) // 32
+            self.step(FileWritten(write.job, places(self._next_place, count)))
+            self._next_place += count
+        self.writes = []
+
+    def write_nothing(self) -> None:
+        """No write succeeds."""
+        for write in self.writes:
+            self.step(FileWritten(write.job, bytes(len(write.keys) // 32 * 8)))
+        self.writes = []
+
+    def answer(self, read: ReadFile, good: Sequence[bool] | None = None) -> None:
+        """A read ends; without `good` all is well."""
+        count = len(read.keys) // 32
+        self.reads.remove(read)
+        self.step(FileRead(read.job, bytes(good if good is not None else [True] * count)))
+
+    def read_all(self) -> None:
+        """Every read succeeds."""
+        for read in list(self.reads):
+            self.answer(read)
+
+    def be_late(self, read: ReadFile) -> None:
+        """A read takes too long."""
+        self.step(FileLate(read.job))

@@ -1,0 +1,255 @@
+"""Any order of stores, lookups and what a disk may do: nobody is ever lent another block's bytes.
+
+The oracle is an arena outside the engine: what was sealed or read into each slot, by generation. A
+lease, whether it came at once or grew, must name slots that hold the blocks it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvstore.engine.events import (
+    Clear,
+    FileGone,
+    FilePart,
+    FileRead,
+    FileReclaim,
+    FileWritten,
+    ReadFile,
+)
+from kvstore.engine.files import Files
+from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
+from tests.unit.engine.disk import SPACE, DiskNode, known, moved, places
+from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
+
+BLOCKS = 8
+numbers = st.integers(0, BLOCKS - 1)
+KEY_OF = {key(number): number for number in range(BLOCKS)}
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """One engine on a node of 16 slots, with a disk that the rules drive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = DiskNode(slots=16, slab_slots=4, credit_share=0.25, block_count_max=24)
+        self.peer = Peer(self.node)
+        self.arena: dict[tuple[int, int], int] = {}
+        """What each slot holds, by generation."""
+        self.disk: dict[int, int] = {}
+        """What each location holds."""
+        self.place = 1
+        self.lease = 0
+        self.leased: dict[int, list[int]] = {}
+        """Blocks that each open lease still waits for, in order."""
+        self.heard = 0
+
+    # ── the engine ───────────────────────────────────────────────────────────────────────────────
+
+    @rule(number=numbers)
+    def stores(self, number: int) -> None:
+        if unused := self.peer.unused():
+            self.arena[unused[0]] = number
+            self.peer.seal(number)
+            self.listen()
+
+    @rule(first=numbers, count=st.integers(1, 6))
+    def looks_up(self, first: int, count: int) -> None:
+        wanted = list(range(first, min(first + count, BLOCKS)))
+        self.lease += 1
+        self.leased[self.lease] = wanted
+        self.peer.lease(self.lease, *wanted)
+        self.listen()
+
+    @rule(first=numbers, count=st.integers(1, 6))
+    def hints(self, first: int, count: int) -> None:
+        self.peer.hint(*range(first, min(first + count, BLOCKS)))
+
+    @rule()
+    def lets_go(self) -> None:
+        if self.leased:
+            lease = min(self.leased)
+            del self.leased[lease]
+            self.node.hear(self.peer.scheduler, LeaseRelease([lease]))
+
+    @rule()
+    def clears(self) -> None:
+        self.node.step(Clear(None, None))
+
+    # ── the disk ─────────────────────────────────────────────────────────────────────────────────
+
+    @rule(works=st.booleans(), pick=st.integers(0, 9))
+    def a_write_ends(self, pick: int, *, works: bool) -> None:
+        if not self.node.writes:
+            return
+        write = self.node.writes.pop(pick % len(self.node.writes))
+        written = []
+        for at in range(0, len(write.keys), 32):
+            written.append(self.place if works else 0)
+            if works:
+                self.disk[self.place] = KEY_OF[write.keys[at : at + 32]]
+                self.place += 1
+        self.node.step(FileWritten(write.job, np.array(written, "<u8").tobytes()))
+        self.listen()
+
+    @rule(good=st.booleans(), pick=st.integers(0, 9))
+    def a_read_ends(self, pick: int, *, good: bool) -> None:
+        if self.node.reads:
+            read = self.node.reads[pick % len(self.node.reads)]
+            self.node.answer(read, self.bytes_arrive(read, good=good))
+            self.listen()
+
+    @rule(pick=st.integers(0, 9))
+    def a_read_is_late(self, pick: int) -> None:
+        if self.node.reads:
+            self.node.be_late(self.node.reads[pick % len(self.node.reads)])
+            self.listen()
+
+    @initialize()
+    def a_disk_with_records(self) -> None:
+        self.records_are_found()
+
+    @rule()
+    def records_are_found(self) -> None:
+        found = range(BLOCKS)
+        self.disk.update(zip(range(self.place, self.place + BLOCKS), found, strict=True))
+        self.node.step(known(*found, at=self.place))
+        self.place += BLOCKS
+        self.listen()
+
+    @rule(number=numbers)
+    def a_record_is_lost(self, number: int) -> None:
+        self.node.step(FileGone("t", SPACE, WHOLE, keys(number)))
+
+    @rule(first=st.integers(1, 60))
+    def a_segment_is_reclaimed(self, first: int) -> None:
+        """Records whose locations follow each other; what is kept moves."""
+        held = [at for at in range(first, first + 8) if at in self.disk]
+        names = [self.disk[at] for at in held]
+        if len(set(names)) < len(names) or not held:
+            return
+        part = FilePart("t", SPACE, WHOLE, keys(*names), np.array(held, "<u8").tobytes())
+        self.node.step(FileReclaim(1, (part,)))
+        kept = np.frombuffer(self.node.reclaimed.pop().keep, "<u8").tolist()
+        for at in held:
+            number = self.disk.pop(at)
+            if at in kept:
+                self.disk[self.place] = number
+                self.node.step(moved(number, old=at, new=self.place))
+                self.place += 1
+        self.listen()
+
+    def bytes_arrive(self, read: ReadFile, *, good: bool) -> list[bool]:
+        """What is on disk at the places asked for; the tier finds out whether it is the block."""
+        verified = []
+        generations = self.node.engine._state.slots.generation
+        for at, slot in enumerate(read.slots.tolist()):
+            location = int(np.frombuffer(read.locations, "<u8")[at])
+            wanted = KEY_OF[read.keys[32 * at : 32 * at + 32]]
+            found = self.disk.get(location) if good else None
+            verified.append(found == wanted)
+            if found is not None:
+                self.arena[slot, int(generations[slot // 16])] = found
+        return verified
+
+    # ── what must hold ───────────────────────────────────────────────────────────────────────────
+
+    def listen(self) -> None:
+        """Every block of every lease, in order, is the one that was asked for."""
+        sent = self.node.sent[self.peer.scheduler]
+        for message in sent[self.heard :]:
+            if isinstance(message, LeaseReply | LeaseMore) and message.lease in self.leased:
+                wanted = self.leased[message.lease]
+                for place in pairs(message):
+                    assert wanted, "another block's bytes, behind the last"
+                    assert self.arena.get(place) == wanted.pop(0), "another block's bytes"
+                assert message.promoting <= len(wanted)
+        self.heard = len(sent)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.node.engine.check()
+        held = (self.node.engine._state.slots.writer == -1).sum()
+        assert held == sum(len(read.keys) // 32 for read in self.node.reads)
+
+    def teardown(self) -> None:
+        """The disk answers everything, all leases go: nothing is held any more."""
+        while self.node.reads:
+            self.a_read_ends(0, good=True)
+        self.node.write_all()
+        while self.leased:
+            self.lets_go()
+        files = self.node.engine._files
+        assert not files.waits
+        assert files._reading_bytes == files._writing_bytes == 0
+        assert not files._reading.any()
+        assert not self.node.engine._state.slots.leases.any()
+
+
+def verify_machine(examples: int, phases: Sequence[Phase] = tuple(Phase)) -> None:
+    run_state_machine_as_test(
+        DiskMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            phases=phases,
+            report_multiple_bugs=False,
+        ),
+    )
+
+
+def test_any_order_of_stores_lookups_and_disk_keeps_the_promises() -> None:
+    verify_machine(60)
+
+
+@pytest.mark.slow
+def test_many_orders_of_stores_lookups_and_disk_keep_the_promises() -> None:
+    verify_machine(500)
+
+
+def _trust_every_read(original: Callable[..., None]) -> Callable[..., None]:
+    def read(self: Files, event: FileRead) -> None:
+        original(self, FileRead(event.job, b"\x01" * len(event.good)))
+
+    return read
+
+
+def _forget_the_pin(original: Callable[..., None]) -> Callable[..., None]:
+    def sealed(self: Files, *arguments: object, **names: object) -> None:
+        before = self.pinned_words()
+        original(self, *arguments, **names)
+        new = self.pinned_words()[len(before) :]
+        self._state.slots.leases[new] -= 1
+
+    return sealed
+
+
+@pytest.mark.parametrize(
+    ("method", "breaks"), [("read", _trust_every_read), ("sealed", _forget_the_pin)]
+)
+def test_a_broken_file_side_is_noticed(
+    method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+    broken = breaks(getattr(Files, method))
+    with (
+        mock.patch.object(Files, method, broken),
+        pytest.raises(AssertionError),
+    ):
+        verify_machine(100, [Phase.generate])
+
+
+def test_a_place_is_never_zero() -> None:
+    assert places(1, 2) == np.array([1, 2], "<u8").tobytes()

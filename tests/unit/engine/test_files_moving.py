@@ -1,0 +1,381 @@
+"""What is written through to disk, what comes back, and who waits for it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvstore.engine import files as files_module
+from kvstore.engine.events import (
+    Clear,
+    FileCommand,
+    FilePart,
+    FileReclaim,
+    FileWritten,
+    VoidFile,
+)
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
+from tests.unit.engine.disk import SPACE, DiskNode, known, moved, places
+from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys, pairs
+
+
+def short(number: int) -> str:
+    return key(number)[:4].hex()
+
+
+def more(node: Node, peer: Peer) -> LeaseMore:
+    return node.last(peer.scheduler, LeaseMore)
+
+
+def on_disk_only(*numbers: int, slots: int = 32) -> tuple[DiskNode, Peer]:
+    """A peer whose node holds these blocks on disk."""
+    node = DiskNode(slots=slots)
+    peer = Peer(node)
+    node.step(known(*numbers))
+    return node, peer
+
+
+# ── to disk ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_sealed_is_written_once() -> None:
+    node = DiskNode()
+    peer = Peer(node)
+    sealed = peer.seal(1, 2)
+    (write,) = node.writes
+    assert (write.tenant, write.space, write.shard) == ("t", SPACE, WHOLE)
+    assert write.keys == keys(1, 2)
+    assert write.slots.tolist() == [slot for slot, _ in sealed]
+    assert write.checksums == checksum(1) + checksum(2)
+    assert write.block_bytes == peer.rank_hello(0).block_bytes
+    node.write_all()
+    assert node.blocks() == {short(1): "dram+file", short(2): "dram+file"}
+    peer.seal(1)
+    assert node.writes == [], "known already"
+    assert node.engine.counters.file_blocks_written == 2
+
+
+def test_a_node_without_a_file_tier_writes_nothing() -> None:
+    node = Node()
+    peer = Peer(node)
+    commands = node.step(peer.sealed(1))
+    commands += node.step(Clear(None, None))
+    assert not any(isinstance(command, FileCommand) for command in commands)
+
+
+def test_a_slot_that_is_being_written_is_not_evicted() -> None:
+    node = DiskNode(slots=8)
+    peer = Peer(node)
+    peer.seal(1)
+    (first,) = node.writes
+    for number in range(100, 130):
+        if peer.unused():
+            peer.seal(number)
+    assert node.blocks()[short(1)] == "dram"
+    node.step(FileWritten(first.job, places(7, 1)))
+    node.writes.remove(first)
+    for number in range(200, 230):
+        node.write_all()
+        if peer.unused():
+            peer.seal(number)
+    assert node.blocks()[short(1)] == "file"
+
+
+def test_what_failed_to_be_written_is_in_dram_only() -> None:
+    node = DiskNode()
+    peer = Peer(node)
+    peer.seal(1)
+    node.write_nothing()
+    assert node.blocks() == {short(1): "dram"}
+    assert node.engine.counters.file_writes_dropped == 1
+
+
+def test_a_block_that_was_cleared_while_it_was_written_is_not_taken_for_written() -> None:
+    node = DiskNode()
+    peer = Peer(node)
+    peer.seal(1)
+    node.step(Clear(None, None))
+    assert node.voids == [VoidFile(None, None, node.voids[0].cause)]
+    node.write_all()
+    assert node.blocks() == {}
+
+
+def test_no_more_than_a_quarter_of_the_arena_is_on_its_way_to_disk() -> None:
+    node = DiskNode(slots=32, credit_share=0.5)
+    peer = Peer(node)
+    peer.seal(*range(12))
+    assert sum(len(write.keys) // 32 for write in node.writes) == 8
+    assert node.engine.counters.file_writes_dropped == 4
+    node.write_all()
+    peer.seal(20)
+    assert len(node.writes) == 1
+
+
+def test_large_blocks_go_in_several_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "JOB_BYTES_MAX", 2 * SLOT_BYTES_MIN)
+    node = DiskNode()
+    peer = Peer(node)
+    peer.seal(1, 2, 3)
+    assert [len(write.keys) // 32 for write in node.writes] == [2, 1]
+    node.write_all()
+    node.step(known(11, 12, 13, at=5000))
+    peer.lease(1, 11, 12, 13)
+    assert [len(read.keys) // 32 for read in node.reads] == [2, 1]
+
+
+def test_no_more_is_read_ahead_than_the_disk_can_bring_in_time() -> None:
+    node, peer = on_disk_only(*range(1, 9))
+    peer.lease(1, 1)
+    node.now_ns += 10**9  # a block a second
+    node.read_all()
+    assert peer.lease(2, *range(2, 9)).promoting == 3, "a quarter of a second each, by the average"
+    node.now_ns += 4 * 10**9
+    node.read_all()
+    assert peer.lease(3, *range(5, 9)).promoting == 1, "but one at least, or it is never measured"
+
+
+def test_a_block_computed_anew_replaces_the_record_of_the_old_one() -> None:
+    """The same key, computed twice, may differ in its last bits."""
+    node, peer = on_disk_only(1)
+    node.step(msgspec.structs.replace(known(2), checksums=checksum(99)))
+    peer.seal(2)
+    assert node.blocks() == {short(1): "file", short(2): "dram"}
+    assert len(node.writes) == 1
+    node.write_all()
+    assert node.blocks() == {short(1): "file", short(2): "dram+file"}
+
+
+# ── from disk ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lease_of_what_is_on_disk_grows_when_it_comes() -> None:
+    node, peer = on_disk_only(1, 2, 3)
+    reply = peer.lease(5, 1, 2, 3, 4, with_checksums=True)
+    assert (reply.slots, reply.promoting) == (b"", 3)
+    assert reply.promoting_ms >= 1
+    (read,) = node.reads
+    assert read.keys == keys(1, 2, 3)
+    assert read.locations == places(1, 3)
+    assert node.count(peer.scheduler, LeaseMore) == 0
+    node.read_all()
+    grown = more(node, peer)
+    assert (grown.lease, grown.promoting) == (5, 0)
+    assert [slot for slot, _ in pairs(grown)] == read.slots.tolist()
+    assert grown.checksums == checksum(1) + checksum(2) + checksum(3)
+    assert node.blocks() == dict.fromkeys(map(short, (1, 2, 3)), "dram+file")
+    assert node.engine.tiers()[0].slots_leased == 3
+    node.hear(peer.scheduler, LeaseRelease([5]))
+    assert node.engine.tiers()[0].slots_leased == 0
+
+
+def test_what_is_in_dram_is_answered_at_once_and_the_rest_follows() -> None:
+    node, peer = on_disk_only(2, 4)
+    peer.seal(1, 3)
+    node.write_all()
+    reply = peer.lease(1, 1, 2, 3, 4, 5)
+    assert (len(pairs(reply)), reply.promoting) == (1, 3)
+    node.read_all()
+    assert len(pairs(more(node, peer))) == 3
+
+
+def test_a_hint_starts_the_promotion_and_the_lease_joins_it() -> None:
+    node, peer = on_disk_only(1, 2)
+    assert peer.hint(1, 2) == [True, True]
+    assert len(node.reads) == 1
+    assert peer.lease(1, 1, 2).promoting == 2
+    assert len(node.reads) == 1, "the same blocks are not read twice"
+    node.read_all()
+    assert len(pairs(more(node, peer))) == 2
+
+
+def test_a_promotion_comes_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "BLOCKS_PER_READ", 2)
+    node, peer = on_disk_only(1, 2, 3, 4)
+    assert peer.lease(1, 1, 2, 3, 4).promoting == 4
+    first, second = node.reads
+    node.answer(second)
+    assert node.count(peer.scheduler, LeaseMore) == 0, "nothing before the first is of use"
+    node.answer(first)
+    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (4, 0)
+
+
+def test_a_lease_grows_by_what_comes_first_and_hears_when_no_more_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files_module, "BLOCKS_PER_READ", 2)
+    node, peer = on_disk_only(1, 2, 3, 4)
+    peer.lease(1, 1, 2, 3, 4)
+    first, second = node.reads
+    node.answer(first)
+    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (2, 2)
+    node.answer(second, [False, True])
+    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (0, 0)
+    assert node.blocks() == {
+        short(1): "dram+file",
+        short(2): "dram+file",
+        short(3): "file",
+        short(4): "dram+file",
+    }
+    assert node.engine.counters.file_blocks_unread == 1
+
+
+def test_a_late_read_frees_the_waiting_at_once_and_the_slots_when_it_ends() -> None:
+    node, peer = on_disk_only(1)
+    peer.lease(1, 1)
+    (read,) = node.reads
+    node.be_late(read)
+    assert (more(node, peer).slots, more(node, peer).promoting) == (b"", 0)
+    assert node.engine.tiers()[0].slots_granted > 0
+    held = int((node.engine._state.slots.writer == -1).sum())
+    assert held == 1, "the kernel may still write there"
+    node.answer(read)
+    assert int((node.engine._state.slots.writer == -1).sum()) == 0
+    assert node.blocks() == {short(1): "dram+file"}, "late, but good"
+
+
+def test_a_lease_that_was_released_hears_no_more() -> None:
+    node, peer = on_disk_only(1)
+    peer.lease(1, 1)
+    node.hear(peer.scheduler, LeaseRelease([1]))
+    node.read_all()
+    assert node.count(peer.scheduler, LeaseMore) == 0
+    assert node.engine.tiers()[0].slots_leased == 0
+
+
+def test_a_block_that_was_cleared_while_it_was_read_does_not_come_back() -> None:
+    node, peer = on_disk_only(1)
+    peer.lease(1, 1)
+    node.step(Clear(None, None))
+    node.read_all()
+    assert node.blocks() == {}
+    assert more(node, peer).slots == b""
+
+
+def test_a_block_that_was_stored_while_it_was_read_is_there_once() -> None:
+    node, peer = on_disk_only(1)
+    peer.lease(1, 1)
+    sealed = peer.seal(1)
+    node.read_all()
+    assert pairs(more(node, peer)) == sealed
+    assert node.engine.tiers()[0].slots_sealed == 1
+
+
+def test_a_full_dram_promotes_into_what_was_used_longest_ago() -> None:
+    node, peer = on_disk_only(1, 2, slots=8)
+    for number in range(100, 120):
+        peer.seal(number)
+        node.write_all()
+    peer.lease(1, 1, 2)
+    node.read_all()
+    assert {node.blocks()[short(n)] for n in (1, 2)} == {"dram+file"}
+
+
+def test_a_dram_full_of_leases_promotes_nothing_and_says_so() -> None:
+    node, peer = on_disk_only(1, slots=8)
+    held = []
+    for number in range(100, 140):
+        if not peer.unused():
+            break
+        peer.seal(number)
+        node.write_all()
+        held.append(number)
+        peer.lease(number, number)
+    reply = peer.lease(1, 1)
+    assert (reply.slots, reply.promoting) == (b"", 0)
+    assert node.reads == []
+
+
+def test_a_read_that_brings_nothing_is_a_miss_and_what_is_on_disk_stays() -> None:
+    node, peer = on_disk_only(1)
+    peer.lease(1, 1)
+    node.answer(node.reads[0], [False])
+    assert (more(node, peer).slots, more(node, peer).promoting) == (b"", 0)
+    assert node.blocks() == {short(1): "file"}
+    peer.lease(2, 1)
+    node.read_all()
+    assert node.blocks() == {short(1): "dram+file"}
+
+
+def test_every_shard_must_come() -> None:
+    node = DiskNode()
+    peer = Peer(node, shards=HALVES)
+    peer.store(1)
+    writes = list(node.writes)
+    assert {write.shard for write in writes} == set(HALVES)
+    node.write_all()
+    for number in range(100, 130):
+        peer.store(number)
+        node.write_all()
+    reply = peer.lease(1, 1)
+    assert reply.promoting == 1
+    first, second = node.reads
+    node.answer(first)
+    assert node.count(peer.scheduler, LeaseMore) == 0
+    node.answer(second)
+    assert len(pairs(more(node, peer))) == 2
+
+
+def test_the_estimate_follows_what_the_disk_does() -> None:
+    node, peer = on_disk_only(*range(1, 9))
+    quick = peer.lease(1, 1).promoting_ms
+    node.now_ns += 10**9
+    node.read_all()
+    assert peer.lease(2, 2).promoting_ms > 100 * quick
+    for number in range(3, 40):
+        node.now_ns += 10**5
+        node.read_all()
+        node.step(known(100 + number, at=100 + number))
+        slow = peer.lease(number, 100 + number).promoting_ms
+    assert slow < 10 * quick, "and becomes quick again"
+
+
+# ── reclaiming ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
+    node, peer = on_disk_only(*range(1, 9))
+    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(3)))
+    node.read_all()
+    part = FilePart("t", SPACE, WHOLE, keys(*range(1, 9)), places(1, 8))
+    node.step(FileReclaim(4, (part,)))
+    (answer,) = node.reclaimed
+    assert (answer.segment, answer.keep) == (4, places(3, 1))
+    assert node.blocks() == {short(3): "dram+file"}
+    node.step(moved(3, old=3, new=77))
+    part = FilePart("t", SPACE, WHOLE, keys(3), places(77, 1))
+    node.step(FileReclaim(5, (part,)))
+    assert node.reclaimed[-1].keep == b"", "nobody asked again"
+    assert node.blocks() == {short(3): "dram"}
+
+
+def test_a_record_that_is_not_the_blocks_any_more_is_not_kept() -> None:
+    node, peer = on_disk_only(1)
+    peer.hint(1)
+    node.read_all()
+    node.step(known(1, at=50), moved(1, old=1, new=60))
+    node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, keys(1), places(1, 1)),)))
+    assert node.reclaimed[0].keep == b""
+    assert node.blocks() == {short(1): "dram+file"}
+
+
+def test_of_two_places_the_later_written_one_counts() -> None:
+    node, peer = on_disk_only(1)
+    foreign = (1 << 63) + 5
+    for at, expected in ((9, 9), (4, 9), (foreign, 9), (11, 11)):
+        node.step(known(1, at=at))
+        assert node.engine._state.residency.file[0] == expected
+    node.step(known(2, at=foreign), known(2, at=foreign + 1), known(2, at=3))
+    assert peer.hint(2) == [True]
+    assert node.reads[-1].locations == places(3, 1)
+
+
+def test_every_slot_of_dram_keeps_its_row() -> None:
+    node = DiskNode(slots=8, block_count_max=10)
+    peer = Peer(node)
+    node.step(known(*range(100, 200)))
+    assert len(node.blocks()) == 2
+    for number in range(20):
+        peer.seal(number)
+        node.write_all()
+    assert len(pairs(peer.lease(1, 19))) == 1
