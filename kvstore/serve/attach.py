@@ -109,7 +109,15 @@ class Source(NamedTuple):
     read: Read
 
 
-TURN_WAKE, TURN_RANK, TURN_PROCESS, TURN_SCHEDULER, TURN_NEWCOMER, TURN_LISTENER = range(6)
+(
+    TURN_WAKE,
+    TURN_RANK,
+    TURN_PROCESS,
+    TURN_FILES,
+    TURN_SCHEDULER,
+    TURN_NEWCOMER,
+    TURN_LISTENER,
+) = range(7)
 
 
 class Attach:

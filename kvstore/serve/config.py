@@ -6,13 +6,14 @@ operator reads when one does not. Does not cover: how the command line is spelle
 
 Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
 text that is no size; dram larger than the memory there is; slab larger than dram; an address
-beyond loopback without the opt-in; a file tier, which this version does not have.
+beyond loopback without the opt-in; a file tier that is no PATH:SIZE or too small.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ import msgspec
 import yaml
 
 from kvstore.arena import huge_page_pool
+from kvstore.engine.files import MOVING_SHARE
 from kvstore.errors import ConfigError
+from kvstore.tiers.file import FileConfig
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import MIB, format_size, parse_size
 
@@ -67,6 +70,7 @@ class NodeConfig:
     """How `auto` chose, for the ready line; empty when the operator chose."""
     slab_bytes: int
     """Unit in which the arena is divided among slot sizes; a multiple of SLOT_BYTES_MIN."""
+    file: FileConfig | None
     http: HttpConfig | None
     allow_uids: frozenset[int]
     """Users whose processes may attach: the trust domain of the arena."""
@@ -81,6 +85,7 @@ class Settings(
     socket: str = DEFAULT_SOCKET
     dram: str | int = "auto"
     file: str | None = None
+    node_name: str | None = None
     slab: str | int = "auto"
     metrics: str | bool = DEFAULT_METRICS
     metrics_beyond_loopback: bool = False
@@ -146,11 +151,6 @@ def _explain(error: msgspec.ValidationError, path: Path | None) -> str:
 
 
 def _resolve(settings: Settings) -> NodeConfig:
-    if settings.file is not None:
-        _parse_file(settings.file)
-        raise ConfigError(
-            "this version has no file tier yet: start without --file; blocks stay in dram only"
-        )
     dram_bytes, note = _dram(settings.dram)
     level = settings.log_level.lower()
     if level not in LOG_LEVELS:
@@ -160,18 +160,33 @@ def _resolve(settings: Settings) -> NodeConfig:
         dram_bytes=dram_bytes,
         dram_note=note,
         slab_bytes=_slab(settings.slab, dram_bytes),
+        file=_file(settings.file, settings.node_name, dram_bytes=dram_bytes),
         http=_http(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         allow_uids=_uids(settings.allow_uid),
         log_level=level,
     )
 
 
-def _parse_file(text: str) -> tuple[Path, int]:
-    """PATH:SIZE of the file tier."""
+def _file(text: str | None, node_name: str | None, *, dram_bytes: int) -> FileConfig | None:
+    """PATH:SIZE of the file tier, with ,shared behind it for a directory of several nodes."""
+    if text is None:
+        return None
     path, colon, size = text.rpartition(":")
     if not colon or not path:
-        raise ConfigError(f"file {text!r} must be PATH:SIZE, such as /var/lib/kvstore:2TiB")
-    return Path(path), _size("file", size)
+        raise ConfigError(
+            f"file {text!r} must be PATH:SIZE or PATH:SIZE,shared, such as /var/lib/kvstore:2TiB"
+        )
+    size, comma, mode = size.partition(",")
+    if comma and mode != "shared":
+        raise ConfigError(f"file {text!r} ends in {mode!r}: only 'shared' may stand there")
+    return FileConfig(
+        directory=Path(path).absolute(),
+        capacity_bytes=_size("file", size),
+        shared=bool(comma),
+        node=node_name or platform.node(),
+        # As much as the engine core may have in motion each way.
+        queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
+    )
 
 
 def _size(name: str, text: str | int) -> int:

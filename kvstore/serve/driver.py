@@ -26,8 +26,9 @@ from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Clear, Ended, Event, Ready, Tick
 from kvstore.errors import KVStoreError
 from kvstore.ports import Clock, Tier
-from kvstore.serve.attach import TURN_WAKE, Attach, Source
+from kvstore.serve.attach import TURN_FILES, TURN_WAKE, Attach, Source
 from kvstore.serve.executor import Executor, Poisoned
+from kvstore.serve.files import FileEnd
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 
@@ -65,7 +66,14 @@ class Driver:
     """Runs one node until `stop`."""
 
     def __init__(
-        self, *, engine: Engine, tier: Tier, attach: Attach, executor: Executor, clock: Clock
+        self,
+        *,
+        engine: Engine,
+        tier: Tier,
+        attach: Attach,
+        executor: Executor,
+        clock: Clock,
+        files: FileEnd | None = None,
     ) -> None:
         self.counters = DriverCounters()
         self._engine = engine
@@ -73,6 +81,7 @@ class Driver:
         self._attach = attach
         self._executor = executor
         self._clock = clock
+        self._files = files
         self._ready_bytes = 0
         self._beat_ns = 0
         self._tick_ns = 0
@@ -86,6 +95,8 @@ class Driver:
         self._queries_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         attach.watch(self._wake_fd, Source(TURN_WAKE, None, self._answer))
+        if files is not None:
+            attach.watch(files.fileno(), Source(TURN_FILES, None, files.read))
 
     # ── from any thread ──────────────────────────────────────────────────────────────────────────
 
@@ -174,7 +185,7 @@ class Driver:
         self._tick_ns = now_ns
         try:
             self._attach.expire(now_ns)
-            events: list[Event] = [Tick()]
+            events: list[Event] = [Tick(self._files.used_bytes if self._files else 0)]
             ready_bytes = self._tier.ready_bytes
             if ready_bytes != self._ready_bytes:
                 self._ready_bytes = ready_bytes

@@ -24,6 +24,7 @@ from kvstore.engine.events import (
 )
 from kvstore.ports import Tier
 from kvstore.serve.attach import Attach, Sent
+from kvstore.serve.files import FileEnd
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import encode
 
@@ -45,8 +46,17 @@ class Outcome(NamedTuple):
 class Executor:
     """Commands to effects. One thread."""
 
-    def __init__(self, *, tier: Tier, attach: Attach, arena_fd: int, generation_fd: int) -> None:
+    def __init__(
+        self,
+        *,
+        tier: Tier,
+        attach: Attach,
+        arena_fd: int,
+        generation_fd: int,
+        files: FileEnd | None = None,
+    ) -> None:
         self._tier = tier
+        self._files = files
         self._attach = attach
         self._arena_fd = arena_fd
         self._generation_fd = generation_fd
@@ -86,6 +96,9 @@ class Executor:
                     self._attach.release(number)
                 case Cleared(blocks=blocks):
                     cleared_blocks += blocks
+                case _:
+                    assert self._files is not None, "a file command without a file tier"
+                    events += self._files.carry_out(command)
         return Outcome(events, cleared_blocks)
 
     def _send(

@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -18,6 +19,7 @@ from kvstore.obs import logs
 from kvstore.serve.ask import SUMMARY, TOPICS, NodeClient, as_json, show
 from kvstore.serve.config import DEFAULT_METRICS, DEFAULT_SOCKET, LOG_LEVELS, load_config
 from kvstore.serve.executor import Poisoned
+from kvstore.serve.fsck import fsck as check_directory
 from kvstore.serve.inspect import BLOCK_ROWS_MAX
 from kvstore.serve.node import run_node
 
@@ -47,7 +49,14 @@ def cli() -> None:
     help="Memory for blocks; auto takes half of what is available.  [default: auto]",
 )
 @click.option(
-    "--file", metavar="PATH:SIZE", help="Blocks on disk too. Not in this version: refuses to start."
+    "--file",
+    metavar="PATH:SIZE[,shared]",
+    help="Keep blocks on disk too; ',shared' for one directory of several nodes.",
+)
+@click.option(
+    "--node-name",
+    metavar="NAME",
+    help="This node's own part of a shared directory.  [default: the host's name]",
 )
 @click.option(
     "--slab", metavar="SIZE|auto", help="Unit in which dram goes to block sizes.  [default: auto]"
@@ -82,6 +91,7 @@ def node(config_path: Path | None, allow_uid: tuple[int, ...], **flags: str | bo
     \b
     Examples:
       kvstore node --socket /run/kvstore/node.sock --dram 64GiB
+      kvstore node --dram 64GiB --file /var/lib/kvstore:2TiB
       kvstore node --config node.yaml --metrics off
     \b
     node.yaml:
@@ -168,6 +178,32 @@ def clear(socket: Path, space: str) -> None:
     click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten")
 
 
+@cli.command()
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--quarantine",
+    is_flag=True,
+    help="Save the good records of damaged segments and move those aside; no node may be running.",
+)
+def fsck(directory: Path, *, quarantine: bool) -> None:
+    """Read every byte of a file tier's DIRECTORY and say what is wrong with it.
+
+    The exit status is 0 when all is well, 1 when there is damage, 2 when it is no file tier. Of a
+    shared directory name one node's part.
+
+    \b
+    Examples:
+      kvstore fsck /var/lib/kvstore
+      kvstore fsck /var/lib/kvstore --quarantine
+    """
+    try:
+        report = check_directory(directory, quarantine=quarantine)
+    except ConfigError as error:
+        fail(str(error), code=2)
+    click.echo(report.text())
+    sys.exit(report.status)
+
+
 @contextlib.contextmanager
 def _client(socket: Path) -> Iterator[NodeClient]:
     """A client; what goes wrong with it ends the program with code 1."""
@@ -178,7 +214,7 @@ def _client(socket: Path) -> Iterator[NodeClient]:
         fail(str(error), code=1)
 
 
-def fail(sentence: str, *, code: int) -> None:
+def fail(sentence: str, *, code: int) -> NoReturn:
     """Say what is wrong and leave."""
     click.echo(f"kvstore: {sentence}", err=True)
     sys.exit(code)

@@ -29,15 +29,20 @@ from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.driver import Driver
 from kvstore.serve.executor import Executor
+from kvstore.serve.files import FileEnd
 from kvstore.serve.http import HttpServer
 from kvstore.serve.inspect import InspectServer
 from kvstore.serve.listener import Listener
 from kvstore.serve.pages import NodeCollector, make_pages
 from kvstore.tiers.dram import DramTier
+from kvstore.tiers.file import FileTier
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.units import format_size
 
 CONNECTION_COUNT_MAX: Final = 256
+FILE_ROW_BYTES: Final = 256 << 10
+"""One row of metadata for so much of the file tier. Blocks of models that serve are larger; with
+smaller ones a part of the tier stays unused."""
 NEWCOMER_COUNT_MAX: Final = 16
 SWITCH_INTERVAL_S: Final = 0.0005
 _PR_SET_DUMPABLE: Final = 4
@@ -105,14 +110,20 @@ def _assemble(
         clock=clock,
     )
     stack.callback(attach.close)
+    files = _open_files(config, arena, clock, stack)
     driver = Driver(
         engine=_make_engine(config, arena, incarnation),
         tier=tier,
         attach=attach,
         executor=Executor(
-            tier=tier, attach=attach, arena_fd=arena.arena_fd, generation_fd=arena.generation_fd
+            tier=tier,
+            attach=attach,
+            arena_fd=arena.arena_fd,
+            generation_fd=arena.generation_fd,
+            files=files,
         ),
         clock=clock,
+        files=files,
     )
     url = ""
     if config.http is not None:
@@ -151,14 +162,26 @@ def _make_arena(config: NodeConfig, incarnation: Incarnation) -> Arena:
         ) from None
 
 
+def _open_files(
+    config: NodeConfig, arena: Arena, clock: Clock, stack: contextlib.ExitStack
+) -> FileEnd | None:
+    if config.file is None:
+        return None
+    tier = FileTier.open(config.file, arena.array, clock)
+    stack.callback(tier.close)
+    return FileEnd(tier)
+
+
 def _make_engine(config: NodeConfig, arena: Arena, incarnation: Incarnation) -> Engine:
+    file_bytes = config.file.capacity_bytes if config.file else 0
     return Engine(
         EngineConfig(
             incarnation=incarnation,
             arena_bytes=config.dram_bytes,
             slab_bytes=config.slab_bytes,
             generation_bytes=arena.generation_bytes,
-            block_count_max=config.dram_bytes // SLOT_BYTES_MIN,
+            block_count_max=config.dram_bytes // SLOT_BYTES_MIN + file_bytes // FILE_ROW_BYTES,
+            file_bytes=file_bytes,
             connection_count_max=CONNECTION_COUNT_MAX,
         )
     )

@@ -171,7 +171,7 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> Non
     assert "--help'" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["node"], ["inspect"], ["clear"]])
+@pytest.mark.parametrize("arguments", [[], ["node"], ["inspect"], ["clear"], ["fsck"]])
 def test_every_command_has_help_with_an_example(arguments: list[str]) -> None:
     done = kvstore(*arguments, "--help")
     assert (done.returncode, done.stderr) == (0, "")

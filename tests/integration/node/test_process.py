@@ -250,7 +250,8 @@ def test_without_its_socket_file_it_is_not_healthy(node: NodeProcess) -> None:
     [
         (["--dram", "999TiB"], r"more than the .* has available: choose a smaller --dram"),
         (["--dram", "lots"], "'lots' is not a size"),
-        (["--file", "/x:1GiB"], "no file tier yet"),
+        (["--file", "/x:1MiB"], "the file tier needs at least"),
+        (["--file", "/proc/x:1GiB"], "/proc/x"),
         (["--metrics", "0.0.0.0:1"], "can be read from other machines"),
         (["--config", "/absent.yaml"], "cannot be read"),
         (["--slab", "1"], "must be a multiple of 64 KiB"),

@@ -36,6 +36,20 @@ def test_defaults() -> None:
     assert config.log_level == "info"
 
 
+def test_a_file_tier_and_a_shared_one() -> None:
+    own = load_config(None, LEAST | {"file": "/var/lib/kvstore:2TiB"}).file
+    assert own is not None
+    assert (own.directory, own.capacity_bytes, own.shared) == (
+        Path("/var/lib/kvstore"),
+        2 << 40,
+        False,
+    )
+    shared = load_config(None, LEAST | {"file": "/mnt/a:b:1GiB,shared", "node-name": "n7"}).file
+    assert shared is not None
+    assert (shared.home, shared.shared) == (Path("/mnt/a:b/n7"), True)
+    assert load_config(None, LEAST).file is None
+
+
 def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("dram: 2GiB\nslab: 1MiB\nmetrics: off\nallow-uid: [5, 6]\nlog-level: debug\n")
@@ -76,8 +90,10 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"slab": "2MiB"}, "must be a multiple of 64 KiB and at most dram, 1 MiB"),
         ({"slab": "65KiB"}, "must be a multiple of 64 KiB"),
         ({"slab": "0"}, "must be a multiple of 64 KiB"),
-        ({"file": "/x:1GiB"}, "no file tier yet: start without --file"),
-        ({"file": "/x"}, "must be PATH:SIZE, such as"),
+        ({"file": "/x:1GiB,mine"}, "ends in 'mine': only 'shared' may stand there"),
+        ({"file": "/x:1MiB"}, "the file tier needs at least 2 MiB"),
+        ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared file tier needs a node name"),
+        ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
         ({"file": "/x:big"}, "file: 'big' is not a size"),
         ({"metrics": "0.0.0.0:9464"}, "can be read from other machines"),
         ({"metrics": "10.0.0.3:9464"}, "--metrics-beyond-loopback"),

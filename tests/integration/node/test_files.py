@@ -1,0 +1,185 @@
+"""The file tier of a real node: what was written is there after any restart, and only that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
+from tests.integration.node.conftest import eventually
+
+pytestmark = pytest.mark.slow
+
+SIZE = "64MiB"
+
+
+def start(
+    directory: Path, files: Path, *, dram: str = "16MiB", flags: Sequence[str] = ()
+) -> NodeProcess:
+    directory.mkdir(exist_ok=True)
+    return NodeProcess.start(directory, dram=dram, flags=["--file", f"{files}:{SIZE}", *flags])
+
+
+def tiers(node: NodeProcess) -> dict[str, Any]:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvstore.serve.main", "inspect", "tiers", "--json"),
+            *("--socket", str(node.socket)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return {tier["tier"]: tier for tier in json.loads(done.stdout)["tiers"]}
+
+
+def written(node: NodeProcess, count: int) -> bool:
+    return eventually(lambda: tiers(node)["file"]["blocks"] == count)
+
+
+def whole(keys: Sequence[bytes], engine: RawEngine) -> list[bytes]:
+    return [key * (engine.block_bytes // 32) for key in keys]
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_restarted_node_serves_what_was_written(tmp_path: Path, end: str) -> None:
+    keys = make_keys(40)
+    with start(tmp_path / "a", tmp_path / "files") as node, RawEngine(node.socket) as engine:
+        engine.open()
+        engine.store(keys)
+        assert written(node, 40)
+        if end == "kill":
+            node.kill()
+    with start(tmp_path / "a", tmp_path / "files") as node, RawEngine(node.socket) as engine:
+        engine.open()
+        assert written(node, 40)
+        reply = engine.lease(keys)
+        assert engine.read(reply) == whole(keys, engine)
+        assert tiers(node)["dram"]["blocks"] == 40
+
+
+def test_what_dram_lost_comes_back_from_disk(tmp_path: Path) -> None:
+    keys = make_keys(300)
+    with (
+        start(tmp_path / "a", tmp_path / "files", dram="4MiB") as node,
+        RawEngine(node.socket) as engine,
+    ):
+        engine.open()
+        for begin in range(0, len(keys), 10):
+            engine.store(keys[begin : begin + 10])
+            assert written(node, begin + 10), "what cannot be written is dropped: wait"
+        assert tiers(node)["dram"]["blocks"] <= 64
+        for begin in range(0, len(keys), 10):
+            reply = engine.lease(keys[begin : begin + 10])
+            assert engine.read(reply) == whole(keys[begin : begin + 10], engine)
+            engine.release(reply)
+
+
+def test_what_was_cleared_stays_away_after_a_restart(tmp_path: Path) -> None:
+    keys = make_keys(10)
+    with start(tmp_path / "a", tmp_path / "files") as node, RawEngine(node.socket) as engine:
+        engine.open()
+        engine.store(keys)
+        assert written(node, 10)
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "kvstore.serve.main", "clear"),
+                *("--socket", str(node.socket)),
+            ],
+            check=True,
+            timeout=60,
+        )
+        assert written(node, 0)
+        engine.store(keys[:2])
+        assert written(node, 2)
+    with start(tmp_path / "a", tmp_path / "files") as node, RawEngine(node.socket) as engine:
+        engine.open()
+        assert written(node, 2)
+        assert len(engine.lease(keys).slots) == 2 * 4
+
+
+def test_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:
+    keys = make_keys(8)
+    with start(tmp_path / "a", tmp_path / "files") as node, RawEngine(node.socket) as engine:
+        engine.open()
+        engine.store(keys)
+        assert written(node, 8)
+    for segment in (tmp_path / "files").rglob("*"):
+        if segment.is_file() and (at := segment.read_bytes().find(keys[5] * 4)) >= 0:
+            with segment.open("r+b") as file:
+                file.seek(at + 77)
+                file.write(b"!")
+    with start(tmp_path / "a", tmp_path / "files") as node, RawEngine(node.socket) as engine:
+        engine.open()
+        assert written(node, 8)
+        reply = engine.lease(keys)
+        assert engine.read(reply) == whole(keys[:5], engine), "up to the damage, and no further"
+        assert written(node, 7)
+
+
+def fsck(directory: Path, *flags: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstore.serve.main", "fsck", str(directory), *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_fsck_tells_damage_and_moves_it_aside(tmp_path: Path) -> None:
+    keys, files = make_keys(8), tmp_path / "files"
+    with start(tmp_path / "a", files) as node, RawEngine(node.socket) as engine:
+        engine.open()
+        engine.store(keys)
+        assert written(node, 8)
+        status, text = fsck(files, "--quarantine")
+        assert (status, "node" in text) == (2, True), "not while a node is running"
+    assert fsck(files)[0] == 0
+    (segment,) = [f for f in files.iterdir() if f.is_file() and keys[5] * 4 in f.read_bytes()]
+    with segment.open("r+b") as file:
+        file.seek(segment.read_bytes().find(keys[5] * 4) + 77)
+        file.write(b"!")
+    status, text = fsck(files)
+    assert status == 1
+    assert segment.name in text
+    assert fsck(files, "--quarantine")[0] == 1
+    assert fsck(files)[0] == 0, "what was damaged is aside"
+    with start(tmp_path / "a", files) as node:
+        assert written(node, 7), "and what was good is kept"
+    assert fsck(tmp_path / "nowhere")[0] == 2
+
+
+def test_two_nodes_on_one_directory_are_told_apart(tmp_path: Path) -> None:
+    keys = make_keys(6)
+    shared = f"{tmp_path / 'shared'}:{SIZE},shared"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with (
+        NodeProcess.start(
+            tmp_path / "a", dram="4MiB", flags=["--file", shared, "--node-name", "a"]
+        ) as first,
+        RawEngine(first.socket) as engine,
+    ):
+        engine.open()
+        engine.store(keys)
+        assert written(first, 6)
+        first.kill()
+    with (
+        NodeProcess.start(
+            tmp_path / "b", dram="4MiB", flags=["--file", shared, "--node-name", "b"]
+        ) as second,
+        RawEngine(second.socket) as engine,
+    ):
+        engine.open()
+        assert written(second, 6)
+        assert engine.read(engine.lease(keys)) == whole(keys, engine)

@@ -1,0 +1,163 @@
+"""Between engine and file tier: what is refused ends at once, what is long comes bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvstore.engine.events import (
+    FileGone,
+    FileKnown,
+    FileLate,
+    FileMoved,
+    FilePart,
+    FileRead,
+    FileReclaim,
+    FileWritten,
+    ReadFile,
+    ReclaimFile,
+    VoidFile,
+    WriteFile,
+)
+from kvstore.serve.files import FileEnd
+from kvstore.tiers.file import (
+    FileEvent,
+    FileTier,
+    Gone,
+    Known,
+    Late,
+    Moved,
+    Read,
+    Reclaim,
+    RecordSet,
+    RecoveryDone,
+    Written,
+)
+from kvstore.types import Shard
+from kvstore.wire.record import Scope
+
+SHARD = Shard(0, 2, 0, 4)
+SCOPE = Scope("t", b"s" * 32, SHARD, 8192)
+OTHER = Scope("u", b"s" * 32, SHARD, 8192)
+KEYS, PLACES, SUMS = b"k" * 64, b"p" * 16, b"c" * 32
+SLOTS = np.array([0, 16], dtype=np.uint32)
+
+
+class ScriptedTier:
+    """Takes everything or nothing, and says what a test wants said."""
+
+    def __init__(self) -> None:
+        self.takes = True
+        self.calls: list[tuple[Any, ...]] = []
+        self.events: list[FileEvent] = []
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def take_events(self) -> list[FileEvent]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        events, self.events = self.events, []
+        return events
+
+    def write(self, *call: Any) -> bool:
+        self.calls.append(("write", *call))
+        return self.takes
+
+    def read(self, *call: Any) -> bool:
+        self.calls.append(("read", *call))
+        return self.takes
+
+    def void(self, *call: Any) -> None:
+        self.calls.append(("void", *call))
+
+    def reclaim(self, *call: Any) -> None:
+        self.calls.append(("reclaim", *call))
+
+
+@pytest.fixture
+def tier() -> Iterator[ScriptedTier]:
+    made = ScriptedTier()
+    yield made
+    os.close(made.fd)
+
+
+@pytest.fixture
+def end(tier: ScriptedTier) -> FileEnd:
+    return FileEnd(cast("FileTier", tier))
+
+
+def known(scope: Scope) -> Known:
+    return Known(scope, KEYS, PLACES, SUMS)
+
+
+def test_orders_reach_the_tier(tier: ScriptedTier, end: FileEnd) -> None:
+    write = WriteFile(7, "t", b"s" * 32, SHARD, 8192, KEYS, SLOTS, SUMS, 1)
+    read = ReadFile(8, "t", b"s" * 32, SHARD, 8192, KEYS, PLACES, SLOTS, SUMS, 1)
+    for command in (write, read, VoidFile("t", None, 1), ReclaimFile(3, PLACES, 1)):
+        assert end.carry_out(command) == []
+    assert tier.calls == [
+        ("write", 7, SCOPE, KEYS, SLOTS, SUMS),
+        ("read", 8, SCOPE, KEYS, PLACES, SLOTS, SUMS),
+        ("void", "t", None),
+        ("reclaim", 3, PLACES),
+    ]
+
+
+def test_what_is_not_taken_ends_at_once(tier: ScriptedTier, end: FileEnd) -> None:
+    tier.takes = False
+    write = WriteFile(7, "t", b"s" * 32, SHARD, 8192, KEYS, SLOTS, SUMS, 1)
+    read = ReadFile(8, "t", b"s" * 32, SHARD, 8192, KEYS, PLACES, SLOTS, SUMS, 1)
+    assert end.carry_out(write) == [FileWritten(7, bytes(16))]
+    assert end.carry_out(read) == [FileRead(8, bytes(2))]
+
+
+def test_every_word_of_the_tier_becomes_the_engines(tier: ScriptedTier, end: FileEnd) -> None:
+    tier.events = [
+        Written(1, PLACES),
+        Read(2, b"\x01\x00"),
+        Late(3),
+        RecoveryDone(),
+        known(SCOPE),
+        Moved(SCOPE, KEYS, PLACES, b"q" * 16),
+        Gone(SCOPE, KEYS, PLACES),
+        Reclaim(4, (RecordSet(SCOPE, KEYS, PLACES),)),
+    ]
+    address = ("t", b"s" * 32, SHARD)
+    said = [end.read(0) for _ in range(5)]
+    assert said == [
+        [
+            FileWritten(1, PLACES),
+            FileRead(2, b"\x01\x00"),
+            FileLate(3),
+            FileKnown(*address, KEYS, PLACES, SUMS),
+        ],
+        [FileMoved(*address, KEYS, PLACES, b"q" * 16)],
+        [FileGone(*address, KEYS, PLACES)],
+        [FileReclaim(4, (FilePart(*address, KEYS, PLACES),))],
+        [],
+    ]
+
+
+def test_the_loop_is_woken_for_what_is_left(tier: ScriptedTier, end: FileEnd) -> None:
+    tier.events = [known(SCOPE), known(SCOPE)]
+    end.read(0)
+    assert os.eventfd_read(tier.fd) == 1, "there is more"
+    end.read(0)
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(tier.fd)
+
+
+def test_what_is_cleared_before_it_was_told_is_not_told(tier: ScriptedTier, end: FileEnd) -> None:
+    tier.events = [known(OTHER), known(SCOPE), Written(1, PLACES), known(OTHER)]
+    assert len(end.read(0)) == 1
+    end.carry_out(VoidFile("t", None, 1))
+    said = end.read(0)
+    assert [type(event) for event in said] == [FileWritten, FileKnown]
+    assert said[1] == FileKnown("u", b"s" * 32, SHARD, KEYS, PLACES, SUMS)
