@@ -20,7 +20,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint bench-single bench-micro proto clean distclean
+.PHONY: help demo test check lint bench-single bench-files bench-micro proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -44,6 +44,9 @@ lint: $(VENV)/.base ## ruff and mypy only
 
 bench-single: $(VENV)/.engine ## one node, one engine: bench/results/single.json
 	$(BIN)/python bench/scenarios/single.py
+
+bench-files: $(VENV)/.engine ## hits on disk: bench/results/files.json
+	$(BIN)/python bench/scenarios/files.py
 
 bench-micro: $(VENV)/.engine ## the parts by themselves: bench/results/*.json
 	set -e; for script in bench/micro/[a-z]*.py; do $(BIN)/python $$script; done

@@ -12,6 +12,7 @@ GREY = "#9aa5b1"
 BLUE = "#2f6fde"
 GREEN = "#1a9c73"
 AMBER = "#e0912f"
+VIOLET = "#8a5fbf"
 
 
 def figure(title: str, subtitle: str, *, columns: int, widths: Sequence[float]) -> tuple[Any, Any]:

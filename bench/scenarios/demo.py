@@ -1,9 +1,10 @@
 """`make demo`: what a real vLLM gains from kvstore, on this machine, in a few minutes.
 
-The same seeded conversations three times: by vLLM alone, with kvstore, and with kvstore after the
-engine was restarted. All histories together are more than the engine's own cache holds, as in
-service. Writes bench/results/demo.json and demo.png. The exit status is 0 only when all tokens are
-identical and dram served prompt tokens both times.
+The same seeded conversations four times: by vLLM alone, with kvstore, with kvstore after the engine
+was restarted, and after the node was killed and started again, so that its disk serves. All
+histories together are more than the engine's own cache holds, as in service. Writes
+bench/results/demo.json and demo.png. The exit status is 0 only when all tokens are identical and
+the node served prompt tokens each time.
 
 float32, because in bfloat16 vLLM's own cache already changes one greedy output in about a hundred
 (another kernel shape rounds otherwise), which would hide whether kvstore changed any.
@@ -30,6 +31,7 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import plot, record
+from bench.settle import settled
 from kvstore.errors import KVStoreError
 from kvstore.testing.engine import Completion, Engine, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, SHAPES, build_model, encoder
@@ -52,8 +54,9 @@ PLAN: Final = ConversationPlan(
     question_words=30,
     answer_tokens=16,
 )
-NAMES: Final = ("vLLM alone", "with kvstore", "engine restarted")
-COLOURS: Final = (plot.GREY, plot.BLUE, plot.GREEN)
+FILE: Final = "4GiB"
+NAMES: Final = ("vLLM alone", "with kvstore", "engine restarted", "node restarted")
+COLOURS: Final = (plot.GREY, plot.BLUE, plot.GREEN, plot.VIOLET)
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -67,14 +70,14 @@ class Run(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     own_hit_tokens: int
     """Found in the engine's own cache."""
-    dram_hit_tokens: int
+    kvstore_hit_tokens: int
     """Loaded from the node."""
     wall_s: float
     engine_start_s: float
 
     @property
     def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.own_hit_tokens - self.dram_hit_tokens
+        return self.prompt_tokens - self.own_hit_tokens - self.kvstore_hit_tokens
 
     def all_ttft_ms(self) -> list[float]:
         """Milliseconds of every request."""
@@ -112,14 +115,15 @@ def replay(
         tokens=answers,
         prompt_tokens=prompt_tokens,
         own_hit_tokens=round(after.local_hits - before.local_hits),
-        dram_hit_tokens=round(after.external_hits - before.external_hits),
+        kvstore_hit_tokens=round(after.external_hits - before.external_hits),
         wall_s=wall_s,
         engine_start_s=engine.start_seconds,
     )
 
 
 def measure(console: Console, work: Path, plan: ConversationPlan) -> list[Run]:
-    """All three runs; the node is there for the last two and outlives the engine between them."""
+    """All four runs: the node outlives the engine after the second, and the engine the node after
+    the third."""
     requests = plan.users * plan.rounds
     columns = (
         SpinnerColumn(),
@@ -135,30 +139,49 @@ def measure(console: Console, work: Path, plan: ConversationPlan) -> list[Run]:
             for name in NAMES
         ]
 
-        def one(index: int, socket: Path | None) -> Run:
-            task = tasks[index]
-            progress.start_task(task)
-            progress.update(task, note="vLLM is starting")
+        def start(index: int, socket: Path | None) -> Engine:
+            progress.start_task(tasks[index])
+            progress.update(tasks[index], note="vLLM is starting")
             config = EngineConfig(
                 model=MODEL, max_model_len=MODEL_LEN_MAX, kv_blocks=ENGINE_BLOCKS, socket=socket
             )
+            return Engine.start(config, log=LOGS / f"engine-{index}.log")
+
+        def one(index: int, engine: Engine) -> Run:
+            task = tasks[index]
 
             def on_answer(answer: Completion) -> None:
                 reused = 100 * answer.cached_tokens // answer.prompt_tokens
                 note = f"first token {1000 * answer.ttft_s:5.0f} ms, {reused:3d} % of prompt reused"
                 progress.update(task, advance=1, note=note)
 
-            with Engine.start(config, log=LOGS / f"engine-{index}.log") as engine:
-                run = replay(NAMES[index], engine, plan, on_answer)
+            run = replay(NAMES[index], engine, plan, on_answer)
             progress.update(
                 task, note=f"median {np.median(run.all_ttft_ms()):.0f} ms to first token"
             )
             progress.stop_task(task)
             return run
 
-        alone = one(0, None)
-        with NodeProcess.start(work, dram=DRAM) as node:
-            return [alone, one(1, node.socket), one(2, node.socket)]
+        with start(0, None) as engine:
+            runs = [one(0, engine)]
+        with start_node(work) as node:
+            with start(1, node.socket) as engine:
+                runs.append(one(1, engine))
+            with start(2, node.socket) as engine:
+                runs.append(one(2, engine))
+                progress.start_task(tasks[3])
+                progress.update(tasks[3], note="the node is killed and started again")
+                held = settled(engine, node, lambda dram, disk: dram > 0 and disk >= dram)
+                node.kill()
+                with start_node(work) as again:
+                    settled(engine, again, lambda _, disk: disk >= held)
+                    engine.forget()
+                    runs.append(one(3, engine))
+        return runs
+
+
+def start_node(work: Path) -> NodeProcess:
+    return NodeProcess.start(work, dram=DRAM, flags=["--file", f"{work / 'files'}:{FILE}"])
 
 
 def same_answers(runs: Sequence[Run]) -> list[int]:
@@ -180,7 +203,7 @@ def show(console: Console, runs: Sequence[Run]) -> None:
         "TTFT\np95 ms",
         "speed-up\n",
         "hits in\nown cache",
-        "hits in\ndram",
+        "hits in\nkvstore",
         "tokens\ncomputed",
         "answers\nidentical",
     ):
@@ -194,7 +217,7 @@ def show(console: Console, runs: Sequence[Run]) -> None:
             f"{p95:.0f}",
             f"{base / p50:.1f} ×",
             f"{run.own_hit_tokens:,}",
-            f"{run.dram_hit_tokens:,}",
+            f"{run.kvstore_hit_tokens:,}",
             f"{run.computed_tokens:,}",
             f"{same}/{len(run.tokens)}",
         )
@@ -203,23 +226,27 @@ def show(console: Console, runs: Sequence[Run]) -> None:
 
 def conclude(console: Console, runs: Sequence[Run]) -> None:
     """One line each; raises DemoError when what the demo claims is not so."""
-    alone, shared, restarted = runs
+    alone, shared, restarted, from_disk = runs
     for run, same in zip(runs, same_answers(runs), strict=True):
         if same != len(run.tokens):
             differ = len(run.tokens) - same
             raise DemoError(f"{differ} answers of the run '{run.name}' differ from vLLM alone.")
-    for run in (shared, restarted):
-        if run.dram_hit_tokens == 0:
+    for run in runs[1:]:
+        if run.kvstore_hit_tokens == 0:
             raise DemoError(f"The node served no prompt token in the run '{run.name}'.")
     fewer = 1 - shared.computed_tokens / alone.computed_tokens
     first = np.median(alone.ttft_s[0]) / np.median(restarted.ttft_s[0])
-    kept = restarted.dram_hit_tokens / restarted.prompt_tokens
+    kept = restarted.kvstore_hit_tokens / restarted.prompt_tokens
+    disk = from_disk.kvstore_hit_tokens / from_disk.prompt_tokens
     console.print(
         f"[green]✓[/] kvstore spared the engine {fewer:.0%} of the prompt tokens it computed alone."
     )
     console.print(
         f"[green]✓[/] After a restart of the engine dram served {kept:.0%} of all prompt tokens; "
         f"even first questions came {first:.1f} × sooner."
+    )
+    console.print(
+        f"[green]✓[/] After the node was killed its disk served {disk:.0%} of all prompt tokens."
     )
     console.print(
         "[green]✓[/] All answers are identical, token by token (float32: in bfloat16 vLLM's own "
@@ -240,10 +267,10 @@ def draw(runs: Sequence[Run], plan: ConversationPlan, path: Path) -> Path:
 
 
 def _draw_times(left: Any, runs: Sequence[Run], plan: ConversationPlan) -> None:
-    width = 0.26
+    width = 0.8 / len(runs)
     for index, (run, colour) in enumerate(zip(runs, COLOURS, strict=True)):
         for number, times in enumerate(run.ttft_s):
-            x = number + 1 + (index - 1) * width
+            x = number + 1 + (index - (len(runs) - 1) / 2) * width
             middle = float(np.median(times)) * 1000
             label = run.name if number == 0 else None
             left.bar(x, middle, width * 0.9, color=colour, label=label, zorder=2)
@@ -260,11 +287,11 @@ def _draw_times(left: Any, runs: Sequence[Run], plan: ConversationPlan) -> None:
             )
             left.annotate(
                 f"{middle:.0f}",
-                (x, middle),
-                (0, 4),
+                (x, max(times) * 1000),  # above the dots
+                (0, 5),
                 textcoords="offset points",
                 ha="center",
-                fontsize=9,
+                fontsize=8,
                 color=plot.INK,
                 fontweight="bold",
                 path_effects=plot.halo(),
@@ -281,7 +308,7 @@ def _draw_sources(right: Any, runs: Sequence[Run]) -> None:
     sources = (
         ("computed", [r.computed_tokens for r in runs], plot.AMBER),
         ("engine's own cache", [r.own_hit_tokens for r in runs], plot.GREY),
-        ("kvstore dram", [r.dram_hit_tokens for r in runs], plot.BLUE),
+        ("kvstore", [r.kvstore_hit_tokens for r in runs], plot.BLUE),
     )
     start = np.zeros(len(runs))
     for name, counts, colour in sources:
@@ -326,7 +353,7 @@ def as_result(runs: Sequence[Run], plan: ConversationPlan) -> dict[str, Any]:
             "ttft_ms_by_round": [[round(1000 * t, 2) for t in times] for times in run.ttft_s],
             "prompt_tokens": run.prompt_tokens,
             "own_cache_hit_tokens": run.own_hit_tokens,
-            "dram_hit_tokens": run.dram_hit_tokens,
+            "kvstore_hit_tokens": run.kvstore_hit_tokens,
             "computed_tokens": run.computed_tokens,
             "answers": len(run.tokens),
             "answers_identical": same,
@@ -336,11 +363,12 @@ def as_result(runs: Sequence[Run], plan: ConversationPlan) -> dict[str, Any]:
         for run, same in zip(runs, same_answers(runs), strict=True)
     ]
     return {
-        "what": "the same conversations: vLLM alone, with kvstore, with kvstore after a restart",
+        "what": "the same conversations: vLLM alone, with kvstore, and after a restart of each",
         "plan": msgspec.to_builtins(plan),
         "model": {"size": SIZE, "dtype": "float32", **msgspec.to_builtins(SHAPES[SIZE])},
         "engine_cache_tokens": ENGINE_BLOCKS * BLOCK_TOKENS,
         "dram": DRAM,
+        "file": FILE,
         "runs": rows,
     }
 

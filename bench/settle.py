@@ -1,0 +1,40 @@
+"""Waiting until a node and the engine on it have come to rest, as benchmarks need it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.engine.report import NodeReport, TierReport
+from kvstore.serve.ask import NodeClient
+from kvstore.testing.engine import Engine
+from kvstore.testing.process import NodeProcess
+
+TIMEOUT_S: Final = 60.0
+
+
+def settled(engine: Engine, node: NodeProcess, enough: Callable[[int, int], bool]) -> int:
+    """Wait until the engine is attached, all of dram is there, and `enough` of (blocks in dram,
+    blocks on disk). Returns the blocks on disk.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    with contextlib.closing(NodeClient(node.socket)) as client:
+        while time.monotonic() < deadline:
+            engine.warm_up()  # an idle engine looks for nobody
+            rows = [
+                *client.rows("nodes", limit=1, space=""),
+                *client.rows("tiers", limit=1, space=""),
+            ]
+            sessions = sum(row.sessions for row in rows if isinstance(row, NodeReport))
+            tiers = {row.tier: row for row in rows if isinstance(row, TierReport)}
+            ready = tiers["dram"].ready_bytes == tiers["dram"].capacity_bytes
+            if sessions and ready and enough(tiers["dram"].blocks, tiers["file"].blocks):
+                return tiers["file"].blocks
+            threading.Event().wait(0.05)
+    raise TimeoutError("The node did not come to rest; see its log.")
