@@ -116,7 +116,7 @@ def test_a_dram_full_of_leased_blocks_is_no_cache_and_no_trouble(
                             assert greedy.read(reply)[0][:32] == keys[0], "a leased block was taken"
                     assert done == reference
                 held = sum(len(keys) for keys, _ in leased) * greedy.block_bytes
-                assert held > 4 << 20, "more than half of dram was leased"
+                assert held > 3 << 20, "its half of dram, but for its credits"
             # They are let go: the engine's blocks find room again.
             engine.complete(prompts[0], max_tokens=1)
             wait_until(lambda: _is_served(engine, prompts[0]), "the engine is served again")
