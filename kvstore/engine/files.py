@@ -35,12 +35,13 @@ from kvstore.engine.events import (
     VoidFile,
     WriteFile,
 )
+from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.lru import Words
-from kvstore.engine.runs import leading_run
+from kvstore.engine.runs import has_repeats, leading_run
 from kvstore.engine.slots import FILE_WRITER
 from kvstore.engine.state import State
-from kvstore.engine.table import Keys, Rows
+from kvstore.engine.table import NO_ROWS, Keys, Rows
 from kvstore.types import SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import shard_bytes
@@ -55,6 +56,8 @@ READ_AHEAD_NS = 10**9
 too late for whoever asked, and would look like a hanging disk."""
 PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
 """Of one question: what lies behind is promoted when it is asked for."""
+REPEATED = -1
+"""Answer to a question that names a key twice."""
 MOVING_SHARE = 4
 """One part in so many of the arena may be in motion to disk, and as much from it."""
 KEEP_SHARE = 4
@@ -93,6 +96,8 @@ class Wait(msgspec.Struct):
 
     connection: Connection
     lease: int
+    held: Lease
+    """Another lease may have the same number by the time the blocks come."""
     keys: Keys
     """What was asked for and is not leased yet, in chain order."""
     with_checksums: bool
@@ -186,9 +191,10 @@ class Files:
 
     # ── disk to dram ─────────────────────────────────────────────────────────────────────────────
 
-    def promote(self, owner: Owner, keys: Keys) -> int:
+    def promote(self, owner: Owner, keys: Keys, *, held: Rows = NO_ROWS) -> int:
         """Begin to read what of these keys, in chain order, is on disk and not in dram. Returns how
-        many of them, from the first on, are in dram or on their way."""
+        many of them, from the first on, are in dram or on their way, or REPEATED: then nothing was
+        begun. `held`: rows of the first shard that the same question has leased already."""
         state = self._state
         if not self.enabled:
             return 0
@@ -199,6 +205,8 @@ class Files:
             rows = state.residency.find(scope, keys[:count])
             count = self._leading(rows)
             rows = rows[:count]
+            if scope == owner.scopes[0] and has_repeats(np.concatenate([held, rows])):
+                return REPEATED
             self._asked_for[rows] = True
             away = np.flatnonzero((state.residency.words(rows) < 0) & (self._reading[rows] == 0))
             if len(away):
@@ -324,7 +332,8 @@ class Files:
 
     def _advance_waits(self) -> None:
         for key, wait in list(self.waits.items()):
-            if not (self._state.leases.has(*key) and self._advance(key[0], wait)):
+            is_held = self._state.leases.get(*key) is wait.held
+            if not (is_held and self._advance(key[0], wait)):
                 del self.waits[key]
 
     def _advance(self, session: int, wait: Wait) -> bool:
@@ -339,6 +348,8 @@ class Files:
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
+        state.counters.blocks_hit += count
+        state.counters.blocks_missed += 0 if promoting else len(rest)
         state.send(
             wait.connection,
             LeaseMore(

@@ -39,16 +39,16 @@ class Leases:
         held = self._by_session.get(session, {})
         return lease not in held and len(held) < self._count_max
 
-    def add(self, session: int, lease: int, words: Words, now_ns: int) -> None:
+    def add(self, session: int, lease: int, words: Words, now_ns: int) -> Lease:
         """Pin these slots, which are distinct."""
         self._slots.leases[words] += 1
-        self._by_session.setdefault(session, {})[lease] = Lease(
-            words, granted_ns=now_ns, expires_ns=now_ns + self._ttl_ns
-        )
+        made = Lease(words, granted_ns=now_ns, expires_ns=now_ns + self._ttl_ns)
+        self._by_session.setdefault(session, {})[lease] = made
+        return made
 
-    def has(self, session: int, lease: int) -> bool:
-        """Whether this lease is held."""
-        return lease in self._by_session.get(session, {})
+    def get(self, session: int, lease: int) -> Lease | None:
+        """This lease, if it is held."""
+        return self._by_session.get(session, {}).get(lease)
 
     def extend(self, session: int, lease: int, words: Words) -> None:
         """Pin more slots under a held lease; all its slots are distinct."""

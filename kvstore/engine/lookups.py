@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.engine.files import Files, Wait
+from kvstore.engine.files import REPEATED, Files, Wait
 from kvstore.engine.owners import Connection
 from kvstore.engine.runs import leading_run
 from kvstore.engine.state import State
@@ -38,13 +38,15 @@ class Lookups:
         if run.repeats():
             return "a LeaseAsk that names a key twice"
         words = run.words()
+        rest = keys[run.count :]
         if run.count:
             for size, shard_words in zip(owner.slot_sizes, run.words_by_shard, strict=True):
                 state.slots.touch(state.slots.pools[size], shard_words[: run.count])
             # Before anything makes room for what is promoted.
-            state.leases.add(session, ask.lease, words, state.now_ns)
-        rest = keys[run.count :]
-        promoting = self._files.promote(owner, rest) if len(rest) else 0
+            held = state.leases.add(session, ask.lease, words, state.now_ns)
+        promoting = self._files.promote(owner, rest, held=run.rows()) if len(rest) else 0
+        if promoting == REPEATED:
+            return "a LeaseAsk that names a key twice"
         state.counters.blocks_hit += run.count
         state.counters.blocks_missed += len(rest) - promoting
         state.send(
@@ -61,8 +63,9 @@ class Lookups:
         )
         if promoting:
             if not run.count:
-                state.leases.add(session, ask.lease, words, state.now_ns)
-            self._files.wait(Wait(connection, ask.lease, rest[:promoting], ask.with_checksums))
+                held = state.leases.add(session, ask.lease, words, state.now_ns)
+            rest = rest[:promoting]
+            self._files.wait(Wait(connection, ask.lease, held, rest, ask.with_checksums))
         return ""
 
     def hint(self, connection: Connection, hint: Hint) -> None:

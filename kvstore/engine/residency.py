@@ -89,6 +89,7 @@ class Residency:
         self.file[rows[differs]] = NOT_IN_FILE
         self._word[rows] = words + 1
         self.row_of_word[words] = rows
+        assert bool((self._word[rows] == words + 1).all()), "a block is given two slots"
         self.checksum[rows] = checksums
         self.dram_count += len(rows)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.policy.lru import NONE, Words
 from kvstore.engine.state import State
-from kvstore.engine.table import Keys, Rows
+from kvstore.engine.table import NO_ROWS, Keys, Rows
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -37,13 +37,18 @@ class Run(msgspec.Struct, frozen=True):
 
     def repeats(self) -> bool:
         """Whether a key comes twice. Slots are distinct if rows are."""
-        if not self.count:
-            return False
-        # Rows of a chain mostly ascend; only otherwise is the costlier look needed. Every shard has
-        # the same keys.
-        rows = self.rows_by_shard[0][: self.count]
-        ascending = np.count_nonzero(rows[1:] > rows[:-1]) == self.count - 1
-        return not ascending and len(np.unique(rows)) != self.count
+        return has_repeats(self.rows())
+
+    def rows(self) -> Rows:
+        """Rows of the first shard; every other has the same keys."""
+        return self.rows_by_shard[0][: self.count] if self.count else NO_ROWS
+
+
+def has_repeats(rows: Rows) -> bool:
+    """Whether a row comes twice. Rows of a chain mostly ascend; only otherwise is the costlier look
+    needed."""
+    ascending = np.count_nonzero(rows[1:] > rows[:-1]) >= len(rows) - 1
+    return not ascending and len(np.unique(rows)) != len(rows)
 
 
 def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:

@@ -179,14 +179,28 @@ def _file(text: str | None, node_name: str | None, *, dram_bytes: int) -> FileCo
     size, comma, mode = size.partition(",")
     if comma and mode != "shared":
         raise ConfigError(f"file {text!r} ends in {mode!r}: only 'shared' may stand there")
+    directory, capacity_bytes = Path(path).absolute(), _size("file", size)
+    there = file_system_bytes(directory)
+    if capacity_bytes > there:
+        raise ConfigError(
+            f"file of {format_size(capacity_bytes)} is more than the {format_size(there)} that the"
+            f" file system of {directory} has: choose a smaller --file"
+        )
     return FileConfig(
-        directory=Path(path).absolute(),
-        capacity_bytes=_size("file", size),
+        directory=directory,
+        capacity_bytes=capacity_bytes,
         shared=bool(comma),
         node=node_name or platform.node(),
         # As much as the engine core may have in motion each way.
         queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
     )
+
+
+def file_system_bytes(directory: Path) -> int:
+    """Size of the file system that a directory, made or not yet, lies in."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    found = os.statvfs(existing)
+    return found.f_blocks * found.f_frsize
 
 
 def _size(name: str, text: str | int) -> int:

@@ -57,6 +57,8 @@ class Running(NamedTuple):
     dram_bytes: int
     dram_note: str
     slab_bytes: int
+    file: str
+    """Directory and size of the file tier; empty when there is none."""
     huge_pages: bool
     metrics_url: str
     """Empty when off."""
@@ -68,7 +70,8 @@ class Running(NamedTuple):
         return (
             f"kvstore node ready: socket={self.socket} metrics={self.metrics_url or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
-            f" slab={format_size(self.slab_bytes)} dram={format_size(self.dram_bytes)}{note}"
+            f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
+            f" dram={format_size(self.dram_bytes)}{note}"
         )
 
 
@@ -146,6 +149,7 @@ def _assemble(
         dram_bytes=config.dram_bytes,
         dram_note=config.dram_note,
         slab_bytes=config.slab_bytes,
+        file=f"{config.file.home}:{format_size(config.file.capacity_bytes)}" if config.file else "",
         huge_pages=arena.huge_pages,
         metrics_url=url,
         incarnation=incarnation,

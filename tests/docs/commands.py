@@ -20,8 +20,10 @@ def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def node_config(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> config.NodeConfig:
-    """What `kvstore node FLAGS` would run with on a machine with a tebibyte of memory."""
+    """What `kvstore node FLAGS` would run with on a machine with a tebibyte of memory and four of
+    disk."""
     monkeypatch.setattr(config, "available_memory", lambda: (TIB, "the test"))
+    monkeypatch.setattr(config, "file_system_bytes", lambda _: 4 * TIB)
     seen: list[config.NodeConfig] = []
     monkeypatch.setattr("kvstore.serve.main.run_node", lambda made, _ready: seen.append(made))
     monkeypatch.setattr("kvstore.serve.main.logs.setup", lambda _level: None)

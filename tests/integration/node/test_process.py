@@ -251,7 +251,7 @@ def test_without_its_socket_file_it_is_not_healthy(node: NodeProcess) -> None:
         (["--dram", "999TiB"], r"more than the .* has available: choose a smaller --dram"),
         (["--dram", "lots"], "'lots' is not a size"),
         (["--file", "/x:1MiB"], "the file tier needs at least"),
-        (["--file", "/proc/x:1GiB"], "/proc/x"),
+        (["--file", "/x:900TiB"], "more than the .* that the file system of /x has: choose"),
         (["--metrics", "0.0.0.0:1"], "can be read from other machines"),
         (["--config", "/absent.yaml"], "cannot be read"),
         (["--slab", "1"], "must be a multiple of 64 KiB"),
@@ -282,7 +282,7 @@ def test_a_config_file_starts_a_node(tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("slab: 128KiB\nallow-uid: 0\nlog-level: warning\n")
     with NodeProcess.start(tmp_path, dram="1MiB", flags=["--config", str(file)]) as node:
-        assert "slab=128 KiB dram=1 MiB" in node.ready_line
+        assert "slab=128 KiB file=off dram=1 MiB" in node.ready_line
 
 
 def test_a_tiny_dram_serves(tmp_path: Path) -> None:

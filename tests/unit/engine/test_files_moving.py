@@ -330,6 +330,45 @@ def test_the_estimate_follows_what_the_disk_does() -> None:
     assert slow < 10 * quick, "and becomes quick again"
 
 
+def test_a_question_that_names_a_key_twice_moves_nothing() -> None:
+    """Two slots for one block would tear the tables apart."""
+    node, peer = on_disk_only(1, 2)
+    assert peer.hint(1, 2, 1) == [True] * 3
+    assert node.reads == []
+    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
+    assert node.reads == []
+    assert node.hangups[peer.scheduler] == "a LeaseAsk that names a key twice"
+
+
+def test_a_question_that_repeats_what_is_in_dram_behind_it_ends_the_connection() -> None:
+    node, peer = on_disk_only(2)
+    peer.seal(1)
+    node.write_nothing()
+    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
+    assert node.hangups[peer.scheduler] == "a LeaseAsk that names a key twice"
+    assert node.engine.tiers()[0].slots_leased == 0
+
+
+def test_a_lease_whose_number_is_used_again_gets_nothing_of_the_old_one() -> None:
+    node, peer = on_disk_only(1, 2)
+    peer.seal(7)
+    node.write_nothing()
+    peer.lease(1, 1, 2)
+    node.hear(peer.scheduler, LeaseRelease([1]))
+    assert len(pairs(peer.lease(1, 7))) == 1
+    node.read_all()
+    assert node.count(peer.scheduler, LeaseMore) == 0
+    assert node.engine.tiers()[0].slots_leased == 1
+
+
+def test_what_comes_from_disk_counts_as_hit() -> None:
+    node, peer = on_disk_only(1, 2, 3)
+    peer.lease(1, 1, 2, 3, 4)
+    node.answer(node.reads[0], [True, True, False])
+    assert node.engine.counters.blocks_hit == 2
+    assert node.engine.counters.blocks_missed == 2
+
+
 # ── reclaiming ───────────────────────────────────────────────────────────────────────────────────
 
 

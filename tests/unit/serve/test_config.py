@@ -20,6 +20,7 @@ LEAST = {"dram": "1MiB", "metrics": "off"}
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "available_memory", lambda: (8 * GIB, "the machine"))
     monkeypatch.setattr(config_module, "huge_page_pool", lambda: (0, 2 * MIB))
+    monkeypatch.setattr(config_module, "file_system_bytes", lambda _: 4 << 40)
 
 
 pytestmark = pytest.mark.usefixtures("plenty")
@@ -92,6 +93,7 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"slab": "0"}, "must be a multiple of 64 KiB"),
         ({"file": "/x:1GiB,mine"}, "ends in 'mine': only 'shared' may stand there"),
         ({"file": "/x:1MiB"}, "the file tier needs at least 2 MiB"),
+        ({"file": "/x:5TiB"}, "more than the 4 TiB that the file system of /x has"),
         ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared file tier needs a node name"),
         ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
         ({"file": "/x:big"}, "file: 'big' is not a size"),
