@@ -105,13 +105,7 @@ def _assemble(
     arena = _make_arena(config, incarnation)
     tier = DramTier(arena)
     stack.callback(tier.close)
-    attach = Attach(
-        listener,
-        allow_uids=config.allow_uids,
-        # A process that attaches again holds two sockets for a moment.
-        connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
-        clock=clock,
-    )
+    attach = _make_attach(config, listener, clock)
     stack.callback(attach.close)
     files = _open_files(config, arena, clock, stack)
     driver = Driver(
@@ -153,6 +147,16 @@ def _assemble(
         huge_pages=arena.huge_pages,
         metrics_url=url,
         incarnation=incarnation,
+    )
+
+
+def _make_attach(config: NodeConfig, listener: Listener, clock: Clock) -> Attach:
+    return Attach(
+        listener,
+        allow_uids=config.allow_uids,
+        # A process that attaches again holds two sockets for a moment.
+        connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
+        clock=clock,
     )
 
 
