@@ -80,7 +80,8 @@ def _check_leases(state: State, files: Files) -> None:
     sessions = {owner.open_session for owner in state.owners.values()}
     for session, _, lease in state.leases.items():
         assert session in sessions, "a lease outlived its session"
-        expected[lease.words] += 1
+        for words in lease.pieces:
+            expected[words] += 1
     np.add.at(expected, files.pinned_words(), 1)
     assert bool((expected == state.slots.leases).all()), "lease counts differ"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.engine import check, report
+from kvstore.engine.admission import Admission
 from kvstore.engine.counters import Counters
 from kvstore.engine.events import (
     Clear,
@@ -67,9 +68,16 @@ class Engine:
         self.config = config
         self._state = State(config)
         self._sessions = Sessions(self._state)
-        self._stores = Stores(self._state)
-        self._files = Files(self._state, self._stores.admission)
-        self._stores.files = self._files
+        admission = Admission(
+            self._state.slots,
+            credit_share=config.credit_share,
+            credit_blocks_max=config.credit_blocks_max,
+            low_watermark=config.low_watermark,
+            high_watermark=config.high_watermark,
+            evict=self._state.evict,
+        )
+        self._files = Files(self._state, admission)
+        self._stores = Stores(self._state, admission, self._files)
         self._lookups = Lookups(self._state, self._files)
 
     @property

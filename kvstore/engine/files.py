@@ -42,7 +42,7 @@ from kvstore.engine.runs import has_repeats, leading_run
 from kvstore.engine.slots import FILE_WRITER
 from kvstore.engine.state import State
 from kvstore.engine.table import NO_ROWS, Keys, Rows
-from kvstore.types import SpaceId
+from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, LeaseMore, keys_array
@@ -85,6 +85,8 @@ class _Read(msgspec.Struct):
     scope: int
     keys: Keys
     rows: Rows
+    checksums: NDArray[np.uint64]
+    """What the tier verifies against: by the end the row may be another copy's."""
     words: Words
     size_bytes: int
     begin_ns: int
@@ -260,7 +262,9 @@ class Files:
         )
         job = self._take_number()
         locations = state.residency.file[rows]
-        read = _Read(scope, keys, rows, words, len(rows) * pool_size, state.now_ns)
+        checksums = state.residency.checksum[rows]
+        size_bytes = len(rows) * pool_size
+        read = _Read(scope, keys, rows, checksums, words, size_bytes, state.now_ns)
         self._reads[job] = read
         self._reading[rows] = job
         self._reading_bytes += read.size_bytes
@@ -275,7 +279,7 @@ class Files:
                 keys=keys.tobytes(),
                 locations=locations.tobytes(),
                 slots=state.slots.slots_of(words),
-                checksums=state.residency.checksum[rows].tobytes(),
+                checksums=checksums.tobytes(),
                 cause=state.cause,
             )
         )
@@ -291,7 +295,7 @@ class Files:
         rows = state.residency.find(job.scope, job.keys)
         wanted = good & (rows >= 0) & (state.residency.words(rows) < 0)
         taken, words = rows[wanted], job.words[wanted]
-        state.residency.put_dram(taken, words, state.residency.checksum[taken])
+        state.residency.put_dram(taken, words, job.checksums[wanted])
         state.slots.seal(words, state.cause)
         state.free(job.words[~wanted])
         state.counters.file_blocks_read += int(good.sum())
@@ -421,7 +425,7 @@ class Files:
     def reclaim(self, event: FileReclaim) -> None:
         """A segment is to go: keep what was asked for since it was written, within a share."""
         residency = self._state.residency
-        total = sum(len(part.keys) // 32 for part in event.parts)
+        total = sum(len(part.keys) // KEY_BYTES for part in event.parts)
         room, kept = total // KEEP_SHARE, []
         for part in event.parts:
             scope = residency.scope(part.tenant, SpaceId(part.space), part.shard)

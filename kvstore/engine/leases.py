@@ -5,8 +5,6 @@ Rule: only this class changes a slot's lease count, and each lease is counted ex
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvstore.engine.policy.lru import Words
 from kvstore.engine.slots import Slots
 
@@ -14,12 +12,19 @@ from kvstore.engine.slots import Slots
 class Lease:
     """One LeaseAsk that was answered with at least one block."""
 
-    __slots__ = ("expires_ns", "granted_ns", "words")
+    __slots__ = ("expires_ns", "granted_ns", "pieces")
 
     def __init__(self, words: Words, *, granted_ns: int, expires_ns: int) -> None:
-        self.words = words
+        self.pieces = [words]
+        """Slots, as they were pinned: distinct within a piece. A slot whose block was cleared may
+        come a second time, with another block, when the lease grows."""
         self.granted_ns = granted_ns
         self.expires_ns = expires_ns
+
+    @property
+    def slot_count(self) -> int:
+        """Slots pinned."""
+        return sum(len(words) for words in self.pieces)
 
 
 class Leases:
@@ -51,10 +56,10 @@ class Leases:
         return self._by_session.get(session, {}).get(lease)
 
     def extend(self, session: int, lease: int, words: Words) -> None:
-        """Pin more slots under a held lease; all its slots are distinct."""
+        """Pin more slots under a held lease; these are distinct."""
         found = self._by_session[session][lease]
         self._slots.leases[words] += 1
-        found.words = np.concatenate([found.words, words])
+        found.pieces.append(words)
 
     def renew(self, session: int, leases: list[int], now_ns: int) -> None:
         """Let these last a whole life from now; unknown ones are ignored."""
@@ -100,5 +105,6 @@ class Leases:
         ]
 
     def _unpin(self, lease: Lease) -> None:
-        self._slots.leases[lease.words] -= 1
+        for words in lease.pieces:
+            self._slots.leases[words] -= 1
         self._slots.retry_starved()

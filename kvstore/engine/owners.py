@@ -48,7 +48,6 @@ class Owner:
         "open_session",
         "opened_ns",
         "ranks",
-        "refused",
         "scheduler",
         "scopes",
         "slot_sizes",
@@ -71,7 +70,6 @@ class Owner:
         """Of the open session, by column."""
         self.granted_slots = 0
         """Of the open session, not yet sealed or dropped, all columns together."""
-        self.refused = ""
 
     @property
     def is_complete(self) -> bool:

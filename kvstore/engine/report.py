@@ -216,7 +216,7 @@ def leases(state: State) -> list[LeaseReport]:
             engine_id=owner_of[session].key[1],
             session=session,
             lease=number,
-            blocks=len(lease.words) // len(owner_of[session].scopes),
+            blocks=lease.slot_count // len(owner_of[session].scopes),
             age_ms=(now_ns - lease.granted_ns) // NS_PER_MS,
             expires_in_ms=(lease.expires_ns - now_ns) // NS_PER_MS,
         )

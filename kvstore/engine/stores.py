@@ -7,19 +7,15 @@ seal of a (space, shard, key) wins, the other slot is free again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.admission import Admission
+from kvstore.engine.files import Files
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.lru import Words
 from kvstore.engine.slots import SlotState
 from kvstore.engine.state import State
-
-if TYPE_CHECKING:
-    from kvstore.engine.files import Files
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Distrust,
@@ -37,24 +33,11 @@ from kvstore.wire.messages import (
 class Stores:
     """Grants, seals, drops."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, admission: Admission, files: Files) -> None:
         self._state = state
-        self.files: Files | None = None
-        """What is stored is written through to it; set once, by the engine."""
-        config = state.config
-        self._admission = Admission(
-            state.slots,
-            credit_share=config.credit_share,
-            credit_blocks_max=config.credit_blocks_max,
-            low_watermark=config.low_watermark,
-            high_watermark=config.high_watermark,
-            evict=state.evict,
-        )
-
-    @property
-    def admission(self) -> Admission:
-        """What makes room, for others who need slots."""
-        return self._admission
+        self._admission = admission
+        self._files = files
+        """What is stored is written through to it."""
 
     def drop(self, connection: Connection, message: Drop) -> None:
         """Granted slots that were not written: free again."""
@@ -109,8 +92,7 @@ class Stores:
         owner.granted_slots -= len(words)
         self._state.credits_due = True
         self._state.counters.stores_sealed += len(words)
-        if self.files is not None:
-            self.files.sealed(connection, scope, rows, block_bytes=hello.block_bytes)
+        self._files.sealed(connection, scope, rows, block_bytes=hello.block_bytes)
         return ""
 
     def _ungrant(self, owner: Owner, words: Words, session: int) -> None:

@@ -9,6 +9,7 @@ from kvstore.engine import files as files_module
 from kvstore.engine.events import (
     Clear,
     FileCommand,
+    FileGone,
     FilePart,
     FileReclaim,
     FileWritten,
@@ -359,6 +360,17 @@ def test_a_lease_whose_number_is_used_again_gets_nothing_of_the_old_one() -> Non
     node.read_all()
     assert node.count(peer.scheduler, LeaseMore) == 0
     assert node.engine.tiers()[0].slots_leased == 1
+
+
+def test_a_block_read_keeps_the_checksum_it_was_verified_against() -> None:
+    node, peer = on_disk_only(1)
+    peer.lease(1, 1)
+    node.step(FileGone("t", SPACE, WHOLE, keys(1)))
+    node.step(msgspec.structs.replace(known(1, at=9), checksums=checksum(99)))
+    node.read_all()
+    node.hear(peer.scheduler, LeaseRelease([1]))
+    assert peer.lease(2, 1, with_checksums=True).checksums == checksum(1)
+    assert node.blocks() == {short(1): "dram"}, "the other copy's record is another block"
 
 
 def test_what_comes_from_disk_counts_as_hit() -> None:
