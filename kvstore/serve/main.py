@@ -7,6 +7,8 @@ no node to talk to.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from kvstore.serve.inspect import BLOCK_ROWS_MAX
 from kvstore.serve.node import run_node
 
 BLOCKS_LISTED = 100
+DEMO_NEEDS = ("vllm", "psutil")
 EXIT_POISONED = 70
 """EX_SOFTWARE: a bug of ours; a supervisor may start the node again."""
 
@@ -202,6 +205,28 @@ def fsck(directory: Path, *, quarantine: bool) -> None:
         fail(str(error), code=2)
     click.echo(report.text())
     sys.exit(report.status)
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def demo(arguments: tuple[str, ...]) -> None:
+    """A real vLLM without and with kvstore, in a few minutes; --keep lets all go on.
+
+    \b
+    Examples:
+      kvstore demo
+      kvstore demo --keep
+    """
+    missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        fail(
+            f"the demo runs a real vLLM, and this Python has no {' and no '.join(missing)}: "
+            "'make demo' in a clone installs all of it",
+            code=2,
+        )
+    # A program of its own: the node needs neither the engine nor the test kit that it is made of.
+    command = [sys.executable, "-P", "-m", "kvstore.testing.demo", *arguments]
+    os.execv(sys.executable, command)  # noqa: S606
 
 
 @contextlib.contextmanager

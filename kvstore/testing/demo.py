@@ -1,0 +1,423 @@
+"""`kvstore demo`: what a real vLLM gains from kvstore, on this machine, in a few minutes.
+
+The same seeded conversations four times: by vLLM alone, with kvstore, with kvstore after the engine
+was restarted, and after the node was killed and started again, so that its disk serves. All
+histories together are more than the engine's own cache holds, as in service. The exit status is 0
+only when all tokens are identical and the node served prompt tokens each time. With --keep the last
+engine and node go on until Ctrl-C, with commands to try.
+
+float32, because in bfloat16 vLLM's own cache already changes one greedy output in about a hundred
+(another kernel shape rounds otherwise), which would hide whether kvstore changed any.
+
+Covers: the runs and what is said about them. Does not cover: records and plots (`make demo`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from kvstore.errors import KVStoreError
+from kvstore.testing.engine import SERVED_NAME, Completion, Engine, EngineConfig
+from kvstore.testing.models import BLOCK_TOKENS, SHAPES, build_model, encoder
+from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.settle import settled
+from kvstore.testing.workload import ConversationPlan, Conversations
+from kvstore.units import format_size
+
+SIZE: Final = "medium"
+MODEL_LEN_MAX: Final = 3584
+ENGINE_BLOCKS: Final = 32
+DRAM: Final = "2GiB"
+FILE: Final = "4GiB"
+PLAN: Final = ConversationPlan(
+    seed=20261121,
+    users=5,
+    rounds=4,
+    system_words=70,
+    document_words=260,
+    question_words=30,
+    answer_tokens=16,
+)
+NAMES: Final = ("vLLM alone", "with kvstore", "engine restarted", "node restarted")
+
+
+class Kept(NamedTuple):
+    """What runs at the end."""
+
+    engine: Engine
+    node: NodeProcess
+    prompt: tuple[int, ...]
+    """Of the last turn."""
+
+
+Finish = Callable[[list["Run"], Kept], None]
+"""Called with all runs while their last engine and node still run."""
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """One replay of all conversations."""
+
+    name: str
+    plan: ConversationPlan
+    ttft_s: list[list[float]]
+    """By round, in the order of the replay."""
+    tokens: dict[str, tuple[int, ...]]
+    """Answers by ``user/round``."""
+    prompt_tokens: int
+    own_hit_tokens: int
+    """Found in the engine's own cache."""
+    kvstore_hit_tokens: int
+    """Loaded from the node."""
+    wall_s: float
+    engine_start_s: float
+    last_prompt: tuple[int, ...] = ()
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.own_hit_tokens - self.kvstore_hit_tokens
+
+    def all_ttft_ms(self) -> list[float]:
+        """Milliseconds of every request."""
+        return [1000 * t for times in self.ttft_s for t in times]
+
+    def later_ttft_ms(self) -> list[float]:
+        """Milliseconds of every request that has a history."""
+        return [1000 * t for times in self.ttft_s[1:] for t in times]
+
+
+class DemoError(KVStoreError):
+    """One sentence about what the demo could not do."""
+
+
+def replay(
+    name: str,
+    engine: Engine,
+    conversations: Conversations,
+    on_answer: Callable[[Completion], None],
+) -> Run:
+    """Have every turn answered, one at a time, as an idle engine would."""
+    plan = conversations.plan
+    ttft_s: list[list[float]] = [[] for _ in range(plan.rounds)]
+    answers: dict[str, tuple[int, ...]] = {}
+    prompt_tokens = 0
+    before, begin = engine.hits(), time.perf_counter()
+    for turn in conversations:
+        answer = engine.complete(turn.prompt, max_tokens=plan.answer_tokens)
+        conversations.answer(turn, answer.tokens)
+        ttft_s[turn.round].append(answer.ttft_s)
+        answers[f"{turn.user}/{turn.round}"] = answer.tokens
+        prompt_tokens += len(turn.prompt)
+        on_answer(answer)
+    wall_s, after = time.perf_counter() - begin, engine.hits()
+    return Run(
+        name=name,
+        plan=plan,
+        ttft_s=ttft_s,
+        tokens=answers,
+        prompt_tokens=prompt_tokens,
+        own_hit_tokens=round(after.local_hits - before.local_hits),
+        kvstore_hit_tokens=round(after.external_hits - before.external_hits),
+        wall_s=wall_s,
+        engine_start_s=engine.start_seconds,
+        last_prompt=turn.prompt,
+    )
+
+
+class Demo:
+    """The four runs, one after the other.
+
+    Args:
+        console: where progress is shown.
+        plan: the conversations.
+        cache: folder for the model, built once, and for the engines' logs.
+        work: empty folder for socket, node log and disk tier.
+    """
+
+    def __init__(
+        self, console: Console, plan: ConversationPlan, *, cache: Path, work: Path
+    ) -> None:
+        self._plan = plan
+        self._work = work
+        self._model = cache / "models" / SIZE
+        self._logs = cache / "demo"
+        with console.status("building the model (once)"):
+            build_model(self._model, size=SIZE)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.completed:>2.0f}/{task.total:.0f} requests"),
+            TextColumn("[dim]{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        total = plan.users * plan.rounds
+        self._tasks: list[TaskID] = [
+            self._progress.add_task(f"{name:<17}", total=total, start=False, note="waiting")
+            for name in NAMES
+        ]
+
+    def run(self, finish: Finish) -> None:
+        """All four runs: the node outlives the engine after the second, and the engine the node
+        after the third."""
+        with self._progress:
+            with self._start_engine(0, None) as engine:
+                runs = [self._replay(0, engine)]
+            with self._start_node() as node:
+                with self._start_engine(1, node.socket) as engine:
+                    runs.append(self._replay(1, engine))
+                with self._start_engine(2, node.socket) as engine:
+                    runs.append(self._replay(2, engine))
+                    self._note(3, "the node is killed and started again")
+                    held = settled(engine, node, lambda dram, disk: dram > 0 and disk >= dram)
+                    node.kill()
+                    with self._start_node() as again:
+                        settled(engine, again, lambda _, disk: disk >= held)
+                        engine.forget()
+                        runs.append(self._replay(3, engine))
+                        self._progress.stop()
+                        finish(runs, Kept(engine, again, runs[-1].last_prompt))
+
+    def _note(self, index: int, note: str) -> None:
+        self._progress.start_task(self._tasks[index])
+        self._progress.update(self._tasks[index], note=note)
+
+    def _start_node(self) -> NodeProcess:
+        place = f"{self._work / 'files'}:{FILE}"
+        return NodeProcess.start(self._work, dram=DRAM, flags=["--file", place])
+
+    def _start_engine(self, index: int, socket: Path | None) -> Engine:
+        self._note(index, "vLLM is starting")
+        config = EngineConfig(
+            model=self._model,
+            max_model_len=MODEL_LEN_MAX,
+            kv_blocks=ENGINE_BLOCKS,
+            socket=socket,
+        )
+        return Engine.start(config, log=self._logs / f"engine-{index}.log")
+
+    def _replay(self, index: int, engine: Engine) -> Run:
+        task = self._tasks[index]
+
+        def on_answer(answer: Completion) -> None:
+            reused = 100 * answer.cached_tokens // answer.prompt_tokens
+            note = f"first token {1000 * answer.ttft_s:5.0f} ms, {reused:3d} % of prompt reused"
+            self._progress.update(task, advance=1, note=note)
+
+        conversations = Conversations(self._plan, encoder(self._model))
+        run = replay(NAMES[index], engine, conversations, on_answer)
+        middle = np.median(run.all_ttft_ms())
+        self._progress.update(task, note=f"median {middle:.0f} ms to first token")
+        self._progress.stop_task(task)
+        return run
+
+
+def same_answers(runs: Sequence[Run]) -> list[int]:
+    """Per run, how many answers equal those of the first."""
+    truth = runs[0].tokens
+    return [sum(run.tokens[turn] == truth[turn] for turn in truth) for run in runs]
+
+
+def show(console: Console, runs: Sequence[Run]) -> None:
+    """The table. Times are of requests that have a history: rounds 2 and on."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        title="Time to first token (TTFT) from round 2 on, and where prompt tokens came from",
+    )
+    table.add_column("", no_wrap=True)
+    for column in (
+        "TTFT\np50 ms",
+        "TTFT\np95 ms",
+        "speed-up\n",
+        "hits in\nown cache",
+        "hits in\nkvstore",
+        "tokens\ncomputed",
+        "answers\nidentical",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    base = np.median(runs[0].later_ttft_ms())
+    for run, same in zip(runs, same_answers(runs), strict=True):
+        p50, p95 = np.percentile(run.later_ttft_ms(), [50, 95])
+        table.add_row(
+            run.name,
+            f"{p50:.0f}",
+            f"{p95:.0f}",
+            f"{base / p50:.1f} ×",
+            f"{run.own_hit_tokens:,}",
+            f"{run.kvstore_hit_tokens:,}",
+            f"{run.computed_tokens:,}",
+            f"{same}/{len(run.tokens)}",
+        )
+    console.print(table)
+
+
+def conclude(console: Console, runs: Sequence[Run]) -> None:
+    """One line each; raises DemoError when what the demo claims is not so."""
+    alone, shared, restarted, from_disk = runs
+    for run, same in zip(runs, same_answers(runs), strict=True):
+        if same != len(run.tokens):
+            differ = len(run.tokens) - same
+            raise DemoError(f"{differ} answers of the run '{run.name}' differ from vLLM alone.")
+    for run in runs[1:]:
+        if run.kvstore_hit_tokens == 0:
+            raise DemoError(f"The node served no prompt token in the run '{run.name}'.")
+    fewer = 1 - shared.computed_tokens / alone.computed_tokens
+    first = np.median(alone.ttft_s[0]) / np.median(restarted.ttft_s[0])
+    kept = restarted.kvstore_hit_tokens / restarted.prompt_tokens
+    disk = from_disk.kvstore_hit_tokens / from_disk.prompt_tokens
+    console.print(
+        f"[green]✓[/] kvstore spared the engine {fewer:.0%} of the prompt tokens it computed alone."
+    )
+    console.print(
+        f"[green]✓[/] After a restart of the engine dram served {kept:.0%} of all prompt tokens; "
+        f"even first questions came {first:.1f} × sooner."
+    )
+    console.print(
+        f"[green]✓[/] After the node was killed its disk served {disk:.0%} of all prompt tokens."
+    )
+    console.print(
+        "[green]✓[/] All answers are identical, token by token (float32: in bfloat16 vLLM's own "
+        "cache hit already rounds differently from a full computation)."
+    )
+
+
+# ── --keep ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def commands_to_try(kept: Kept, request: Path) -> list[tuple[str, str]]:
+    """(what it shows, command) for another terminal."""
+    program = shlex.quote(str(Path(sys.executable).with_name("kvstore")))
+    socket = f"--socket {shlex.quote(str(kept.node.socket))}"
+    url = f"http://127.0.0.1:{kept.engine.port}"
+    post = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d @{request}"
+    return [
+        ("ask the last question again; usage tells how much of it was cached", post),
+        (
+            "the engine forgets its own cache: ask again, kvstore serves",
+            f"curl -s -X POST {url}/reset_prefix_cache",
+        ),
+        ("what the node holds", f"{program} inspect {socket}"),
+        ("its blocks", f"{program} inspect {socket} blocks --limit 20"),
+        ("its metrics", f"curl -s {kept.node.metrics_url}"),
+        ("the engine's side of it", f"curl -s {url}/metrics | grep kvstore"),
+        (
+            "forget all blocks: the next answer is computed, and the same",
+            f"{program} clear {socket}",
+        ),
+        ("kill the node: the engine goes on without", f"kill -9 {kept.node.pid}"),
+    ]
+
+
+def hold(console: Console, kept: Kept) -> None:
+    """Print what can be tried and wait for Ctrl-C."""
+    request = kept.node.directory / "request.json"
+    body = {"model": SERVED_NAME, "prompt": kept.prompt, "max_tokens": 16, "temperature": 0}
+    request.write_bytes(msgspec.json.encode(body))
+    console.rule("[bold]everything goes on until Ctrl-C; in another terminal")
+    for what, command in commands_to_try(kept, request):
+        console.print(f"[dim]# {what}[/]")
+        console.print(command, soft_wrap=True, highlight=False, markup=False)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        console.print("stopping engine and node")
+
+
+def introduce(console: Console, plan: ConversationPlan) -> None:
+    """What is going to be run."""
+    kv_bytes = SHAPES[SIZE].kv_bytes_per_token(4)
+    console.rule("[bold]kvstore demo")
+    console.print(
+        f"seed {plan.seed}: {plan.users} users × {plan.rounds} rounds, shared system prompt, "
+        f"growing history; real vLLM on this machine's CPU, {format_size(kv_bytes)} of KV per "
+        f"token; its own cache holds {ENGINE_BLOCKS * BLOCK_TOKENS:,} tokens, less than the "
+        "histories.",
+        highlight=False,
+    )
+
+
+def default_cache() -> Path:
+    """Where the model of `kvstore demo` stays between runs."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "kvstore"
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    cache: Path | None = None,
+    finish: Finish | None = None,
+) -> int:
+    """Command line; returns the exit status. `finish` does more with the runs than to show them."""
+    parser = argparse.ArgumentParser(
+        prog="kvstore demo", description="A real vLLM without and with kvstore."
+    )
+    parser.add_argument("--seed", type=int, default=PLAN.seed, help="of the conversations")
+    parser.add_argument("--users", type=_count, default=PLAN.users)
+    parser.add_argument("--rounds", type=_count, default=PLAN.rounds)
+    parser.add_argument("--keep", action="store_true", help="let all go on until Ctrl-C")
+    chosen = parser.parse_args(arguments)
+    plan = msgspec.structs.replace(PLAN, seed=chosen.seed, users=chosen.users, rounds=chosen.rounds)
+    # A terminated demo unwinds like an interrupted one, and so takes node and engine along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("The demo was terminated."))
+    console = Console()
+    console.width = max(console.width, 96)  # the table must not fold when this is no terminal
+    begin = time.monotonic()
+
+    def done(runs: list[Run], kept: Kept) -> None:
+        show(console, runs)
+        if finish is not None:
+            finish(runs, kept)
+        conclude(console, runs)
+        console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
+        if chosen.keep:
+            hold(console, kept)
+
+    try:
+        introduce(console, plan)
+        with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as work:
+            Demo(console, plan, cache=cache or default_cache(), work=Path(work)).run(done)
+    except KeyboardInterrupt:
+        console.print("[red]✗[/] The demo was interrupted; nothing of it runs any more.")
+        return 130
+    except (KVStoreError, NodeFailed, OSError, ImportError, ValueError) as error:
+        console.print(f"[red]✗[/] {error}", markup=True, highlight=False)
+        return 1
+    return 0
+
+
+def _count(text: str) -> int:
+    """At least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
