@@ -130,7 +130,12 @@ def test_absent_at_start_gone_later_and_back_again(
     rng = random.Random(SEED + 1)
     directory = tmp_path / "node"
     directory.mkdir()
-    config = EngineConfig(model=tiny_model, socket=directory / "node.sock")
+    # A killed node is noticed by its socket; a busy machine must not be taken for a dead one.
+    config = EngineConfig(
+        model=tiny_model,
+        socket=directory / "node.sock",
+        connector_extra={"heartbeat_timeout_ms": 5000},
+    )
     prompts = iter([text_tokens(rng, encode, 3 * BLOCK_TOKENS + 5) for _ in range(200)])
 
     def served(engine: Engine) -> bool:

@@ -144,7 +144,7 @@ def test_a_forked_grandchild_delays_nothing(node: NodeProcess, bystander: RawEng
         child.kill()
         child.join(10)
         os.kill(grandchild, 0)
-        assert eventually(lambda: peer_descriptors(node) == before, timeout_s=2)
+        assert eventually(lambda: peer_descriptors(node) == before)
         os.kill(grandchild, 0)
     finally:
         child.kill()
@@ -190,7 +190,7 @@ def test_a_grandchild_that_holds_the_socket_does_not_hide_the_death(
         holder.kill()
         holder.wait(10)
         os.kill(grandchild, 0)
-        assert eventually(lambda: peer_descriptors(node) == before, timeout_s=2)
+        assert eventually(lambda: peer_descriptors(node) == before)
     finally:
         os.kill(grandchild, signal.SIGKILL)
         holder.communicate(timeout=10)
