@@ -103,7 +103,7 @@ def test_a_dram_full_of_leased_blocks_is_no_cache_and_no_trouble(
             for prompt in prompts:
                 engine.forget(external=True)
                 reference.append(engine.complete(prompt, max_tokens=6).tokens)
-            with RawEngine(node.socket, model="greedy", timeout_s=1.0) as greedy:
+            with RawEngine(node.socket, model="greedy", timeout_s=3.0) as greedy:
                 greedy.open()
                 leased = _lease_all_there_is(greedy)
                 for _ in range(2):
