@@ -14,10 +14,10 @@
 | `table.py`      | finding rows by key, in batches            | keys → rows                    |
 | `leases.py`     | what readers were promised                 | leases → lease counts          |
 | `admission.py`  | credits and room for them                  | pools → free slots             |
-| `policy/lru.py` | which slot goes next                       | touches → victims              |
+| `policy/`       | which slot goes next, what goes to disk    | uses → victims; keys → mask    |
 | `counters.py`   | counts for /metrics                        | –                              |
 | `report.py`     | snapshots for inspect                      | engine → rows                  |
 | `check.py`      | what must be true between two steps        | engine → nothing, or an error  |
 
-A new policy goes beside `lru.py`; a new message is dispatched in `engine.py`.
+A new policy goes beside `policy/lru.py`; a new message is dispatched in `engine.py`.
 """

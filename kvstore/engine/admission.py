@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvstore.engine.policy.lru import Words
+from kvstore.engine.policy.port import Words
 from kvstore.engine.slots import Pool, Slots
 
 
@@ -85,7 +85,7 @@ class Admission:
             coldest = self._slots.coldest_slab(other)
             if coldest is None or (best is not None and best[1] <= coldest[1]):
                 continue
-            if needy or coldest[1] < (pool.lru.oldest_stamp() or coldest[1] + 1):
+            if needy or coldest[1] < (pool.policy.oldest_stamp() or coldest[1] + 1):
                 best = coldest
         if best is None:
             return False

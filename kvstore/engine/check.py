@@ -51,6 +51,8 @@ def _check_slots(state: State) -> None:
         states = slots.state[slots.writer == writer]
         ended = state.connections[writer].ended
         assert not ended or bool((states == SlotState.QUARANTINED).all()), "granted after the end"
+    sealed = slots.state == SlotState.SEALED
+    assert bool(((slots.stamps != 0) == sealed).all()), "a policy holds other slots than the sealed"
     assert bool((slots.generation > 0).all()), "generations start at 1"
     assert not slots.raised, "a raised generation was not published"
 

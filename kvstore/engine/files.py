@@ -37,7 +37,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection, Owner
-from kvstore.engine.policy.lru import Words
+from kvstore.engine.policy.port import Words, prints
 from kvstore.engine.runs import has_repeats, leading_run
 from kvstore.engine.slots import FILE_WRITER
 from kvstore.engine.state import State
@@ -296,7 +296,7 @@ class Files:
         wanted = good & (rows >= 0) & (state.residency.words(rows) < 0)
         taken, words = rows[wanted], job.words[wanted]
         state.residency.put_dram(taken, words, job.checksums[wanted])
-        state.slots.seal(words, state.cause)
+        state.slots.seal(words, prints(job.scope, job.keys[wanted]), state.cause)
         state.free(job.words[~wanted])
         state.counters.file_blocks_read += int(good.sum())
         state.counters.file_blocks_unread += int((~good).sum())

@@ -5,7 +5,7 @@ Rule: only this class changes a slot's lease count, and each lease is counted ex
 
 from __future__ import annotations
 
-from kvstore.engine.policy.lru import Words
+from kvstore.engine.policy.port import Words
 from kvstore.engine.slots import Slots
 
 

@@ -78,7 +78,7 @@ class Lookups:
                 rows = state.residency.find(scope, keys)
                 present &= rows >= 0
                 words = state.residency.words(rows)
-                state.slots.touch(state.slots.pools[size], words[words >= 0])
+                state.slots.use(state.slots.pools[size], words[words >= 0])
             self._files.promote(owner, keys)
         bits = np.packbits(present, bitorder="little").tobytes()
         state.send(connection, HintReply(request=hint.request, present=bits))

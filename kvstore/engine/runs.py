@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.policy.lru import NONE, Words
+from kvstore.engine.policy.port import NONE, Words
 from kvstore.engine.state import State
 from kvstore.engine.table import NO_ROWS, Keys, Rows
 

@@ -22,7 +22,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.policy.lru import NONE, Lru, Mask, Words
+from kvstore.engine.policy.choose import maker
+from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Words
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
 FILE_WRITER = -1
@@ -70,10 +71,10 @@ _NEXT = {
 class Pool:
     """All slots of one size."""
 
-    def __init__(self, *, slot_bytes: int, slots_per_slab: int, lru: Lru) -> None:
+    def __init__(self, *, slot_bytes: int, slots_per_slab: int, policy: Policy) -> None:
         self.slot_bytes = slot_bytes
         self.slots_per_slab = slots_per_slab
-        self.lru = lru
+        self.policy = policy
         self.slabs: set[int] = set()
         self.free: list[int] = []
         """Words of free slots; the last one is granted next."""
@@ -88,7 +89,7 @@ class Pool:
 class Slots:
     """The arena's slots, in columns by word."""
 
-    def __init__(self, *, arena_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, *, arena_bytes: int, slab_bytes: int, policy: str) -> None:
         assert slab_bytes % SLOT_BYTES_MIN == 0, "slabs are whole generation words"
         word_count = arena_bytes // SLOT_BYTES_MIN
         self.slab_bytes = slab_bytes
@@ -108,6 +109,7 @@ class Slots:
         self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
         """Slot id of the slot that begins in a word: slots are packed at 4 KiB."""
         self._next_stamp = 1
+        self._make_policy = maker(policy, self.stamps)
         self.pools: dict[int, Pool] = {}
         self._history: deque[tuple[int, SlotEvent, Words]] = deque(maxlen=_HISTORY_BATCHES)
         self.raised: list[Words] = []
@@ -158,14 +160,14 @@ class Slots:
         self.session[words] = session
         return words
 
-    def seal(self, words: Words, cause: int) -> None:
+    def seal(self, words: Words, prints: Prints, cause: int) -> None:
         """Slots of one pool are complete and readable from now on."""
         self._change(words, SlotEvent.SEAL, cause)
         self.writer[words] = 0
         if len(words):
             pool = self.pool_of(int(words[0]))
             pool.is_starved = False
-            self.touch(pool, words)
+            pool.policy.insert(words[::-1], self._take_stamps(len(words)), prints[::-1])
 
     def lose(self, words: Words, cause: int) -> None:
         """The writer's socket ended; its process may still write."""
@@ -178,28 +180,38 @@ class Slots:
         self._change(words, SlotEvent.FREE, cause)
         self.writer[words] = 0
         self.session[words] = 0
-        self.stamps[words] = 0
         self.generation[words] += np.uint64(1)
         self.raised.append(words)
         slabs = words // self._words_per_slab
         sizes = self._slot_bytes_of_slab[slabs]
         for size in np.unique(sizes).tolist():
             pool = self.pools[size]
-            pool.free += words[sizes == size].tolist()
+            its = words[sizes == size]
+            pool.policy.forget(its)
+            pool.free += its.tolist()
             pool.is_starved = False
 
     # ── order of use ─────────────────────────────────────────────────────────────────────────────
 
-    def touch(self, pool: Pool, words: Words) -> None:
-        """Slots of one pool are used now; the first of `words` counts as used last, so that a chain
-        loses its end before its start."""
+    def _take_stamps(self, count: int) -> int:
+        first = self._next_stamp
+        self._next_stamp += count
+        return first
+
+    def use(self, pool: Pool, words: Words) -> None:
+        """A request came that these slots of one pool serve; the first of `words` counts as used
+        last, so that a chain loses its end before its start."""
         if len(words):
-            pool.lru.touch(words[::-1], self._next_stamp)
-            self._next_stamp += len(words)
+            pool.policy.use(words[::-1], self._take_stamps(len(words)))
+
+    def touch(self, pool: Pool, words: Words) -> None:
+        """The same for a request that came before."""
+        if len(words):
+            pool.policy.touch(words[::-1], self._take_stamps(len(words)))
 
     def victims(self, pool: Pool, count: int) -> Words:
-        """Sealed, unleased slots to free, least recently used first; at most `count`."""
-        return pool.lru.pop(count, self._evictable)
+        """Sealed, unleased slots to free, in the order of the policy; at most `count`."""
+        return pool.policy.pop(count, self._evictable)
 
     # ── slabs ────────────────────────────────────────────────────────────────────────────────────
 
@@ -207,10 +219,13 @@ class Slots:
         """The pool for this slot size, made when new."""
         pool = self.pools.get(slot_bytes)
         if pool is None:
+            slots_per_slab = self.slab_bytes // slot_bytes
             pool = Pool(
                 slot_bytes=slot_bytes,
-                slots_per_slab=self.slab_bytes // slot_bytes,
-                lru=Lru(self.stamps, members=lambda: self._members(slot_bytes)),
+                slots_per_slab=slots_per_slab,
+                policy=self._make_policy(
+                    lambda: self._members(slot_bytes), self.slab_count * slots_per_slab
+                ),
             )
             self.pools[slot_bytes] = pool
         return pool

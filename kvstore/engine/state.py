@@ -12,7 +12,7 @@ from kvstore.engine.counters import Counters
 from kvstore.engine.events import Command, Hangup, RaiseGenerations, Send
 from kvstore.engine.leases import Leases
 from kvstore.engine.owners import Connection, Owner, OwnerKey
-from kvstore.engine.policy.lru import Words
+from kvstore.engine.policy.port import Words
 from kvstore.engine.residency import Residency
 from kvstore.engine.slots import Slots
 from kvstore.types import ConnectionId
@@ -40,6 +40,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     credit_blocks_max: int = 512
     low_watermark: float = 0.02
     high_watermark: float = 0.05
+    policy: str = "lru"
+    """Which block goes next: a name of `policy.choose.POLICIES`."""
 
 
 class State:
@@ -48,7 +50,9 @@ class State:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.counters = Counters()
-        self.slots = Slots(arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes)
+        self.slots = Slots(
+            arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes, policy=config.policy
+        )
         self.residency = Residency(
             block_count_max=config.block_count_max, word_count=len(self.slots.state)
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvstore.engine.admission import Admission
 from kvstore.engine.files import Files
 from kvstore.engine.owners import Connection, Owner
-from kvstore.engine.policy.lru import Words
+from kvstore.engine.policy.port import Words, prints
 from kvstore.engine.slots import SlotState
 from kvstore.engine.state import State
 from kvstore.wire.messages import (
@@ -88,7 +88,7 @@ class Stores:
         absent = np.flatnonzero(rows < 0)
         rows[absent] = self._state.residency.insert(scope, keys[absent])
         self._state.residency.put_dram(rows, words, checksums)
-        self._state.slots.seal(words, self._state.cause)
+        self._state.slots.seal(words, prints(scope, keys), self._state.cause)
         owner.granted_slots -= len(words)
         self._state.credits_due = True
         self._state.counters.stores_sealed += len(words)

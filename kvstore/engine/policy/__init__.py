@@ -1,1 +1,15 @@
-"""Eviction policies: each decides only which slot goes next."""
+"""What to keep: which slot goes next, and what is worth writing to disk.
+
+| module      | cares about                                      | in → out                      |
+|-------------|--------------------------------------------------|-------------------------------|
+| `port.py`   | what every policy promises                       | –                             |
+| `choose.py` | policies by name                                 | name → policy                 |
+| `lru.py`    | least recently used, the default                 | uses → victims                |
+| `reuse.py`  | the same, with less time for what is used once   | uses → victims                |
+| `oldest.py` | the oldest of some slots                         | stamps → slots in order       |
+| `recent.py` | keys seen lately, in two bytes each              | prints → seen or not          |
+| `disk.py`   | second sight, and a budget of bytes a day        | prints → mask; bytes → bytes  |
+
+A new policy implements `port.Policy`, gets its name in `choose.POLICIES`, and so runs the contract
+suite and the engine's state machine.
+"""

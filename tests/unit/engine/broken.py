@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.engine.owners import Connection, Owner
-from kvstore.engine.policy.lru import Words
+from kvstore.engine.policy.port import Words
 from kvstore.engine.sessions import Sessions
 from kvstore.engine.slots import Pool, Slots, SlotState
 from kvstore.engine.state import State
@@ -39,7 +39,7 @@ def leases_do_not_hold(patch: pytest.MonkeyPatch) -> None:
     """Leased slots are evicted like others."""
 
     def broken(self: Slots, pool: Pool, count: int) -> Words:
-        return pool.lru.pop(count, lambda w: self.state[w] == SlotState.SEALED)
+        return pool.policy.pop(count, lambda w: self.state[w] == SlotState.SEALED)
 
     patch.setattr(Slots, "victims", broken)
 

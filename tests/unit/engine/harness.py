@@ -110,6 +110,16 @@ def arrays(places: Sequence[tuple[int, int]]) -> tuple[bytes, bytes]:
     return slots.tobytes(), np.array([g for _, g in places], dtype="<u8").tobytes()
 
 
+class Defaults:
+    """What a Node gets when a test says nothing of it."""
+
+    def __init__(self) -> None:
+        self.policy = "lru"
+
+
+DEFAULTS = Defaults()
+
+
 class Node:
     """An engine and what it said, by connection."""
 
@@ -122,7 +132,11 @@ class Node:
         **config: Any,
     ) -> None:
         arena = slots * SLOT_BYTES_MIN
-        fixed: dict[str, Any] = {"block_count_max": 256, "credit_share": 0.25} | config
+        fixed: dict[str, Any] = {
+            "block_count_max": 256,
+            "credit_share": 0.25,
+            "policy": DEFAULTS.policy,
+        } | config
         self.engine = Engine(
             EngineConfig(
                 incarnation=7,

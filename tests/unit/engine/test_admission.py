@@ -11,6 +11,8 @@ from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import Drop
 from tests.unit.engine.harness import Hellos, Node, Peer, space
 
+pytestmark = pytest.mark.usefixtures("each_policy")
+
 FOUR = tuple(Shard(0, 1, head, head + 1) for head in range(4))
 QUARTERS = msgspec.structs.replace(
     space("four ranks"), layer_count=1, kv_head_count=4, token_bytes=1 << 10

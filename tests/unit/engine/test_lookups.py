@@ -28,6 +28,8 @@ from tests.unit.engine.harness import (
     pairs,
 )
 
+pytestmark = pytest.mark.usefixtures("each_policy")
+
 
 def test_the_run_ends_at_the_first_block_that_is_missing() -> None:
     node = Node()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine.policy import lru as module
+from kvstore.engine.policy import oldest as module
 from kvstore.engine.policy.lru import Lru
 
 WORDS = 20

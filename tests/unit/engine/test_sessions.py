@@ -32,6 +32,8 @@ from tests.unit.engine.harness import (
     space,
 )
 
+pytestmark = pytest.mark.usefixtures("each_policy")
+
 
 def exited(node: Node, *connections: int) -> None:
     node.step(*(Exited(ConnectionId(c)) for c in connections))

@@ -16,7 +16,9 @@ SLAB_WORDS = 4
 
 def slots_of(slabs: int = 3) -> Slots:
     slots = Slots(
-        arena_bytes=slabs * SLAB_WORDS * SLOT_BYTES_MIN, slab_bytes=SLAB_WORDS * SLOT_BYTES_MIN
+        arena_bytes=slabs * SLAB_WORDS * SLOT_BYTES_MIN,
+        slab_bytes=SLAB_WORDS * SLOT_BYTES_MIN,
+        policy="lru",
     )
     slots.ready(slabs * slots.slab_bytes)
     return slots
@@ -29,12 +31,16 @@ def one_pool() -> tuple[Slots, Pool]:
     return slots, pool
 
 
+def seal(slots: Slots, words: np.ndarray, cause: int) -> None:
+    slots.seal(words, words.astype(np.uint64), cause)
+
+
 def brought_to(state: SlotState) -> tuple[Slots, Pool, np.ndarray]:
     """A slot in a state, by the way that leads there."""
     slots, pool = one_pool()
     words = slots.grant(pool, 1, writer=5, session=9, cause=1)
     if state == SlotState.SEALED:
-        slots.seal(words, 2)
+        seal(slots, words, 2)
     elif state == SlotState.QUARANTINED:
         slots.lose(words, 2)
     elif state == SlotState.FREE:
@@ -54,7 +60,7 @@ def test_every_pair_of_state_and_event(state: SlotState, event: SlotEvent) -> No
             if state == SlotState.FREE
             else slots._change(words, SlotEvent.GRANT, 3)
         ),
-        SlotEvent.SEAL: lambda: slots.seal(words, 3),
+        SlotEvent.SEAL: lambda: seal(slots, words, 3),
         SlotEvent.LOSE: lambda: slots.lose(words, 3),
         SlotEvent.FREE: lambda: slots.free(words, 3),
     }[event]
@@ -74,21 +80,21 @@ def test_an_unknown_transition_tells_the_slots_past_and_only_its() -> None:
     slots, pool = one_pool()
     mine = slots.grant(pool, 1, writer=5, session=9, cause=11)
     other = slots.grant(pool, 1, writer=5, session=9, cause=12)
-    slots.seal(mine, 13)
+    seal(slots, mine, 13)
     slots.free(other, 14)
     with pytest.raises(AssertionError, match=r"11:grant, 13:seal$"):
-        slots.seal(mine, 15)
+        seal(slots, mine, 15)
     untouched = np.array([2], dtype=np.int64)
     with pytest.raises(AssertionError, match="not remembered"):
-        slots.seal(untouched, 16)
+        seal(slots, untouched, 16)
 
 
 def test_one_bad_slot_in_a_batch_stops_the_batch() -> None:
     slots, pool = one_pool()
     words = slots.grant(pool, 2, writer=5, session=9, cause=1)
-    slots.seal(words[:1], 2)
+    seal(slots, words[:1], 2)
     with pytest.raises(AssertionError, match=f"word {words[0]} is SEALED"):
-        slots.seal(words, 3)
+        seal(slots, words, 3)
     assert slots.state[words].tolist() == [SlotState.SEALED, SlotState.GRANTED]
 
 
@@ -96,7 +102,7 @@ def test_writers_are_known_while_they_may_write() -> None:
     slots, pool = one_pool()
     words = slots.grant(pool, 3, writer=5, session=9, cause=1)
     assert sorted(slots.of_writer(5)) == sorted(words)
-    slots.seal(words[:1], 2)
+    seal(slots, words[:1], 2)
     slots.lose(words[1:2], 3)
     assert sorted(slots.of_writer(5)) == sorted(words[1:])
     slots.free(words[1:], 4)
@@ -149,7 +155,7 @@ def test_numbers_that_are_no_slots_are_told_apart() -> None:
 
 
 def test_only_slabs_with_pages_are_used() -> None:
-    slots = Slots(arena_bytes=12 * SLOT_BYTES_MIN, slab_bytes=4 * SLOT_BYTES_MIN)
+    slots = Slots(arena_bytes=12 * SLOT_BYTES_MIN, slab_bytes=4 * SLOT_BYTES_MIN, policy="lru")
     pool = slots.pool(SLOT_BYTES_MIN)
     assert not slots.extend(pool)
     slots.ready(8 * SLOT_BYTES_MIN - 1)
@@ -207,7 +213,7 @@ def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> 
     words = np.sort(slots.grant(pool, 12, writer=1, session=1, cause=1))
     assert slots.coldest_slab(pool) is None, "all are granted"
     for slab in (2, 0, 1):
-        slots.seal(words[slab * 4 : slab * 4 + 4], 2)
+        seal(slots, words[slab * 4 : slab * 4 + 4], 2)
     assert slots.coldest_slab(pool) == (2, 4)
     slots.touch(pool, words[8:9])
     assert slots.coldest_slab(pool) == (0, 8), "one fresh slot makes a slab fresh"
@@ -218,7 +224,7 @@ def test_the_coldest_slab_is_the_one_used_longest_ago_and_never_one_in_use() -> 
 def test_victims_are_sealed_and_unleased() -> None:
     slots, pool = one_pool()
     words = slots.grant(pool, 4, writer=1, session=1, cause=1)
-    slots.seal(words[:3], 2)
+    seal(slots, words[:3], 2)
     slots.leases[words[2]] = 1
     # The last of a batch counts as used first, the granted one not at all.
     assert slots.victims(pool, 4).tolist() == [words[1], words[0]]

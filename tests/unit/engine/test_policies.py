@@ -1,0 +1,48 @@
+"""The engine keeps its promises with every policy, and the policy that is configured decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.engine.policy.choose import POLICIES
+from kvstore.errors import ConfigError
+from tests.unit.engine.harness import Node, Peer
+from tests.unit.engine.test_machine import verify_machine
+
+
+@pytest.mark.usefixtures("each_policy")
+def test_any_order_of_events_keeps_the_promises() -> None:
+    verify_machine(examples=25, steps=50)
+
+
+def survivors(policy: str) -> set[int]:
+    """Of ten blocks that were used twice, those left after a scan of three arenas."""
+    node = Node(slots=64, slab_slots=16, credit_blocks_max=4, policy=policy)
+    peer = Peer(node)
+    for number in range(10):
+        peer.seal(number)
+    for _ in range(2):
+        peer.hint(*range(10))
+    for number in range(1000, 1192):
+        peer.seal(number)
+    return {number for number in range(10) if peer.hint(number) == [True]}
+
+
+def test_a_scan_takes_what_is_used_from_lru_only() -> None:
+    assert survivors("lru") == set()
+    assert survivors("reuse") == set(range(10))
+
+
+def test_what_is_used_no_more_goes_in_the_end() -> None:
+    node = Node(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse")
+    peer = Peer(node)
+    peer.seal(0)
+    peer.hint(0)
+    for number in range(1000, 1000 + 64 * 12):
+        peer.seal(number)
+    assert peer.hint(0) == [False]
+
+
+def test_a_policy_that_is_not_there_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match=" or ".join(POLICIES)):
+        Node(policy="random")

@@ -1,0 +1,100 @@
+"""RecentKeys: what is remembered, for how long, and how often it is wrong."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.engine.policy.port import Prints, prints
+from kvstore.engine.policy.recent import WAYS, RecentKeys
+
+N = 1 << 15
+
+
+def keys(seed: int, count: int) -> Prints:
+    return np.random.default_rng(seed).integers(2**64, size=count, dtype=np.uint64)
+
+
+def add_in_batches(recent: RecentKeys, added: Prints) -> None:
+    for begin in range(0, len(added), 512):
+        recent.add(added[begin : begin + 512])
+
+
+def test_it_takes_two_bytes_a_key() -> None:
+    assert RecentKeys(key_count=1 << 20, seed=1).nbytes == 2 << 20
+
+
+def test_nothing_is_seen_before_it_is_added() -> None:
+    recent = RecentKeys(key_count=64, seed=1)
+    assert not recent.may_contain(keys(1, 1000)).any()
+    recent.add(keys(1, 0))
+    assert len(recent.may_contain(keys(1, 0))) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_keys_that_never_came_are_seldom_taken_for_seen(seed: int) -> None:
+    recent = RecentKeys(key_count=N, seed=seed)
+    add_in_batches(recent, keys(seed, 4 * N))
+    strangers = keys(100 + seed, 1 << 19)
+    assert recent.may_contain(strangers).mean() <= 1.5 * WAYS / 65535
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0, 2.0])
+def test_keys_are_forgotten_as_fast_as_it_says(share: float) -> None:
+    recent = RecentKeys(key_count=N, seed=5)
+    mine = keys(1, N // 8)
+    add_in_batches(recent, keys(2, 4 * N))
+    add_in_batches(recent, mine)
+    add_in_batches(recent, keys(3, int(share * N)))
+    mean = WAYS * (share + 1 / 16)  # on average half of `mine` came after a key of it
+    expected = sum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(WAYS))
+    assert recent.may_contain(mine).mean() == pytest.approx(expected, abs=0.03)
+
+
+def test_a_key_that_comes_again_takes_no_second_place() -> None:
+    recent = RecentKeys(key_count=N, seed=1)
+    mine = keys(1, 64)
+    recent.add(mine)
+    for _ in range(100):
+        recent.add(keys(2, 512))
+    assert recent.may_contain(mine).mean() > 0.98
+
+
+def test_another_seed_makes_other_collisions() -> None:
+    added, strangers = keys(1, 4 * N), keys(2, 1 << 20)
+    wrong = []
+    for seed in (1, 2):
+        recent = RecentKeys(key_count=N, seed=seed)
+        add_in_batches(recent, added)
+        wrong.append(set(np.flatnonzero(recent.may_contain(strangers)).tolist()))
+    assert min(map(len, wrong)) > 20
+    assert len(wrong[0] & wrong[1]) <= 2
+
+
+@given(st.lists(st.lists(st.integers(0, 40), max_size=20), max_size=30))
+def test_the_latest_keys_of_each_bucket_are_there(batches: list[list[int]]) -> None:
+    """Against a list of each bucket's keys, latest first."""
+    recent = RecentKeys(key_count=1, seed=3)
+    table = np.random.default_rng(1).integers(2**64, size=41, dtype=np.uint64)
+    buckets, _ = recent._places(table)
+    model: dict[int, list[int]] = {}
+    for batch in batches:
+        recent.add(table[np.array(batch, dtype=np.int64)])
+        for number in batch:
+            held = model.setdefault(int(buckets[number]), [])
+            if number in held:
+                held.remove(number)
+            held.insert(0, number)
+            del held[WAYS:]
+    expected = {number for held in model.values() for number in held}
+    assert set(np.flatnonzero(recent.may_contain(table)).tolist()) == expected
+
+
+def test_the_same_key_in_another_scope_is_another_print() -> None:
+    some = keys(1, 8).reshape(2, 4)
+    assert not (prints(1, some) == prints(2, some)).any()
+    assert (prints(1, some) == prints(1, some.copy())).all()
