@@ -20,11 +20,11 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint bench-single bench-files bench-micro proto clean distclean
+.PHONY: help demo test check lint bench-single bench-files bench-policies bench-micro proto clean distclean
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, bench/results/demo.json
 	$(BIN)/python bench/scenarios/demo.py
@@ -47,6 +47,9 @@ bench-single: $(VENV)/.engine ## one node, one engine: bench/results/single.json
 
 bench-files: $(VENV)/.engine ## hits on disk: bench/results/files.json
 	$(BIN)/python bench/scenarios/files.py
+
+bench-policies: $(VENV)/.base ## miss ratios of eviction policies; a request log in KVSTORE_TRACE
+	$(BIN)/python bench/scenarios/policies.py
 
 bench-micro: $(VENV)/.engine ## the parts by themselves: bench/results/*.json
 	set -e; for script in bench/micro/[a-z]*.py; do $(BIN)/python $$script; done

@@ -4,6 +4,8 @@ Drives `Engine.step` itself, without sockets or memory, with keys from a fixed s
 
 - leases: an engine leases and gives back 512 blocks at a time;
 - stores: it seals 512 at a time into an arena that is full, so each seal evicts;
+- order: the eviction policy by itself, in a pool of a million slots: uses, and pops with the
+  inserts that follow them;
 - full: 1,000,000 blocks that dram and the file tier both know, in a fresh process each.
 
 An operation is one of lease, release, grant or seal of one block. Goals: 100,000 per second on one
@@ -19,6 +21,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench.record import summary
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event, FileKnown, Ready, Received, Send
+from kvstore.engine.policy.choose import POLICIES, maker
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import (
     Grant,
@@ -74,7 +78,7 @@ SCHEDULER, RANK = ConnectionId(1), ConnectionId(2)
 class Driven:
     """An engine with one attached rank; credits are used in the order in which they come."""
 
-    def __init__(self, *, slots: int, blocks: int) -> None:
+    def __init__(self, *, slots: int, blocks: int, policy: str) -> None:
         arena = slots * SLOT_BYTES_MIN
         self.engine = Engine(
             EngineConfig(
@@ -84,6 +88,7 @@ class Driven:
                 generation_bytes=4096 + 8 * slots,
                 block_count_max=blocks,
                 credit_blocks_max=BATCH,
+                policy=policy,
             )
         )
         self.random = np.random.default_rng(SEED)
@@ -147,9 +152,9 @@ class Driven:
         return batches
 
 
-def leases(rounds: int) -> dict[str, Any]:
+def leases(rounds: int, policy: str) -> dict[str, Any]:
     """Lease and release of 512 blocks in the order in which they were stored."""
-    driven = Driven(slots=1 << 16, blocks=1 << 16)
+    driven = Driven(slots=1 << 16, blocks=1 << 16, policy=policy)
     batches = [b for b in driven.fill(1 << 15, file_too=False) if len(b) == BATCH * KEY_BYTES]
     driven.step_us.clear()
     found = sum(driven.lease(i, batches[i % len(batches)]) for i in range(rounds))
@@ -160,9 +165,9 @@ def leases(rounds: int) -> dict[str, Any]:
     }
 
 
-def stores(rounds: int) -> dict[str, Any]:
+def stores(rounds: int, policy: str) -> dict[str, Any]:
     """Grant and seal of 512 blocks, each batch in place of the least recently used ones."""
-    driven = Driven(slots=1 << 14, blocks=1 << 15)
+    driven = Driven(slots=1 << 14, blocks=1 << 15, policy=policy)
     driven.fill(1 << 15, file_too=False)
     driven.step_us.clear()
     evicted = driven.engine.counters.evictions
@@ -176,14 +181,46 @@ def stores(rounds: int) -> dict[str, Any]:
     }
 
 
-def full(blocks: int) -> dict[str, Any]:
+def order(rounds: int, policy: str) -> dict[str, Any]:
+    """Batches of 512 in a full pool of a million slots, of which one in eight has been used."""
+    stamps = np.zeros(BLOCKS, dtype=np.int64)
+    everywhere = np.ones(BLOCKS, dtype=bool)
+    chosen = maker(policy, stamps)(lambda: everywhere, BLOCKS)
+    random = np.random.default_rng(SEED)
+    stamp = 1
+    times: dict[str, list[float]] = {"insert": [], "use": [], "pop": []}
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = call()
+        times[name].append((time.perf_counter() - begin) * 1e6)
+        return result
+
+    prints = random.integers(2**64, size=BLOCKS, dtype=np.uint64)
+    chosen.insert(np.arange(BLOCKS), stamp, prints)
+    stamp += BLOCKS
+    chosen.use(random.permutation(BLOCKS)[: BLOCKS // 8], stamp)
+    stamp += BLOCKS // 8
+    for _ in range(rounds):
+        used = random.choice(BLOCKS, size=BATCH, replace=False)
+        timed("use", lambda used=used, at=stamp: chosen.use(used, at))  # type: ignore[misc]
+        stamp += BATCH
+        words = timed("pop", lambda: chosen.pop(BATCH, lambda at: everywhere[at]))
+        new = random.integers(2**64, size=len(words), dtype=np.uint64)
+        timed("insert", lambda w=words, at=stamp, new=new: chosen.insert(w, at, new))  # type: ignore[misc]
+        stamp += BATCH
+    means = {f"{name}_512_us_mean": round(float(np.mean(us)), 1) for name, us in times.items()}
+    return means | {f"{name}_512_us": summary(us) for name, us in times.items()}
+
+
+def full(blocks: int, policy: str) -> dict[str, Any]:
     """Memory and steps of an engine that knows so many blocks, in this process."""
     # What the libraries themselves take is there before the first look.
-    Driven(slots=1 << 10, blocks=1 << 10).fill(1 << 9, file_too=True)
+    Driven(slots=1 << 10, blocks=1 << 10, policy=policy).fill(1 << 9, file_too=True)
     gc.collect()
     before = _rss_bytes()
     room = -(-int(blocks * 1.06) // 1024) * 1024
-    driven = Driven(slots=room, blocks=room)
+    driven = Driven(slots=room, blocks=room, policy=policy)
     sample: list[bytes] = []
     stored = 0
     while stored < blocks:
@@ -212,8 +249,8 @@ def _rss_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _in_fresh_process(blocks: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--only-full", "--blocks", str(blocks)]
+def _in_fresh_process(blocks: int, policy: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--only-full", "--blocks", str(blocks), "--policy", policy]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -223,17 +260,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What the node's engine costs; prints JSON.")
     parser.add_argument("--rounds", type=int, default=2000, help="batches of 512 per measurement")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="blocks of the full engine")
+    parser.add_argument("--policy", default="lru", choices=sorted(POLICIES))
     parser.add_argument("--only-full", action="store_true", help="only the full engine, here")
     options = parser.parse_args()
     if options.only_full:
-        print(json.dumps(full(options.blocks)))
+        print(json.dumps(full(options.blocks, options.policy)))
         return 0
     result: dict[str, Any] = {
         "seed": SEED,
         "batch": BATCH,
-        "leases": leases(options.rounds),
-        "stores": stores(options.rounds),
-        "full": _in_fresh_process(options.blocks),
+        "policy": options.policy,
+        "order": order(options.rounds // 10, options.policy),
+        "leases": leases(options.rounds, options.policy),
+        "stores": stores(options.rounds, options.policy),
+        "full": _in_fresh_process(options.blocks, options.policy),
         "goals": {"ops_per_s": OPS_PER_S_GOAL, "bytes_per_block": BYTES_PER_BLOCK_GOAL},
     }
     result["goals_met"] = {
