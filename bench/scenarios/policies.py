@@ -3,8 +3,9 @@
 policies  Every workload at several cache sizes, replayed through the node's engine (`replay`) with
           each policy that ships, with S3-FIFO as published, and beside Belady's optimum, which
           knows the future. A hit is the leading run only, by blocks and by tokens of the prompts.
-disk      A log-structured disk behind the node, oldest first out, with all blocks written and with
-          those that were seen twice: blocks written, and hits of dram and disk together.
+disk      The same with a file tier of a fifth of all blocks behind dram of a fiftieth, with all
+          blocks written and with those that were seen twice: blocks written, what reclaimed
+          segments keep included, and hits of dram and disk together.
 
 Workloads: a request log in Mooncake's form where its path is given (argument or KVSTORE_TRACE), and
 three that are generated from a seed (`workloads`). Deterministic: no clock, no bytes.
@@ -97,8 +98,8 @@ def measure_disk(workload: Workload) -> dict[str, Any]:
     slots, capacity = int(DISK_DRAM_SHARE * count), int(DISK_SHARE * count)
     modes = {}
     for mode in AdmissionMode:
-        disk = Disk(mode, capacity=capacity, seed=SEED)
-        hits = replay(workload, policy="reuse", slots=slots, block_tokens=BLOCK_TOKENS, disk=disk)
+        disk = Disk(mode, capacity=capacity)
+        hits = replay(workload, policy="lru", slots=slots, block_tokens=BLOCK_TOKENS, disk=disk)
         modes[mode.value] = {"blocks_written": disk.written, **hits.ratios()}
         print(f"{workload.name:6} disk, {mode.value}: {modes[mode.value]}", flush=True)
     everything, seen_twice = (modes[mode.value] for mode in AdmissionMode)

@@ -1,8 +1,9 @@
 """A workload replayed through the node's engine itself: hint, lease, seal, release.
 
-A hit is the leading run that a lease gets. Requests overlap: up to eight are served at a time, each
-sealing a chunk of 16 blocks (a chunked prefill of 8,192 tokens) when it is its turn, so that chains
-arrive in pieces between those of others. Does not cover: bytes, sockets, time.
+A hit is the leading run that a lease gets, with what comes from disk if there is one: a log of
+segments that does what the engine tells it, at once. Requests overlap: up to eight are served at a
+time, each sealing a chunk of 16 blocks (a chunked prefill of 8,192 tokens) when it is its turn, so
+that chains arrive in pieces between those of others. Does not cover: bytes, sockets, time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,23 @@ import numpy as np
 from bench.micro.engine_ops import SPACE, WHOLE
 from bench.scenarios.workloads import Request, Workload, keys_of
 from kvstore.engine.engine import Engine, EngineConfig
-from kvstore.engine.events import Event, Ready, Received, Send
-from kvstore.engine.policy.disk import AdmissionMode, DiskAdmission
-from kvstore.engine.policy.port import prints
-from kvstore.types import CHECKSUM_BYTES, SLOT_BYTES_MIN, ConnectionId
+from kvstore.engine.events import (
+    Event,
+    FileCommand,
+    FileMoved,
+    FilePart,
+    FileRead,
+    FileReclaim,
+    FileWritten,
+    ReadFile,
+    Ready,
+    Received,
+    ReclaimFile,
+    Send,
+    WriteFile,
+)
+from kvstore.engine.policy.disk import AdmissionMode
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
     Grant,
     HelloRank,
@@ -28,19 +42,23 @@ from kvstore.wire.messages import (
     Hint,
     HintReply,
     LeaseAsk,
+    LeaseMore,
     LeaseRelease,
     LeaseReply,
     Message,
     Quiesce,
     Quiet,
     Seal,
-    keys_array,
 )
+from kvstore.wire.space import fingerprint
 
 SERVED_AT_ONCE: Final = 8
 CHUNK_BLOCKS: Final = 16
 CREDITS: Final = 64
 _SLAB_SLOTS: Final = 64
+_SEGMENTS: Final = 16
+"""Of a full disk."""
+_SPACE_ID = fingerprint(SPACE, weights_epoch="")
 SCHEDULER, RANK = ConnectionId(1), ConnectionId(2)
 
 
@@ -67,10 +85,68 @@ class Hits(msgspec.Struct):
         }
 
 
+class Disk:
+    """A file tier of so many blocks that answers at once; which blocks lie where, no bytes."""
+
+    def __init__(self, admission: AdmissionMode, *, capacity: int) -> None:
+        self.admission = admission
+        self.capacity = capacity
+        self.written = 0
+        """Blocks, with those that reclaimed segments kept."""
+        self._segments: deque[dict[int, bytes]] = deque([{}])
+        """Oldest first: keys by place."""
+
+    def carry_out(self, command: FileCommand) -> list[Event]:
+        """Do it; returns what the engine is told."""
+        match command:
+            case WriteFile(job=job, keys=keys):
+                places = self._append(_split(keys))
+                return [FileWritten(job, _places(places)), *self._reclaims()]
+            case ReadFile(job=job, keys=keys):
+                return [FileRead(job, b"\x01" * (len(keys) // KEY_BYTES))]
+            case ReclaimFile(keep=keep):
+                old = self._segments.popleft()
+                kept = np.frombuffer(keep, "<u8").tolist()
+                new = self._append([old[place] for place in kept])
+                keys = b"".join(old[place] for place in kept)
+                moved = FileMoved("t", _SPACE_ID, WHOLE, keys, keep, _places(new))
+                return [*([moved] if kept else []), *self._reclaims()]
+        raise AssertionError(f"{type(command).__name__} is not expected")
+
+    def _append(self, keys: Sequence[bytes]) -> list[int]:
+        places = []
+        for key in keys:
+            if len(self._segments[-1]) >= max(1, self.capacity // _SEGMENTS):
+                self._segments.append({})
+            self.written += 1
+            self._segments[-1][self.written] = key
+            places.append(self.written)
+        return places
+
+    def _reclaims(self) -> list[Event]:
+        """The oldest segment has to go when all together hold too much."""
+        if sum(map(len, self._segments)) <= self.capacity:
+            return []
+        oldest = self._segments[0]
+        keys, places = b"".join(oldest.values()), _places(list(oldest))
+        part = FilePart("t", _SPACE_ID, WHOLE, SLOT_BYTES_MIN, keys, places)
+        return [FileReclaim(1, (part,))]
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def _places(numbers: Sequence[int]) -> bytes:
+    return np.array(numbers, dtype="<u8").tobytes()
+
+
 class CachedNode:
     """An engine core with one attached rank and so many slots, in which every block takes one."""
 
-    def __init__(self, *, policy: str, slots: int) -> None:
+    def __init__(self, *, policy: str, slots: int, disk: Disk | None) -> None:
+        self._disk = disk
+        disk_blocks = disk.capacity if disk else 0
         slots = -(-(slots + CREDITS) // _SLAB_SLOTS) * _SLAB_SLOTS
         arena = slots * SLOT_BYTES_MIN
         self.engine = Engine(
@@ -79,7 +155,9 @@ class CachedNode:
                 arena_bytes=arena,
                 slab_bytes=_SLAB_SLOTS * SLOT_BYTES_MIN,
                 generation_bytes=4096 + 8 * slots,
-                block_count_max=slots,
+                block_count_max=slots + disk_blocks,
+                file_bytes=disk_blocks * SLOT_BYTES_MIN,
+                file_admission=disk.admission if disk else AdmissionMode.ALL,
                 credit_share=1.0,
                 credit_blocks_max=CREDITS,
                 policy=policy,
@@ -99,31 +177,40 @@ class CachedNode:
         self.step(Received(RANK, Quiet(self.session)))
 
     def step(self, *events: Event) -> list[Message]:
-        """One step; returns what was sent. Credits are kept."""
-        self._now_ns += 1000
-        sent = [c.message for c in self.engine.step(events, self._now_ns) if isinstance(c, Send)]
+        """One step, and those of the disk that follow; returns what was sent. Credits are kept."""
+        sent: list[Message] = []
+        left = list(events)
+        while left:
+            self._now_ns += 1000
+            commands = self.engine.step(left, self._now_ns)
+            sent += [command.message for command in commands if isinstance(command, Send)]
+            orders = [command for command in commands if isinstance(command, FileCommand)]
+            left = [event for order in orders for event in self._disk_says(order)]
         for message in sent:
             if isinstance(message, Grant):
                 self._slots += message.slots
                 self._generations += message.generations
         return sent
 
+    def _disk_says(self, order: FileCommand) -> list[Event]:
+        assert self._disk is not None
+        return self._disk.carry_out(order)
+
     def open(self, keys: bytes) -> tuple[int, np.ndarray, int]:
         """A request arrives: (its lease, which keys are known, length of the leased run)."""
         self._leases += 1
-        sent = self.step(
-            Received(SCHEDULER, Hint(request=self._leases, keys=keys)),
-            Received(SCHEDULER, LeaseAsk(lease=self._leases, keys=keys)),
-        )
+        # The disk answers the hint first; no more than a part of dram comes for one question.
+        sent = self.step(Received(SCHEDULER, Hint(request=self._leases, keys=keys)))
+        sent += self.step(Received(SCHEDULER, LeaseAsk(lease=self._leases, keys=keys)))
         [hint] = [m for m in sent if isinstance(m, HintReply)]
-        [reply] = [m for m in sent if isinstance(m, LeaseReply)]
+        run = sum(len(m.slots) // 4 for m in sent if isinstance(m, LeaseReply | LeaseMore))
         bits = np.unpackbits(np.frombuffer(hint.present, dtype=np.uint8), bitorder="little")
-        return self._leases, bits[: len(keys) // 32].astype(bool), len(reply.slots) // 4
+        return self._leases, bits[: len(keys) // KEY_BYTES].astype(bool), run
 
     def seal(self, keys: bytes) -> None:
-        """These blocks are computed and stored."""
-        count = len(keys) // 32
-        assert len(self._slots) >= 4 * count, "the node grants what it has room for"
+        """These blocks are computed and stored, as far as there are credits."""
+        count = min(len(keys) // KEY_BYTES, len(self._slots) // 4)
+        keys = keys[: KEY_BYTES * count]
         slots, self._slots = self._slots[: 4 * count], self._slots[4 * count :]
         generations = self._generations[: 8 * count]
         self._generations = self._generations[8 * count :]
@@ -133,29 +220,6 @@ class CachedNode:
     def close(self, lease: int) -> None:
         """The request has ended."""
         self.step(Received(SCHEDULER, LeaseRelease(leases=[lease])))
-
-
-class Disk:
-    """Blocks behind dram in a log of fixed size: the oldest goes first. Loads cost nothing here."""
-
-    def __init__(self, mode: AdmissionMode, *, capacity: int, seed: int) -> None:
-        self._admission = DiskAdmission(mode, key_count=4 * capacity, seed=seed)
-        self._capacity = capacity
-        self._held: dict[int, None] = {}
-        self.written = 0
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._held
-
-    def offer(self, blocks: Sequence[int], keys: bytes) -> None:
-        """Blocks in dram, wanted by one request, that it does not hold."""
-        admitted = self._admission.admit(prints(1, keys_array(keys)))
-        for block, goes in zip(blocks, admitted.tolist(), strict=True):
-            if goes:
-                self._held[block] = None
-                self.written += 1
-        while len(self._held) > self._capacity:
-            del self._held[next(iter(self._held))]
 
 
 class _Active:
@@ -178,21 +242,15 @@ def replay(
     disk: Disk | None = None,
 ) -> Hits:
     """Serve all requests with a cache of so many blocks, and a disk behind it if given."""
-    node, hits = CachedNode(policy=policy, slots=slots), Hits()
+    node, hits = CachedNode(policy=policy, slots=slots, disk=disk), Hits()
     table = workload.key_table()
     active: deque[_Active] = deque()
-
-    def offer(blocks: Sequence[int]) -> None:
-        new = [] if disk is None else [block for block in blocks if block not in disk]
-        if disk is not None and new:
-            disk.offer(new, keys_of(table, new))
 
     def turn() -> None:
         served = active.popleft()
         chunk = served.missing[served.at : served.at + CHUNK_BLOCKS]
         if chunk:
             node.seal(keys_of(table, chunk))
-            offer(chunk)
             served.at += CHUNK_BLOCKS
         if served.at < len(served.missing):
             active.append(served)
@@ -208,13 +266,9 @@ def replay(
         for _ in range(len(active)):
             turn()
         lease, known, hit = node.open(keys_of(table, request.blocks))
-        held = list(zip(request.blocks, known.tolist(), strict=True))
-        if disk is not None:
-            while hit < len(held) and (held[hit][1] or held[hit][0] in disk):
-                hit += 1
-            offer([block for block, is_known in held if is_known])
         hits.add(request, hit=hit, block_tokens=block_tokens)
-        active.append(_Active(lease, [block for block, is_known in held if not is_known]))
+        known_of = zip(request.blocks, known.tolist(), strict=True)
+        active.append(_Active(lease, [block for block, is_known in known_of if not is_known]))
     while active:
         turn()
     hits.evictions = node.engine.counters.evictions

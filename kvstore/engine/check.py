@@ -84,7 +84,7 @@ def _check_leases(state: State, files: Files) -> None:
         assert session in sessions, "a lease outlived its session"
         for words in lease.pieces:
             expected[words] += 1
-    np.add.at(expected, files.pinned_words(), 1)
+    np.add.at(expected, files.writes.pinned_words(), 1)
     assert bool((expected == state.slots.leases).all()), "lease counts differ"
 
 

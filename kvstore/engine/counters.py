@@ -12,6 +12,8 @@ class Counters:
         "blocks_hit",
         "blocks_missed",
         "evictions",
+        "file_blocks_not_admitted",
+        "file_blocks_over_budget",
         "file_blocks_read",
         "file_blocks_unread",
         "file_blocks_written",
@@ -35,6 +37,8 @@ class Counters:
         self.blocks_hit = 0
         self.blocks_missed = 0
         self.evictions = 0
+        self.file_blocks_not_admitted = 0
+        self.file_blocks_over_budget = 0
         self.file_blocks_read = 0
         self.file_blocks_unread = 0
         self.file_blocks_written = 0

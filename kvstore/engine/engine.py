@@ -77,7 +77,7 @@ class Engine:
             evict=self._state.evict,
         )
         self._files = Files(self._state, admission)
-        self._stores = Stores(self._state, admission, self._files)
+        self._stores = Stores(self._state, admission, self._files.writes)
         self._lookups = Lookups(self._state, self._files)
 
     @property
@@ -230,7 +230,7 @@ class Engine:
 
     def tiers(self) -> list[report.TierReport]:
         """One row per tier."""
-        return report.tiers(self._state)
+        return report.tiers(self._state, self._files.writes.budget_left_bytes())
 
     def spaces(self) -> list[report.SpaceReport]:
         """One row per (tenant, space)."""

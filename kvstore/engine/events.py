@@ -109,6 +109,7 @@ class FilePart(msgspec.Struct, frozen=True):
     tenant: str
     space: bytes
     shard: Shard
+    block_bytes: int
     keys: bytes
     locations: bytes
 

@@ -1,20 +1,21 @@
-"""The file tier as the engine sees it: what is written through, what is promoted, what is kept.
+"""The file tier as the engine sees it: what is promoted, what is kept.
 
-    sealed in dram ──WriteFile──▶ slot pinned ──FileWritten──▶ the row knows its place
+    sealed in dram ──▶ written through, if it is worth it (`writes`)
     asked for      ──ReadFile───▶ slots held  ──FileRead─────▶ sealed in dram, waiting leases grow
     segment to go  ──FileReclaim─▶ what was asked for since it was written is kept, all else goes
 
-Rules. 1: a slot that is being written from is pinned like a leased one; a slot that is being read
-into belongs to FILE_WRITER until the read has truly ended, however late. 2: what a read brings
-counts only if the block is still wanted: its row is there and not in dram. 3: stores never wait:
-what cannot be written now is not written. 4: at most a quarter of the arena is in motion each way.
+Rules. 1: a slot that is being read into belongs to FILE_WRITER until the read has truly ended,
+however late. 2: what a read brings counts only if the block is still wanted: its row is there and
+not in dram. 3: at most a quarter of the arena is in motion each way.
 
-Covers: jobs, pins, waits of leases, an estimate of how long a promotion takes. Does not cover: the
-I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`).
+Covers: reads, waits of leases, an estimate of how long a promotion takes, places on disk. Does not
+cover: writes (`writes`), the I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks
+are (`residency`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -33,7 +34,6 @@ from kvstore.engine.events import (
     ReadFile,
     ReclaimFile,
     VoidFile,
-    WriteFile,
 )
 from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection, Owner
@@ -42,6 +42,7 @@ from kvstore.engine.runs import has_repeats, leading_run
 from kvstore.engine.slots import FILE_WRITER
 from kvstore.engine.state import State
 from kvstore.engine.table import NO_ROWS, Keys, Rows
+from kvstore.engine.writes import JOB_BYTES_MAX, MOVING_SHARE, Writes
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import shard_bytes
@@ -49,8 +50,6 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, LeaseMore, keys_array
 
 BLOCKS_PER_READ = 64
 """A promotion is told piece by piece: a reader whose time is up takes what is there."""
-JOB_BYTES_MAX = 64 << 20
-"""Of one job, if it has more than one block: jobs of some hundred MiB would fill any queue."""
 READ_AHEAD_NS = 10**9
 """No more is asked of the disk at once than it brings in about this time: what waits longer comes
 too late for whoever asked, and would look like a hanging disk."""
@@ -58,8 +57,6 @@ PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
 """Of one question: what lies behind is promoted when it is asked for."""
 REPEATED = -1
 """Answer to a question that names a key twice."""
-MOVING_SHARE = 4
-"""One part in so many of the arena may be in motion to disk, and as much from it."""
 KEEP_SHARE = 4
 """Of a segment that is reclaimed, one part in so many is kept at most."""
 NS_PER_BYTE_GUESS = 1.0
@@ -69,14 +66,6 @@ FOREIGN_LOCATION = np.uint64(1 << 63)
 _MEMORY = 0.75
 """Weight of the past in the measured time per byte; of times and not of bandwidths, so that a disk
 that became slow is known after one read."""
-
-
-class _Write(msgspec.Struct, frozen=True):
-    """Blocks on their way to disk; their slots are pinned."""
-
-    words: Words
-    generations: NDArray[np.uint64]
-    size_bytes: int
 
 
 class _Read(msgspec.Struct):
@@ -111,18 +100,17 @@ class Files:
     def __init__(self, state: State, admission: Admission) -> None:
         self._state = state
         self._admission = admission
+        self._numbers = itertools.count(1)
+        self.writes = Writes(state, self._numbers)
         rows = state.residency.table.row_count_max
         self._reading = np.zeros(rows + 1, dtype=np.int32)
         """Read job of each row, 0 when none; row -1 reads as none."""
         self._asked_for = np.zeros(rows, dtype=bool)
         """Since its record was written."""
-        self._next_job = 1
-        self._writes: dict[int, _Write] = {}
         self._reads: dict[int, _Read] = {}
         self.waits: dict[tuple[int, int], Wait] = {}
         """By (session, lease)."""
         self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
-        self._writing_bytes = 0
         self._reading_bytes = 0
         self._ns_per_byte = NS_PER_BYTE_GUESS
 
@@ -131,65 +119,9 @@ class Files:
         """Whether this node has a file tier."""
         return self._state.config.file_bytes > 0
 
-    # ── dram to disk ─────────────────────────────────────────────────────────────────────────────
-
-    def sealed(self, connection: Connection, scope: int, rows: Rows, *, block_bytes: int) -> None:
-        """These blocks were stored: write them through, as far as there is room in the queue."""
-        if not self.enabled:
-            return
-        state = self._state
-        rows = rows[state.residency.file[rows] == 0]
-        words = state.residency.words(rows)
-        if len(words) == 0:
-            return
-        size = state.slots.pool_of(int(words[0])).slot_bytes
-        room = max(0, (self._moving_bytes_max - self._writing_bytes) // size)
-        state.counters.file_writes_dropped += max(0, len(rows) - room)
-        rows, words = rows[:room], words[:room]
-        if len(rows) == 0:
-            return
-        state.slots.leases[words] += 1
-        pieces = max(1, JOB_BYTES_MAX // size)
-        for begin in range(0, len(rows), pieces):
-            piece = slice(begin, begin + pieces)
-            self._write(scope, rows[piece], words[piece], size=size, block_bytes=block_bytes)
-
-    def _write(self, scope: int, rows: Rows, words: Words, *, size: int, block_bytes: int) -> None:
-        state = self._state
-        job = self._take_number()
-        write = _Write(words, state.slots.generation[words], len(words) * size)
-        self._writes[job] = write
-        self._writing_bytes += write.size_bytes
-        tenant, space, shard = state.residency.address(scope)
-        state.say(
-            WriteFile(
-                job=job,
-                tenant=tenant,
-                space=space,
-                shard=shard,
-                block_bytes=block_bytes,
-                keys=state.residency.table.keys[rows].tobytes(),
-                slots=state.slots.slots_of(words),
-                checksums=state.residency.checksum[rows].tobytes(),
-                cause=state.cause,
-            )
-        )
-
     def written(self, event: FileWritten) -> None:
-        """A write ended, in whatever way: its slots are free to go, what is on disk is known."""
-        state, job = self._state, self._writes.pop(event.job, None)
-        assert job is not None, f"write job {event.job} ended twice"
-        locations = np.frombuffer(event.locations, dtype="<u8")
-        state.slots.leases[job.words] -= 1
-        state.slots.retry_starved()
-        state.credits_due = True
-        self._writing_bytes -= job.size_bytes
-        # A slot that was emptied meanwhile held another block, or none, while it was copied.
-        same = (state.slots.generation[job.words] == job.generations) & (locations != 0)
-        state.counters.file_blocks_written += int(same.sum())
-        state.counters.file_writes_dropped += int((locations == 0).sum())
-        rows = state.residency.row_of_word[job.words[same]].astype(np.int64)
-        self._place(rows, locations[same])
+        """A write ended, in whatever way: what is on disk is known."""
+        self._place(*self.writes.ended(event))
 
     # ── disk to dram ─────────────────────────────────────────────────────────────────────────────
 
@@ -260,7 +192,7 @@ class Files:
             session=0,
             cause=state.cause,
         )
-        job = self._take_number()
+        job = next(self._numbers)
         locations = state.residency.file[rows]
         checksums = state.residency.checksum[rows]
         size_bytes = len(rows) * pool_size
@@ -297,6 +229,9 @@ class Files:
         taken, words = rows[wanted], job.words[wanted]
         state.residency.put_dram(taken, words, job.checksums[wanted])
         state.slots.seal(words, prints(job.scope, job.keys[wanted]), state.cause)
+        if len(words):
+            # Read because it was asked for: for dram that is its second use, not its first.
+            state.slots.use(state.slots.pool_of(int(words[0])), words)
         state.free(job.words[~wanted])
         state.counters.file_blocks_read += int(good.sum())
         state.counters.file_blocks_unread += int((~good).sum())
@@ -423,8 +358,9 @@ class Files:
         residency.drop_file(np.unique(rows[there]))
 
     def reclaim(self, event: FileReclaim) -> None:
-        """A segment is to go: keep what was asked for since it was written, within a share."""
-        residency = self._state.residency
+        """A segment is to go: keep what was asked for since it was written, within a share and the
+        budget."""
+        state, residency = self._state, self._state.residency
         total = sum(len(part.keys) // KEY_BYTES for part in event.parts)
         room, kept = total // KEEP_SHARE, []
         for part in event.parts:
@@ -435,12 +371,13 @@ class Files:
             live[live] = residency.file[rows[live]] == locations[live]
             hot = np.flatnonzero(live)
             hot = hot[self._asked_for[rows[hot]]][:room]
+            hot = hot[: self.writes.allow(len(hot), block_bytes=part.block_bytes)]
             room -= len(hot)
             kept.append(locations[hot])
             live[hot] = False
             residency.drop_file(np.unique(rows[live]))
         keep = np.concatenate(kept).tobytes() if kept else b""
-        self._state.say(ReclaimFile(segment=event.segment, keep=keep, cause=self._state.cause))
+        state.say(ReclaimFile(segment=event.segment, keep=keep, cause=state.cause))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """What was cleared must not come back with a restart."""
@@ -449,19 +386,10 @@ class Files:
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
-    def pinned_words(self) -> Words:
-        """Slots that are being written from, each as often as it is."""
-        held = [job.words for job in self._writes.values()]
-        return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
-
     def reading_words(self) -> Words:
         """Slots that are being read into."""
         held = [job.words for job in self._reads.values()]
         return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
-
-    def _take_number(self) -> int:
-        self._next_job += 1
-        return self._next_job - 1
 
 
 def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:

@@ -8,6 +8,7 @@ from kvstore.engine.files import REPEATED, Files, Wait
 from kvstore.engine.owners import Connection
 from kvstore.engine.runs import leading_run
 from kvstore.engine.state import State
+from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Hint,
@@ -74,11 +75,14 @@ class Lookups:
         keys = keys_array(hint.keys)
         present = np.full(len(keys), bool(owner.open_session))
         if owner.open_session:
+            space = owner.rank_hellos()[0].space
             for size, scope in zip(owner.slot_sizes, owner.scopes, strict=True):
                 rows = state.residency.find(scope, keys)
                 present &= rows >= 0
                 words = state.residency.words(rows)
                 state.slots.use(state.slots.pools[size], words[words >= 0])
+                block_bytes = shard_bytes(space, state.residency.address(scope)[2])
+                self._files.writes.asked_again(scope, rows, block_bytes=block_bytes)
             self._files.promote(owner, keys)
         bits = np.packbits(present, bitorder="little").tobytes()
         state.send(connection, HintReply(request=hint.request, present=bits))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore.engine.state import State
 
 ROWS_MAX = 10_000
+NO_BUDGET = -1
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -30,7 +31,7 @@ class NodeReport(msgspec.Struct, frozen=True):
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """One tier. Slot counts are of dram; the file tier has blocks only."""
+    """One tier. Slot counts are of dram, what was not written is of the file tier."""
 
     tier: str
     capacity_bytes: int
@@ -41,6 +42,12 @@ class TierReport(msgspec.Struct, frozen=True):
     slots_granted: int
     slots_quarantined: int
     slots_leased: int
+    policy: str
+    """What goes first out of dram; what is written to disk."""
+    not_admitted: int
+    """Times a block was not written: seen once only, or the budget was used up."""
+    budget_left_bytes: int
+    """What may be written to disk now; NO_BUDGET: any amount."""
 
 
 class SpaceReport(msgspec.Struct, frozen=True):
@@ -104,8 +111,9 @@ def nodes(state: State) -> list[NodeReport]:
     ]
 
 
-def tiers(state: State) -> list[TierReport]:
+def tiers(state: State, budget_left_bytes: int | None) -> list[TierReport]:
     """One row per tier."""
+    counters = state.counters
     slots = state.slots
     # Whole columns at once: a scrape must not hold up the loop, however large the arena is.
     held = np.bincount(slots.state, minlength=len(SlotState)).tolist()
@@ -122,6 +130,9 @@ def tiers(state: State) -> list[TierReport]:
             slots_granted=held[SlotState.GRANTED],
             slots_quarantined=held[SlotState.QUARANTINED],
             slots_leased=leased,
+            policy=state.config.policy,
+            not_admitted=0,
+            budget_left_bytes=NO_BUDGET,
         ),
         TierReport(
             tier="file",
@@ -133,6 +144,9 @@ def tiers(state: State) -> list[TierReport]:
             slots_granted=0,
             slots_quarantined=0,
             slots_leased=0,
+            policy=state.config.file_admission.value,
+            not_admitted=counters.file_blocks_not_admitted + counters.file_blocks_over_budget,
+            budget_left_bytes=NO_BUDGET if budget_left_bytes is None else budget_left_bytes,
         ),
     ]
 

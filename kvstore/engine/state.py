@@ -12,6 +12,7 @@ from kvstore.engine.counters import Counters
 from kvstore.engine.events import Command, Hangup, RaiseGenerations, Send
 from kvstore.engine.leases import Leases
 from kvstore.engine.owners import Connection, Owner, OwnerKey
+from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.engine.policy.port import Words
 from kvstore.engine.residency import Residency
 from kvstore.engine.slots import Slots
@@ -42,6 +43,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     high_watermark: float = 0.05
     policy: str = "lru"
     """Which block goes next: a name of `policy.choose.POLICIES`."""
+    file_admission: AdmissionMode = AdmissionMode.ALL
+    """Which blocks are written to the file tier."""
+    file_day_bytes: int = 0
+    """What may be written to it in a day; 0: any amount."""
 
 
 class State:

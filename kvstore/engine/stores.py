@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.admission import Admission
-from kvstore.engine.files import Files
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.port import Words, prints
 from kvstore.engine.slots import SlotState
 from kvstore.engine.state import State
+from kvstore.engine.writes import Writes
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Distrust,
@@ -33,10 +33,10 @@ from kvstore.wire.messages import (
 class Stores:
     """Grants, seals, drops."""
 
-    def __init__(self, state: State, admission: Admission, files: Files) -> None:
+    def __init__(self, state: State, admission: Admission, writes: Writes) -> None:
         self._state = state
         self._admission = admission
-        self._files = files
+        self._writes = writes
         """What is stored is written through to it."""
 
     def drop(self, connection: Connection, message: Drop) -> None:
@@ -92,7 +92,7 @@ class Stores:
         owner.granted_slots -= len(words)
         self._state.credits_due = True
         self._state.counters.stores_sealed += len(words)
-        self._files.sealed(connection, scope, rows, block_bytes=hello.block_bytes)
+        self._writes.sealed(scope, rows, block_bytes=hello.block_bytes)
         return ""
 
     def _ungrant(self, owner: Owner, words: Words, session: int) -> None:

@@ -81,6 +81,13 @@ METRICS: Final = (
         "Slots that hold a block (sealed; leased: being read), may be written (granted), or wait"
         " for their writer to be proven quiet (quarantined).",
     ),
+    Metric(
+        "kvstore_file_budget_left_bytes",
+        "gauge",
+        "bytes",
+        (),
+        "What the budget lets be written to disk now; absent without --file-writes-per-day.",
+    ),
     Metric("kvstore_sessions", "gauge", "", (), "Engines whose ranks are all attached."),
     Metric("kvstore_leases", "gauge", "", (), "Runs of blocks that engines are reading."),
     *(
@@ -91,6 +98,14 @@ METRICS: Final = (
             ("blocks_hit", "Blocks looked up and leased."),
             ("blocks_missed", "Blocks looked up and not there."),
             ("evictions", "Slots emptied to make room."),
+            (
+                "file_blocks_not_admitted",
+                "Times a block was not written to disk because it was seen for the first time.",
+            ),
+            (
+                "file_blocks_over_budget",
+                "Times a block was not written, or not kept, because the day's budget is used up.",
+            ),
             ("file_blocks_read", "Blocks promoted from disk, verified."),
             ("file_blocks_unread", "Blocks on disk that were asked for and did not come."),
             ("file_blocks_written", "Blocks written to disk."),

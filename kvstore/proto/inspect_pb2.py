@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/proto/inspect.proto\x12\x12kvstore.inspect.v1\"\x0e\n\x0cNodesRequest\":\n\nNodesReply\x12,\n\x04rows\x18\x01 \x03(\x0b\x32\x1e.kvstore.inspect.v1.NodeReport\"x\n\nNodeReport\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0b\x63onnections\x18\x02 \x01(\r\x12\x0e\n\x06owners\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x0e\n\x06leases\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\"\x0e\n\x0cTiersRequest\":\n\nTiersReply\x12,\n\x04rows\x18\x01 \x03(\x0b\x32\x1e.kvstore.inspect.v1.TierReport\"\xc9\x01\n\nTierReport\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x14\n\x0cslots_sealed\x18\x06 \x01(\x04\x12\x15\n\rslots_granted\x18\x07 \x01(\x04\x12\x19\n\x11slots_quarantined\x18\x08 \x01(\x04\x12\x14\n\x0cslots_leased\x18\t \x01(\x04\"\x0f\n\rSpacesRequest\"<\n\x0bSpacesReply\x12-\n\x04rows\x18\x01 \x03(\x0b\x32\x1f.kvstore.inspect.v1.SpaceReport\"\x8a\x01\n\x0bSpaceReport\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05label\x18\x03 \x01(\t\x12\x13\n\x0b\x62locks_dram\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_file\x18\x05 \x01(\x04\x12\x12\n\nbytes_dram\x18\x06 \x01(\x04\x12\x0f\n\x07\x65ngines\x18\x07 \x01(\r\"-\n\rBlocksRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\r\n\x05space\x18\x02 \x01(\t\"<\n\x0b\x42locksReply\x12-\n\x04rows\x18\x01 \x03(\x0b\x32\x1f.kvstore.inspect.v1.BlockReport\"\x89\x01\n\x0b\x42lockReport\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05shard\x18\x04 \x01(\t\x12\r\n\x05tiers\x18\x05 \x01(\t\x12\x0c\n\x04slot\x18\x06 \x01(\x03\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x0e\n\x06leases\x18\x08 \x01(\r\"\x0f\n\rLeasesRequest\"<\n\x0bLeasesReply\x12-\n\x04rows\x18\x01 \x03(\x0b\x32\x1f.kvstore.inspect.v1.LeaseReport\"w\n\x0bLeaseReport\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\r\n\x05lease\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x03\x12\x15\n\rexpires_in_ms\x18\x06 \x01(\x03\"\r\n\x0bJobsRequest\"8\n\tJobsReply\x12+\n\x04rows\x18\x01 \x03(\x0b\x32\x1d.kvstore.inspect.v1.JobReport\"\x84\x01\n\tJobReport\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nconnection\x18\x03 \x01(\x04\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12\x15\n\rslots_granted\x18\x05 \x01(\x04\x12\x19\n\x11slots_quarantined\x18\x06 \x01(\x04\"\x1d\n\x0c\x43learRequest\x12\r\n\x05space\x18\x01 \x01(\t\"\x1c\n\nClearReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x32\x9c\x04\n\x07Inspect\x12I\n\x05Nodes\x12 .kvstore.inspect.v1.NodesRequest\x1a\x1e.kvstore.inspect.v1.NodesReply\x12I\n\x05Tiers\x12 .kvstore.inspect.v1.TiersRequest\x1a\x1e.kvstore.inspect.v1.TiersReply\x12L\n\x06Spaces\x12!.kvstore.inspect.v1.SpacesRequest\x1a\x1f.kvstore.inspect.v1.SpacesReply\x12L\n\x06\x42locks\x12!.kvstore.inspect.v1.BlocksRequest\x1a\x1f.kvstore.inspect.v1.BlocksReply\x12L\n\x06Leases\x12!.kvstore.inspect.v1.LeasesRequest\x1a\x1f.kvstore.inspect.v1.LeasesReply\x12\x46\n\x04Jobs\x12\x1f.kvstore.inspect.v1.JobsRequest\x1a\x1d.kvstore.inspect.v1.JobsReply\x12I\n\x05\x43lear\x12 .kvstore.inspect.v1.ClearRequest\x1a\x1e.kvstore.inspect.v1.ClearReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvstore/proto/inspect.proto\x12\x12kvstore.inspect.v1\"\x0e\n\x0cNodesRequest\":\n\nNodesReply\x12,\n\x04rows\x18\x01 \x03(\x0b\x32\x1e.kvstore.inspect.v1.NodeReport\"x\n\nNodeReport\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0b\x63onnections\x18\x02 \x01(\r\x12\x0e\n\x06owners\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\x12\x0e\n\x06leases\x18\x05 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\"\x0e\n\x0cTiersRequest\":\n\nTiersReply\x12,\n\x04rows\x18\x01 \x03(\x0b\x32\x1e.kvstore.inspect.v1.TierReport\"\x8a\x02\n\nTierReport\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x03 \x01(\x04\x12\x12\n\nused_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\x14\n\x0cslots_sealed\x18\x06 \x01(\x04\x12\x15\n\rslots_granted\x18\x07 \x01(\x04\x12\x19\n\x11slots_quarantined\x18\x08 \x01(\x04\x12\x14\n\x0cslots_leased\x18\t \x01(\x04\x12\x0e\n\x06policy\x18\n \x01(\t\x12\x14\n\x0cnot_admitted\x18\x0b \x01(\x04\x12\x19\n\x11\x62udget_left_bytes\x18\x0c \x01(\x03\"\x0f\n\rSpacesRequest\"<\n\x0bSpacesReply\x12-\n\x04rows\x18\x01 \x03(\x0b\x32\x1f.kvstore.inspect.v1.SpaceReport\"\x8a\x01\n\x0bSpaceReport\x12\r\n\x05space\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05label\x18\x03 \x01(\t\x12\x13\n\x0b\x62locks_dram\x18\x04 \x01(\x04\x12\x13\n\x0b\x62locks_file\x18\x05 \x01(\x04\x12\x12\n\nbytes_dram\x18\x06 \x01(\x04\x12\x0f\n\x07\x65ngines\x18\x07 \x01(\r\"-\n\rBlocksRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\r\n\x05space\x18\x02 \x01(\t\"<\n\x0b\x42locksReply\x12-\n\x04rows\x18\x01 \x03(\x0b\x32\x1f.kvstore.inspect.v1.BlockReport\"\x89\x01\n\x0b\x42lockReport\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05shard\x18\x04 \x01(\t\x12\r\n\x05tiers\x18\x05 \x01(\t\x12\x0c\n\x04slot\x18\x06 \x01(\x03\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x0e\n\x06leases\x18\x08 \x01(\r\"\x0f\n\rLeasesRequest\"<\n\x0bLeasesReply\x12-\n\x04rows\x18\x01 \x03(\x0b\x32\x1f.kvstore.inspect.v1.LeaseReport\"w\n\x0bLeaseReport\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\r\n\x05lease\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x03\x12\x15\n\rexpires_in_ms\x18\x06 \x01(\x03\"\r\n\x0bJobsRequest\"8\n\tJobsReply\x12+\n\x04rows\x18\x01 \x03(\x0b\x32\x1d.kvstore.inspect.v1.JobReport\"\x84\x01\n\tJobReport\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nconnection\x18\x03 \x01(\x04\x12\x10\n\x08\x61ttached\x18\x04 \x01(\x08\x12\x15\n\rslots_granted\x18\x05 \x01(\x04\x12\x19\n\x11slots_quarantined\x18\x06 \x01(\x04\"\x1d\n\x0c\x43learRequest\x12\r\n\x05space\x18\x01 \x01(\t\"\x1c\n\nClearReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x32\x9c\x04\n\x07Inspect\x12I\n\x05Nodes\x12 .kvstore.inspect.v1.NodesRequest\x1a\x1e.kvstore.inspect.v1.NodesReply\x12I\n\x05Tiers\x12 .kvstore.inspect.v1.TiersRequest\x1a\x1e.kvstore.inspect.v1.TiersReply\x12L\n\x06Spaces\x12!.kvstore.inspect.v1.SpacesRequest\x1a\x1f.kvstore.inspect.v1.SpacesReply\x12L\n\x06\x42locks\x12!.kvstore.inspect.v1.BlocksRequest\x1a\x1f.kvstore.inspect.v1.BlocksReply\x12L\n\x06Leases\x12!.kvstore.inspect.v1.LeasesRequest\x1a\x1f.kvstore.inspect.v1.LeasesReply\x12\x46\n\x04Jobs\x12\x1f.kvstore.inspect.v1.JobsRequest\x1a\x1d.kvstore.inspect.v1.JobsReply\x12I\n\x05\x43lear\x12 .kvstore.inspect.v1.ClearRequest\x1a\x1e.kvstore.inspect.v1.ClearReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,35 +42,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TIERSREPLY']._serialized_start=265
   _globals['_TIERSREPLY']._serialized_end=323
   _globals['_TIERREPORT']._serialized_start=326
-  _globals['_TIERREPORT']._serialized_end=527
-  _globals['_SPACESREQUEST']._serialized_start=529
-  _globals['_SPACESREQUEST']._serialized_end=544
-  _globals['_SPACESREPLY']._serialized_start=546
-  _globals['_SPACESREPLY']._serialized_end=606
-  _globals['_SPACEREPORT']._serialized_start=609
-  _globals['_SPACEREPORT']._serialized_end=747
-  _globals['_BLOCKSREQUEST']._serialized_start=749
-  _globals['_BLOCKSREQUEST']._serialized_end=794
-  _globals['_BLOCKSREPLY']._serialized_start=796
-  _globals['_BLOCKSREPLY']._serialized_end=856
-  _globals['_BLOCKREPORT']._serialized_start=859
-  _globals['_BLOCKREPORT']._serialized_end=996
-  _globals['_LEASESREQUEST']._serialized_start=998
-  _globals['_LEASESREQUEST']._serialized_end=1013
-  _globals['_LEASESREPLY']._serialized_start=1015
-  _globals['_LEASESREPLY']._serialized_end=1075
-  _globals['_LEASEREPORT']._serialized_start=1077
-  _globals['_LEASEREPORT']._serialized_end=1196
-  _globals['_JOBSREQUEST']._serialized_start=1198
-  _globals['_JOBSREQUEST']._serialized_end=1211
-  _globals['_JOBSREPLY']._serialized_start=1213
-  _globals['_JOBSREPLY']._serialized_end=1269
-  _globals['_JOBREPORT']._serialized_start=1272
-  _globals['_JOBREPORT']._serialized_end=1404
-  _globals['_CLEARREQUEST']._serialized_start=1406
-  _globals['_CLEARREQUEST']._serialized_end=1435
-  _globals['_CLEARREPLY']._serialized_start=1437
-  _globals['_CLEARREPLY']._serialized_end=1465
-  _globals['_INSPECT']._serialized_start=1468
-  _globals['_INSPECT']._serialized_end=2008
+  _globals['_TIERREPORT']._serialized_end=592
+  _globals['_SPACESREQUEST']._serialized_start=594
+  _globals['_SPACESREQUEST']._serialized_end=609
+  _globals['_SPACESREPLY']._serialized_start=611
+  _globals['_SPACESREPLY']._serialized_end=671
+  _globals['_SPACEREPORT']._serialized_start=674
+  _globals['_SPACEREPORT']._serialized_end=812
+  _globals['_BLOCKSREQUEST']._serialized_start=814
+  _globals['_BLOCKSREQUEST']._serialized_end=859
+  _globals['_BLOCKSREPLY']._serialized_start=861
+  _globals['_BLOCKSREPLY']._serialized_end=921
+  _globals['_BLOCKREPORT']._serialized_start=924
+  _globals['_BLOCKREPORT']._serialized_end=1061
+  _globals['_LEASESREQUEST']._serialized_start=1063
+  _globals['_LEASESREQUEST']._serialized_end=1078
+  _globals['_LEASESREPLY']._serialized_start=1080
+  _globals['_LEASESREPLY']._serialized_end=1140
+  _globals['_LEASEREPORT']._serialized_start=1142
+  _globals['_LEASEREPORT']._serialized_end=1261
+  _globals['_JOBSREQUEST']._serialized_start=1263
+  _globals['_JOBSREQUEST']._serialized_end=1276
+  _globals['_JOBSREPLY']._serialized_start=1278
+  _globals['_JOBSREPLY']._serialized_end=1334
+  _globals['_JOBREPORT']._serialized_start=1337
+  _globals['_JOBREPORT']._serialized_end=1469
+  _globals['_CLEARREQUEST']._serialized_start=1471
+  _globals['_CLEARREQUEST']._serialized_end=1500
+  _globals['_CLEARREPLY']._serialized_start=1502
+  _globals['_CLEARREPLY']._serialized_end=1530
+  _globals['_INSPECT']._serialized_start=1533
+  _globals['_INSPECT']._serialized_end=2073
 # @@protoc_insertion_point(module_scope)

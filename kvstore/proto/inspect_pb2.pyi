@@ -43,7 +43,7 @@ class TiersReply(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ...) -> None: ...
 
 class TierReport(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "ready_bytes", "used_bytes", "blocks", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
+    __slots__ = ("tier", "capacity_bytes", "ready_bytes", "used_bytes", "blocks", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased", "policy", "not_admitted", "budget_left_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,9 @@ class TierReport(_message.Message):
     SLOTS_GRANTED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_LEASED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: str
     capacity_bytes: int
     ready_bytes: int
@@ -62,7 +65,10 @@ class TierReport(_message.Message):
     slots_granted: int
     slots_quarantined: int
     slots_leased: int
-    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., slots_sealed: _Optional[int] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., slots_leased: _Optional[int] = ...) -> None: ...
+    policy: str
+    not_admitted: int
+    budget_left_bytes: int
+    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., slots_sealed: _Optional[int] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., slots_leased: _Optional[int] = ..., policy: _Optional[str] = ..., not_admitted: _Optional[int] = ..., budget_left_bytes: _Optional[int] = ...) -> None: ...
 
 class SpacesRequest(_message.Message):
     __slots__ = ()

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.engine.report import (
+    NO_BUDGET,
     BlockReport,
     JobReport,
     LeaseReport,
@@ -108,7 +109,7 @@ def _call(call: Callable[..., Any], request: Any) -> Any:
 
 # ── what it looks like ───────────────────────────────────────────────────────────────────────────
 
-_SIZES = ("capacity_bytes", "ready_bytes", "used_bytes", "bytes_dram")
+_SIZES = ("capacity_bytes", "ready_bytes", "used_bytes", "bytes_dram", "budget_left_bytes")
 _EMPTY = {
     "spaces": "no engine has stored anything yet",
     "blocks": "no blocks",
@@ -155,6 +156,8 @@ def _table(topic: str, rows: Sequence[Row]) -> Table:
 
 
 def _cell(name: str, value: object) -> Text:
+    if name == "budget_left_bytes" and value == NO_BUDGET:
+        return Text("-")
     if name in _SIZES and isinstance(value, int):
         return Text(format_size(value))
     if isinstance(value, bool):

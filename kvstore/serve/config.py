@@ -6,7 +6,8 @@ operator reads when one does not. Does not cover: how the command line is spelle
 
 Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
 text that is no size; dram larger than the memory there is; slab larger than dram; an address
-beyond loopback without the opt-in; a file tier that is no PATH:SIZE or too small.
+beyond loopback without the opt-in; a file tier that is no PATH:SIZE or too small; a policy or
+admission that does not exist; limits of writes without a file tier, or too small for a block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import msgspec
 import yaml
 
 from kvstore.arena import huge_page_pool
-from kvstore.engine.files import MOVING_SHARE
+from kvstore.engine.policy.choose import POLICIES
+from kvstore.engine.policy.disk import AdmissionMode
+from kvstore.engine.writes import MOVING_SHARE
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import FileConfig
 from kvstore.types import SLOT_BYTES_MIN
@@ -32,6 +35,8 @@ from kvstore.units import MIB, format_size, parse_size
 
 DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
 DEFAULT_METRICS: Final = "127.0.0.1:9464"
+DEFAULT_POLICY: Final = "lru"
+DEFAULT_ADMISSION: Final = AdmissionMode.ALL
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
 SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
@@ -70,7 +75,13 @@ class NodeConfig:
     """How `auto` chose, for the ready line; empty when the operator chose."""
     slab_bytes: int
     """Unit in which the arena is divided among slot sizes; a multiple of SLOT_BYTES_MIN."""
+    policy: str
+    """Which block leaves dram next: a name of POLICIES."""
     file: FileConfig | None
+    file_admission: AdmissionMode
+    """Which blocks are written to the file tier."""
+    file_day_bytes: int
+    """What may be written to it in a day; 0: any amount."""
     http: HttpConfig | None
     allow_uids: frozenset[int]
     """Users whose processes may attach: the trust domain of the arena."""
@@ -84,7 +95,10 @@ class Settings(
 
     socket: str = DEFAULT_SOCKET
     dram: str | int = "auto"
+    policy: str = DEFAULT_POLICY
     file: str | None = None
+    file_admission: str = DEFAULT_ADMISSION.value
+    file_writes_per_day: str | int | None = None
     node_name: str | None = None
     slab: str | int = "auto"
     metrics: str | bool = DEFAULT_METRICS
@@ -155,12 +169,18 @@ def _resolve(settings: Settings) -> NodeConfig:
     level = settings.log_level.lower()
     if level not in LOG_LEVELS:
         raise ConfigError(f"log-level {level!r} is unknown: use one of {', '.join(LOG_LEVELS)}")
+    if settings.policy not in POLICIES:
+        raise ConfigError(f"policy {settings.policy!r} is unknown: use {' or '.join(POLICIES)}")
+    slab_bytes = _slab(settings.slab, dram_bytes)
     return NodeConfig(
         socket=_socket(settings.socket),
         dram_bytes=dram_bytes,
         dram_note=note,
-        slab_bytes=_slab(settings.slab, dram_bytes),
+        slab_bytes=slab_bytes,
+        policy=settings.policy,
         file=_file(settings.file, settings.node_name, dram_bytes=dram_bytes),
+        file_admission=_file_admission(settings),
+        file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
         http=_http(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         allow_uids=_uids(settings.allow_uid),
         log_level=level,
@@ -194,6 +214,33 @@ def _file(text: str | None, node_name: str | None, *, dram_bytes: int) -> FileCo
         # As much as the engine core may have in motion each way.
         queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
     )
+
+
+def _file_admission(settings: Settings) -> AdmissionMode:
+    modes = {mode.value: mode for mode in AdmissionMode}
+    if settings.file_admission not in modes:
+        raise ConfigError(
+            f"file-admission {settings.file_admission!r} is unknown: use {' or '.join(modes)}"
+        )
+    mode = modes[settings.file_admission]
+    if settings.file is None and mode is not DEFAULT_ADMISSION:
+        raise ConfigError("file-admission is about the file tier: add --file, or leave it out")
+    return mode
+
+
+def _file_day_bytes(settings: Settings, *, slab_bytes: int) -> int:
+    if settings.file_writes_per_day is None:
+        return 0
+    if settings.file is None:
+        raise ConfigError("file-writes-per-day is about the file tier: add --file, or leave it out")
+    size = _size("file-writes-per-day", settings.file_writes_per_day)
+    # A block is never larger than a slab: each can be written some day. Its page comes on top.
+    if size < 2 * slab_bytes:
+        raise ConfigError(
+            f"file-writes-per-day of {format_size(size)} is too small: give at least"
+            f" {format_size(2 * slab_bytes)}, two slabs, with its unit, such as 1TiB"
+        )
+    return size
 
 
 def file_system_bytes(directory: Path) -> int:

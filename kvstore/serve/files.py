@@ -118,7 +118,14 @@ class FileEnd:
                 return [FileLate(job)]
             case Reclaim(segment=segment, records=records):
                 parts = tuple(
-                    FilePart(r.scope.tenant, r.scope.space, r.scope.shard, r.keys, r.locations)
+                    FilePart(
+                        r.scope.tenant,
+                        r.scope.space,
+                        r.scope.shard,
+                        r.scope.block_bytes,
+                        r.keys,
+                        r.locations,
+                    )
                     for r in records
                 )
                 return [FileReclaim(segment, parts)]

@@ -52,9 +52,26 @@ def cli() -> None:
     help="Memory for blocks; auto takes half of what is available.  [default: auto]",
 )
 @click.option(
+    "--policy",
+    metavar="lru|reuse",
+    help="What leaves memory first: what was used longest ago, or what was used once. "
+    " [default: lru]",
+)
+@click.option(
     "--file",
     metavar="PATH:SIZE[,shared]",
     help="Keep blocks on disk too; ',shared' for one directory of several nodes.",
+)
+@click.option(
+    "--file-admission",
+    metavar="all|second-sight",
+    help="Blocks to write to disk: all, or those that a second request names.  [default: all]",
+)
+@click.option(
+    "--file-writes-per-day",
+    metavar="SIZE",
+    help="What the disk is to endure; near the end of it only second-sight is written, then"
+    " nothing. Reading goes on.  [default: no limit]",
 )
 @click.option(
     "--node-name",
@@ -94,7 +111,7 @@ def node(config_path: Path | None, allow_uid: tuple[int, ...], **flags: str | bo
     \b
     Examples:
       kvstore node --socket /run/kvstore/node.sock --dram 64GiB
-      kvstore node --dram 64GiB --file /var/lib/kvstore:2TiB
+      kvstore node --dram 64GiB --file /var/lib/kvstore:2TiB --file-writes-per-day 1TiB
       kvstore node --config node.yaml --metrics off
     \b
     node.yaml:

@@ -190,6 +190,9 @@ def _make_engine(config: NodeConfig, arena: Arena, incarnation: Incarnation) -> 
             generation_bytes=arena.generation_bytes,
             block_count_max=config.dram_bytes // SLOT_BYTES_MIN + file_bytes // FILE_ROW_BYTES,
             file_bytes=file_bytes,
+            policy=config.policy,
+            file_admission=config.file_admission,
+            file_day_bytes=config.file_day_bytes,
             connection_count_max=CONNECTION_COUNT_MAX,
         )
     )

@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from kvstore.engine.engine import Engine
+from kvstore.engine.report import NO_BUDGET
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.ports import Tier
 from kvstore.serve.attach import Attach
@@ -82,7 +83,8 @@ class NodeCollector(Collector):
 
 def _engine_families(engine: Engine) -> list[Family]:
     (node,), tiers, counters = engine.nodes(), engine.tiers(), engine.counters
-    dram = tiers[0]
+    dram, file = tiers
+    has_budget = file.budget_left_bytes != NO_BUDGET
     return [
         family("kvstore_blocks", [((tier.tier,), tier.blocks) for tier in tiers]),
         family("kvstore_used_bytes", [((tier.tier,), tier.used_bytes) for tier in tiers]),
@@ -94,6 +96,9 @@ def _engine_families(engine: Engine) -> list[Family]:
                 (("quarantined",), dram.slots_quarantined),
                 (("leased",), dram.slots_leased),
             ],
+        ),
+        family(
+            "kvstore_file_budget_left_bytes", [((), file.budget_left_bytes)] if has_budget else []
         ),
         family("kvstore_sessions", [((), node.sessions)]),
         family("kvstore_leases", [((), node.leases)]),

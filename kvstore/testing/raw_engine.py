@@ -34,6 +34,7 @@ from kvstore.wire.messages import (
     Grant,
     HelloRank,
     HelloScheduler,
+    Hint,
     LeaseAsk,
     LeaseMore,
     LeaseRelease,
@@ -183,6 +184,10 @@ class RawEngine:
                     )
                 )
                 assert sent, "the node does not read"
+
+    def hint(self, keys: Sequence[bytes]) -> None:
+        """A new request names these keys."""
+        assert self.scheduler.send(Hint(request=next(self._lease_ids), keys=b"".join(keys)))
 
     def lease(self, keys: Sequence[bytes]) -> LeaseReply:
         """Ask for a lease of these keys and wait for the reply, and for what comes from disk.

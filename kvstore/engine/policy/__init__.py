@@ -8,7 +8,7 @@
 | `reuse.py`  | the same, with less time for what is used once   | uses → victims                |
 | `oldest.py` | the oldest of some slots                         | stamps → slots in order       |
 | `recent.py` | keys seen lately, in two bytes each              | prints → seen or not          |
-| `disk.py`   | second sight, and a budget of bytes a day        | prints → mask; bytes → bytes  |
+| `disk.py`   | second sight, and a budget of bytes a day        | prints → mask; count → count  |
 
 A new policy implements `port.Policy`, gets its name in `choose.POLICIES`, and so runs the contract
 suite and the engine's state machine.

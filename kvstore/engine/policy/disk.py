@@ -1,7 +1,7 @@
 """Which blocks go to disk: not those that nobody asked for twice, and not more than it endures.
 
-    blocks ──▶ DiskAdmission ──▶ WriteBudget ──▶ write
-               seen twice?       bytes a day
+    blocks ──▶ admit ──▶ allow ──▶ write
+               seen twice?   bytes a day
 
 Flash wears out by writing, and most blocks of most workloads are never asked for again: writing
 those costs endurance and room and gains nothing. Loads are no business of this module: reading is
@@ -13,7 +13,7 @@ written then, and one that comes back after it went is written when it is sealed
 chain are seen together, so they are admitted together; what was written without what comes before
 it would be of no use.
 
-Does not cover: queues of the file tier (`kvstore.tiers`), which block leaves it.
+Does not cover: queues of the file tier (`kvstore.tiers`), which block leaves it (`engine.files`).
 """
 
 from __future__ import annotations
@@ -28,72 +28,82 @@ from kvstore.engine.policy.recent import RecentKeys
 
 NS_PER_DAY: Final = 86_400 * 10**9
 TIGHT_SHARE: Final = 0.25
-"""With less than this of the burst left, only what was seen before is written."""
+"""With less than this of a day's budget left, only what was seen before is written."""
 
 
 class AdmissionMode(enum.Enum):
-    """Which blocks go to disk when the budget is not tight."""
+    """Which blocks go to disk while the budget is not tight."""
 
     ALL = "all"
     SECOND_SIGHT = "second-sight"
 
 
 class DiskAdmission:
-    """Remembers which keys it was asked about, in two bytes each, and forgets the oldest.
+    """Second sight and the day's budget, in front of one disk.
 
     With room for n keys: a key that was never seen is admitted as if it had been with probability
     at most 0.00012, and one seen m keys ago is taken for new with probability 0.001 at m = n / 4,
-    0.05 at n / 2, 0.55 at n (`recent`): a store that comes later, never a wrong byte.
+    0.05 at n / 2, 0.55 at n (`recent`): a write that comes later, never a wrong byte. A node that
+    writes everything without a budget remembers nothing.
 
     Args:
         mode: what is admitted while the budget is not tight.
-        key_count: keys that it remembers about; a few times what dram holds is plenty.
+        day_bytes: what may be written in a day; 0: any amount.
+        key_count: keys that it remembers about; as many as the disk can hold is plenty.
         seed: of the hashes; random per node, so that nobody can choose what collides.
     """
 
-    def __init__(self, mode: AdmissionMode, *, key_count: int, seed: int) -> None:
+    def __init__(self, mode: AdmissionMode, *, day_bytes: int, key_count: int, seed: int) -> None:
         self._mode = mode
-        self._seen = RecentKeys(key_count=key_count, seed=seed)
+        self._budget = WriteBudget(day_bytes) if day_bytes else None
+        self._seen: RecentKeys | None = None
+        if mode is AdmissionMode.SECOND_SIGHT or day_bytes:
+            self._seen = RecentKeys(key_count=key_count, seed=seed)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the keys seen."""
-        return self._seen.nbytes
-
-    def seen(self, prints: Prints) -> Mask:
-        """Which of these were asked about lately; changes nothing."""
-        return self._seen.may_contain(prints)
-
-    def admit(self, prints: Prints, *, is_tight: bool = False) -> Mask:
-        """Which of these go to disk. Each counts as seen from now on, whatever the mode: what
-        it learned is there when the budget gets tight."""
+    def admit(self, prints: Prints, now_ns: int) -> Mask:
+        """Which of these are worth writing. Each counts as seen from now on, whatever the mode:
+        what was learned is there when the budget gets tight."""
+        everything = np.ones(len(prints), dtype=bool)
+        if self._seen is None:
+            return everything
         seen = self._seen.may_contain(prints)
         self._seen.add(prints)
-        if self._mode is AdmissionMode.ALL and not is_tight:
-            return np.ones(len(prints), dtype=bool)
-        return seen
+        is_tight = self._budget is not None and self._budget.is_tight(now_ns)
+        return seen if is_tight or self._mode is AdmissionMode.SECOND_SIGHT else everything
+
+    def allow(self, count: int, record_bytes: int, now_ns: int) -> int:
+        """How many records of this size may be written now; they count as written."""
+        if self._budget is None:
+            return count
+        return self._budget.allow(count * record_bytes, now_ns, unit_bytes=record_bytes) // (
+            record_bytes
+        )
+
+    def give_back(self, unwritten_bytes: int) -> None:
+        """What was allowed and not written after all."""
+        if self._budget is not None:
+            self._budget.give_back(unwritten_bytes)
+
+    def left_bytes(self, now_ns: int) -> int | None:
+        """What the budget allows now; None without one."""
+        return None if self._budget is None else self._budget.left_bytes(now_ns)
 
 
 class WriteBudget:
-    """A bucket of bytes that fills at so many a day, up to a burst. Starts full.
+    """A bucket of bytes that fills at so many a day and holds a day's worth. Starts full: what was
+    written before a restart is not known.
 
-    Never more is written than `burst_bytes` and what came in since; when it is empty, nothing is.
-    Loads do not ask. Integers all through: nothing drifts, however often it is asked.
-
-    Args:
-        bytes_per_day: what the disk is to endure, for example 1 TiB.
-        now_ns: of the same clock as all later ones.
-        burst_bytes: most that can be saved up; by default a day's worth.
+    Never more is written than a day's worth and what came in since; when it is empty, nothing is.
+    Integers all through: nothing drifts, however often it is asked.
     """
 
-    def __init__(self, bytes_per_day: int, *, now_ns: int, burst_bytes: int | None = None) -> None:
-        assert bytes_per_day > 0, "no budget is no WriteBudget"
-        self._bytes_per_day = bytes_per_day
-        self.burst_bytes = bytes_per_day if burst_bytes is None else burst_bytes
+    def __init__(self, day_bytes: int) -> None:
+        assert day_bytes > 0, "no budget is no WriteBudget"
+        self._day_bytes = day_bytes
         # In bytes times nanoseconds of a day, so that one nanosecond's part is a whole number.
-        self._full = self.burst_bytes * NS_PER_DAY
+        self._full = day_bytes * NS_PER_DAY
         self._level = self._full
-        self._at_ns = now_ns
+        self._at_ns = 0
 
     def left_bytes(self, now_ns: int) -> int:
         """What may be written now."""
@@ -102,10 +112,10 @@ class WriteBudget:
 
     def is_tight(self, now_ns: int) -> bool:
         """Little is left: only what was seen before should go to disk."""
-        return self.left_bytes(now_ns) < TIGHT_SHARE * self.burst_bytes
+        return self.left_bytes(now_ns) < TIGHT_SHARE * self._day_bytes
 
-    def allow(self, wanted_bytes: int, now_ns: int, *, unit_bytes: int = 1) -> int:
-        """How much of this may be written, in whole units (blocks); it counts as written."""
+    def allow(self, wanted_bytes: int, now_ns: int, *, unit_bytes: int) -> int:
+        """How much of this may be written, in whole units (records); it counts as written."""
         allowed = min(wanted_bytes, self.left_bytes(now_ns)) // unit_bytes * unit_bytes
         self._level -= allowed * NS_PER_DAY
         return allowed
@@ -117,4 +127,4 @@ class WriteBudget:
     def _fill(self, now_ns: int) -> None:
         passed_ns = max(0, now_ns - self._at_ns)
         self._at_ns = max(now_ns, self._at_ns)
-        self._level = min(self._full, self._level + passed_ns * self._bytes_per_day)
+        self._level = min(self._full, self._level + passed_ns * self._day_bytes)

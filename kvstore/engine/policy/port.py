@@ -38,12 +38,12 @@ MayGo = Callable[[Words | slice], Mask]
 Members = Callable[[], Mask]
 """Which words lie in the pool now, one bool per word."""
 
-_MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 def prints(scope: int, keys: NDArray[np.uint64]) -> Prints:
     """Prints of keys, shape [n, 4], in a scope."""
-    mixed: Prints = keys[:, 0] ^ (np.uint64(scope) * _MIX)
+    mixed: Prints = keys[:, 0] ^ np.uint64(scope * _MIX & _WORD)
     return mixed
 
 

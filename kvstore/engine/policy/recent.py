@@ -45,11 +45,6 @@ class RecentKeys:
         self._table = np.zeros((int(self._mask) + 1, WAYS), dtype=np.uint16)
         self._seed = np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the table."""
-        return self._table.nbytes
-
     def _places(self, prints: Prints) -> tuple[Buckets, Marks]:
         mixed = (prints ^ self._seed) * _FIRST
         mixed = (mixed ^ (mixed >> _HALF)) * _SECOND

@@ -14,6 +14,7 @@ import pytest
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually
+from tests.integration.node.test_process import page, sample
 
 pytestmark = pytest.mark.slow
 
@@ -183,3 +184,55 @@ def test_two_nodes_on_one_directory_are_told_apart(tmp_path: Path) -> None:
         engine.open()
         assert written(second, 6)
         assert engine.read(engine.lease(keys)) == whole(keys, engine)
+
+
+def metric(node: NodeProcess, name: str) -> float:
+    return sample(page(node, "/metrics")[1], f"kvstore_{name}")
+
+
+def test_second_sight_keeps_what_is_named_once_off_the_disk(tmp_path: Path) -> None:
+    keys, flags = make_keys(40), ["--file-admission", "second-sight", "--policy", "reuse"]
+    with (
+        start(tmp_path / "a", tmp_path / "files", flags=flags) as node,
+        RawEngine(node.socket) as engine,
+    ):
+        engine.open()
+        engine.store(keys)
+        engine.lease_stored(keys)
+        assert (tiers(node)["file"]["blocks"], tiers(node)["file"]["not_admitted"]) == (0, 40)
+        engine.hint(keys[:10])
+        assert written(node, 10)
+        assert [tiers(node)[t]["policy"] for t in ("dram", "file")] == ["reuse", "second-sight"]
+        assert metric(node, "file_blocks_not_admitted_total") == 40
+        assert "\nkvstore_file_budget_left_bytes " not in page(node, "/metrics")[1]
+        node.kill()
+    with start(tmp_path / "a", tmp_path / "files", flags=flags) as node:
+        assert written(node, 10), "and nothing else was"
+
+
+def test_a_used_up_budget_stops_writes_and_no_loads(tmp_path: Path) -> None:
+    keys, record, budget = make_keys(200), 68 << 10, 2 << 20
+    with (
+        start(
+            *(tmp_path / "a", tmp_path / "files"),
+            dram="4MiB",
+            flags=["--slab", "1MiB", "--file-writes-per-day", "2MiB"],
+        ) as node,
+        RawEngine(node.socket) as engine,
+    ):
+        engine.open()
+
+        def dealt_with(count: int) -> bool:
+            names = ("written", "not_admitted", "over_budget")
+            return sum(metric(node, f"file_blocks_{name}_total") for name in names) == count
+
+        for begin in range(0, len(keys), 10):
+            engine.store(keys[begin : begin + 10])
+            assert eventually(lambda count=begin + 10: dealt_with(count))  # type: ignore[misc]
+        file = tiers(node)["file"]
+        assert 3 * budget // 4 <= file["blocks"] * record <= budget
+        assert file["blocks"] + file["not_admitted"] == len(keys)
+        left = metric(node, "file_budget_left_bytes")
+        assert left == pytest.approx(budget - file["blocks"] * record, abs=record)
+        # Dram lost them long ago.
+        assert engine.read(engine.lease(keys[:10])) == whole(keys[:10], engine)

@@ -20,11 +20,14 @@ from kvstore.engine.events import (
     VoidFile,
     WriteFile,
 )
-from kvstore.types import SpaceId
+from kvstore.types import PAGE_BYTES, SpaceId
+from kvstore.wire.layout import shard_bytes
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import SMALL, WHOLE, Node, checksum, keys
 
 SPACE = fingerprint(SMALL, weights_epoch="")
+BLOCK_BYTES = shard_bytes(SMALL, WHOLE)
+RECORD_BYTES = PAGE_BYTES + BLOCK_BYTES
 
 
 def places(first: int, count: int) -> bytes:

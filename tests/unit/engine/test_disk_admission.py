@@ -18,114 +18,117 @@ def keys(*numbers: int) -> Prints:
     return np.random.default_rng(1).integers(2**64, size=100, dtype=np.uint64)[list(numbers)]
 
 
-def admission(mode: AdmissionMode, key_count: int = 1 << 12) -> DiskAdmission:
-    return DiskAdmission(mode, key_count=key_count, seed=7)
+def admission(
+    mode: AdmissionMode, *, day_bytes: int = 0, key_count: int = 1 << 12
+) -> DiskAdmission:
+    return DiskAdmission(mode, day_bytes=day_bytes, key_count=key_count, seed=7)
 
 
 def test_all_means_all() -> None:
     disk = admission(AdmissionMode.ALL)
-    assert disk.admit(keys(1, 2)).tolist() == [True, True]
-    assert disk.admit(keys(2, 3)).tolist() == [True, True]
+    assert disk.admit(keys(1, 2), 0).tolist() == [True, True]
+    assert disk.admit(keys(2, 3), 0).tolist() == [True, True]
+    assert disk.allow(10**9, BLOCK, 0) == 10**9
+    assert disk.left_bytes(0) is None
 
 
 def test_second_sight_means_not_the_first_time() -> None:
     disk = admission(AdmissionMode.SECOND_SIGHT)
-    assert disk.admit(keys(1, 2, 3)).tolist() == [False, False, False]
-    assert disk.admit(keys(2, 4, 1)).tolist() == [True, False, True]
-    assert disk.admit(keys(4, 5)).tolist() == [True, False]
+    assert disk.admit(keys(1, 2, 3), 0).tolist() == [False, False, False]
+    assert disk.admit(keys(2, 4, 1), 0).tolist() == [True, False, True]
+    assert disk.admit(keys(4, 5), 0).tolist() == [True, False]
 
 
-def test_looking_is_not_seeing() -> None:
-    disk = admission(AdmissionMode.SECOND_SIGHT)
-    assert disk.seen(keys(1)).tolist() == [False]
-    assert disk.seen(keys(1)).tolist() == [False]
-    disk.admit(keys(1))
-    assert disk.seen(keys(1, 2)).tolist() == [True, False]
-
-
-def test_when_the_budget_is_tight_only_what_was_seen_goes() -> None:
-    disk = admission(AdmissionMode.ALL)
-    disk.admit(keys(1, 2))
-    assert disk.admit(keys(1, 3), is_tight=True).tolist() == [True, False]
-    assert disk.admit(keys(4)).tolist() == [True]
+def test_when_the_budget_is_tight_only_what_was_seen_goes_and_then_nothing() -> None:
+    disk = admission(AdmissionMode.ALL, day_bytes=4 * BLOCK)
+    assert disk.admit(keys(1, 2), 0).tolist() == [True, True]
+    assert disk.allow(3, BLOCK, 0) == 3
+    assert disk.admit(keys(4), 0).tolist() == [True], "a quarter is not tight"
+    assert disk.allow(1, BLOCK - 1, 0) == 1
+    assert disk.admit(keys(1, 3), 0).tolist() == [True, False]
+    assert disk.allow(1, BLOCK, 0) == 0
+    assert disk.left_bytes(0) == 1
+    disk.give_back(2 * BLOCK)
+    assert disk.left_bytes(0) == 2 * BLOCK + 1
+    assert disk.admit(keys(5), 0).tolist() == [True], "and as before when there is more again"
 
 
 def test_strangers_are_seldom_taken_for_seen() -> None:
     disk = admission(AdmissionMode.SECOND_SIGHT, key_count=1 << 16)
     random = np.random.default_rng(3)
-    rates = [disk.admit(random.integers(2**64, size=2048, dtype=np.uint64)) for _ in range(200)]
+    rates = [disk.admit(random.integers(2**64, size=2048, dtype=np.uint64), 0) for _ in range(200)]
     assert np.mean(rates) <= 0.00012 * 1.5
-    assert disk.nbytes == 2 << 16
 
 
 # ── the budget ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_it_starts_full_and_fills_at_its_rate() -> None:
-    budget = WriteBudget(DAY_BYTES, now_ns=5)
-    assert budget.allow(2 * DAY_BYTES, 5) == DAY_BYTES
-    assert budget.allow(1, 5) == 0
-    assert budget.allow(DAY_BYTES, 5 + NS_PER_DAY // 2) == DAY_BYTES // 2
-    assert budget.left_bytes(5 + 10 * NS_PER_DAY) == DAY_BYTES, "no more than the burst is saved"
+    budget = WriteBudget(DAY_BYTES)
+    assert budget.allow(2 * DAY_BYTES, 5, unit_bytes=1) == DAY_BYTES
+    assert budget.allow(1, 5, unit_bytes=1) == 0
+    assert budget.allow(DAY_BYTES, 5 + NS_PER_DAY // 2, unit_bytes=1) == DAY_BYTES // 2
+    assert budget.left_bytes(5 + 10 * NS_PER_DAY) == DAY_BYTES, "no more than a day is saved"
 
 
 def test_only_whole_blocks_are_allowed_and_the_rest_is_kept() -> None:
-    budget = WriteBudget(DAY_BYTES, now_ns=0, burst_bytes=3 * BLOCK + 1)
+    budget = WriteBudget(3 * BLOCK + 1)
     assert budget.allow(BLOCK - 1, 0, unit_bytes=BLOCK) == 0
     assert budget.allow(10 * BLOCK, 0, unit_bytes=BLOCK) == 3 * BLOCK
     assert budget.left_bytes(0) == 1
 
 
 def test_what_was_not_written_comes_back_and_no_more() -> None:
-    budget = WriteBudget(DAY_BYTES, now_ns=0, burst_bytes=4 * BLOCK)
-    budget.allow(4 * BLOCK, 0)
+    budget = WriteBudget(4 * BLOCK)
+    budget.allow(4 * BLOCK, 0, unit_bytes=BLOCK)
     budget.give_back(BLOCK)
     assert budget.left_bytes(0) == BLOCK
     budget.give_back(9 * BLOCK)
     assert budget.left_bytes(0) == 4 * BLOCK
 
 
-def test_it_is_tight_below_a_quarter_of_the_burst() -> None:
-    budget = WriteBudget(DAY_BYTES, now_ns=0, burst_bytes=400)
-    budget.allow(300, 0)
+def test_it_is_tight_below_a_quarter_of_a_day() -> None:
+    budget = WriteBudget(400)
+    budget.allow(300, 0, unit_bytes=1)
     assert not budget.is_tight(0)
-    budget.allow(1, 0)
+    budget.allow(1, 0, unit_bytes=1)
     assert budget.is_tight(0)
     assert not budget.is_tight(NS_PER_DAY)
 
 
 def test_a_clock_that_goes_back_gives_nothing() -> None:
-    budget = WriteBudget(DAY_BYTES, now_ns=NS_PER_DAY)
-    budget.allow(DAY_BYTES, NS_PER_DAY)
+    budget = WriteBudget(DAY_BYTES)
+    budget.allow(DAY_BYTES, NS_PER_DAY, unit_bytes=1)
     assert budget.left_bytes(0) == 0
     assert budget.left_bytes(NS_PER_DAY) == 0, "and the time is not counted twice"
 
 
 def test_asking_often_loses_nothing() -> None:
-    budget = WriteBudget(1000, now_ns=0)
-    budget.allow(1000, 0)
-    got = sum(budget.allow(1000, now) for now in range(0, NS_PER_DAY + 1, NS_PER_DAY // 3000))
-    assert got == 1000
+    budget = WriteBudget(1000)
+    budget.allow(1000, 0, unit_bytes=1)
+    times = range(0, NS_PER_DAY + 1, NS_PER_DAY // 3000)
+    assert sum(budget.allow(1000, now, unit_bytes=1) for now in times) == 1000
 
 
 def test_no_budget_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="no budget"):
-        WriteBudget(0, now_ns=0)
+        WriteBudget(0)
 
 
 @given(
-    rate=st.integers(1, 10**13),
-    burst=st.integers(0, 10**12),
-    asks=st.lists(st.tuples(st.integers(0, 10**14), st.integers(0, 10**13)), max_size=30),
+    day=st.integers(1, 10**13),
+    asks=st.lists(
+        st.tuples(st.integers(0, 10**14), st.integers(0, 10**13), st.integers(1, 10**7)),
+        max_size=30,
+    ),
 )
-def test_never_more_than_the_burst_and_what_came_in(
-    rate: int, burst: int, asks: list[tuple[int, int]]
-) -> None:
-    budget = WriteBudget(rate, now_ns=0, burst_bytes=burst)
+def test_never_more_than_a_day_and_what_came_in(day: int, asks: list[tuple[int, int, int]]) -> None:
+    budget = WriteBudget(day)
     now, total = 0, 0
-    for passed, wanted in asks:
+    for passed, wanted, unit in asks:
         now += passed
-        allowed = budget.allow(wanted, now)
+        allowed = budget.allow(wanted, now, unit_bytes=unit)
         assert 0 <= allowed <= wanted
+        assert allowed % unit == 0
         total += allowed
-        assert total * NS_PER_DAY <= burst * NS_PER_DAY + rate * now
+        assert total * NS_PER_DAY <= day * (NS_PER_DAY + now)

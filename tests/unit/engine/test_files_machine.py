@@ -7,6 +7,7 @@ lease, whether it came at once or grew, must name slots that hold the blocks it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -31,8 +32,10 @@ from kvstore.engine.events import (
     ReadFile,
 )
 from kvstore.engine.files import Files
+from kvstore.engine.policy.disk import AdmissionMode
+from kvstore.engine.writes import Writes
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
-from tests.unit.engine.disk import SPACE, DiskNode, known, moved, places
+from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
 
 BLOCKS = 8
@@ -43,15 +46,21 @@ KEY_OF = {key(number): number for number in range(BLOCKS)}
 class DiskMachine(RuleBasedStateMachine):
     """One engine on a node of 16 slots, with a disk that the rules drive."""
 
+    config: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         super().__init__()
-        self.node = DiskNode(slots=16, slab_slots=4, credit_share=0.25, block_count_max=24)
+        self.node = DiskNode(
+            slots=16, slab_slots=4, credit_share=0.25, block_count_max=24, **self.config
+        )
         self.peer = Peer(self.node)
         self.arena: dict[tuple[int, int], int] = {}
         """What each slot holds, by generation."""
         self.disk: dict[int, int] = {}
         """What each location holds."""
         self.place = 1
+        self.written = 0
+        """Records by this node, kept ones included."""
         self.lease = 0
         self.leased: dict[int, list[int]] = {}
         """Blocks that each open lease still waits for, in order."""
@@ -102,6 +111,7 @@ class DiskMachine(RuleBasedStateMachine):
             if works:
                 self.disk[self.place] = KEY_OF[write.keys[at : at + 32]]
                 self.place += 1
+                self.written += 1
         self.node.step(FileWritten(write.job, np.array(written, "<u8").tobytes()))
         self.listen()
 
@@ -141,9 +151,12 @@ class DiskMachine(RuleBasedStateMachine):
         names = [self.disk[at] for at in held]
         if len(set(names)) < len(names) or not held:
             return
-        part = FilePart("t", SPACE, WHOLE, keys(*names), np.array(held, "<u8").tobytes())
+        part = FilePart(
+            "t", SPACE, WHOLE, BLOCK_BYTES, keys(*names), np.array(held, "<u8").tobytes()
+        )
         self.node.step(FileReclaim(1, (part,)))
         kept = np.frombuffer(self.node.reclaimed.pop().keep, "<u8").tolist()
+        self.written += len(kept)
         for at in held:
             number = self.disk.pop(at)
             if at in kept:
@@ -194,14 +207,19 @@ class DiskMachine(RuleBasedStateMachine):
             self.lets_go()
         files = self.node.engine._files
         assert not files.waits
-        assert files._reading_bytes == files._writing_bytes == 0
+        assert files._reading_bytes == files.writes._moving_bytes == 0
+        assert not files.writes._job_of_word.any()
         assert not files._reading.any()
         assert not self.node.engine._state.slots.leases.any()
 
 
-def verify_machine(examples: int, phases: Sequence[Phase] = tuple(Phase)) -> None:
+def verify_machine(
+    examples: int,
+    phases: Sequence[Phase] = tuple(Phase),
+    machine: type[DiskMachine] = DiskMachine,
+) -> None:
     run_state_machine_as_test(
-        DiskMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=40,
@@ -211,8 +229,31 @@ def verify_machine(examples: int, phases: Sequence[Phase] = tuple(Phase)) -> Non
     )
 
 
+@pytest.mark.usefixtures("each_policy")
 def test_any_order_of_stores_lookups_and_disk_keeps_the_promises() -> None:
-    verify_machine(60)
+    verify_machine(40)
+
+
+class ThriftyMachine(DiskMachine):
+    """The same with second sight and a budget of five blocks, all of which are paid for."""
+
+    config: ClassVar[dict[str, Any]] = {
+        "file_admission": AdmissionMode.SECOND_SIGHT,
+        "file_day_bytes": 5 * RECORD_BYTES,
+    }
+
+    @invariant()
+    def paid(self) -> None:
+        writes = self.node.engine._files.writes
+        under_way = sum(len(write.keys) // 32 for write in self.node.writes)
+        left = writes.budget_left_bytes()
+        assert left is not None
+        assert left + (under_way + self.written) * RECORD_BYTES == 5 * RECORD_BYTES
+
+
+@pytest.mark.usefixtures("each_policy")
+def test_whatever_is_written_is_paid_for() -> None:
+    verify_machine(40, machine=ThriftyMachine)
 
 
 @pytest.mark.slow
@@ -228,7 +269,7 @@ def _trust_every_read(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forget_the_pin(original: Callable[..., None]) -> Callable[..., None]:
-    def sealed(self: Files, *arguments: object, **names: object) -> None:
+    def sealed(self: Writes, *arguments: object, **names: object) -> None:
         before = self.pinned_words()
         original(self, *arguments, **names)
         new = self.pinned_words()[len(before) :]
@@ -238,14 +279,15 @@ def _forget_the_pin(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("method", "breaks"), [("read", _trust_every_read), ("sealed", _forget_the_pin)]
+    ("kind", "method", "breaks"),
+    [(Files, "read", _trust_every_read), (Writes, "sealed", _forget_the_pin)],
 )
 def test_a_broken_file_side_is_noticed(
-    method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]]
+    kind: type, method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]]
 ) -> None:
-    broken = breaks(getattr(Files, method))
+    broken = breaks(getattr(kind, method))
     with (
-        mock.patch.object(Files, method, broken),
+        mock.patch.object(kind, method, broken),
         pytest.raises(AssertionError),
     ):
         verify_machine(100, [Phase.generate])

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvstore.engine import files as files_module
+from kvstore.engine import writes as writes_module
 from kvstore.engine.events import (
     Clear,
     FileCommand,
@@ -17,7 +18,7 @@ from kvstore.engine.events import (
 )
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
-from tests.unit.engine.disk import SPACE, DiskNode, known, moved, places
+from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys, pairs
 
 
@@ -114,7 +115,8 @@ def test_no_more_than_a_quarter_of_the_arena_is_on_its_way_to_disk() -> None:
 
 
 def test_large_blocks_go_in_several_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "JOB_BYTES_MAX", 2 * SLOT_BYTES_MIN)
+    for module in (files_module, writes_module):
+        monkeypatch.setattr(module, "JOB_BYTES_MAX", 2 * SLOT_BYTES_MIN)
     node = DiskNode()
     peer = Peer(node)
     peer.seal(1, 2, 3)
@@ -388,13 +390,13 @@ def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
     node, peer = on_disk_only(*range(1, 9))
     node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(3)))
     node.read_all()
-    part = FilePart("t", SPACE, WHOLE, keys(*range(1, 9)), places(1, 8))
+    part = FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(*range(1, 9)), places(1, 8))
     node.step(FileReclaim(4, (part,)))
     (answer,) = node.reclaimed
     assert (answer.segment, answer.keep) == (4, places(3, 1))
     assert node.blocks() == {short(3): "dram+file"}
     node.step(moved(3, old=3, new=77))
-    part = FilePart("t", SPACE, WHOLE, keys(3), places(77, 1))
+    part = FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(3), places(77, 1))
     node.step(FileReclaim(5, (part,)))
     assert node.reclaimed[-1].keep == b"", "nobody asked again"
     assert node.blocks() == {short(3): "dram"}
@@ -405,7 +407,7 @@ def test_a_record_that_is_not_the_blocks_any_more_is_not_kept() -> None:
     peer.hint(1)
     node.read_all()
     node.step(known(1, at=50), moved(1, old=1, new=60))
-    node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, keys(1), places(1, 1)),)))
+    node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(1), places(1, 1)),)))
     assert node.reclaimed[0].keep == b""
     assert node.blocks() == {short(1): "dram+file"}
 

@@ -6,7 +6,8 @@ import pytest
 
 from kvstore.engine.policy.choose import POLICIES
 from kvstore.errors import ConfigError
-from tests.unit.engine.harness import Node, Peer
+from tests.unit.engine.disk import DiskNode, known
+from tests.unit.engine.harness import Node, Peer, key
 from tests.unit.engine.test_machine import verify_machine
 
 
@@ -31,6 +32,18 @@ def survivors(policy: str) -> set[int]:
 def test_a_scan_takes_what_is_used_from_lru_only() -> None:
     assert survivors("lru") == set()
     assert survivors("reuse") == set(range(10))
+
+
+def test_what_was_read_from_disk_counts_as_used_again() -> None:
+    node = DiskNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse")
+    peer = Peer(node)
+    node.step(known(*range(10)))
+    peer.hint(*range(10))
+    node.read_all()
+    for number in range(1000, 1192):
+        peer.seal(number)
+        node.write_nothing()
+    assert all(node.blocks()[key(number)[:4].hex()] == "dram+file" for number in range(10))
 
 
 def test_what_is_used_no_more_goes_in_the_end() -> None:

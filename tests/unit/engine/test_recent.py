@@ -25,7 +25,7 @@ def add_in_batches(recent: RecentKeys, added: Prints) -> None:
 
 
 def test_it_takes_two_bytes_a_key() -> None:
-    assert RecentKeys(key_count=1 << 20, seed=1).nbytes == 2 << 20
+    assert RecentKeys(key_count=1 << 20, seed=1)._table.nbytes == 2 << 20
 
 
 def test_nothing_is_seen_before_it_is_added() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.serve import config as config_module
 from kvstore.serve.config import HttpConfig, available_memory, load_config
@@ -35,6 +36,18 @@ def test_defaults() -> None:
     assert config.http == HttpConfig(host="127.0.0.1", port=9464)
     assert config.allow_uids == {os.geteuid(), 0}
     assert config.log_level == "info"
+    assert config.policy == "lru"
+    assert config.file_admission is AdmissionMode.ALL
+    assert config.file_day_bytes == 0
+
+
+def test_what_to_keep_and_what_to_write(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text("policy: reuse\nfile: /x:1TiB\nfile-writes-per-day: 200GiB\n")
+    config = load_config(file, LEAST | {"file-admission": "second-sight"})
+    assert config.policy == "reuse"
+    assert config.file_admission is AdmissionMode.SECOND_SIGHT
+    assert config.file_day_bytes == 200 * GIB
 
 
 def test_a_file_tier_and_a_shared_one() -> None:
@@ -97,6 +110,18 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared file tier needs a node name"),
         ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
         ({"file": "/x:big"}, "file: 'big' is not a size"),
+        ({"policy": "fifo"}, "policy 'fifo' is unknown: use lru or reuse"),
+        (
+            {"file": "/x:1GiB", "file-admission": "some"},
+            "file-admission 'some' is unknown: use all or second-sight",
+        ),
+        ({"file-admission": "second-sight"}, "about the file tier: add --file, or leave it out"),
+        ({"file-writes-per-day": "1TiB"}, "about the file tier: add --file, or leave it out"),
+        ({"file": "/x:1GiB", "file-writes-per-day": "much"}, "'much' is not a size"),
+        (
+            {"file": "/x:1GiB", "file-writes-per-day": "511KiB"},
+            "is too small: give at least 512 KiB, two slabs, with its unit, such as 1TiB",
+        ),
         ({"metrics": "0.0.0.0:9464"}, "can be read from other machines"),
         ({"metrics": "10.0.0.3:9464"}, "--metrics-beyond-loopback"),
         ({"metrics": "9464"}, "must be an IP address and a port"),

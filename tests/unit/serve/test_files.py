@@ -140,7 +140,7 @@ def test_every_word_of_the_tier_becomes_the_engines(tier: ScriptedTier, end: Fil
         ],
         [FileMoved(*address, KEYS, PLACES, b"q" * 16)],
         [FileGone(*address, KEYS, PLACES)],
-        [FileReclaim(4, (FilePart(*address, KEYS, PLACES),))],
+        [FileReclaim(4, (FilePart(*address, SCOPE.block_bytes, KEYS, PLACES),))],
         [],
     ]
 

@@ -1,0 +1,189 @@
+"""Which blocks go to disk, when, and what the day's budget says to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore.engine.events import Clear, FilePart, FileReclaim, FileWritten
+from kvstore.engine.policy.disk import NS_PER_DAY, AdmissionMode
+from kvstore.engine.report import NO_BUDGET, TierReport
+from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, places
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, keys
+
+SECOND_SIGHT: dict[str, Any] = {"file_admission": AdmissionMode.SECOND_SIGHT}
+
+
+def thrifty(records: int, **config: Any) -> tuple[DiskNode, Peer]:
+    """A node that may write so many records a day."""
+    node = DiskNode(file_day_bytes=records * RECORD_BYTES, **config)
+    return node, Peer(node)
+
+
+def writing(node: DiskNode) -> list[bytes]:
+    """Keys of each write that was asked for."""
+    return [write.keys for write in node.writes]
+
+
+def file(node: DiskNode) -> TierReport:
+    return node.engine.tiers()[1]
+
+
+# ── second sight ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_stored_is_written_when_a_second_request_names_it() -> None:
+    node = DiskNode(**SECOND_SIGHT)
+    peer = Peer(node)
+    peer.seal(1, 2, 3)
+    assert node.writes == []
+    assert node.engine.counters.file_blocks_not_admitted == 3
+    peer.hint(1, 2, 9)
+    assert writing(node) == [keys(1, 2)]
+    peer.hint(1, 2)
+    assert len(node.writes) == 1, "it is on its way already"
+    node.write_all()
+    peer.hint(1, 2)
+    assert node.writes == [], "and then there"
+    assert set(node.blocks().values()) == {"dram", "dram+file"}
+    assert node.engine.counters.file_writes_dropped == 0
+
+
+def test_all_shards_of_a_block_are_written() -> None:
+    node = DiskNode(**SECOND_SIGHT)
+    peer = Peer(node, shards=HALVES)
+    peer.store(1)
+    assert node.writes == []
+    peer.hint(1)
+    assert {write.shard for write in node.writes} == set(HALVES)
+    assert {write.block_bytes for write in node.writes} == {BLOCK_BYTES // 2}
+
+
+def test_what_comes_back_after_it_went_is_written_at_once() -> None:
+    node = DiskNode(slots=8, **SECOND_SIGHT)
+    peer = Peer(node)
+    peer.seal(1)
+    peer.hint(1, 2)
+    node.write_nothing()
+    for number in range(100, 120):
+        peer.seal(number)
+    assert node.writes == []
+    assert peer.hint(1, 2) == [False, False]
+    peer.seal(2)
+    assert node.writes == [], "who asks for what is not there has not seen it"
+    peer.seal(1)
+    assert writing(node) == [keys(1)]
+
+
+def test_what_could_not_be_written_is_when_it_is_asked_for_again() -> None:
+    node = DiskNode(slots=32, credit_share=0.5)
+    peer = Peer(node)
+    peer.seal(*range(10))
+    assert writing(node) == [keys(*range(8))], "a quarter of the arena"
+    node.write_nothing()
+    peer.hint(*range(7, 10))
+    assert writing(node) == [keys(7, 8, 9)]
+
+
+def test_a_hint_that_names_a_key_twice_writes_nothing() -> None:
+    node = DiskNode(**SECOND_SIGHT)
+    peer = Peer(node)
+    peer.seal(1, 2)
+    peer.hint(1, 2, 1)
+    assert node.writes == []
+
+
+def test_a_slot_that_holds_another_block_is_written_for_that_one_too() -> None:
+    node = DiskNode(slots=16, credit_blocks_max=1)
+    peer = Peer(node)
+    (place,) = peer.seal(1)
+    node.step(Clear(None, None))
+    peer.seal(2)
+    (again,) = peer.seal(3)
+    assert again[0] == place[0], "the slot of 1, which is still being written"
+    assert writing(node) == [keys(1), keys(2), keys(3)]
+    node.step(FileWritten(node.writes.pop(0).job, places(5, 1)))
+    peer.hint(3)
+    assert writing(node) == [keys(2), keys(3)], "on its way"
+    node.write_all()
+    peer.hint(3)
+    assert node.writes == []
+
+
+# ── the budget ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_near_its_end_only_what_was_seen_is_written_and_then_nothing() -> None:
+    node, peer = thrifty(4)
+    peer.seal(1, 2, 3)
+    peer.seal(4)
+    assert writing(node) == [keys(1, 2, 3), keys(4)]
+    node.write_nothing()
+    assert file(node).budget_left_bytes == 4 * RECORD_BYTES, "what is not written costs nothing"
+    peer.hint(1, 2, 3, 4)
+    node.write_all()
+    assert file(node).budget_left_bytes == 0
+    peer.seal(5)
+    assert node.writes == []
+    assert node.engine.counters.file_blocks_not_admitted == 1
+    peer.hint(5)
+    assert node.writes == []
+    assert node.engine.counters.file_blocks_over_budget == 1
+    assert file(node).not_admitted == 2
+    node.now_ns += NS_PER_DAY // 4
+    peer.hint(5)
+    assert writing(node) == [keys(5)], "a quarter of a day, a quarter of the budget"
+
+
+def test_of_a_chain_the_start_is_written_when_not_all_can_be() -> None:
+    node, peer = thrifty(2)
+    peer.seal(1, 2, 3)
+    assert writing(node) == [keys(1, 2)]
+    assert node.engine.counters.file_blocks_over_budget == 1
+
+
+def test_what_finds_no_room_in_the_queue_is_not_paid_for() -> None:
+    node, peer = thrifty(20, slots=32, credit_share=0.5)
+    peer.seal(*range(10))
+    assert writing(node) == [keys(*range(8))]
+    assert node.engine.counters.file_writes_dropped == 2
+    assert file(node).budget_left_bytes == 12 * RECORD_BYTES
+
+
+def test_loads_go_on_when_it_is_used_up() -> None:
+    node, peer = thrifty(1)
+    peer.seal(1)
+    node.write_all()
+    assert file(node).budget_left_bytes == 0
+    node.step(known(2, 3, at=50))
+    assert peer.lease(1, 2, 3).promoting == 2
+    node.read_all()
+    assert len(node.blocks()) == 3
+    assert set(node.blocks().values()) == {"dram+file"}
+
+
+def reclaim(node: DiskNode, *numbers: int) -> bytes:
+    """What is kept of a segment with these blocks, the first of which lies at 1."""
+    part = FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(*numbers), places(1, len(numbers)))
+    node.step(FileReclaim(4, (part,)))
+    return node.reclaimed[-1].keep
+
+
+def test_what_a_reclaimed_segment_keeps_is_paid_for() -> None:
+    node, peer = thrifty(1)
+    node.step(known(*range(1, 9)))
+    peer.hint(1, 2)
+    assert reclaim(node, *range(1, 9)) == places(1, 1), "two are wanted, one can be paid"
+    assert file(node).budget_left_bytes == 0
+    assert node.engine.counters.file_blocks_over_budget == 1
+
+
+# ── what an operator sees ────────────────────────────────────────────────────────────────────────
+
+
+def test_the_report_names_policy_and_admission() -> None:
+    plain = DiskNode().engine.tiers()
+    assert [tier.policy for tier in plain] == ["lru", "all"]
+    assert [tier.budget_left_bytes for tier in plain] == [NO_BUDGET, NO_BUDGET]
+    other = DiskNode(policy="reuse", file_day_bytes=7, **SECOND_SIGHT).engine.tiers()
+    assert [tier.policy for tier in other] == ["reuse", "second-sight"]
+    assert [tier.budget_left_bytes for tier in other] == [NO_BUDGET, 7]
