@@ -71,9 +71,10 @@ def held(request: pytest.FixtureRequest) -> Held:
     return Held(request.param)
 
 
-@pytest.fixture(autouse=True, params=[2, 1024], ids=["short queue", "long queue"])
+@pytest.fixture(autouse=True, params=[2, 6, 1024], ids=["short", "middle", "long"])
 def queue_min(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a short queue it is made again and again; with a long one it holds everything."""
+    """A short queue is made again and again, a long one holds everything; in one between some
+    are touched before it is used up."""
     monkeypatch.setattr(oldest, "_QUEUE_MIN", request.param)
     # So few keys that those that went are all remembered, whatever bucket they meet in.
     monkeypatch.setattr(reuse, "REMEMBERED", 4096)
@@ -136,6 +137,19 @@ def test_a_slot_that_is_named_twice_counts_once(held: Held) -> None:
     assert sorted(held.pop(9)) == [1, 2, 3]
     held.insert(1, 2, 3)
     assert len(held.pop(2)) == 2
+
+
+def test_a_chain_whose_end_lies_behind_what_was_looked_at_keeps_its_start(held: Held) -> None:
+    for number in range(6):
+        held.insert(number)
+    held.insert(10, 11)
+    assert held.pop(1) == [0]
+    for number in range(2, 6):
+        held.use(number)
+    held.insert(12)
+    held.touch(10, 12)
+    held.use(10)
+    assert 10 not in held.pop(6) or 11 not in held.held
 
 
 def test_slots_of_other_pools_are_left_alone(held: Held) -> None:

@@ -122,7 +122,7 @@ class WriteBudget:
 
     def give_back(self, unwritten_bytes: int) -> None:
         """What was allowed and then not written after all."""
-        self._level = min(self._full, self._level + unwritten_bytes * NS_PER_DAY)
+        self._level += unwritten_bytes * NS_PER_DAY
 
     def _fill(self, now_ns: int) -> None:
         passed_ns = max(0, now_ns - self._at_ns)

@@ -34,6 +34,17 @@ def test_a_scan_takes_what_is_used_from_lru_only() -> None:
     assert survivors("reuse") == set(range(10))
 
 
+@pytest.mark.parametrize(("policy", "stays"), [("lru", False), ("reuse", True)])
+def test_what_comes_back_soon_after_it_went_counts_as_used_again(
+    policy: str, *, stays: bool
+) -> None:
+    node = Node(slots=64, slab_slots=16, credit_blocks_max=4, policy=policy)
+    peer = Peer(node)
+    for number in (*range(10), *range(1000, 1070), *range(10), *range(2000, 2192)):
+        peer.seal(number)
+    assert all(peer.hint(number) == [stays] for number in range(10))
+
+
 def test_what_was_read_from_disk_counts_as_used_again() -> None:
     node = DiskNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse")
     peer = Peer(node)
