@@ -40,6 +40,7 @@ from kvstore.engine.sessions import Sessions
 from kvstore.engine.state import EngineConfig, State
 from kvstore.engine.stores import Stores
 from kvstore.types import ConnectionId, SpaceId
+from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.messages import (
     Distrust,
     Drop,
@@ -50,6 +51,7 @@ from kvstore.wire.messages import (
     LeaseAsk,
     LeaseRelease,
     LeaseRenew,
+    Measured,
     Quiet,
     Seal,
 )
@@ -58,7 +60,7 @@ __all__ = ["Engine", "EngineConfig"]
 
 CLEAR_ROWS_MAX = 32_768
 """Rows of one Clear, about 10 ms: whoever clears asks again until fewer were there."""
-_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease)
+_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured)
 
 
 class Engine:
@@ -177,6 +179,10 @@ class Engine:
             case LeaseRelease(leases=leases):
                 state.credits_due |= state.slots.any_starved
                 state.leases.release(session, leases)
+            case Measured():
+                if session:
+                    tenant, space, _ = state.residency.address(connection.owner.scopes[0])
+                    state.paces.told(tenant, space, message)
             case Seal():
                 return self._stores.seal(connection, message)
             case Drop():
@@ -217,6 +223,11 @@ class Engine:
         self._state.publish_generations()
         commands, self._state.commands = self._state.commands, []
         return commands
+
+    def learned(self) -> Learned:
+        """What the next start may begin with."""
+        disk = self._files.pace.measured_ns_per_mib or self.config.learned.disk_ns_per_mib
+        return within_bounds(Learned(disk, self._state.paces.all()))
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 

@@ -8,9 +8,9 @@ Rules. 1: a slot that is being read into belongs to FILE_WRITER until the read h
 however late. 2: what a read brings counts only if the block is still wanted: its row is there and
 not in dram. 3: at most a quarter of the arena is in motion each way.
 
-Covers: reads, waits of leases, an estimate of how long a promotion takes, places on disk. Does not
-cover: writes (`writes`), the I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks
-are (`residency`).
+Covers: reads, waits of leases, places on disk. Does not cover: writes (`writes`), the I/O, its
+deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`), how long a promotion
+takes (`pace`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection, Owner
+from kvstore.engine.pace import DiskPace
 from kvstore.engine.policy.port import Words, prints
 from kvstore.engine.runs import has_repeats, leading_run
 from kvstore.engine.slots import FILE_WRITER
@@ -44,7 +45,6 @@ from kvstore.engine.state import State
 from kvstore.engine.table import NO_ROWS, Keys, Rows
 from kvstore.engine.writes import JOB_BYTES_MAX, MOVING_SHARE, Writes
 from kvstore.types import KEY_BYTES, SpaceId
-from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, LeaseMore, keys_array
 
@@ -59,13 +59,8 @@ REPEATED = -1
 """Answer to a question that names a key twice."""
 KEEP_SHARE = 4
 """Of a segment that is reclaimed, one part in so many is kept at most."""
-NS_PER_BYTE_GUESS = 1.0
-"""Of a read, until the first one was measured."""
 FOREIGN_LOCATION = np.uint64(1 << 63)
 """Locations from here on are records of other nodes."""
-_MEMORY = 0.75
-"""Weight of the past in the measured time per byte; of times and not of bandwidths, so that a disk
-that became slow is known after one read."""
 
 
 class _Read(msgspec.Struct):
@@ -78,7 +73,6 @@ class _Read(msgspec.Struct):
     """What the tier verifies against: by the end the row may be another copy's."""
     words: Words
     size_bytes: int
-    begin_ns: int
     late: bool = False
 
 
@@ -112,7 +106,7 @@ class Files:
         """By (session, lease)."""
         self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
         self._reading_bytes = 0
-        self._ns_per_byte = NS_PER_BYTE_GUESS
+        self.pace = DiskPace(state.config.learned.disk_ns_per_mib)
 
     @property
     def enabled(self) -> bool:
@@ -166,7 +160,7 @@ class Files:
     ) -> int:
         """Issue reads for these rows as far as there is room. Returns for how many."""
         state = self._state
-        limit = min(self._moving_bytes_max, int(READ_AHEAD_NS / self._ns_per_byte))
+        limit = min(self._moving_bytes_max, int(READ_AHEAD_NS / self.pace.ns_per_byte))
         room = max(0 if self._reads else 1, (limit - self._reading_bytes) // size)
         wanted = min(len(rows), room)
         if wanted == 0:
@@ -196,8 +190,9 @@ class Files:
         locations = state.residency.file[rows]
         checksums = state.residency.checksum[rows]
         size_bytes = len(rows) * pool_size
-        read = _Read(scope, keys, rows, checksums, words, size_bytes, state.now_ns)
+        read = _Read(scope, keys, rows, checksums, words, size_bytes)
         self._reads[job] = read
+        self.pace.begun(job, size_bytes, state.now_ns)
         self._reading[rows] = job
         self._reading_bytes += read.size_bytes
         tenant, space, shard = state.residency.address(scope)
@@ -235,8 +230,7 @@ class Files:
         state.free(job.words[~wanted])
         state.counters.file_blocks_read += int(good.sum())
         state.counters.file_blocks_unread += int((~good).sum())
-        if bool(good.any()) and not job.late:
-            self._measure(job)
+        self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
         state.credits_due = True
         self._advance_waits()
 
@@ -246,22 +240,13 @@ class Files:
         if job is not None and not job.late:
             job.late = True
             self._state.counters.file_reads_late += 1
-            self._measure(job)
+            self.pace.ended(event.job, self._state.now_ns, counts=True)
             self._no_more_reading(event.job, job)
             self._advance_waits()
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]
         self._reading[mine] = 0
-
-    def _measure(self, job: _Read) -> None:
-        """Time per byte, from question to answer: queues, seeks and checksums included."""
-        seen = (self._state.now_ns - job.begin_ns) / job.size_bytes
-        self._ns_per_byte = _MEMORY * self._ns_per_byte + (1 - _MEMORY) * seen
-
-    def estimate_ms(self) -> int:
-        """How long what is being read now will take."""
-        return int(self._reading_bytes * self._ns_per_byte / NS_PER_MS) + 1
 
     # ── leases that wait ─────────────────────────────────────────────────────────────────────────
 

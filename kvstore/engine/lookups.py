@@ -59,7 +59,7 @@ class Lookups:
                 generations=state.slots.generation[words].tobytes(),
                 checksums=run.checksums(state) if ask.with_checksums else b"",
                 promoting=promoting,
-                promoting_ms=self._files.estimate_ms() if promoting else 0,
+                promoting_ms=self._files.pace.estimate_ms(state.now_ns) if promoting else 0,
             ),
         )
         if promoting:

@@ -181,8 +181,15 @@ class Sessions:
         owner.granted_slots = 0
         self._state.counters.sessions_opened += 1
         self._state.credits_due = True
+        pace = self._state.paces.of(owner.key[0], space)
         self._state.send(
-            scheduler, SessionOpen(session=owner.open_session, shard_count=len(hellos))
+            scheduler,
+            SessionOpen(
+                session=owner.open_session,
+                shard_count=len(hellos),
+                compute_ns_per_token=pace.compute_ns_per_token,
+                load_ns_per_token=pace.load_ns_per_token,
+            ),
         )
 
     def ended(self, id: ConnectionId) -> None:

@@ -12,12 +12,14 @@ from kvstore.engine.counters import Counters
 from kvstore.engine.events import Command, Hangup, RaiseGenerations, Send
 from kvstore.engine.leases import Leases
 from kvstore.engine.owners import Connection, Owner, OwnerKey
+from kvstore.engine.paces import Paces
 from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.engine.policy.port import Words
 from kvstore.engine.residency import Residency
 from kvstore.engine.slots import Slots
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS
+from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
 
 
@@ -33,6 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_count_max: int
     file_bytes: int = 0
     """Size of the file tier; 0: there is none."""
+    learned: Learned = Learned()
+    """By an earlier start."""
     connection_count_max: int = 256
     lease_ttl_ms: int = 10_000
     lease_count_max: int = 4096
@@ -64,6 +68,7 @@ class State:
         self.leases = Leases(
             self.slots, ttl_ns=config.lease_ttl_ms * NS_PER_MS, count_max=config.lease_count_max
         )
+        self.paces = Paces(config.learned)
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
         self.now_ns = 0

@@ -10,6 +10,7 @@ Control only: the bytes of blocks never pass through a socket.
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀── Seal, Drop, Distrust ───────│
+      │ Measured                     │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
 
@@ -129,6 +130,14 @@ class LeaseRelease(Message, frozen=True):
     leases: LeaseList
 
 
+class Measured(Message, frozen=True):
+    """Scheduler: how quick this engine is, for the next engine of its space; 0: not measured."""
+
+    compute_ns_per_token: U64
+    load_ns_per_token: U64
+    """Of a copy from dram."""
+
+
 class Seal(Message, frozen=True):
     """Rank that writes: these slots hold complete bytes of these keys and will not change."""
 
@@ -194,6 +203,9 @@ class SessionOpen(Message, frozen=True):
     session: U64
     shard_count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
     """S: distinct shards, of which there may be fewer than ranks."""
+    compute_ns_per_token: U64 = 0
+    """As earlier engines of this space measured it; 0: unknown."""
+    load_ns_per_token: U64 = 0
 
 
 class SessionClosed(Message, frozen=True):
@@ -252,6 +264,7 @@ EngineMessage = (
     | LeaseAsk
     | LeaseRenew
     | LeaseRelease
+    | Measured
     | Seal
     | Drop
     | Distrust

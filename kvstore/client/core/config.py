@@ -21,8 +21,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_timeout_ms: int = 250
     promotion_deadline_ms: int = 2000
     """Longest wait for blocks from disk; it is never longer than half of computing them."""
-    prefill_ns_per_token: int = 100_000
-    """What computing a token costs, until a step was measured."""
+    prefill_ns_per_token: int = 10_000
+    """What computing a token costs, until a step was measured or the node told: a quick engine's,
+    so that nothing is waited for that this one may compute in less."""
     min_load_tokens: int = 128
     """Cost gate: shorter hits are computed, since two engine steps and a lookup cost more."""
     store_decode: bool = True

@@ -23,7 +23,7 @@ import msgspec
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.pace import Pace
+from kvstore.client.core.costs import Costs
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.types import CHECKSUM_BYTES
@@ -99,6 +99,7 @@ class Lookup:
         "failed",
         "first_block",
         "found_blocks",
+        "is_probe",
         "load_reports",
         "miss_reason",
         "parts",
@@ -115,6 +116,8 @@ class Lookup:
         self.session = 0
         self.first_block = 0
         self.found_blocks = 0
+        self.is_probe = False
+        """Loads do not pay: this one loads the least there is, to see."""
         self.asked_at_ns = 0
         self.parts: list[_Part] = []
         self.promoted_until_ns = 0
@@ -132,7 +135,7 @@ class Lookups:
         attachment: Attachment,
         breaker: Breaker,
         stats: SchedulerStats,
-        pace: Pace,
+        costs: Costs,
     ) -> None:
         self._config = config
         self._attachment = attachment
@@ -140,7 +143,7 @@ class Lookups:
         self._stats = stats
         self._next_lease = 1
         self._loads_planned = 0
-        self._pace = pace
+        self._costs = costs
         self._by_lease: dict[int, tuple[Lookup, _Part]] = {}
 
     @property
@@ -192,7 +195,7 @@ class Lookups:
             self.release(lookup)
             return self._miss(lookup, "cost gate" if tokens > 0 else "not stored")
         lookup.miss_reason = ""
-        return Hit(tokens)
+        return Hit(min(tokens, self._costs.least_tokens) if lookup.is_probe else tokens)
 
     def replied(self, reply: LeaseReply, now_ns: int) -> None:
         """The node's answer to a LeaseAsk; late or unknown ones are given back."""
@@ -256,15 +259,14 @@ class Lookups:
         return coming
 
     def _worth_waiting_ns(self, lookup: Lookup) -> int:
-        """How long to wait for what comes from disk: not at all when computing it takes less than
-        twice the estimate, and never longer than half of that."""
+        """How long to wait for what comes from disk."""
         coming = self._coming(lookup)
-        if not coming:
+        if not coming or lookup.is_probe:
             return 0
-        compute_ns = coming * self._config.block_tokens * self._pace.ns_per_token
-        longest_ns = min(self._config.promotion_deadline_ms * NS_PER_MS, int(compute_ns / 2))
         estimates = [p.reply.promoting_ms for p in lookup.parts if p.reply and p.promoting]
-        return longest_ns if max(estimates) * NS_PER_MS <= longest_ns else 0
+        return self._costs.patience_ns(
+            coming * self._config.block_tokens, max(estimates) * NS_PER_MS
+        )
 
     def start_load(
         self,
@@ -353,6 +355,9 @@ class Lookups:
         wanted = len(keys) - first_block
         if wanted * self._config.block_tokens < max(self._config.min_load_tokens, 1):
             return self._miss(lookup, "cost gate" if wanted > 0 else "no full block")
+        lookup.is_probe = not self._costs.loads_pay
+        if lookup.is_probe and not self._costs.may_probe(wanted * self._config.block_tokens):
+            return self._miss(lookup, "cost gate")
         if not self._breaker.allows(now_ns):
             return self._miss(lookup, "breaker open")
         self._loads_planned += 1

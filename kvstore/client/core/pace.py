@@ -1,8 +1,9 @@
-"""What computing a token costs on this engine, learned from its steps.
+"""What computing a token and copying one from dram cost on this engine, learned as it runs.
 
-A step that computes many tokens is timed from its plan to the ranks' report; the median of the last
-few counts, so that one slow step says nothing. An engine that plans a step before the last one has
-reported (async scheduling) looks faster than it is: then less is loaded than could be, never more.
+A step that computes many tokens is timed from its plan to the ranks' report. An engine that plans a
+step before the last one has reported (async scheduling) looks faster than it is: then less is loaded
+than could be, never more. Copies are timed by the ranks. Of either the median of the last few
+counts, so that one slow step says nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from statistics import median
 STEP_TOKENS_MIN = 256
 """Shorter steps are mostly overhead and decoding."""
 SAMPLES = 15
+LOADS_MIN = 3
+"""The first copies touch memory for the first time and say little."""
 
 
 class Pace:
@@ -28,13 +31,50 @@ class Pace:
         """A step that computes so many tokens begins."""
         self._tokens, self._begin_ns = tokens, now_ns
 
-    def reported(self, now_ns: int) -> None:
-        """The ranks have run it."""
-        if self._tokens >= STEP_TOKENS_MIN:
-            self._samples.append((now_ns - self._begin_ns) / self._tokens)
-        self._tokens = 0
+    def reported(self, now_ns: int) -> bool:
+        """The ranks have run it. Whether that said something."""
+        tokens, self._tokens = self._tokens, 0
+        if tokens >= STEP_TOKENS_MIN:
+            self._samples.append((now_ns - self._begin_ns) / tokens)
+        return tokens >= STEP_TOKENS_MIN
+
+    def told(self, guess_ns: int) -> None:
+        """What another engine measured: a better guess."""
+        self._guess_ns = guess_ns
+
+    @property
+    def measured_ns(self) -> int:
+        """0: not yet."""
+        return round(median(self._samples)) if self._samples else 0
 
     @property
     def ns_per_token(self) -> float:
         """The estimate."""
         return median(self._samples) if self._samples else float(self._guess_ns)
+
+
+class LoadPace:
+    """Nanoseconds per token copied from dram; 0, as if it were free, until some were measured."""
+
+    def __init__(self) -> None:
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._guess_ns = 0
+
+    def loaded(self, tokens: int, duration_ns: int) -> None:
+        """A rank copied so many."""
+        if tokens > 0:
+            self._samples.append(duration_ns / tokens)
+
+    def told(self, guess_ns: int) -> None:
+        """What another engine measured: a better guess."""
+        self._guess_ns = guess_ns
+
+    @property
+    def measured_ns(self) -> int:
+        """0: not yet."""
+        return round(median(self._samples)) if len(self._samples) >= LOADS_MIN else 0
+
+    @property
+    def ns_per_token(self) -> float:
+        """The estimate."""
+        return self.measured_ns or float(self._guess_ns)

@@ -17,6 +17,7 @@ import numpy as np
 from kvstore.client.core.attachment import Attachment, State
 from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.costs import Costs
 from kvstore.client.core.lookups import (
     PENDING,
     WAITING_STAGES,
@@ -27,7 +28,6 @@ from kvstore.client.core.lookups import (
     Outcome,
     Stage,
 )
-from kvstore.client.core.pace import Pace
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.client.core.stores import HINT_KEYS_MAX, StoreProgress, Stores
@@ -37,6 +37,7 @@ from kvstore.wire.messages import (
     LeaseMore,
     LeaseReply,
     Message,
+    SessionOpen,
 )
 
 
@@ -95,8 +96,8 @@ class SchedulerCore:
         self._breaker = Breaker(
             failures_max=config.breaker_failures_max, cooldown_ms=config.breaker_cooldown_ms
         )
-        self._pace = Pace(config.prefill_ns_per_token)
-        self._lookups = Lookups(config, self.attachment, self._breaker, self.stats, self._pace)
+        self.costs = Costs(config)
+        self._lookups = Lookups(config, self.attachment, self._breaker, self.stats, self.costs)
         self._stores = Stores(config, self.attachment, self.stats)
         self._requests: dict[str, _Request] = {}
         self._by_tag: dict[int, _Request] = {}
@@ -124,6 +125,8 @@ class SchedulerCore:
                     request.progress.present = bits.astype(bool)
             case _:
                 reason = self.attachment.received(message, now_ns)
+                if isinstance(message, SessionOpen):
+                    self.costs.opened(message)
                 if self.attachment.incarnation != self._incarnation:
                     self._incarnation = self.attachment.incarnation
                     self._stores.forget_recent()
@@ -310,7 +313,7 @@ class SchedulerCore:
             now_ns: now.
             computed_tokens: tokens that this step computes, of all requests.
         """
-        self._pace.planned(computed_tokens, now_ns)
+        self.costs.compute.planned(computed_tokens, now_ns)
         self._lookups.renew(now_ns)
         fence = self._stores.fence([*new_blocks, *self._load_targets])
         loads = tuple(self._loads)
@@ -325,8 +328,13 @@ class SchedulerCore:
 
     def reported(self, report: RankReport, now_ns: int) -> None:
         """Take what one rank did."""
-        self._pace.reported(now_ns)
+        self.costs.reported(now_ns)
+        if self.attachment.is_open and (news := self.costs.take_news()) is not None:
+            self.attachment.outbox.append(news)
         for result in report.loads:
+            self.costs.load.loaded(
+                result.loaded_blocks * self.config.block_tokens, result.duration_ns
+            )
             self.stats.add("load_bytes", result.bytes_moved)
             self.stats.add("load_ns", result.duration_ns)
             entry = self._requests.get(result.request)

@@ -77,9 +77,9 @@ def test_a_request_waits_for_what_comes_from_disk_and_loads_all_of_it() -> None:
 
 def test_what_was_there_is_loaded_when_the_rest_takes_too_long() -> None:
     keys = chain("p", 10)
-    node = waiting(keys, held=4)
-    node.wait(37)
-    assert node.ask(keys) is PENDING, "half of 6 blocks' compute time is 38.4 ms"
+    node = waiting(keys, held=4, promoting_ms=15)
+    node.wait(29)
+    assert node.ask(keys) is PENDING, "twice the estimate"
     node.wait(2)
     assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
     assert node.core.stats.take()["promotions_given_up"] == 1
@@ -96,6 +96,34 @@ def test_nothing_in_time_is_a_miss_and_the_lease_goes_back() -> None:
     assert node.of(m.LeaseRelease) == [m.LeaseRelease([1])]
     node.bring(10)
     assert node.core.leases_open == 0
+
+
+def test_no_wait_is_longer_than_half_of_computing() -> None:
+    keys = chain("p", 10)
+    node = waiting(keys, held=4, promoting_ms=30)
+    node.wait(38)
+    assert node.ask(keys) is PENDING, "6 blocks take 76.8 ms"
+    node.wait(1)
+    assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
+
+
+def test_an_estimate_that_is_next_to_nothing_may_be_wrong_by_a_twentieth_of_computing() -> None:
+    keys = chain("p", 10)
+    node = waiting(keys)
+    node.wait(6)
+    assert node.ask(keys) is PENDING, "10 blocks take 128 ms"
+    node.wait(1)
+    assert isinstance(node.ask(keys), Miss)
+
+
+def test_what_comes_within_the_deadline_is_worth_the_wait_however_long_the_rest_takes() -> None:
+    keys = chain("p", 1000)
+    node = waiting(keys, promotion_deadline_ms=100, promoting_ms=3000)
+    node.wait(90)
+    node.bring(30, left=970)
+    assert node.ask(keys) is PENDING
+    node.wait(11)
+    assert node.ask(keys) == Hit(30 * BLOCK_TOKENS)
 
 
 def test_no_wait_is_longer_than_the_deadline_however_long_computing_takes() -> None:

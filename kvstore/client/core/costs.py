@@ -1,0 +1,89 @@
+"""Load or compute: what a load saves beside what it costs, by what was measured (ADR 17).
+
+    loads_pay     a copy from dram takes less than computing: else nothing is asked for
+    patience_ns   how long to wait for blocks from disk: what comes within it is loaded, the rest
+                  is computed
+
+A wait is worth half of what it saves at most, and only if the node's estimate fits into that. It
+ends at twice the estimate, or at a twentieth of what it saves if that is longer: an estimate that
+was wrong costs no more. Pure. Does not cover: the disk's side of it (`kvstore.engine.pace`).
+"""
+
+from __future__ import annotations
+
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.pace import LoadPace, Pace
+from kvstore.units import NS_PER_MS
+from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN, LOAD_NS_MAX, LOAD_NS_MIN, clamp
+from kvstore.wire.messages import Measured, SessionOpen
+
+WAIT_SHARE = 2
+"""A wait takes at most one part in so many of what it saves."""
+RISK_SHARE = 20
+"""One part in so many may be lost without further thought: 5 %."""
+PROBE_EVERY = 16
+"""While loads do not pay, one request in so many loads a little, to see whether that is still so."""
+TELL_EVERY = 32
+"""Steps measured between two words to the node."""
+
+
+class Costs:
+    """What one engine measured."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self.compute = Pace(config.prefill_ns_per_token)
+        self.load = LoadPace()
+        self._refusals = 0
+        self._untold = 0
+
+    def opened(self, message: SessionOpen) -> None:
+        """A session begins: what the node knows of this space is a better guess than ours."""
+        if message.compute_ns_per_token:
+            self.compute.told(clamp(message.compute_ns_per_token, COMPUTE_NS_MIN, COMPUTE_NS_MAX))
+        if message.load_ns_per_token:
+            self.load.told(clamp(message.load_ns_per_token, LOAD_NS_MIN, LOAD_NS_MAX))
+        self._untold = TELL_EVERY
+
+    def reported(self, now_ns: int) -> None:
+        """The ranks have run a step."""
+        self._untold += self.compute.reported(now_ns)
+
+    def take_news(self) -> Measured | None:
+        """What to tell the node now, if anything: at the start of a session, then rarely."""
+        if self._untold < TELL_EVERY or not self.compute.measured_ns:
+            return None
+        self._untold = 0
+        return Measured(self.compute.measured_ns, self.load.measured_ns)
+
+    # ── decisions ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def loads_pay(self) -> bool:
+        """Whether a copy from dram takes less than computing."""
+        return self.load.ns_per_token <= self.compute.ns_per_token
+
+    def may_probe(self, wanted_tokens: int) -> bool:
+        """Loads do not pay: whether this request, which wants so many tokens, is one to load the
+        least there is, where that costs next to nothing of what it computes."""
+        self._refusals += 1
+        cost_ns = self.load.ns_per_token * self.least_tokens
+        return (
+            self._refusals % PROBE_EVERY == 0
+            and cost_ns * RISK_SHARE <= self.compute.ns_per_token * wanted_tokens
+        )
+
+    @property
+    def least_tokens(self) -> int:
+        """The shortest load, in whole blocks."""
+        blocks = -(-self._config.min_load_tokens // self._config.block_tokens)
+        return max(blocks, 1) * self._config.block_tokens
+
+    def patience_ns(self, coming_tokens: int, estimate_ns: int) -> int:
+        """How long to wait for so many tokens from disk, of which the node estimates that they take
+        so long; 0: not at all."""
+        saved_ns = coming_tokens * (self.compute.ns_per_token - self.load.ns_per_token)
+        if estimate_ns * WAIT_SHARE > saved_ns:
+            return 0
+        longest_ns = min(self._config.promotion_deadline_ms * NS_PER_MS, saved_ns / WAIT_SHARE)
+        return int(min(longest_ns, max(2 * estimate_ns, saved_ns / RISK_SHARE)))

@@ -1,0 +1,112 @@
+"""What a node has measured and what engines told it of themselves, and how that is kept.
+
+    page-padded JSON   {"magic": "kvstore learned", "version": 1, "checksum": hex, "learned": {…}}
+
+The checksum is xxh3-128 of the bytes of `learned`. Only guesses to start from: a wrong one costs
+time and never a byte, and the first measurements replace it.
+
+Ways to be broken: longer than LEARNED_BYTES_MAX; not JSON; another magic or version; a checksum that
+differs; a field of another type. Each means: nothing was learned. A number out of bounds is moved to
+the nearest bound, here and when an engine tells it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+import xxhash
+
+from kvstore.types import PAGE_BYTES
+
+LEARNED_BYTES_MAX: Final = 16 * PAGE_BYTES
+SPACES_MAX: Final = 32
+_MAGIC: Final = "kvstore learned"
+_VERSION: Final = 1
+
+COMPUTE_NS_MIN, COMPUTE_NS_MAX = 1_000, 100_000_000
+"""Of a computed token: a million tokens a second, and ten."""
+LOAD_NS_MIN, LOAD_NS_MAX = 1, 100_000_000
+"""Of a token copied from dram."""
+DISK_NS_PER_MIB_MIN, DISK_NS_PER_MIB_MAX = 10_000, 10**12
+"""100 GB/s, and 1 kB/s."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Hex = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+
+
+class SpacePace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What engines of one tenant and space told of themselves; 0: nothing."""
+
+    tenant: Name
+    space: Hex
+    compute_ns_per_token: int = 0
+    load_ns_per_token: int = 0
+
+
+class Learned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of it; 0 and empty: nothing yet."""
+
+    disk_ns_per_mib: int = 0
+    spaces: tuple[SpacePace, ...] = ()
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    magic: str
+    version: int
+    checksum: str
+    learned: msgspec.Raw
+
+
+class NotLearned(ValueError):
+    """The bytes are damaged or of another version."""
+
+
+def clamp(value: int, low: int, high: int) -> int:
+    """The nearest value within the bounds; 0, nothing was measured, stays 0."""
+    return min(max(value, low), high) if value else 0
+
+
+def within_bounds(learned: Learned) -> Learned:
+    """With every number in its bounds and no more spaces than there may be, the first ones."""
+    return Learned(
+        clamp(learned.disk_ns_per_mib, DISK_NS_PER_MIB_MIN, DISK_NS_PER_MIB_MAX),
+        tuple(
+            msgspec.structs.replace(
+                pace,
+                compute_ns_per_token=clamp(
+                    pace.compute_ns_per_token, COMPUTE_NS_MIN, COMPUTE_NS_MAX
+                ),
+                load_ns_per_token=clamp(pace.load_ns_per_token, LOAD_NS_MIN, LOAD_NS_MAX),
+            )
+            for pace in learned.spaces[:SPACES_MAX]
+        ),
+    )
+
+
+def encode_learned(learned: Learned) -> bytes:
+    """The bytes to keep, in whole pages."""
+    body = msgspec.json.encode(learned)
+    kept = _Kept(_MAGIC, _VERSION, xxhash.xxh3_128_hexdigest(body), msgspec.Raw(body))
+    text = msgspec.json.encode(kept) + b"\n"
+    padded = text + b" " * (-len(text) % PAGE_BYTES)
+    assert len(padded) <= LEARNED_BYTES_MAX, len(padded)
+    return padded
+
+
+def decode_learned(text: bytes) -> Learned:
+    """What was kept.
+
+    Raises:
+        NotLearned: it was damaged, or made by another version.
+    """
+    try:
+        kept = msgspec.json.decode(text, type=_Kept)
+        body = bytes(kept.learned)
+        if kept.magic != _MAGIC or xxhash.xxh3_128_hexdigest(body) != kept.checksum:
+            raise NotLearned("it is damaged")
+        if kept.version != _VERSION:
+            raise NotLearned(f"it is of version {kept.version}, where {_VERSION} is read")
+        return within_bounds(msgspec.json.decode(body, type=Learned))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise NotLearned("it is damaged") from None

@@ -1,0 +1,174 @@
+"""Load or compute: by what the engine measured, by what the node told, and never by a wild guess."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.costs import PROBE_EVERY, TELL_EVERY, Costs
+from kvstore.client.core.lookups import PENDING, Hit, Miss, Outcome
+from kvstore.client.core.plan import LoadResult, RankReport
+from kvstore.wire import messages as m
+from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+
+COMPUTE_NS = 100_000
+
+
+def report(blocks: int, ns_per_token: int, session: int = 1) -> RankReport:
+    """A rank copied so many blocks."""
+    tokens = blocks * BLOCK_TOKENS
+    load = LoadResult("x", 99, blocks, (), tokens, tokens * ns_per_token)
+    return RankReport(rank=0, session=session, loads=(load,))
+
+
+def attached(*, load_ns: int = 0, **changes: object) -> ScriptedNode:
+    """An engine that computes a token in COMPUTE_NS, and has copied some in `load_ns` each."""
+    node = ScriptedNode(**{"prefill_ns_per_token": COMPUTE_NS, **changes})
+    node.attach()
+    for _ in range(3 if load_ns else 0):
+        node.core.reported(report(4, load_ns), node.now_ns)
+    node.exchange()
+    return node
+
+
+def asks(node: ScriptedNode, request: str, keys: list[bytes]) -> Outcome:
+    """A whole lookup."""
+    tokens = len(keys) * BLOCK_TOKENS
+    node.core.new_request(request, keys, prompt_tokens=tokens, now_ns=node.now_ns)
+    outcome = node.core.match(request, keys, local_tokens=0, now_ns=node.now_ns)
+    if outcome is PENDING:
+        node.exchange()
+        outcome = node.core.match(request, keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.finished(request)
+    return outcome
+
+
+def step(node: ScriptedNode, *, tokens: int = 1000, ns_per_token: int = 50_000) -> None:
+    """The engine computes."""
+    node.core.plan((), node.now_ns, computed_tokens=tokens)
+    node.now_ns += tokens * ns_per_token
+    node.core.reported(RankReport(rank=0, session=1), node.now_ns)
+
+
+# ── dram ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_in_dram_is_loaded_when_copying_takes_less_than_computing() -> None:
+    node, keys = attached(load_ns=COMPUTE_NS - 1), chain("p", 10)
+    node.keys = set(keys)
+    assert asks(node, "r", keys) == Hit(10 * BLOCK_TOKENS)
+
+
+def test_what_is_in_dram_is_computed_when_copying_takes_longer() -> None:
+    node, keys = attached(load_ns=COMPUTE_NS + 1), chain("p", 10)
+    node.keys = set(keys)
+    assert asks(node, "r", keys) == Miss("cost gate")
+    assert node.of(m.LeaseAsk) == [], "and nobody is asked"
+
+
+def test_one_or_two_slow_copies_say_nothing() -> None:
+    node, keys = attached(), chain("p", 10)
+    node.keys = set(keys)
+    for _ in range(2):
+        node.core.reported(report(1, 1000 * COMPUTE_NS), node.now_ns)
+    assert asks(node, "r", keys) == Hit(10 * BLOCK_TOKENS)
+
+
+def test_now_and_then_a_little_is_loaded_to_see_whether_it_pays_by_now() -> None:
+    node, keys = attached(load_ns=2 * COMPUTE_NS), chain("p", 40)
+    node.keys = set(keys)
+    outcomes = [asks(node, f"r{i}", keys) for i in range(2 * PROBE_EVERY)]
+    assert outcomes.count(Hit(BLOCK_TOKENS)) == 2, "one block of 40: 5 % of computing them"
+    assert outcomes.count(Miss("cost gate")) == 2 * PROBE_EVERY - 2
+    for _ in range(8):
+        node.core.reported(report(1, COMPUTE_NS // 10), node.now_ns)
+    assert asks(node, "r", keys) == Hit(40 * BLOCK_TOKENS)
+
+
+def test_a_request_for_which_a_probe_is_dear_makes_none() -> None:
+    node, keys = attached(load_ns=2 * COMPUTE_NS), chain("p", 39)
+    node.keys = set(keys)
+    assert {asks(node, f"r{i}", keys) for i in range(2 * PROBE_EVERY)} == {Miss("cost gate")}
+
+
+def test_a_probe_waits_for_no_disk() -> None:
+    node, keys = attached(load_ns=2 * COMPUTE_NS), chain("p", 40)
+
+    def slow(ask: m.LeaseAsk) -> m.LeaseReply:
+        return msgspec.structs.replace(
+            ScriptedNode.lease_reply(node, ask), promoting=40, promoting_ms=1
+        )
+
+    node.lease_reply = slow  # type: ignore[method-assign]
+    outcomes = [asks(node, f"r{i}", keys) for i in range(PROBE_EVERY)]
+    assert outcomes[-1] == Miss("not stored")
+
+
+# ── disk ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def costs(load_ns: int) -> Costs:
+    config = SchedulerConfig(
+        engine_id="e",
+        nonce="n",
+        process="p",
+        tenant="t",
+        rank_count=1,
+        block_tokens=BLOCK_TOKENS,
+        prefill_ns_per_token=COMPUTE_NS,
+    )
+    made = Costs(config)
+    for _ in range(3):
+        made.load.loaded(100, 100 * load_ns)
+    return made
+
+
+def test_what_a_copy_costs_is_no_gain_of_waiting() -> None:
+    assert costs(1).patience_ns(1000, 45_000_000) > 0, "half of 100 ms"
+    assert costs(COMPUTE_NS // 5).patience_ns(1000, 45_000_000) == 0, "half of 80 ms"
+    assert costs(2 * COMPUTE_NS).patience_ns(1000, 0) == 0
+
+
+# ── what other engines measured ──────────────────────────────────────────────────────────────────
+
+
+def test_a_session_begins_with_what_the_node_knows() -> None:
+    node = ScriptedNode()
+    node.attach()
+    assert node.core.costs.compute.ns_per_token == 10_000, "a quick one, until it is known"
+    node.give(
+        m.SessionOpen(session=2, shard_count=1, compute_ns_per_token=77_000, load_ns_per_token=900)
+    )
+    assert node.core.costs.compute.ns_per_token == 77_000
+    assert node.core.costs.load.ns_per_token == 900
+    step(node, ns_per_token=50_000)
+    assert node.core.costs.compute.ns_per_token == 50_000, "its own measurement outranks it"
+    node.give(m.SessionOpen(session=3, shard_count=1))
+    assert node.core.costs.load.ns_per_token == 900, "nothing new is no news"
+
+
+def test_absurd_words_of_the_node_are_moved_into_bounds() -> None:
+    node = ScriptedNode()
+    node.attach()
+    for told, expected in ((1, COMPUTE_NS_MIN), (2**62, COMPUTE_NS_MAX)):
+        node.give(m.SessionOpen(session=2, shard_count=1, compute_ns_per_token=told))
+        assert node.core.costs.compute.ns_per_token == expected
+
+
+def test_the_node_is_told_at_the_start_and_rarely_afterwards() -> None:
+    node = attached()
+    assert node.of(m.Measured) == []
+    step(node, ns_per_token=50_000)
+    node.core.reported(report(4, 700), node.now_ns)
+    node.exchange()
+    assert node.of(m.Measured) == [m.Measured(50_000, 0)]
+    for _ in range(2):
+        node.core.reported(report(4, 700), node.now_ns)
+    for _ in range(TELL_EVERY - 1):
+        step(node, ns_per_token=50_000)
+    node.exchange()
+    assert len(node.of(m.Measured)) == 1
+    step(node, ns_per_token=50_000)
+    node.exchange()
+    assert node.of(m.Measured)[1:] == [m.Measured(50_000, 700)]

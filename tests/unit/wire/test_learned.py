@@ -1,0 +1,71 @@
+"""What is kept of what was learned: it comes back as it was, or it is nothing."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.learned import (
+    COMPUTE_NS_MAX,
+    DISK_NS_PER_MIB_MAX,
+    LEARNED_BYTES_MAX,
+    LOAD_NS_MIN,
+    SPACES_MAX,
+    Learned,
+    NotLearned,
+    SpacePace,
+    decode_learned,
+    encode_learned,
+    within_bounds,
+)
+
+LEARNED = Learned(500_000, (SpacePace("t", "ab" * 32, 50_000, 900), SpacePace("u", "0f" * 32)))
+
+
+def test_it_comes_back_as_it_was() -> None:
+    text = encode_learned(LEARNED)
+    assert len(text) == PAGE_BYTES
+    assert decode_learned(text) == LEARNED
+    assert decode_learned(encode_learned(Learned())) == Learned()
+
+
+def test_the_longest_there_is_fits() -> None:
+    spaces = tuple(
+        SpacePace("\0" * 255, f"{n:064x}", 10**18, 10**18) for n in range(SPACES_MAX + 9)
+    )
+    text = encode_learned(within_bounds(Learned(10**18, spaces)))
+    assert len(text) <= LEARNED_BYTES_MAX
+    assert len(decode_learned(text).spaces) == SPACES_MAX
+
+
+@given(st.integers(0, 400), st.integers(1, 255))
+@example(18, 1)
+def test_a_flipped_bit_is_noticed_or_lies_in_the_padding(at: int, flip: int) -> None:
+    text = bytearray(encode_learned(LEARNED))
+    text[at] ^= flip
+    with contextlib.suppress(NotLearned):
+        assert decode_learned(bytes(text)) == LEARNED
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[" * 100_000, b"\xff" * 4096, b'{"magic": 1}'])
+def test_what_is_something_else_is_nothing(text: bytes) -> None:
+    with pytest.raises(NotLearned, match="damaged"):
+        decode_learned(text)
+
+
+def test_another_version_is_nothing_and_says_so() -> None:
+    text = encode_learned(LEARNED).replace(b'"version":1', b'"version":2')
+    with pytest.raises(NotLearned, match="version 2"):
+        decode_learned(text)
+
+
+def test_absurd_numbers_are_moved_into_bounds() -> None:
+    absurd = Learned(10**18, (SpacePace("t", "ab" * 32, 2**70 % 2**63 + 2**62, -5),))
+    found = decode_learned(encode_learned(absurd))
+    assert found == Learned(
+        DISK_NS_PER_MIB_MAX, (SpacePace("t", "ab" * 32, COMPUTE_NS_MAX, LOAD_NS_MIN),)
+    )
