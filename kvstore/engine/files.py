@@ -160,7 +160,9 @@ class Files:
     ) -> int:
         """Issue reads for these rows as far as there is room. Returns for how many."""
         state = self._state
-        limit = min(self._moving_bytes_max, int(READ_AHEAD_NS / self.pace.ns_per_byte))
+        limit = min(
+            self._moving_bytes_max, int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
+        )
         room = max(0 if self._reads else 1, (limit - self._reading_bytes) // size)
         wanted = min(len(rows), room)
         if wanted == 0:
@@ -240,7 +242,6 @@ class Files:
         if job is not None and not job.late:
             job.late = True
             self._state.counters.file_reads_late += 1
-            self.pace.ended(event.job, self._state.now_ns, counts=True)
             self._no_more_reading(event.job, job)
             self._advance_waits()
 

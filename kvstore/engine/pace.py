@@ -2,8 +2,8 @@
 
 A read is timed from question to answer, queue, seeks and checksums included, over the bytes that
 were under way with it. The slowest of the last few counts: a disk that became slow is known after
-one read, and one that recovered after READS. While a read takes much longer than it should, nobody
-is told to wait: whoever asks then computes.
+one read, and one that recovered after READS. A read under way counts with the time it has taken
+already, and while one takes much longer than it should, nobody is told to wait.
 
 Does not cover: who waits how long (`kvstore.client.core.costs`), deadlines of I/O.
 """
@@ -11,6 +11,7 @@ Does not cover: who waits how long (`kvstore.client.core.costs`), deadlines of I
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from kvstore.units import KIB, MIB, NS_PER_MS
 from kvstore.wire.learned import DISK_NS_PER_MIB_MIN
@@ -37,22 +38,24 @@ class _Read:
 
 
 class DiskPace:
-    """Time per byte of one file tier. A read that nobody waits for any more is not under way."""
+    """What one file tier's disk takes."""
 
     def __init__(self, learned_ns_per_mib: int = 0) -> None:
-        self._guess = learned_ns_per_mib / MIB or NS_PER_BYTE_GUESS
-        self._samples: deque[float] = deque(maxlen=READS)
+        self._guess = (MIB, learned_ns_per_mib or int(NS_PER_BYTE_GUESS * MIB))
+        self._samples: deque[tuple[int, int]] = deque(maxlen=READS)
+        """Bytes and nanoseconds."""
         self._reads: dict[int, _Read] = {}
         self._bytes = 0
 
     @property
-    def ns_per_byte(self) -> float:
-        return max(self._samples, default=self._guess)
-
-    @property
     def measured_ns_per_mib(self) -> int:
         """For the next start; 0: nothing was learned."""
-        return round(max(self._samples) * MIB) if self._samples else 0
+        return round(max(ns / size for size, ns in self._samples) * MIB) if self._samples else 0
+
+    def ns_per_byte(self, now_ns: int) -> float:
+        """Of the slowest read, one under way included."""
+        samples = [*(self._samples or [self._guess]), *self._so_far(now_ns)]
+        return max(ns / size for size, ns in samples)
 
     def begun(self, job: int, size_bytes: int, now_ns: int) -> None:
         """A read was asked of the disk."""
@@ -60,20 +63,30 @@ class DiskPace:
         self._reads[job] = _Read(size_bytes, self._bytes, now_ns)
 
     def ended(self, job: int, now_ns: int, *, counts: bool) -> None:
-        """It ended or is late; `counts`: how long it took says something about the disk."""
-        read = self._reads.pop(job, None)
-        if read is None:
-            return
+        """It truly ended; `counts`: how long it took says something about the disk."""
+        read = self._reads.pop(job)
         self._bytes -= read.size_bytes
         if counts:
-            seen = (now_ns - read.begin_ns) / read.ahead_bytes
-            self._samples.append(max(seen, DISK_NS_PER_MIB_MIN / MIB))
+            least_ns = read.ahead_bytes * DISK_NS_PER_MIB_MIN // MIB
+            self._samples.append((read.ahead_bytes, max(now_ns - read.begin_ns, least_ns)))
 
     def estimate_ms(self, now_ns: int) -> int:
         """How long what is being read now will take."""
-        oldest = next(iter(self._reads.values()), None)
-        if oldest is not None:
-            expected_ns = 2 * oldest.ahead_bytes * self.ns_per_byte + DOUBT_NS
-            if now_ns - oldest.begin_ns > expected_ns:
+        learned = self._samples or [self._guess]
+        for size, ns in self._so_far(now_ns):
+            if ns > 2 * _expected_ns(learned, size) + DOUBT_NS:
                 return DOUBTFUL_MS
-        return int(max(self._bytes, SMALL_READ_BYTES) * self.ns_per_byte / NS_PER_MS) + 1
+        samples = [*learned, *self._so_far(now_ns)]
+        return int(_expected_ns(samples, max(self._bytes, SMALL_READ_BYTES)) / NS_PER_MS) + 1
+
+    def _so_far(self, now_ns: int) -> list[tuple[int, int]]:
+        """The oldest read under way, as if it ended now."""
+        oldest = next(iter(self._reads.values()), None)
+        return [(oldest.ahead_bytes, now_ns - oldest.begin_ns)] if oldest else []
+
+
+def _expected_ns(samples: Iterable[tuple[int, int]], size_bytes: int) -> float:
+    """A longer read than one that was measured takes longer in proportion; a shorter one is quicker
+    by the root of that only, because a part of every read is latency, and which part is not known.
+    """
+    return max(ns * max(size_bytes / size, (size_bytes / size) ** 0.5) for size, ns in samples)

@@ -35,6 +35,8 @@ from kvstore.units import NS_PER_MS, NS_PER_S
 BEAT_NS: Final = 20 * NS_PER_MS
 """Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
 TICK_NS: Final = 100 * NS_PER_MS
+REMEMBER_NS: Final = 60 * NS_PER_S
+"""How often what was learned is kept; a killed node loses no more than that."""
 SPIN_NS: Final = 50_000
 """So long after a datagram the loop looks for the next one before it sleeps: a hint is followed by
 a lookup, and waking up costs a lookup a quarter of its time."""
@@ -85,6 +87,7 @@ class Driver:
         self._ready_bytes = 0
         self._beat_ns = 0
         self._tick_ns = 0
+        self._remember_ns = clock.now_ns()
         self._spin_until_ns = 0
         self._stopping = False
         self._poisoned = False
@@ -167,6 +170,7 @@ class Driver:
         with self._queries_lock:
             for future, _ in self._queries:
                 future.cancel()
+        self._remember(self._clock.now_ns())
         if self._poisoned:
             raise Poisoned("generations could not be published")
 
@@ -191,8 +195,15 @@ class Driver:
                 self._ready_bytes = ready_bytes
                 events.insert(0, Ready(ready_bytes))
             self._step(events)
+            if now_ns - self._remember_ns >= REMEMBER_NS:
+                self._remember(now_ns)
         except Exception as error:
             self._recover(error, None)
+
+    def _remember(self, now_ns: int) -> None:
+        self._remember_ns = now_ns
+        if self._files is not None:
+            self._files.remember(self._engine.learned())
 
     def _step(self, events: list[Event]) -> int:
         """Step until nothing follows. Returns how many blocks were cleared."""

@@ -42,6 +42,7 @@ from kvstore.tiers.file import (
     Written,
 )
 from kvstore.types import KEY_BYTES
+from kvstore.wire.learned import Learned, NotLearned, decode_learned, encode_learned
 from kvstore.wire.record import Scope
 
 LOCATION_BYTES = 8
@@ -54,6 +55,14 @@ class FileEnd:
     def __init__(self, tier: FileTier) -> None:
         self._tier = tier
         self._waiting: deque[FileEvent] = deque()
+        self.learned = _learned(tier.note)
+        """By an earlier start, as it is kept now."""
+
+    def remember(self, learned: Learned) -> None:
+        """Keep this for the next start, if it is news."""
+        if learned != self.learned:
+            self.learned = learned
+            self._tier.keep_note(encode_learned(learned))
 
     @property
     def used_bytes(self) -> int:
@@ -137,6 +146,14 @@ class FileEnd:
             case RecoveryDone():
                 _log.info("all records of the file tier are known")
         return []
+
+
+def _learned(note: bytes) -> Learned:
+    try:
+        return decode_learned(note) if note else Learned()
+    except NotLearned as error:
+        _log.warning("what an earlier start learned is not used, it is learned anew: %s", error)
+        return Learned()
 
 
 def _scope(command: WriteFile | ReadFile) -> Scope:

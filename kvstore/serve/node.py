@@ -38,6 +38,7 @@ from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file import FileTier
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.units import format_size
+from kvstore.wire.learned import Learned
 
 CONNECTION_COUNT_MAX: Final = 256
 FILE_ROW_BYTES: Final = 256 << 10
@@ -109,7 +110,7 @@ def _assemble(
     stack.callback(attach.close)
     files = _open_files(config, arena, clock, stack)
     driver = Driver(
-        engine=_make_engine(config, arena, incarnation),
+        engine=_make_engine(config, arena, incarnation, files.learned if files else Learned()),
         tier=tier,
         attach=attach,
         executor=Executor(
@@ -180,7 +181,9 @@ def _open_files(
     return FileEnd(tier)
 
 
-def _make_engine(config: NodeConfig, arena: Arena, incarnation: Incarnation) -> Engine:
+def _make_engine(
+    config: NodeConfig, arena: Arena, incarnation: Incarnation, learned: Learned
+) -> Engine:
     file_bytes = config.file.capacity_bytes if config.file else 0
     return Engine(
         EngineConfig(
@@ -193,6 +196,7 @@ def _make_engine(config: NodeConfig, arena: Arena, incarnation: Incarnation) -> 
             policy=config.policy,
             file_admission=config.file_admission,
             file_day_bytes=config.file_day_bytes,
+            learned=learned,
             connection_count_max=CONNECTION_COUNT_MAX,
         )
     )

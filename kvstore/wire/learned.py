@@ -5,9 +5,9 @@
 The checksum is xxh3-128 of the bytes of `learned`. Only guesses to start from: a wrong one costs
 time and never a byte, and the first measurements replace it.
 
-Ways to be broken: longer than LEARNED_BYTES_MAX; not JSON; another magic or version; a checksum that
-differs; a field of another type. Each means: nothing was learned. A number out of bounds is moved to
-the nearest bound, here and when an engine tells it.
+Ways to be broken: longer than LEARNED_BYTES_MAX; not JSON; another magic or version; a checksum
+that differs; a field of another type. Each means: nothing was learned. A number out of bounds is
+moved to the nearest bound, here and when an engine tells it.
 """
 
 from __future__ import annotations

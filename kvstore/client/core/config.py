@@ -20,7 +20,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """From the first question for a request to the answer 0."""
     heartbeat_timeout_ms: int = 250
     promotion_deadline_ms: int = 2000
-    """Longest wait for blocks from disk; it is never longer than half of computing them."""
+    """Longest wait for blocks from disk; `kvstore.client.core.costs` has what else limits it."""
     prefill_ns_per_token: int = 10_000
     """What computing a token costs, until a step was measured or the node told: a quick engine's,
     so that nothing is waited for that this one may compute in less."""

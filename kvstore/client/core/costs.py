@@ -4,9 +4,10 @@
     patience_ns   how long to wait for blocks from disk: what comes within it is loaded, the rest
                   is computed
 
-A wait is worth half of what it saves at most, and only if the node's estimate fits into that. It
-ends at twice the estimate, or at a twentieth of what it saves if that is longer: an estimate that
-was wrong costs no more. Pure. Does not cover: the disk's side of it (`kvstore.engine.pace`).
+A wait is worth it if the node estimates a quarter of what it saves at most, and ends at twice the
+estimate, or at RISK_SHARE of what it saves if that is longer. So an estimate may be wrong by a
+factor of two and nothing is lost; one that is wholly wrong costs half of what was to be saved.
+Pure. Does not cover: the disk's side of it (`kvstore.engine.pace`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN, LOAD_NS_MAX, LOAD_NS_MIN, clamp
 from kvstore.wire.messages import Measured, SessionOpen
 
-WAIT_SHARE = 2
-"""A wait takes at most one part in so many of what it saves."""
-RISK_SHARE = 20
-"""One part in so many may be lost without further thought: 5 %."""
+WAIT_SHARE = 4
+"""A wait that is begun is estimated at one part in so many of what it saves at most."""
+RISK_SHARE = 25
+"""One part in so many may be lost without further thought: 4 %, which leaves the rest of 5 % to
+everything else that a question costs."""
 PROBE_EVERY = 16
-"""While loads do not pay, one request in so many loads a little, to see whether that is still so."""
+"""While loads do not pay, one request in so many loads a little, to see whether they do now."""
 TELL_EVERY = 32
 """Steps measured between two words to the node."""
 
@@ -85,5 +87,5 @@ class Costs:
         saved_ns = coming_tokens * (self.compute.ns_per_token - self.load.ns_per_token)
         if estimate_ns * WAIT_SHARE > saved_ns:
             return 0
-        longest_ns = min(self._config.promotion_deadline_ms * NS_PER_MS, saved_ns / WAIT_SHARE)
-        return int(min(longest_ns, max(2 * estimate_ns, saved_ns / RISK_SHARE)))
+        patience_ns = max(2 * estimate_ns, saved_ns / RISK_SHARE)
+        return int(min(patience_ns, self._config.promotion_deadline_ms * NS_PER_MS))

@@ -1,9 +1,9 @@
 """What computing a token and copying one from dram cost on this engine, learned as it runs.
 
-A step that computes many tokens is timed from its plan to the ranks' report. An engine that plans a
-step before the last one has reported (async scheduling) looks faster than it is: then less is loaded
-than could be, never more. Copies are timed by the ranks. Of either the median of the last few
-counts, so that one slow step says nothing.
+A step that computes many tokens is timed from its plan to the ranks' report. An engine that plans
+a step before the last one has reported (async scheduling) looks faster than it is: then less is
+loaded than could be, never more. Copies are timed by the ranks. Of either the median of the last
+few counts, so that one slow step says nothing.
 """
 
 from __future__ import annotations

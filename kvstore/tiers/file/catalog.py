@@ -25,8 +25,8 @@ from kvstore.wire.segment import SegmentHead
 
 FOREIGN_BASE: Final = 1 << 31
 """Numbers from here on are segments of other nodes."""
-FIXED_BYTES: Final = 4 * PAGE_BYTES
-"""Identity, lock, probe."""
+FIXED_BYTES: Final = 36 * PAGE_BYTES
+"""Identity, lock, probe, and the node's note, old and new."""
 _OPEN_MAX: Final = 256
 
 

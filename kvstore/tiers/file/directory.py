@@ -1,6 +1,7 @@
 """One directory of segments: its identity, its lock, the names in it, and what is moved aside.
 
     store              identity, one page    lock         held by the one process that may write
+    learned            the node's own note: what it wants to know at its next start
     seg-0000002a.kv    segment 0x2a          dead-….kv    deleted, but readable for a while
     quarantine/        what is not what it should be, kept for a person to look at, bounded
 
@@ -27,7 +28,9 @@ from kvstore.wire.segment import ID_BYTES, SEGMENT_BYTES_LIMIT, parse_store_page
 
 _SEGMENT: Final = re.compile(r"seg-([0-9a-f]{8})\.kv")
 _STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE = "store", "store.new", "lock", "probe", "quarantine"
-_OURS: Final = {_STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE, "lost+found"}
+_NOTE, _NOTE_NEW = "learned", "learned.new"
+_OURS: Final = {_STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE, _NOTE, _NOTE_NEW, "lost+found"}
+NOTE_BYTES_MAX: Final = 16 * PAGE_BYTES
 NUMBER_MAX: Final = (1 << 31) - 1
 
 _log = logging.getLogger(__name__)
@@ -134,6 +137,34 @@ class Directory:
         os.rename(_STORE_NEW, _STORE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self._disk.fsync(self.fd)
         return store_id
+
+    def note(self) -> bytes:
+        """What `keep_note` kept last; empty if there is none or it cannot be read."""
+        try:
+            fd, size = open_regular(self._disk, _NOTE, os.O_RDONLY, self.fd)
+        except OSError:
+            return b""
+        try:
+            return read_bytes(self._disk, fd, min(size, NOTE_BYTES_MAX), 0)
+        except OSError:
+            return b""
+        finally:
+            os.close(fd)
+
+    def keep_note(self, note: bytes) -> None:
+        """Keep these bytes, whole pages, until the next ones: all of them or the old ones."""
+        assert len(note) <= NOTE_BYTES_MAX
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            fd, _ = open_regular(self._disk, _NOTE_NEW, flags, self.fd)
+            try:
+                write_all(self._disk, fd, [memoryview(note)], 0)
+                self._disk.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(_NOTE_NEW, _NOTE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except OSError as error:
+            _log.info("%s is not brought up to date: %s", self.path / _NOTE, error.strerror)
 
     def segments(self, *, keep_bytes: int) -> dict[int, int]:
         """Number → bytes of the regular files with a segment's name; the others are put aside."""

@@ -92,6 +92,13 @@ class CarryJob:
 
 
 @dataclass(slots=True, eq=False)
+class NoteJob:
+    """Keep the node's note."""
+
+    note: bytes
+
+
+@dataclass(slots=True, eq=False)
 class ReclaimJob:
     """The engine's answer: locations to keep."""
 

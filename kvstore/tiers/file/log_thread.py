@@ -26,7 +26,7 @@ from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Written
 from kvstore.tiers.file.health import Health
-from kvstore.tiers.file.jobs import CarryJob, ReclaimJob, VoidJob, WriteJob
+from kvstore.tiers.file.jobs import CarryJob, NoteJob, ReclaimJob, VoidJob, WriteJob
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reclaim import Reclaimer
 from kvstore.tiers.file.writer import Outcome, Writer
@@ -35,7 +35,7 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.record import Void
 
 FREE_SEGMENTS_MIN: Final = 3
-_Job = WriteJob | VoidJob | ReclaimJob | CarryJob
+_Job = WriteJob | VoidJob | ReclaimJob | CarryJob | NoteJob
 
 
 class LogThread:
@@ -67,6 +67,8 @@ class LogThread:
         self._reclaimer = Reclaimer(catalog, disk, self._writer, direct=directory.direct)
         self._queue: deque[WriteJob | VoidJob] = deque()
         self._control: deque[ReclaimJob | CarryJob] = deque()
+        self._note: NoteJob | None = None
+        """The last one given; it waits for nothing but the thread."""
         self._jobs: dict[int, WriteJob] = {}
         self._queued_bytes = 0
         self._asked: int | None = None
@@ -100,6 +102,10 @@ class LogThread:
 
     def reclaim(self, job: ReclaimJob) -> None:
         self._control.append(job)
+        self._lock.notify_all()
+
+    def note(self, job: NoteJob) -> None:
+        self._note = job
         self._lock.notify_all()
 
     def recovered(self, voids: Sequence[Void]) -> None:
@@ -154,6 +160,8 @@ class LogThread:
             self._report(self._writer.void(job.tenant, job.space))
         elif isinstance(job, CarryJob):
             self._carry(job)
+        elif isinstance(job, NoteJob):
+            self._directory.keep_note(job.note)
         else:
             self._move(job)
 
@@ -162,6 +170,9 @@ class LogThread:
             while True:
                 if self._control:
                     return self._control.popleft()
+                if self._note is not None:
+                    note, self._note = self._note, None
+                    return note
                 if self._is_closing and (
                     not self._queue or self._is_stalled or self._clock.now_ns() >= self._close_by_ns
                 ):

@@ -31,6 +31,7 @@ from kvstore.tiers.file.disk import Disk, PosixDisk
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Read, RecoveryDone
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.jobs import (
+    NoteJob,
     ReadJob,
     ReclaimJob,
     Run,
@@ -75,6 +76,8 @@ class FileTier:
         self._clock = clock
         self._memory = memoryview(arena).cast("B")
         self._directory = directory
+        self.note = directory.note()
+        """As `keep_note` kept it before this start; empty: nothing."""
         self._outbox = Outbox()
         self._lock = threading.Condition()
         self._health = Health(config)
@@ -237,6 +240,11 @@ class FileTier:
         """Answer `Reclaim`: copy the records at `keep` (u64 locations), then delete the segment."""
         with self._lock:
             self._log.reclaim(ReclaimJob(segment, u64(keep).copy()))
+
+    def keep_note(self, note: bytes) -> None:
+        """Keep a few pages for the next start. Only the last one counts; may be lost."""
+        with self._lock:
+            self._log.note(NoteJob(note))
 
     def close(self) -> None:
         """Orderly end: queued writes are written, the open segment is closed and synced.

@@ -98,19 +98,10 @@ def test_nothing_in_time_is_a_miss_and_the_lease_goes_back() -> None:
     assert node.core.leases_open == 0
 
 
-def test_no_wait_is_longer_than_half_of_computing() -> None:
-    keys = chain("p", 10)
-    node = waiting(keys, held=4, promoting_ms=30)
-    node.wait(38)
-    assert node.ask(keys) is PENDING, "6 blocks take 76.8 ms"
-    node.wait(1)
-    assert node.ask(keys) == Hit(4 * BLOCK_TOKENS)
-
-
-def test_an_estimate_that_is_next_to_nothing_may_be_wrong_by_a_twentieth_of_computing() -> None:
+def test_an_estimate_that_is_next_to_nothing_may_be_wrong_by_a_share_of_computing() -> None:
     keys = chain("p", 10)
     node = waiting(keys)
-    node.wait(6)
+    node.wait(5)
     assert node.ask(keys) is PENDING, "10 blocks take 128 ms"
     node.wait(1)
     assert isinstance(node.ask(keys), Miss)
@@ -135,8 +126,8 @@ def test_no_wait_is_longer_than_the_deadline_however_long_computing_takes() -> N
     assert isinstance(node.ask(keys), Miss)
 
 
-@pytest.mark.parametrize(("estimate_ms", "waits"), [(64, True), (65, False)])
-def test_nobody_waits_for_what_is_slower_than_half_of_computing(
+@pytest.mark.parametrize(("estimate_ms", "waits"), [(32, True), (33, False)])
+def test_nobody_waits_for_what_takes_more_than_a_quarter_of_computing(
     estimate_ms: int, *, waits: bool
 ) -> None:
     keys = chain("p", 10)
@@ -215,7 +206,7 @@ def test_steps_of_the_engine_set_the_pace() -> None:
     node = SlowDisk(coming=10, promoting_ms=30)
     node.attach()
     node.core.plan((), node.now_ns, computed_tokens=1000)
-    node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms, and 30 is more than half of that
+    node.wait(20)  # 20 µs a token: ten blocks take 25.6 ms, and 30 is more than a quarter
     node.core.reported(RankReport(rank=0, session=1), node.now_ns)
     node.core.new_request("r", keys, prompt_tokens=1280, now_ns=node.now_ns)
     assert node.ask(keys) is PENDING

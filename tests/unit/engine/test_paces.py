@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.engine.pace import READS, DiskPace
+from kvstore.engine.pace import DOUBTFUL_MS, READS, DiskPace
 from kvstore.engine.paces import Paces
 from kvstore.types import SpaceId
 from kvstore.units import MIB
@@ -115,9 +115,9 @@ def test_the_slowest_of_the_last_reads_counts() -> None:
     read(pace, 2, 10, 1000)
     for job in range(3, 2 + READS):
         read(pace, job, 10, 10)
-        assert pace.ns_per_byte == pytest.approx(1e8 / MIB)
+        assert pace.ns_per_byte(0) == pytest.approx(1e8 / MIB)
     read(pace, 9, 10, 10)
-    assert pace.ns_per_byte == pytest.approx(1e6 / MIB)
+    assert pace.ns_per_byte(0) == pytest.approx(1e6 / MIB)
     assert pace.measured_ns_per_mib == 10**6
 
 
@@ -127,17 +127,26 @@ def test_a_read_behind_others_is_not_taken_for_slow() -> None:
         pace.begun(job, 10 * MIB, 0)
     for job in range(4):
         pace.ended(job, (job + 1) * 10**7, counts=True)
-    assert pace.ns_per_byte == pytest.approx(1e6 / MIB)
+    assert pace.ns_per_byte(0) == pytest.approx(1e6 / MIB)
     pace.begun(9, 50 * MIB, 0)
     pace.begun(10, 50 * MIB, 0)
     assert pace.estimate_ms(0) == 101
+
+
+def test_a_shorter_read_is_not_taken_to_be_quicker_in_proportion() -> None:
+    pace = DiskPace()
+    read(pace, 1, 100, 1000)
+    pace.begun(2, MIB, 0)
+    assert pace.estimate_ms(0) == 101
+    pace.begun(3, 399 * MIB, 0)
+    assert pace.estimate_ms(0) == 4001
 
 
 def test_a_short_read_is_mostly_latency() -> None:
     pace = DiskPace()
     pace.begun(1, 4096, 0)
     pace.ended(1, 10**6, counts=True)
-    assert pace.ns_per_byte == pytest.approx(4e6 / MIB)
+    assert pace.ns_per_byte(0) == pytest.approx(4e6 / MIB)
     pace.begun(2, 4096, 0)
     assert pace.estimate_ms(0) == 2
 
@@ -146,5 +155,14 @@ def test_a_read_that_was_refused_says_nothing_of_the_disk() -> None:
     pace = DiskPace(10**6)
     pace.begun(1, MIB, 0)
     pace.ended(1, 10, counts=False)
-    pace.ended(1, 10, counts=True)
-    assert (pace.ns_per_byte, pace.measured_ns_per_mib) == (10**6 / MIB, 0)
+    assert (pace.ns_per_byte(0), pace.measured_ns_per_mib) == (10**6 / MIB, 0)
+
+
+def test_a_read_under_way_counts_with_the_time_it_has_taken() -> None:
+    pace = DiskPace(10**6)
+    pace.begun(1, 10 * MIB, 0)
+    assert pace.estimate_ms(0) == 11
+    assert pace.estimate_ms(5 * 10**6) == 11
+    assert pace.estimate_ms(24 * 10**6) == 25, "2.4 times as long, and yet no doubt"
+    assert pace.estimate_ms(26 * 10**6) == DOUBTFUL_MS
+    assert pace.ns_per_byte(100 * 10**6) == pytest.approx(1e7 / MIB)

@@ -39,6 +39,7 @@ from kvstore.tiers.file import (
     Written,
 )
 from kvstore.types import Shard
+from kvstore.wire.learned import Learned, SpacePace, encode_learned
 from kvstore.wire.record import Scope
 
 SHARD = Shard(0, 2, 0, 4)
@@ -53,6 +54,7 @@ class ScriptedTier:
 
     def __init__(self) -> None:
         self.takes = True
+        self.note = b""
         self.calls: list[tuple[Any, ...]] = []
         self.events: list[FileEvent] = []
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -65,6 +67,10 @@ class ScriptedTier:
             os.eventfd_read(self.fd)
         events, self.events = self.events, []
         return events
+
+    def keep_note(self, note: bytes) -> None:
+        self.calls.append(("keep_note",))
+        self.note = note
 
     def write(self, *call: Any) -> bool:
         self.calls.append(("write", *call))
@@ -161,3 +167,26 @@ def test_what_is_cleared_before_it_was_told_is_not_told(tier: ScriptedTier, end:
     said = end.read(0)
     assert [type(event) for event in said] == [FileWritten, FileKnown]
     assert said[1] == FileKnown("u", b"s" * 32, SHARD, KEYS, PLACES, SUMS)
+
+
+# ── what was learned ─────────────────────────────────────────────────────────────────────────────
+
+LEARNED = Learned(500_000, (SpacePace("t", "ab" * 32, 50_000, 900),))
+
+
+def test_what_was_learned_is_kept_once_and_found_at_the_next_start(tier: ScriptedTier) -> None:
+    end = FileEnd(cast("FileTier", tier))
+    assert end.learned == Learned()
+    for _ in range(2):
+        end.remember(LEARNED)
+    assert tier.calls == [("keep_note",)]
+    assert FileEnd(cast("FileTier", tier)).learned == LEARNED
+
+
+def test_what_is_damaged_is_not_learned_and_one_line_says_so(
+    tier: ScriptedTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier.note = encode_learned(LEARNED).replace(b"900", b"901")
+    assert FileEnd(cast("FileTier", tier)).learned == Learned()
+    (line,) = caplog.messages
+    assert line == "what an earlier start learned is not used, it is learned anew: it is damaged"

@@ -1,0 +1,295 @@
+"""One engine on one node whose disk changes its pace, in virtual time.
+
+Real: the node's core, the scheduler's core, a rank's core. Simulated: a disk that serves one read
+after the other, an engine that computes one request at a time, the copies, the clock. All blocks of
+every prompt are on disk and none in dram, so each request is a decision: wait or compute.
+
+`Story.ratio` is the time of a request over the time of computing it: what a cache may not make
+worse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.lookups import PENDING, Hit
+from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
+from kvstore.client.core.rank import RankConfig, RankCore
+from kvstore.client.core.scheduler import SchedulerCore
+from kvstore.engine.engine import Engine, EngineConfig
+from kvstore.engine.events import (
+    Admit,
+    Command,
+    Event,
+    FileKnown,
+    FileLate,
+    FileRead,
+    FileWritten,
+    ReadFile,
+    Ready,
+    Received,
+    Send,
+    Tick,
+    WriteFile,
+)
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
+from kvstore.units import MIB, NS_PER_MS
+from kvstore.wire.learned import Learned
+from kvstore.wire.messages import Message
+from kvstore.wire.space import Space, fingerprint
+
+TENANT, TOKENS = "t", 128
+SHARD = Shard(0, 1, 0, 1)
+POLL_NS = NS_PER_MS // 2
+"""How often an engine that has nothing else to do asks again."""
+HOP_NS = NS_PER_MS // 20
+READ_DEADLINE_NS = 2000 * NS_PER_MS
+STEP_TOKENS_MAX = 2048
+SCHEDULER, RANK = ConnectionId(1), ConnectionId(2)
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """What does not change in one run."""
+
+    compute_ns: int
+    """Of a token."""
+    load_ns: int
+    """Of a token copied from dram."""
+    block_bytes: int
+    disk_ns_per_byte: float
+    """At its best."""
+    seek_ns: int
+    learned: Learned = Learned()
+
+
+class Story(msgspec.Struct, frozen=True):
+    """One request."""
+
+    factor: float
+    """How much slower than at its best the disk was when it came."""
+    blocks: int
+    loaded_blocks: int
+    took_ns: int
+    computing_ns: int
+
+    @property
+    def ratio(self) -> float:
+        return self.took_ns / self.computing_ns
+
+
+class Disk:
+    """Serves reads in order. `factor` may change at any time; what waits is served at the new."""
+
+    def __init__(self, setting: Setting, rng: random.Random) -> None:
+        self._setting = setting
+        self._rng = rng
+        self.factor = 1.0
+        self._queue: deque[tuple[int, ReadFile]] = deque()
+        self._free_ns = 0
+        self._running: tuple[int, ReadFile] | None = None
+        self._begun: dict[int, int] = {}
+
+    def ask(self, read: ReadFile, now_ns: int) -> None:
+        self._queue.append((now_ns, read))
+        self._begun[read.job] = now_ns
+
+    def events(self, now_ns: int) -> list[Event]:
+        """What ended or became late until now."""
+        events: list[Event] = []
+        while True:
+            if self._running is not None and self._running[0] <= now_ns:
+                self._free_ns, read = self._running
+                self._running = None
+                self._begun.pop(read.job, None)
+                events.append(FileRead(read.job, b"\1" * (len(read.keys) // 32)))
+            if self._running is not None or not self._queue:
+                break
+            asked_ns, read = self._queue.popleft()
+            size = len(read.keys) // 32 * self._setting.block_bytes
+            jitter = self._rng.uniform(0.9, 1.1)
+            service = self._setting.seek_ns + size * self._setting.disk_ns_per_byte
+            end_ns = max(self._free_ns, asked_ns) + int(service * self.factor * jitter)
+            self._running = (end_ns, read)
+        for job, begin_ns in list(self._begun.items()):
+            if now_ns - begin_ns >= READ_DEADLINE_NS:
+                del self._begun[job]
+                events.append(FileLate(job))
+        return events
+
+
+class SlowDiskWorld:
+    """See the module. `run` is the only thing to call but `disk.factor`."""
+
+    def __init__(self, setting: Setting, *, seed: int) -> None:
+        self.setting = setting
+        self.random = random.Random(seed)
+        self.now_ns = 10**12
+        self.disk = Disk(setting, self.random)
+        space = Space(
+            model="m",
+            weights="w",
+            dtype="bfloat16",
+            kv_dtype="bfloat16",
+            quantization="",
+            attention_backend="sim",
+            kv_layout="LBHNC",
+            isa="",
+            block_tokens=TOKENS,
+            hash_block_tokens=TOKENS,
+            layer_count=1,
+            kv_head_count=1,
+            token_bytes=setting.block_bytes // TOKENS,
+            hash_algorithm="sha256_cbor",
+            hash_seed="",
+            engine_version="sim",
+        )
+        self._space = fingerprint(space, weights_epoch="")
+        slab = max(4 * MIB, setting.block_bytes)
+        self.node = Engine(
+            EngineConfig(
+                incarnation=1,
+                arena_bytes=128 * slab,
+                slab_bytes=slab,
+                generation_bytes=128 * slab // SLOT_BYTES_MIN * 8,
+                block_count_max=1 << 20,
+                file_bytes=1 << 40,
+                learned=setting.learned,
+            )
+        )
+        self.core = SchedulerCore(
+            SchedulerConfig(
+                engine_id="e",
+                nonce="n",
+                process="s",
+                tenant=TENANT,
+                rank_count=1,
+                block_tokens=TOKENS,
+                verify_every=0,
+            )
+        )
+        self.rank = RankCore(
+            RankConfig(
+                engine_id="e",
+                nonce="n",
+                tenant=TENANT,
+                rank=0,
+                process="r",
+                space=space,
+                shard=SHARD,
+                block_bytes=setting.block_bytes,
+            )
+        )
+        self._inbox: list[Message] = []
+        self._requests = 0
+        self._feed([Ready(128 * slab)])
+        self.core.attachment.connected(self.now_ns)
+        self._feed([Received(SCHEDULER, self.core.attachment.hello())])
+        self._feed([Received(RANK, self.rank.hello())])
+        self._exchange()
+        assert self.core.attachment.is_open
+
+    # ── the node ─────────────────────────────────────────────────────────────────────────────────
+
+    def _feed(self, events: Sequence[Event]) -> None:
+        for command in self.node.step(events, self.now_ns):
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Send(connection=connection, message=message):
+                self._to_engine(connection, message)
+            case Admit(connection=connection, welcome=welcome):
+                self._to_engine(connection, welcome)
+            case ReadFile():
+                self.disk.ask(command, self.now_ns)
+            case WriteFile():
+                count = len(command.keys) // 32
+                self._feed([FileWritten(command.job, bytes(8 * count))])
+            case _:
+                pass
+
+    def _to_engine(self, connection: int, message: Message) -> None:
+        if connection == SCHEDULER:
+            self._inbox.append(message)
+        elif type(message).__name__ == "Welcome":
+            self.rank.connected(message)  # type: ignore[arg-type]
+        else:
+            self.rank.received(message)  # type: ignore[arg-type]
+
+    def _exchange(self) -> None:
+        """A moment passes: the disk, the node and the engine hear each other."""
+        self.now_ns += HOP_NS
+        self._feed([Tick(), *self.disk.events(self.now_ns)])
+        for _ in range(3):
+            self._feed([Received(SCHEDULER, m) for m in self.core.take_outbox()])  # type: ignore[arg-type]
+            self._feed([Received(RANK, m) for m in self.rank.take_outbox()])  # type: ignore[arg-type]
+            inbox, self._inbox = self._inbox, []
+            for message in inbox:
+                self.core.received(message, self.now_ns)
+
+    def pause(self, ms: int, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Time passes with nobody asking."""
+        end_ns = self.now_ns + ms * NS_PER_MS
+        while self.now_ns < end_ns and not until():
+            self.now_ns = min(end_ns, self.now_ns + 5 * NS_PER_MS)
+            self._exchange()
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, blocks: int) -> Story:
+        """A request for a prompt that is on disk and nowhere else, until its prefill is done."""
+        self._requests += 1
+        name = f"r{self._requests}"
+        keys = [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(blocks)]
+        places = np.arange(1, blocks + 1, dtype="<u8") + (self._requests << 20)
+        sums = bytes(16 * blocks)
+        shard_keys = b"".join(keys)
+        self._feed([FileKnown(TENANT, self._space, SHARD, shard_keys, places.tobytes(), sums)])
+        tokens = blocks * TOKENS + 1
+        begin_ns, factor = self.now_ns, self.disk.factor
+        self.core.new_request(name, keys, prompt_tokens=tokens, now_ns=self.now_ns)
+        self._exchange()
+        outcome = self.core.match(name, keys, local_tokens=0, now_ns=self.now_ns)
+        while outcome is PENDING:
+            self._exchange()
+            outcome = self.core.match(name, keys, local_tokens=0, now_ns=self.now_ns)
+            if outcome is PENDING:
+                self.now_ns += POLL_NS
+        loaded = outcome.tokens if isinstance(outcome, Hit) else 0
+        self.core.allocated(
+            name, keys, block_ids=range(blocks + 1), external_tokens=loaded, now_ns=self.now_ns
+        )
+        if loaded:
+            self._load(self.core.plan((), self.now_ns))
+        self._compute(tokens - loaded)
+        self.core.finished(name)
+        self._exchange()
+        computing_ns = tokens * self.setting.compute_ns
+        took_ns = self.now_ns - begin_ns
+        return Story(factor, blocks, loaded // TOKENS, took_ns, computing_ns)
+
+    def _load(self, plan: StepPlan) -> None:
+        (job,) = plan.loads
+        duration_ns = len(job.block_ids) * TOKENS * self.setting.load_ns
+        self.now_ns += duration_ns
+        result = LoadResult(job.request, job.lease, len(job.block_ids), (), 0, duration_ns)
+        report = RankReport(rank=0, session=self.core.attachment.session, loads=(result,))
+        self.core.reported(report, self.now_ns)
+
+    def _compute(self, tokens: int) -> None:
+        while tokens:
+            step = min(tokens, STEP_TOKENS_MAX)
+            self.core.plan((), self.now_ns, computed_tokens=step)
+            end_ns = self.now_ns + step * self.setting.compute_ns
+            self.pause(10**9, until=lambda end_ns=end_ns: self.now_ns + 6 * NS_PER_MS > end_ns)  # type: ignore[misc]
+            self.now_ns = max(self.now_ns, end_ns)
+            report = RankReport(rank=0, session=self.core.attachment.session)
+            self.core.reported(report, self.now_ns)
+            tokens -= step
