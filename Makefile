@@ -20,11 +20,12 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint bench-single bench-files bench-policies bench-micro proto clean distclean
+.PHONY: help demo test check lint proto clean distclean \
+	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, bench/results/demo.json
 	$(BIN)/python bench/scenarios/demo.py
@@ -50,6 +51,9 @@ bench-files: $(VENV)/.engine ## hits on disk: bench/results/files.json
 
 bench-policies: $(VENV)/.base ## miss ratios of eviction policies; a request log in KVSTORE_TRACE
 	$(BIN)/python bench/scenarios/policies.py
+
+bench-slow-disk: $(VENV)/.engine ## a disk that becomes slow: bench/results/slow_disk.json
+	$(BIN)/python bench/scenarios/slow_disk.py
 
 bench-micro: $(VENV)/.engine ## the parts by themselves: bench/results/*.json
 	set -e; for script in bench/micro/[a-z]*.py; do $(BIN)/python $$script; done

@@ -50,10 +50,12 @@ class NodeProcess:
         dram: str = "64MiB",
         flags: Sequence[str] = (),
         timeout_s: float = READY_TIMEOUT_S,
+        program: Sequence[str] = ("-m", "kvstore.serve.main"),
     ) -> NodeProcess:
         """Start a node with its socket in `directory` and wait for its ready line.
 
-        /metrics is on a port that the kernel chooses. `flags` come last, so they win.
+        /metrics is on a port that the kernel chooses. `flags` come last, so they win. `program`:
+        what Python runs as `kvstore`.
 
         Raises:
             NodeFailed: it exited, or was not ready within `timeout_s`.
@@ -62,7 +64,7 @@ class NodeProcess:
         with log.open("a", encoding="utf-8") as stderr:
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "kvstore.serve.main", "node"),
+                    *(sys.executable, *program, "node"),
                     *("--socket", str(directory / "node.sock"), "--dram", dram),
                     *("--metrics", "127.0.0.1:0", *flags),
                 ],

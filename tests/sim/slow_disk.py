@@ -69,6 +69,27 @@ class Setting(msgspec.Struct, frozen=True):
     learned: Learned = Learned()
 
 
+def _space(block_bytes: int) -> Space:
+    return Space(
+        model="m",
+        weights="w",
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        quantization="",
+        attention_backend="sim",
+        kv_layout="LBHNC",
+        isa="",
+        block_tokens=TOKENS,
+        hash_block_tokens=TOKENS,
+        layer_count=1,
+        kv_head_count=1,
+        token_bytes=block_bytes // TOKENS,
+        hash_algorithm="sha256_cbor",
+        hash_seed="",
+        engine_version="sim",
+    )
+
+
 class Story(msgspec.Struct, frozen=True):
     """One request."""
 
@@ -132,24 +153,7 @@ class SlowDiskWorld:
         self.random = random.Random(seed)
         self.now_ns = 10**12
         self.disk = Disk(setting, self.random)
-        space = Space(
-            model="m",
-            weights="w",
-            dtype="bfloat16",
-            kv_dtype="bfloat16",
-            quantization="",
-            attention_backend="sim",
-            kv_layout="LBHNC",
-            isa="",
-            block_tokens=TOKENS,
-            hash_block_tokens=TOKENS,
-            layer_count=1,
-            kv_head_count=1,
-            token_bytes=setting.block_bytes // TOKENS,
-            hash_algorithm="sha256_cbor",
-            hash_seed="",
-            engine_version="sim",
-        )
+        space = _space(setting.block_bytes)
         self._space = fingerprint(space, weights_epoch="")
         slab = max(4 * MIB, setting.block_bytes)
         self.node = Engine(

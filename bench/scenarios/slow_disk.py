@@ -1,0 +1,182 @@
+"""`make bench-slow-disk`: what a slow disk costs a request. One node, one request at a time, the
+194 M model in bfloat16, prompts of 3,283 tokens, one generated token.
+
+The node's disk is slowed down while it runs (`bench/slow_node.py`): it begins at its best, becomes
+very slow at once, less slow, and recovers. Twelve prompts are on disk and ask in turn, too many for
+dram, so each comes from disk or is computed: *slowed*. In between, each time, a prompt that nobody
+has seen: *computed*. The engine's own cache is emptied before every request.
+Goal: slowed ÷ computed <= 1.05 at every pace, medians without the first request at that pace, which
+is told by itself: it meets a disk that is slower than was learned.
+
+Writes bench/results/slow_disk.json. Judges nothing: the goal stands beside the figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
+
+from bench import record
+from bench.settle import settled
+from kvstore.errors import KVStoreError
+from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.models import BLOCK_TOKENS, build_model, encoder
+from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.workload import fresh_prompts
+
+SIZE: Final = "bench"
+MODEL: Final = record.ROOT / ".cache" / "models" / SIZE
+WORK: Final = record.ROOT / ".cache" / "bench-slow-disk"
+PROMPT_TOKENS: Final = 3283
+HIT_TOKENS: Final = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+PROMPTS: Final = 12
+PAIRS: Final = 7
+"""Requests from disk at each pace, and as many that are computed."""
+PACES_MB_S: Final = (0, 2, 20, 0, 60, 400)
+"""MB/s of the disk, in turn; 0: as quick as it is. A prompt is 52 MB."""
+DRAM: Final = "256MiB"
+"""Five prompts, of which a quarter may be on its way from disk: one prompt."""
+FILE: Final = "8GiB"
+SEED: Final = 20261123
+GOAL: Final = 1.05
+
+Prompt = tuple[int, ...]
+
+
+class Asked(NamedTuple):
+    """One request."""
+
+    ttft_ms: float
+    from_node_tokens: int
+
+
+def start_node(pace: Path) -> NodeProcess:
+    flags = ["--file", f"{WORK / 'files'}:{FILE}"]
+    program = (str(record.ROOT / "bench" / "slow_node.py"), str(pace))
+    return NodeProcess.start(WORK, dram=DRAM, flags=flags, program=program)
+
+
+def set_pace(pace: Path, mb_per_s: int) -> None:
+    """In one step: the node reads it whenever it likes."""
+    new = pace.with_suffix(".new")
+    new.write_text(str(1000 / mb_per_s if mb_per_s else 0))
+    new.rename(pace)
+
+
+def ask(engine: Engine, prompt: Prompt) -> Asked:
+    """With the engine's own cache empty."""
+    engine.forget()
+    before = engine.hits()
+    answer = engine.complete(prompt, max_tokens=1)
+    found = engine.hits().external_hits - before.external_hits
+    return Asked(1000 * answer.ttft_s, round(found))
+
+
+def at_pace(
+    engine: Engine, mb_per_s: int, on_disk: Iterator[Prompt], fresh: Iterator[Prompt]
+) -> dict[str, Any]:
+    """The pairs of one pace. Who is asked first changes from pair to pair."""
+    slowed: list[Asked] = []
+    computed: list[Asked] = []
+    for pair in range(PAIRS):
+        if pair % 2:
+            computed.append(ask(engine, next(fresh)))
+        slowed.append(ask(engine, next(on_disk)))
+        if not pair % 2:
+            computed.append(ask(engine, next(fresh)))
+    computed_ms = [asked.ttft_ms for asked in computed]
+    slowed_ms = [asked.ttft_ms for asked in slowed]
+    middle = float(np.median(computed_ms))
+    return {
+        "disk_mb_per_s": mb_per_s or "as it is",
+        "slowed_over_computed": float(np.median(slowed_ms[1:])) / middle,
+        "first_over_computed": slowed_ms[0] / middle,
+        "from_node_tokens": [asked.from_node_tokens for asked in slowed],
+        "computed_from_node_tokens": sum(asked.from_node_tokens for asked in computed),
+        "samples_ms": {"slowed": slowed_ms, "computed": computed_ms},
+    }
+
+
+def measure(seed: int, progress: Progress) -> dict[str, Any]:
+    count = PROMPTS + PAIRS * len(PACES_MB_S)
+    prompts = fresh_prompts(seed, count=count, tokens=PROMPT_TOKENS, encode=encoder(MODEL))
+    on_disk, fresh = prompts[:PROMPTS], iter(prompts[PROMPTS:])
+    task = progress.add_task("paces of the disk", total=len(PACES_MB_S) + 1)
+    pace = WORK / "pace"
+    set_pace(pace, 0)
+    with ExitStack() as stack:
+        config = EngineConfig(
+            model=MODEL, dtype="bfloat16", kv_blocks=64, max_num_seqs=8, socket=WORK / "node.sock"
+        )
+        node = stack.enter_context(start_node(pace))
+        engine = stack.enter_context(Engine.start(config, log=WORK / "engine.log"))
+        settled(engine, node, lambda _dram, _disk: True)
+        blocks = HIT_TOKENS // BLOCK_TOKENS
+        for number, prompt in enumerate(on_disk, start=1):
+            ask(engine, prompt)
+            settled(engine, node, lambda _, disk, least=number * blocks: disk >= least)  # type: ignore[misc]
+        progress.advance(task)
+        turns = itertools.cycle(on_disk)
+        paces = []
+        for mb_per_s in PACES_MB_S:
+            set_pace(pace, mb_per_s)
+            paces.append(at_pace(engine, mb_per_s, turns, fresh))
+            progress.advance(task)
+        set_pace(pace, 0)
+    return {
+        "what": "time to first token with a slowed disk, over computing, in turn",
+        "prompt_tokens": PROMPT_TOKENS,
+        "hit_tokens": HIT_TOKENS,
+        "paces": paces,
+        "worst_slowed_over_computed": max(pace["slowed_over_computed"] for pace in paces),
+        "worst_first_over_computed": max(pace["first_over_computed"] for pace in paces),
+        "goal_slowed_over_computed": GOAL,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="What a slow disk costs a request.")
+    parser.add_argument("--seed", type=int, default=SEED)
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("The benchmark was terminated."))
+    console = Console()
+    console.print(f"seed {options.seed}", highlight=False)
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    try:
+        build_model(MODEL, size=SIZE)
+        with Progress(console=console) as progress:
+            result = measure(options.seed, progress)
+    except (KVStoreError, NodeFailed, OSError, ImportError) as error:
+        console.print(f"[red]✗[/] {error}", highlight=False)
+        return 1
+    finally:
+        shutil.rmtree(WORK / "files", ignore_errors=True)
+    path = record.write("slow_disk", result, seed=options.seed)
+    for pace in result["paces"]:
+        console.print(
+            f"disk MB/s {pace['disk_mb_per_s']}: {pace['slowed_over_computed']:.3f} × computing"
+            f" (goal <= {GOAL}), the first {pace['first_over_computed']:.2f}; tokens from the node"
+            f" {pace['from_node_tokens']}",
+            highlight=False,
+        )
+    console.print(f"wrote {path.relative_to(record.ROOT)}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

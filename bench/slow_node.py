@@ -1,0 +1,47 @@
+"""`python bench/slow_node.py PACE_FILE node …`: kvstore, with a disk as slow as PACE_FILE says.
+
+The file holds nanoseconds per byte and is read before every call, so the pace can change at any
+time. All reads and writes of blocks share one disk: a call waits until those before it are through.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvstore.serve.main import main
+from kvstore.tiers.file import tier
+from kvstore.tiers.file.disk import PosixDisk
+
+
+class SlowDisk(PosixDisk):
+    """The real disk, at a pace."""
+
+    pace_file = Path()
+
+    def __init__(self) -> None:
+        self._disk = threading.Lock()
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._paced(lambda: PosixDisk.preadv(self, fd, buffers, offset))
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return self._paced(lambda: PosixDisk.pwritev(self, fd, buffers, offset))
+
+    def _paced(self, call: Callable[[], int]) -> int:
+        with self._disk:
+            begin = time.monotonic()
+            count = call()
+            left = count * float(self.pace_file.read_text()) / 1e9 - (time.monotonic() - begin)
+            if left > 0:
+                threading.Event().wait(left)
+            return count
+
+
+if __name__ == "__main__":
+    SlowDisk.pace_file = Path(sys.argv.pop(1))
+    tier.PosixDisk = SlowDisk  # type: ignore[misc]
+    main()
