@@ -13,6 +13,7 @@ from kvstore.engine import check, report
 from kvstore.engine.admission import Admission
 from kvstore.engine.counters import Counters
 from kvstore.engine.events import (
+    Changed,
     Clear,
     Cleared,
     Command,
@@ -60,6 +61,8 @@ __all__ = ["Engine", "EngineConfig"]
 
 CLEAR_ROWS_MAX = 32_768
 """Rows of one Clear, about 10 ms: whoever clears asks again until fewer were there."""
+HELD_ROWS_MAX = 16_384
+"""Rows of one slice of `held`."""
 _FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured)
 
 
@@ -99,6 +102,7 @@ class Engine:
             state.publish_generations()
         self._stores.grant_all()
         state.publish_generations()
+        state.tell_changes()
         commands, state.commands = state.commands, []
         return commands
 
@@ -221,6 +225,7 @@ class Engine:
         Without them a slot could be reused unnoticed by those who still read it.
         """
         self._state.publish_generations()
+        self._state.tell_changes()
         commands, self._state.commands = self._state.commands, []
         return commands
 
@@ -254,6 +259,15 @@ class Engine:
     def blocks(self, *, limit: int = 1000, space: str = "") -> list[report.BlockReport]:
         """Up to `limit` blocks whose space begins with the hex digits `space`."""
         return report.blocks(self._state, limit=limit, space=space)
+
+    def held(self, begin_row: int) -> tuple[list[Changed], int]:
+        """What the tiers hold, a slice at a time: from row 0 on, until the next row is -1. What
+        changes between two slices is told by `Changed`."""
+        residency = self._state.residency
+        held = residency.held(begin_row, HELD_ROWS_MAX)
+        end = begin_row + HELD_ROWS_MAX
+        next_row = end if end < len(residency.table.used_scopes) else -1
+        return list(self._state.in_words(held)), next_row
 
     def leases(self) -> list[report.LeaseReport]:
         """Leases, at most report.ROWS_MAX."""

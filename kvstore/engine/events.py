@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.types import ConnectionId, Shard
+from kvstore.types import ConnectionId, Shard, SpaceId, Tier
 from kvstore.wire.messages import EngineMessage, Message, Welcome
 
 
@@ -215,5 +215,20 @@ class ReclaimFile(msgspec.Struct, frozen=True):
     cause: int
 
 
+class Changed(msgspec.Struct, frozen=True, gc=False):
+    """A tier holds these blocks since now, or no more. Only if EngineConfig.tell_changes."""
+
+    tier: Tier
+    stored: bool
+    tenant: str
+    space: SpaceId
+    shard: Shard
+    label: str
+    """Of the model, as the first engine of this space named it; empty before there was one."""
+    block_tokens: int
+    """0 before there was an engine of this space."""
+    keys: bytes
+
+
 FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
-Command = Send | Admit | Hangup | RaiseGenerations | Release | Cleared | FileCommand
+Command = Send | Admit | Hangup | RaiseGenerations | Release | Cleared | Changed | FileCommand

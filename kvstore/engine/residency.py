@@ -11,6 +11,7 @@ Everything that changes where a block lives is here. Does not cover: slots (`slo
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,11 +24,26 @@ NOT_IN_FILE = 0
 SCOPE_COUNT_MAX = 4096
 
 
-class Residency:
-    """Rows of blocks and what each tier holds of them."""
+class Change(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one scope that a tier holds since now, or no more."""
 
-    def __init__(self, *, block_count_max: int, word_count: int) -> None:
+    tier: Tier
+    stored: bool
+    scope: Scope
+    keys: bytes
+
+
+class Residency:
+    """Rows of blocks and what each tier holds of them.
+
+    With `tell_changes`, what each tier gains and loses is kept, in order, until it is taken.
+    """
+
+    def __init__(
+        self, *, block_count_max: int, word_count: int, tell_changes: bool = False
+    ) -> None:
         assert block_count_max >= word_count, "a row for every slot"
+        self._changes: list[Change] | None = [] if tell_changes else None
         self.table = BlockTable(row_count_max=block_count_max)
         # One more than there are rows: row -1, "no such block", reads as not in dram. Counted from
         # 1, so that the memory of rows that were never used is never touched.
@@ -86,7 +102,9 @@ class Residency:
         assert bool((self.row_of_word[words] == -1).all()), "a slot is given two blocks"
         # The same key computed twice may differ in its last bits: the copy on disk is another one.
         differs = (self.file[rows] != NOT_IN_FILE) & (self.checksum[rows] != checksums).any(axis=1)
+        self._tell(Tier.FILE, rows[differs], stored=False)
         self.file[rows[differs]] = NOT_IN_FILE
+        self._tell(Tier.DRAM, rows, stored=True)
         self._word[rows] = words + 1
         self.row_of_word[words] = rows
         assert bool((self._word[rows] == words + 1).all()), "a block is given two slots"
@@ -97,6 +115,7 @@ class Residency:
         """These slots hold their blocks no more. Returns the rows they were."""
         rows = self.row_of_word[words].astype(np.int64)
         assert bool((rows >= 0).all()), "a slot without a block is emptied"
+        self._tell(Tier.DRAM, rows, stored=False)
         self._word[rows] = 0
         self.row_of_word[words] = -1
         self.dram_count -= len(words)
@@ -115,10 +134,12 @@ class Residency:
     def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
         """The file tier holds these rows' blocks at these places, none of them 0."""
         assert bool((locations != NOT_IN_FILE).all()), "0 means: in no file"
+        self._tell(Tier.FILE, rows[self.file[rows] == NOT_IN_FILE], stored=True)
         self.file[rows] = locations
 
     def drop_file(self, rows: Rows) -> None:
         """The file tier holds these rows' blocks no more."""
+        self._tell(Tier.FILE, rows[self.file[rows] != NOT_IN_FILE], stored=False)
         self.file[rows] = NOT_IN_FILE
         self._forget_absent(rows)
 
@@ -129,6 +150,43 @@ class Residency:
     def _forget_absent(self, rows: Rows) -> None:
         absent = (self._word[rows] == 0) & (self.file[rows] == NOT_IN_FILE)
         self.table.delete(rows[absent])
+
+    # ── changes ──────────────────────────────────────────────────────────────────────────────────
+
+    def _tell(self, tier: Tier, rows: Rows, *, stored: bool) -> None:
+        """Before rows are forgotten: their keys and scopes are read here."""
+        if self._changes is not None and len(rows):
+            self._changes += self._by_scope(tier, rows, stored=stored)
+
+    def _by_scope(self, tier: Tier, rows: Rows, *, stored: bool) -> list[Change]:
+        scopes = self.table.scopes[rows]
+        return [
+            Change(
+                tier,
+                stored,
+                self._scope_of[scope],
+                self.table.keys[rows[scopes == scope]].tobytes(),
+            )
+            for scope in np.unique(scopes).tolist()
+        ]
+
+    def take_changes(self) -> list[Change]:
+        """What was gained and lost since the last time, in order."""
+        if not self._changes:
+            return []
+        taken, self._changes = self._changes, []
+        return taken
+
+    def held(self, begin: int, count: int) -> list[Change]:
+        """What the tiers hold of `count` rows from `begin` on, as if it were stored now."""
+        used = self.table.used_scopes[begin : begin + count]
+        rows = np.flatnonzero(used) + begin
+        return [
+            *self._by_scope(Tier.DRAM, rows[self._word[rows] != 0], stored=True),
+            *self._by_scope(Tier.FILE, rows[self.file[rows] != NOT_IN_FILE], stored=True),
+        ]
+
+    # ── counts ───────────────────────────────────────────────────────────────────────────────────
 
     def count(self, tier: Tier) -> int:
         """Blocks that a tier holds."""

@@ -5,19 +5,21 @@ Holds no decision. `sessions`, `stores` and `lookups` decide; `engine` dispatche
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import msgspec
 import numpy as np
 
 from kvstore.engine.counters import Counters
-from kvstore.engine.events import Command, Hangup, RaiseGenerations, Send
+from kvstore.engine.events import Changed, Command, Hangup, RaiseGenerations, Send
 from kvstore.engine.leases import Leases
 from kvstore.engine.owners import Connection, Owner, OwnerKey
 from kvstore.engine.paces import Paces
 from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.engine.policy.port import Words
-from kvstore.engine.residency import Residency
+from kvstore.engine.residency import SCOPE_COUNT_MAX, Change, Residency
 from kvstore.engine.slots import Slots
-from kvstore.types import ConnectionId
+from kvstore.types import ConnectionId, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
@@ -51,6 +53,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which blocks are written to the file tier."""
     file_day_bytes: int = 0
     """What may be written to it in a day; 0: any amount."""
+    tell_changes: bool = False
+    """Whether `Changed` commands are wanted."""
+
+
+class Model(msgspec.Struct, frozen=True):
+    """What is known of a space beside its fingerprint."""
+
+    label: str = ""
+    block_tokens: int = 0
 
 
 class State:
@@ -63,7 +74,9 @@ class State:
             arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes, policy=config.policy
         )
         self.residency = Residency(
-            block_count_max=config.block_count_max, word_count=len(self.slots.state)
+            block_count_max=config.block_count_max,
+            word_count=len(self.slots.state),
+            tell_changes=config.tell_changes,
         )
         self.leases = Leases(
             self.slots, ttl_ns=config.lease_ttl_ms * NS_PER_MS, count_max=config.lease_count_max
@@ -71,6 +84,8 @@ class State:
         self.paces = Paces(config.learned)
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
+        self.models: dict[SpaceId, Model] = {}
+        """What engines said of their spaces; at most SCOPE_COUNT_MAX."""
         self.now_ns = 0
         self.file_used_bytes = 0
         """As the tier told last."""
@@ -103,6 +118,32 @@ class State:
                 RaiseGenerations(
                     self.slots.slots_of(words), self.slots.generation[words], self.cause
                 )
+            )
+
+    def name_space(self, space: SpaceId, model: Model) -> None:
+        """An engine says what its space is; the first one's word counts."""
+        if space not in self.models and len(self.models) >= SCOPE_COUNT_MAX:
+            del self.models[next(iter(self.models))]
+        self.models.setdefault(space, model)
+
+    def tell_changes(self) -> None:
+        """What tiers gained and lost becomes commands."""
+        self.commands += self.in_words(self.residency.take_changes())
+
+    def in_words(self, changes: Iterable[Change]) -> Iterator[Changed]:
+        """Changes with all that is known of their blocks."""
+        for change in changes:
+            tenant, space, shard = change.scope
+            model = self.models.get(space, Model())
+            yield Changed(
+                tier=change.tier,
+                stored=change.stored,
+                tenant=tenant,
+                space=space,
+                shard=shard,
+                label=model.label,
+                block_tokens=model.block_tokens,
+                keys=change.keys,
             )
 
     def forget_unused_scopes(self) -> None:

@@ -71,6 +71,15 @@ METRICS: Final = (
         "Longest time between two heartbeats since the start; engines give up at 0.25.",
     ),
     Metric("kvstore_queries_total", "counter", "", (), "Questions of inspect and /metrics."),
+    *(
+        Metric(f"kvstore_event_{name}_total", "counter", "", (), text)
+        for name, text in (
+            ("batches", "Batches of KV events published (--events)."),
+            ("keys_lost", "Block changes that were not published: the publisher fell behind."),
+            ("replays", "Replays and snapshots of KV events that were asked for."),
+            ("requests_refused", "Requests to the replay socket that were none."),
+        )
+    ),
     Metric("kvstore_info", "gauge", "", ("version", "incarnation"), "Always 1."),
     Metric("kvstore_blocks", "gauge", "", ("tier",), "Block shards held."),
     Metric(

@@ -6,8 +6,8 @@ operator reads when one does not. Does not cover: how the command line is spelle
 
 Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
 text that is no size; dram larger than the memory there is; slab larger than dram; an address
-beyond loopback without the opt-in; a file tier that is no PATH:SIZE or too small; a policy or
-admission that does not exist; limits of writes without a file tier, or too small for a block.
+beyond loopback without the opt-in; events on what is no address; a file tier that is no PATH:SIZE
+or too small; a policy or admission that does not exist; limits of writes without a file tier, or too small for a block.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
 DEFAULT_METRICS: Final = "127.0.0.1:9464"
 DEFAULT_POLICY: Final = "lru"
 DEFAULT_ADMISSION: Final = AdmissionMode.ALL
+EXAMPLE_EVENTS: Final = "ipc:///run/kvstore/events"
+HASH_FORMS: Final = ("int", "bytes")
+PORT_MAX: Final = 65535
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
 SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
@@ -64,6 +67,18 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EventsConfig:
+    """Where and how KV events are published; addresses as ZeroMQ spells them."""
+
+    endpoint: str
+    replay_endpoint: str
+    node: str
+    beyond_loopback: bool
+    whole_hashes: bool
+    """32 bytes each, as engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 publish theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NodeConfig:
     """Everything a node needs to know, checked."""
 
@@ -83,6 +98,7 @@ class NodeConfig:
     file_day_bytes: int
     """What may be written to it in a day; 0: any amount."""
     http: HttpConfig | None
+    events: EventsConfig | None
     allow_uids: frozenset[int]
     """Users whose processes may attach: the trust domain of the arena."""
     log_level: str
@@ -103,6 +119,9 @@ class Settings(
     slab: str | int = "auto"
     metrics: str | bool = DEFAULT_METRICS
     metrics_beyond_loopback: bool = False
+    events: str | bool = "off"
+    event_hashes: str = "int"
+    insecure: bool = False
     allow_uid: list[int] | int | None = None
     log_level: str = "info"
 
@@ -182,6 +201,7 @@ def _resolve(settings: Settings) -> NodeConfig:
         file_admission=_file_admission(settings),
         file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
         http=_http(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
+        events=_events(settings),
         allow_uids=_uids(settings.allow_uid),
         log_level=level,
     )
@@ -310,23 +330,79 @@ def _socket(text: str) -> Path:
 def _http(text: str | bool, *, beyond_loopback: bool) -> HttpConfig | None:
     if text is False or text == "off":  # YAML reads a bare off as false
         return None
-    host, colon, port = str(text).rpartition(":")
-    host = host.strip("[]")
-    try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-        number = int(port)
-        if not colon or not 0 <= number <= 65535:
-            raise ValueError(port)
-    except ValueError:
+    found = _address(str(text))
+    if found is None:
         raise ConfigError(
             f"metrics {text!r} must be an IP address and a port, such as {DEFAULT_METRICS}, or off"
-        ) from None
+        )
+    address, number = found
     if not address.is_loopback and not beyond_loopback:
         raise ConfigError(
             f"metrics on {address} can be read from other machines: use 127.0.0.1, or add"
             " --metrics-beyond-loopback if that is meant"
         )
     return HttpConfig(host=str(address), port=number)
+
+
+def _events(settings: Settings) -> EventsConfig | None:
+    """ipc:///PATH, with the replay socket at PATH.replay, or tcp://ADDRESS:PORT, with it one port
+    above; port 0 lets the kernel choose both."""
+    if settings.events is False or settings.events == "off":
+        return None
+    if settings.event_hashes not in HASH_FORMS:
+        raise ConfigError(
+            f"event-hashes {settings.event_hashes!r} is unknown: use one of {', '.join(HASH_FORMS)}"
+        )
+    kind, _, place = str(settings.events).partition("://")
+    beyond_loopback = False
+    if kind == "ipc" and place.startswith("/"):
+        endpoints = f"ipc://{_socket(place)}", f"ipc://{_socket(place + '.replay')}"
+    elif kind == "tcp":
+        endpoints, beyond_loopback = _tcp_endpoints(place, insecure=settings.insecure)
+    else:
+        raise ConfigError(_no_events_address(settings.events))
+    return EventsConfig(
+        endpoint=endpoints[0],
+        replay_endpoint=endpoints[1],
+        node=settings.node_name or platform.node(),
+        beyond_loopback=beyond_loopback,
+        whole_hashes=settings.event_hashes == "bytes",
+    )
+
+
+def _tcp_endpoints(place: str, *, insecure: bool) -> tuple[tuple[str, str], bool]:
+    """(both endpoints, whether other machines reach them)."""
+    found = _address(place)
+    if found is None or found[1] == PORT_MAX:
+        raise ConfigError(_no_events_address(f"tcp://{place}"))
+    address, port = found
+    if not address.is_loopback and not insecure:
+        raise ConfigError(
+            f"events on {address} can be read from other machines: use 127.0.0.1 or ipc://, or add"
+            " --insecure if that is meant"
+        )
+    host = f"[{address}]" if address.version == 6 else str(address)
+    ports = (str(port), str(port + 1)) if port else ("*", "*")
+    return (f"tcp://{host}:{ports[0]}", f"tcp://{host}:{ports[1]}"), not address.is_loopback
+
+
+def _no_events_address(text: object) -> str:
+    return (
+        f"events {text!r} must be ipc:///PATH or tcp://ADDRESS:PORT, such as {EXAMPLE_EVENTS},"
+        " or off"
+    )
+
+
+def _address(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int] | None:
+    """(address, port) of HOST:PORT; None when it is none."""
+    host, colon, port = text.rpartition(":")
+    host = host.strip("[]")
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+        number = int(port)
+    except ValueError:
+        return None
+    return (address, number) if colon and 0 <= number <= PORT_MAX else None
 
 
 def _uids(value: list[int] | int | None) -> frozenset[int]:

@@ -8,11 +8,12 @@ into the engine. Does not cover: deciding (`kvstore.engine`), sockets (`kvstore.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.engine.events import (
     Admit,
+    Changed,
     Cleared,
     Command,
     Ended,
@@ -54,7 +55,9 @@ class Executor:
         arena_fd: int,
         generation_fd: int,
         files: FileEnd | None = None,
+        publish: Callable[[Changed], None] | None = None,
     ) -> None:
+        self._publish = publish
         self._tier = tier
         self._files = files
         self._attach = attach
@@ -96,6 +99,9 @@ class Executor:
                     self._attach.release(number)
                 case Cleared(blocks=blocks):
                     cleared_blocks += blocks
+                case Changed():
+                    assert self._publish is not None, "a change that nobody asked for"
+                    self._publish(command)
                 case _:
                     assert self._files is not None, "a file command without a file tier"
                     events += self._files.carry_out(command)

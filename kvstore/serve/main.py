@@ -19,7 +19,14 @@ import click
 from kvstore.errors import AttachError, ConfigError
 from kvstore.obs import logs
 from kvstore.serve.ask import SUMMARY, TOPICS, NodeClient, as_json, show
-from kvstore.serve.config import DEFAULT_METRICS, DEFAULT_SOCKET, LOG_LEVELS, load_config
+from kvstore.serve.config import (
+    DEFAULT_METRICS,
+    DEFAULT_SOCKET,
+    EXAMPLE_EVENTS,
+    HASH_FORMS,
+    LOG_LEVELS,
+    load_config,
+)
 from kvstore.serve.executor import Poisoned
 from kvstore.serve.fsck import fsck as check_directory
 from kvstore.serve.inspect import BLOCK_ROWS_MAX
@@ -76,7 +83,7 @@ def cli() -> None:
 @click.option(
     "--node-name",
     metavar="NAME",
-    help="This node's own part of a shared directory.  [default: the host's name]",
+    help="Its part of a shared directory, and its name in events.  [default: the host's name]",
 )
 @click.option(
     "--slab", metavar="SIZE|auto", help="Unit in which dram goes to block sizes.  [default: auto]"
@@ -90,6 +97,21 @@ def cli() -> None:
     "--metrics-beyond-loopback/--metrics-loopback-only",
     default=None,
     help="Allow an address that other machines can read, such as a pod's.",
+)
+@click.option(
+    "--events",
+    metavar="ADDR|off",
+    help=f"Publish KV events for indexers, such as {EXAMPLE_EVENTS}.  [default: off]",
+)
+@click.option(
+    "--event-hashes",
+    type=click.Choice(HASH_FORMS),
+    help="Form of block hashes in events: that of the engines' own events.  [default: int]",
+)
+@click.option(
+    "--insecure/--secure",
+    default=None,
+    help="Let other machines read events without TLS; for labs.",
 )
 @click.option(
     "--allow-uid",
@@ -113,6 +135,7 @@ def node(config_path: Path | None, allow_uid: tuple[int, ...], **flags: str | bo
       kvstore node --socket /run/kvstore/node.sock --dram 64GiB
       kvstore node --dram 64GiB --file /var/lib/kvstore:2TiB --file-writes-per-day 1TiB
       kvstore node --config node.yaml --metrics off
+      kvstore node --events tcp://127.0.0.1:5557 --node-name $HOSTNAME
     \b
     node.yaml:
       dram: 64GiB

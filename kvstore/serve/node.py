@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.arena import Arena
 from kvstore.engine.engine import Engine, EngineConfig
@@ -33,17 +33,21 @@ from kvstore.serve.files import FileEnd
 from kvstore.serve.http import HttpServer
 from kvstore.serve.inspect import InspectServer
 from kvstore.serve.listener import Listener
-from kvstore.serve.pages import NodeCollector, make_pages
+from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file import FileTier
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.units import format_size
 from kvstore.wire.learned import Learned
 
+if TYPE_CHECKING:
+    from kvstore.serve.publish import Publisher
+
 CONNECTION_COUNT_MAX: Final = 256
 FILE_ROW_BYTES: Final = 256 << 10
 """One row of metadata for so much of the file tier. Blocks of models that serve are larger; with
 smaller ones a part of the tier stays unused."""
+HELD_TIMEOUT_S: Final = 1.0
 NEWCOMER_COUNT_MAX: Final = 16
 SWITCH_INTERVAL_S: Final = 0.0005
 _PR_SET_DUMPABLE: Final = 4
@@ -63,6 +67,8 @@ class Running(NamedTuple):
     huge_pages: bool
     metrics_url: str
     """Empty when off."""
+    events: str
+    """Where KV events and their replay are; empty when off."""
     incarnation: Incarnation
 
     def line(self) -> str:
@@ -70,6 +76,7 @@ class Running(NamedTuple):
         note = f" ({self.dram_note})" if self.dram_note else ""
         return (
             f"kvstore node ready: socket={self.socket} metrics={self.metrics_url or 'off'}"
+            f" events={self.events or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
             f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
             f" dram={format_size(self.dram_bytes)}{note}"
@@ -109,6 +116,7 @@ def _assemble(
     attach = _make_attach(config, listener, clock)
     stack.callback(attach.close)
     files = _open_files(config, arena, clock, stack)
+    publisher = _open_publisher(config, incarnation, clock, stack)
     driver = Driver(
         engine=_make_engine(config, arena, incarnation, files.learned if files else Learned()),
         tier=tier,
@@ -119,6 +127,7 @@ def _assemble(
             arena_fd=arena.arena_fd,
             generation_fd=arena.generation_fd,
             files=files,
+            publish=publisher.put if publisher else None,
         ),
         clock=clock,
         files=files,
@@ -131,6 +140,7 @@ def _assemble(
             tier=tier,
             incarnation=incarnation,
             version=version("kvstore"),
+            events=publisher.counters if publisher else EventCounters(),
         )
         http = HttpServer(config.http, make_pages(collector, driver, listener))
         stack.callback(http.close)
@@ -139,15 +149,54 @@ def _assemble(
     rpc = InspectServer(config.socket, driver)
     stack.callback(rpc.close)
     tier.start()
-    return driver, Running(
+    if publisher is not None:
+        _start_publisher(publisher, driver)
+    return driver, _running(config, arena, incarnation, url, publisher)
+
+
+def _running(
+    config: NodeConfig,
+    arena: Arena,
+    incarnation: Incarnation,
+    metrics_url: str,
+    publisher: Publisher | None,
+) -> Running:
+    return Running(
         socket=str(config.socket),
         dram_bytes=config.dram_bytes,
         dram_note=config.dram_note,
         slab_bytes=config.slab_bytes,
         file=f"{config.file.home}:{format_size(config.file.capacity_bytes)}" if config.file else "",
         huge_pages=arena.huge_pages,
-        metrics_url=url,
+        metrics_url=metrics_url,
+        events=f"{publisher.endpoint},{publisher.replay_endpoint}" if publisher else "",
         incarnation=incarnation,
+    )
+
+
+def _open_publisher(
+    config: NodeConfig, incarnation: Incarnation, clock: Clock, stack: contextlib.ExitStack
+) -> Publisher | None:
+    if config.events is None:
+        return None
+    try:
+        # Only here: a node without --events needs no ZeroMQ.
+        from kvstore.serve.publish import Publisher
+    except ImportError:
+        raise ConfigError("--events needs pyzmq: pip install 'kvstore[events]'") from None
+    if config.events.beyond_loopback:
+        _log.warning(
+            "--insecure: whoever reaches %s reads, without TLS, which blocks this node holds",
+            config.events.endpoint,
+        )
+    publisher = Publisher(config.events, incarnation=incarnation, clock=clock)
+    stack.callback(publisher.close)
+    return publisher
+
+
+def _start_publisher(publisher: Publisher, driver: Driver) -> None:
+    publisher.start(
+        lambda row: driver.query(lambda engine: engine.held(row), timeout_s=HELD_TIMEOUT_S)
     )
 
 
@@ -198,6 +247,7 @@ def _make_engine(
             file_day_bytes=config.file_day_bytes,
             learned=learned,
             connection_count_max=CONNECTION_COUNT_MAX,
+            tell_changes=config.events is not None,
         )
     )
 

@@ -24,6 +24,16 @@ HEALTH_TIMEOUT_S: Final = 0.25
 METRICS_TIMEOUT_S: Final = 1.0
 
 
+class EventCounters:
+    """What was published since the start; each is written by one thread."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.keys_lost = 0
+        self.replays = 0
+        self.requests_refused = 0
+
+
 class NodeCollector(Collector):
     """The metrics of one node, read between two steps so that they belong together."""
 
@@ -35,7 +45,9 @@ class NodeCollector(Collector):
         tier: Tier,
         incarnation: Incarnation,
         version: str,
+        events: EventCounters,
     ) -> None:
+        self._events = events
         self._driver = driver
         self._attach = attach
         self._tier = tier
@@ -78,6 +90,10 @@ class NodeCollector(Collector):
             family("kvstore_loop_failures_total", [((), loop.failures)]),
             family("kvstore_heartbeat_gap_seconds", [((), loop.beat_gap_ns_max / NS_PER_S)]),
             family("kvstore_queries_total", [((), loop.queries)]),
+            *(
+                family(f"kvstore_event_{name}_total", [((), count)])
+                for name, count in vars(self._events).items()
+            ),
         ]
 
 

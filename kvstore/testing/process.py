@@ -100,6 +100,13 @@ class NodeProcess:
         return found[1] if found else ""
 
     @property
+    def events(self) -> tuple[str, str]:
+        """Endpoints of KV events and of their replay."""
+        found = re.search(r"events=([^ ,]+),(\S+)", self.ready_line)
+        assert found is not None, "the node publishes no events"
+        return found[1], found[2]
+
+    @property
     def log(self) -> str:
         """What the node wrote to stderr so far."""
         return (self.directory / "node.log").read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import (
     Admit,
+    Changed,
     Command,
     Ended,
     Event,
@@ -27,7 +28,7 @@ from kvstore.engine.events import (
     Send,
     Tick,
 )
-from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -136,6 +137,7 @@ class Node:
             "block_count_max": 256,
             "credit_share": 0.25,
             "policy": DEFAULTS.policy,
+            "tell_changes": True,
         } | config
         self.engine = Engine(
             EngineConfig(
@@ -151,12 +153,16 @@ class Node:
         self.hangups: dict[int, str] = {}
         self.admitted: list[int] = []
         self.released: list[int] = []
+        self.told: set[tuple[Tier, str, SpaceId, Shard, bytes]] = set()
+        """What the tiers hold, as the changes tell it."""
         self.raised: dict[int, int] = {}
         self._connections = 0
         self.step(Ready(arena if ready_slots is None else ready_slots * SLOT_BYTES_MIN))
 
     def step(self, *events: Event) -> list[Command]:
-        """Take events; what was said is sorted into `sent`, `hangups` and so on."""
+        """Take events; what was said is sorted into `sent`, `hangups` and so on.
+
+        Returns the commands, but those that only tell of changes."""
         commands = self.engine.step(events, self.now_ns)
         for command in commands:
             match command:
@@ -168,10 +174,38 @@ class Node:
                     self.hangups[connection] = reason
                 case Release(connection=connection):
                     self.released.append(connection)
+                case Changed():
+                    self._hear_change(command)
                 case RaiseGenerations(slots=slots, generations=generations):
                     self.raised.update(zip(slots.tolist(), generations.tolist(), strict=True))
         self.engine.check()
-        return commands
+        assert self.told == self._held(), "the changes tell another story than the tables"
+        return [command for command in commands if not isinstance(command, Changed)]
+
+    def _hear_change(self, change: Changed) -> None:
+        scope = change.tier, change.tenant, change.space, change.shard
+        keys = {(*scope, change.keys[at : at + 32]) for at in range(0, len(change.keys), 32)}
+        assert len(keys) * 32 == len(change.keys) > 0, "a change that tells nothing, or a key twice"
+        if change.stored:
+            assert not keys & self.told, "stored twice"
+            self.told |= keys
+        else:
+            assert keys <= self.told, "removed where it was not"
+            self.told -= keys
+
+    def _held(self) -> set[tuple[Tier, str, SpaceId, Shard, bytes]]:
+        residency = self.engine._state.residency
+        rows = residency.table.used_rows()
+        tiers = {Tier.DRAM: residency.words(rows) >= 0, Tier.FILE: residency.file[rows] != 0}
+        return {
+            (
+                tier,
+                *residency.address(int(residency.table.scopes[row])),
+                residency.table.keys[row].tobytes(),
+            )
+            for tier, there in tiers.items()
+            for row in rows[there]
+        }
 
     def hear(self, connection: int, message: EngineMessage) -> list[Command]:
         return self.step(Received(ConnectionId(connection), message))

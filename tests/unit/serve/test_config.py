@@ -11,7 +11,7 @@ import pytest
 from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.serve import config as config_module
-from kvstore.serve.config import HttpConfig, available_memory, load_config
+from kvstore.serve.config import EventsConfig, HttpConfig, available_memory, load_config
 from kvstore.units import GIB, KIB, MIB
 
 LEAST = {"dram": "1MiB", "metrics": "off"}
@@ -34,6 +34,7 @@ def test_defaults() -> None:
     assert config.dram_note == "half of the 8 GiB that the machine has available"
     assert config.slab_bytes == 64 * MIB
     assert config.http == HttpConfig(host="127.0.0.1", port=9464)
+    assert config.events is None
     assert config.allow_uids == {os.geteuid(), 0}
     assert config.log_level == "info"
     assert config.policy == "lru"
@@ -128,6 +129,16 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"metrics": "127.0.0.1:99999"}, "must be an IP address and a port"),
         ({"metrics": "example.org:1"}, "must be an IP address and a port"),
         ({"metrics": True}, "must be an IP address and a port"),
+        ({"events": "tcp://0.0.0.0:5557"}, "can be read from other machines: use 127.0.0.1 or ipc"),
+        ({"events": "tcp://10.0.0.3:5557"}, "or add --insecure if that is meant"),
+        ({"events": "127.0.0.1:5557"}, "must be ipc:///PATH or tcp://ADDRESS:PORT, such as ipc://"),
+        ({"events": "tcp://*:5557"}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
+        ({"events": "tcp://127.0.0.1:65535"}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
+        ({"events": "ipc://events"}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
+        ({"events": "inproc://x"}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
+        ({"events": True}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
+        ({"events": "ipc:///" + "x" * 105}, "choose a shorter one"),
+        ({"events": "ipc:///x", "event-hashes": "hex"}, "use one of int, bytes"),
         ({"log-level": "loud"}, "use one of debug, info, warning, error"),
         ({"allow-uid": [-1]}, "must name numeric user ids"),
         ({"allow-uid": []}, "must name numeric user ids"),
@@ -185,6 +196,32 @@ def test_loopback_needs_no_opt_in(metrics: str) -> None:
 def test_a_pods_address_needs_the_opt_in() -> None:
     settings = LEAST | {"metrics": "10.0.0.3:9464", "metrics-beyond-loopback": True}
     assert load_config(None, settings).http == HttpConfig(host="10.0.0.3", port=9464)
+
+
+@pytest.mark.parametrize(
+    ("address", "endpoint", "replay"),
+    [
+        ("ipc:///run/x", "ipc:///run/x", "ipc:///run/x.replay"),
+        ("tcp://localhost:5557", "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"),
+        ("tcp://[::1]:0", "tcp://[::1]:*", "tcp://[::1]:*"),
+    ],
+)
+def test_events_and_their_replay(address: str, endpoint: str, replay: str) -> None:
+    events = load_config(None, LEAST | {"events": address, "node-name": "n7"}).events
+    assert events == EventsConfig(
+        endpoint=endpoint,
+        replay_endpoint=replay,
+        node="n7",
+        beyond_loopback=False,
+        whole_hashes=False,
+    )
+
+
+def test_events_for_other_machines_need_the_opt_in() -> None:
+    settings = {"events": "tcp://10.0.0.3:5557", "insecure": True, "event-hashes": "bytes"}
+    events = load_config(None, LEAST | settings).events
+    assert events is not None
+    assert (events.beyond_loopback, events.whole_hashes) == (True, True)
 
 
 def test_huge_pages_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,117 @@
+"""KV events: what a node holds, in vLLM's own wire form, for indexers outside kvstore.
+
+    message   [topic, sequence number (u64 big-endian), payload]
+    payload   msgpack [time, [event, …], nil]: vLLM's KVEventBatch; the rank is nobody's
+    event     a map: vLLM's fields of BlockStored, BlockRemoved or AllBlocksCleared, and `kvstore`
+
+An event describes itself: `kvstore` says of which node, incarnation, tenant, space and shard it is,
+and has the whole 32-byte keys. `block_hashes` has them in the form in which the node's engines
+publish theirs (the low 64 bits as numbers, or whole), so that an index can join the two.
+
+A node knows no tokens: `token_ids` is empty, there is no parent, and `block_size` is 0. That is
+what vLLM itself publishes for blocks whose tokens it does not know, and what consumers skip or join
+by hash; with the real size, those that cut `token_ids` by it would read past its end.
+
+Covers the form. Does not cover: sockets, sequence numbers (`kvstore.serve.publish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvstore.types import KEY_BYTES, Shard, SpaceId, Tier
+
+OWNERSHIP: Final = "kvstore"
+MEDIUM: Final = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.FILE: "STORAGE"}
+"""vLLM's names of tiers."""
+SEQUENCE_BYTES: Final = 8
+END: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+"""Instead of a sequence number: of a reply, that it was the last; of a request, that a snapshot is
+wanted."""
+
+
+class Publisher(msgspec.Struct, frozen=True):
+    """Who speaks. Another incarnation knows nothing of what this one said."""
+
+    node: str
+    incarnation: str
+    """16 hex digits."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose blocks an event is about, and which."""
+
+    node: str
+    incarnation: str
+    tenant: str
+    space: SpaceId
+    shard: Shard
+    label: str
+    block_tokens: int
+    keys: bytes
+    """32 bytes each, in the order of `block_hashes`."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A tier holds these blocks now."""
+
+    block_hashes: list[int] | list[bytes]
+    medium: str
+    kvstore: Origin
+    parent_block_hash: None = None
+    token_ids: tuple[int, ...] = ()
+    block_size: int = 0
+    lora_id: None = None
+    lora_name: None = None
+    locality: str = "LOCAL"
+    ownership: str = OWNERSHIP
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A tier holds these blocks no more."""
+
+    block_hashes: list[int] | list[bytes]
+    medium: str
+    kvstore: Origin
+    locality: str = "LOCAL"
+    ownership: str = OWNERSHIP
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Nothing that this publisher said before counts."""
+
+    kvstore: Publisher
+    ownership: str = OWNERSHIP
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def block_event(
+    origin: Origin, *, tier: Tier, stored: bool, whole_hashes: bool
+) -> BlockStored | BlockRemoved:
+    """One event about the keys of `origin`."""
+    hashes = _whole(origin.keys) if whole_hashes else low_hashes(origin.keys)
+    kind = BlockStored if stored else BlockRemoved
+    return kind(block_hashes=hashes, medium=MEDIUM[tier], kvstore=origin)
+
+
+def low_hashes(keys: bytes) -> list[int]:
+    """The low 64 bits of each key: what vLLM publishes with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES."""
+    low: list[int] = np.frombuffer(keys, ">u8").reshape(-1, KEY_BYTES // 8)[:, -1].tolist()
+    return low
+
+
+def _whole(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def encode_batch(time_s: float, events: Sequence[KVEvent]) -> bytes:
+    """The payload of one message; `time_s` is wall time."""
+    return _encoder.encode((time_s, events, None))

@@ -1,0 +1,254 @@
+"""KV events of a real node: an outside indexer knows what is held, whatever happens to either."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from kvstore.testing.indexer import Indexer
+from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
+from kvstore.wire.kv_events import SEQUENCE_BYTES
+from tests.integration.node.conftest import eventually
+
+TCP = ("--events", "tcp://127.0.0.1:0", "--node-name", "n1")
+
+
+def knows(indexer: Indexer, medium: str, keys: list[bytes]) -> bool:
+    """Whether the indexer comes to hold exactly these keys."""
+
+    def asks() -> bool:
+        indexer.listen(timeout_s=0.0)
+        indexer.catch_up()
+        return indexer.keys(medium) == set(keys)
+
+    return eventually(asks)
+
+
+def clear(node: NodeProcess) -> None:
+    command = [sys.executable, "-m", "kvstore.serve.main", "clear", "--socket", str(node.socket)]
+    subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
+    )
+
+
+def test_what_is_stored_evicted_and_cleared_is_told(tmp_path: Path) -> None:
+    keys = make_keys(40)
+    with (
+        NodeProcess.start(tmp_path, dram="1MiB", flags=TCP) as node,  # 16 slots
+        RawEngine(node.socket, tenant="team", model="llama") as engine,
+        Indexer(*node.events) as indexer,
+    ):
+        engine.open()
+        engine.store(keys[:3])
+        assert knows(indexer, "CPU", keys[:3])
+        engine.store(keys[3:])
+        engine.lease_stored(keys[-1:])
+
+        def knows_the_last() -> bool:
+            indexer.catch_up()
+            return keys[-1] in indexer.keys("CPU")
+
+        assert eventually(knows_the_last)
+        assert 0 < len(indexer.held) <= 16
+        assert {(tenant, shard) for _, tenant, _, shard, _ in indexer.held} == {
+            ("team", (0, 4, 0, 4))
+        }
+        assert indexer.hashes["CPU"] == {
+            int.from_bytes(key[-8:], "big") for key in indexer.keys("CPU")
+        }
+        clear(node)
+        assert knows(indexer, "CPU", [])
+        assert indexer.hashes["CPU"] == set()
+        assert indexer.incarnation in node.ready_line
+        assert indexer.snapshots == 0
+
+
+def test_live_events_come_by_themselves_and_say_whose_they_are(tmp_path: Path) -> None:
+    flags = [*TCP, "--event-hashes", "bytes"]
+    with (
+        NodeProcess.start(tmp_path, flags=flags) as node,
+        RawEngine(node.socket, model="llama") as engine,
+        Indexer(*node.events) as indexer,
+    ):
+        engine.open()
+        stored: list[bytes] = []
+
+        def heard() -> bool:  # stores until the subscription has arrived at the node
+            more = make_keys(1, seed=str(len(stored)))
+            engine.store(more)
+            stored.extend(more)
+            return indexer.listen(timeout_s=0.1)
+
+        assert eventually(heard)
+        assert knows(indexer, "CPU", stored)
+        assert indexer.topics == {"kv@n1@llama"}
+        assert indexer.hashes["CPU"] == set(stored)
+        (batch, *_) = (payload for number, payload in indexer._ask(bytes(8)) if number == 1)
+        about = msgspec.msgpack.decode(batch)[1][0]["kvstore"]
+        assert (about["node"], about["label"]) == ("n1", "llama")
+        assert about["block_tokens"] == BLOCK_TOKENS
+
+
+def test_blocks_on_disk_are_told_and_told_again_after_a_restart(tmp_path: Path) -> None:
+    keys = make_keys(5)
+    flags = [
+        *("--events", f"ipc://{tmp_path}/events", "--event-hashes", "int"),
+        *("--file", f"{tmp_path}/files:64MiB"),
+    ]
+    with (
+        NodeProcess.start(tmp_path, flags=flags) as node,
+        RawEngine(node.socket) as engine,
+        Indexer(*node.events) as indexer,
+    ):
+        engine.open()
+        engine.store(keys)
+        assert knows(indexer, "STORAGE", keys)
+        assert indexer.keys("CPU") == set(keys)
+        first = indexer.incarnation
+        for name in ("events", "events.replay"):
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+        assert node.stop() == 0
+        assert not (tmp_path / "events").exists()
+        with NodeProcess.start(tmp_path, flags=flags) as again, Indexer(*again.events) as late:
+            assert knows(late, "STORAGE", keys)
+            assert late.keys("CPU") == set()
+            assert late.incarnation != first
+            # Who remembers the old node asks for a number that was never there.
+            indexer.next_number = 0
+            assert knows(indexer, "STORAGE", keys)
+            assert indexer.keys("CPU") == set()
+
+
+def test_a_late_indexer_that_missed_too_much_gets_a_snapshot(tmp_path: Path) -> None:
+    keys = make_keys(8)
+    with (
+        NodeProcess.start(tmp_path, flags=TCP) as node,
+        RawEngine(node.socket) as engine,
+        Indexer(*node.events) as indexer,
+    ):
+        engine.open()
+        engine.store(keys)
+        engine.lease_stored(keys)
+        for _, payload in indexer._ask(b"\xff" * SEQUENCE_BYTES):
+            indexer._apply(payload)
+        assert indexer.keys("CPU") == set(keys)
+
+
+def test_garbage_on_both_sockets_harms_nobody(tmp_path: Path) -> None:
+    keys = make_keys(4)
+    context = zmq.Context()
+    sockets: list[zmq.Socket[bytes]] = []
+    with (
+        NodeProcess.start(tmp_path, flags=TCP) as node,
+        RawEngine(node.socket) as engine,
+        Indexer(*node.events) as indexer,
+    ):
+        engine.open()
+        try:
+            for endpoint in node.events:
+                for kind in (zmq.DEALER, zmq.SUB, zmq.PUSH):
+                    socket = context.socket(kind)
+                    sockets.append(socket)
+                    socket.connect(endpoint)
+                    if kind == zmq.SUB:
+                        socket.setsockopt(zmq.SUBSCRIBE, os.urandom(200))
+                        continue
+                    for size in (0, 1, 7, 8, 9, 300, 1 << 20):
+                        socket.setsockopt(zmq.SNDTIMEO, 0)
+                        try:
+                            socket.send_multipart([b"", os.urandom(size), b""])
+                        except zmq.Again:
+                            break
+            engine.store(keys)
+            assert knows(indexer, "CPU", keys)
+            assert psutil.Process(node.pid).is_running()
+        finally:
+            context.destroy(linger=0)
+
+
+DEAF = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.SUB)
+socket.setsockopt(zmq.SUBSCRIBE, b"")
+socket.connect(sys.argv[1])
+print("connected", flush=True)
+socket.recv()
+print("hears", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_subscriber_that_is_stopped_or_killed_slows_nobody(tmp_path: Path) -> None:
+    keys = make_keys(30)
+    with (
+        NodeProcess.start(tmp_path, flags=TCP) as node,
+        RawEngine(node.socket) as engine,
+        Indexer(*node.events) as indexer,
+        subprocess.Popen(
+            [sys.executable, "-c", DEAF, node.events[0]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as deaf,
+    ):
+        assert deaf.stdout is not None
+        engine.open()
+        try:
+            assert deaf.stdout.readline() == "connected\n"
+            deaf.send_signal(signal.SIGSTOP)
+            engine.store(keys[:10])
+            assert knows(indexer, "CPU", keys[:10])
+            deaf.send_signal(signal.SIGKILL)
+            assert deaf.wait(10) == -signal.SIGKILL
+            engine.store(keys[10:])
+            assert knows(indexer, "CPU", keys)
+        finally:
+            deaf.kill()
+    assert "Traceback" not in node.log
+
+
+def test_a_killed_node_leaves_an_address_that_the_next_one_takes(tmp_path: Path) -> None:
+    flags = ["--events", f"ipc://{tmp_path}/events"]
+    with NodeProcess.start(tmp_path, flags=flags) as node:
+        node.kill()
+    with NodeProcess.start(tmp_path, flags=flags) as node, Indexer(*node.events) as indexer:
+        assert knows(indexer, "CPU", [])
+        assert indexer.incarnation
+
+
+def test_a_taken_address_is_one_sentence(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with NodeProcess.start(tmp_path, flags=TCP) as node:
+        with pytest.raises(NodeFailed, match="choose another --events") as caught:
+            NodeProcess.start(other, flags=["--events", node.events[0]])
+        assert caught.value.code == 2
+        assert caught.value.stderr.count("\n") == 1
+
+
+def test_without_pyzmq_the_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "zmq.py").write_text("raise ImportError\n")
+    command = [
+        *(sys.executable, "-m", "kvstore.serve.main", "node", "--dram", "1MiB", "--metrics", "off"),
+        *("--socket", str(tmp_path / "node.sock"), "--events", "tcp://127.0.0.1:0"),
+    ]
+    result = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stderr == "kvstore: --events needs pyzmq: pip install 'kvstore[events]'\n"

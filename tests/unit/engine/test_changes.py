@@ -1,0 +1,106 @@
+"""What the tiers gain and lose is told exactly. `Node.step` compares it with the tables each time,
+so every test and machine of this folder that moves a block is one of the changes too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.engine import engine as engine_module
+from kvstore.engine.events import Changed, Clear
+from kvstore.engine.residency import Residency
+from kvstore.types import Tier
+from kvstore.wire.messages import HelloScheduler
+from tests.unit.engine.disk import SPACE, DiskNode, known
+from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, keys
+
+
+class Named(Peer):
+    """An engine whose label is its name."""
+
+    def scheduler_hello(self, **changes: Any) -> HelloScheduler:
+        return super().scheduler_hello(label=self.name, **changes)
+
+
+def all_held(node: Node) -> list[Changed]:
+    """Everything that the node holds, asked slice by slice."""
+    changes, row = node.engine.held(0)
+    while row >= 0:
+        more, row = node.engine.held(row)
+        changes += more
+    return changes
+
+
+def as_set(changes: list[Changed]) -> set[tuple[object, ...]]:
+    return {
+        (c.tier, c.tenant, c.space, c.shard, c.keys[at : at + 32])
+        for c in changes
+        for at in range(0, len(c.keys), 32)
+    }
+
+
+def test_who_wants_no_changes_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tell_changes=False)
+    monkeypatch.setattr(node, "_held", set)
+    Peer(node).store(1, 2)
+    node.step(Clear(None, None))
+    assert node.engine.counters.stores_sealed == 2
+    assert not node.told
+
+
+def test_a_change_says_all_that_is_known_of_its_blocks() -> None:
+    node = DiskNode()
+    node.step(known(5))
+    (early,) = all_held(node)
+    assert (early.tier, early.label, early.block_tokens) == (Tier.FILE, "", 0)
+    assert (early.tenant, early.space, early.shard) == ("t", SPACE, WHOLE)
+    assert early.keys == keys(5)
+    Named(node, "llama")
+    Named(node, "another name for it")
+    (change,) = all_held(node)
+    assert (change.label, change.block_tokens) == ("llama", SMALL.block_tokens)
+
+
+@given(slice_rows=st.integers(1, 9), stored=st.sets(st.integers(0, 11)), cleared=st.booleans())
+def test_slices_add_up_to_what_was_told(
+    slice_rows: int, stored: set[int], *, cleared: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "HELD_ROWS_MAX", slice_rows)
+        node = DiskNode()
+        one, two = Peer(node), Peer(node, "b", shards=HALVES, tenant="u")
+        node.step(known(1, 2, 20))
+        one.store(*stored)
+        if cleared:
+            node.step(Clear(None, "t"))
+        two.store(*sorted(stored)[:2])
+        node.write_all()
+        assert as_set(all_held(node)) == node.told
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.FILE])
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_change_that_is_not_told_is_seen(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch, *, stored: bool
+) -> None:
+    tell = Residency._tell
+
+    def broken(self: Residency, its_tier: Tier, rows: Any, *, stored: bool) -> None:
+        if (its_tier, stored) != left_out:
+            tell(self, its_tier, rows, stored=stored)
+
+    left_out = tier, stored
+    monkeypatch.setattr(Residency, "_tell", broken)
+    node = DiskNode()
+    peer = Peer(node)
+
+    def live() -> None:
+        peer.store(1)
+        node.write_all()
+        node.step(Clear(None, None))
+
+    with pytest.raises(AssertionError, match="another story"):
+        live()
