@@ -7,7 +7,8 @@ operator reads when one does not. Does not cover: how the command line is spelle
 Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
 text that is no size; dram larger than the memory there is; slab larger than dram; an address
 beyond loopback without the opt-in; events on what is no address; a file tier that is no PATH:SIZE
-or too small; a policy or admission that does not exist; limits of writes without a file tier, or too small for a block.
+or too small; a policy or admission that does not exist; limits of writes without a file tier, or
+too small for a block.
 """
 
 from __future__ import annotations
