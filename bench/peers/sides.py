@@ -19,6 +19,7 @@ from bench.peers.lmcache import LMCacheEngineConfig, LMCacheServer
 from bench.peers.memory import Memory, memory_of, open_memfds
 from bench.settle import settled
 from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.models import BLOCK_TOKENS, POSITIONS_MAX
 from kvstore.testing.process import NodeProcess
 from kvstore.units import GIB
 
@@ -47,6 +48,8 @@ class Setup:
         return EngineConfig(
             model=self.model,
             dtype=self.dtype,
+            # A request must fit the engine's own cache, of which it keeps a block for itself.
+            max_model_len=min(POSITIONS_MAX, (self.kv_blocks - 1) * BLOCK_TOKENS),
             kv_blocks=self.kv_blocks,
             max_num_seqs=8,
             socket=socket,

@@ -27,7 +27,7 @@ from kvstore.testing.engine import Engine
 from kvstore.testing.models import BLOCK_TOKENS
 
 BURST: Final = 2
-HITS_PER_PROMPT: Final = 3
+HITS_PER_PROMPT: Final = 6
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:

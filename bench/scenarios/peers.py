@@ -64,14 +64,14 @@ GOALS: Final = {
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     """How much of everything."""
 
-    dram_prompts: int = 12
-    cold_turns: int = 12
-    file_prompts: int = 11
-    file_rounds: int = 3
+    dram_prompts: int = 6
+    cold_turns: int = 6
+    file_prompts: int = 8
+    file_rounds: int = 4
     damage_prompts: int = 40
     plan: ConversationPlan = ConversationPlan(
         seed=SEED,
-        users=10,
+        users=8,
         rounds=5,
         system_words=50,
         document_words=60,
