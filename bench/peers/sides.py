@@ -17,10 +17,10 @@ from typing import Final, Literal, Protocol
 from bench import disk
 from bench.peers.lmcache import LMCacheEngineConfig, LMCacheServer
 from bench.peers.memory import Memory, memory_of, open_memfds
-from bench.settle import settled
 from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, POSITIONS_MAX
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.settle import settled
 from kvstore.units import GIB
 
 Name = Literal["kvstore", "LMCache"]

@@ -30,11 +30,11 @@ from rich.progress import Progress
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from bench.settle import settled
 from kvstore.errors import KVStoreError
 from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, build_model, encoder
 from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.settle import settled
 from kvstore.testing.workload import fresh_prompts
 
 SIZE: Final = "bench"
