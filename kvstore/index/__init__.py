@@ -1,0 +1,1 @@
+"""Keys of prompts (pure): `chain.py` computes, from tokens, what engines call their blocks."""
