@@ -19,7 +19,7 @@ from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
 from kvstore.errors import AttachError
 from kvstore.obs.logs import RateLimit
-from kvstore.wire.messages import Hint, Message
+from kvstore.wire.messages import Hint, Message, Story
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,8 +103,8 @@ class SchedulerSide:
 
     def _flush(self, now_ns: int) -> None:
         for message in self._core.take_outbox():
-            # Hints may be lost; in a backlog they would only make it longer.
-            if not (self._unsent and isinstance(message, Hint)):
+            # Hints and stories may be lost; in a backlog they would only make it longer.
+            if not (self._unsent and isinstance(message, Hint | Story)):
                 self._unsent.append(message)
         if self._link is None:
             self._unsent.clear()
@@ -142,6 +142,13 @@ class SchedulerSide:
         """Hint the node. LoRA requests are left out: adapters have no digest yet."""
         self.poll()
         if request.lora_request is not None:
+            self._core.left_out(
+                request.request_id,
+                prompt_tokens=request.num_prompt_tokens,
+                reason="adapter",
+                now_ns=time.monotonic_ns(),
+            )
+            self._flush(time.monotonic_ns())
             return
         self._requests[request.request_id] = request
         self._due_tokens[request.request_id] = self._block_tokens
@@ -209,6 +216,10 @@ class SchedulerSide:
         )
         self._promised = None
 
+    def file_tokens(self, request: Request) -> int:
+        """Of the tokens that the request loads, those that came from disk for it."""
+        return self._core.file_tokens(request.request_id)
+
     def request_finished(self, request: Request) -> None:
         """The request ended; its blocks are free at once, fences protect running copies."""
         if self._requests.pop(request.request_id, None) is None:
@@ -224,7 +235,7 @@ class SchedulerSide:
                 story.prompt_tokens,
                 story.local_tokens,
                 story.loaded_tokens,
-                f" ({story.miss_reason})" if story.miss_reason else "",
+                f" ({story.outcome})" if story.outcome else "",
                 story.lookup_ns / 1e6,
                 story.load_ns / 1e6,
                 story.stored_blocks,

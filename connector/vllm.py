@@ -99,8 +99,6 @@ def _guarded(
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. One instance in the scheduler's process, one in each worker's."""
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -168,6 +166,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks were allocated; plans the load when there is one."""
         assert self._scheduler is not None
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """The tokens of a hit, by the tier that they came from."""
+        file_tokens = min(self._file_tokens(request), num_external_tokens)
+        split = {
+            CacheHitSource.HOST: num_external_tokens - file_tokens,
+            CacheHitSource.DISK: file_tokens,
+        }
+        return {source: tokens for source, tokens in split.items() if tokens}
+
+    @_guarded(lambda self: 0)
+    def _file_tokens(self, request: Request) -> int:
+        assert self._scheduler is not None
+        return self._scheduler.file_tokens(request)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's orders to the ranks."""

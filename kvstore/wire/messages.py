@@ -10,7 +10,7 @@ Control only: the bytes of blocks never pass through a socket.
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀── Seal, Drop, Distrust ───────│
-      │ Measured                     │
+      │ Measured, Story ────────────▶│                                │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
 
@@ -49,6 +49,9 @@ KEYS_PER_DATAGRAM_MAX: Final = 2048
 DATAGRAM_BYTES_MAX: Final = 160 << 10
 """Room for the largest datagram: 2,048 keys with slots, generations and checksums are 120 KiB."""
 LEASES_PER_DATAGRAM_MAX: Final = 4096
+ASKS_PER_LOOKUP_MAX: Final = 8
+"""What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
+REQUEST_BYTES_MAX: Final = 255
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 U64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -136,6 +139,45 @@ class Measured(Message, frozen=True):
     compute_ns_per_token: U64
     load_ns_per_token: U64
     """Of a copy from dram."""
+
+
+class Story(Message, frozen=True):
+    """Scheduler: how a request ended, for `kvstore explain`. Not answered; may be lost.
+
+    Counts and times only: neither text nor tokens nor keys. Of a request that was looked up several
+    times (preempted, say) the last lookup is told.
+    """
+
+    request: Name
+    """The engine's id of it, cut to REQUEST_BYTES_MAX."""
+    age_ns: U64 = 0
+    """Since it ended."""
+    prompt_tokens: U64 = 0
+    local_tokens: U64 = 0
+    """Of the prompt, in the engine's own cache."""
+    loaded_tokens: U64 = 0
+    """Behind those, from the node."""
+    file_tokens: U64 = 0
+    """Of the loaded ones: came from disk for this request."""
+    outcome: Annotated[str, msgspec.Meta(max_length=32)] = ""
+    """Why nothing, or nothing more, was loaded: words of `client.core`; empty after a load."""
+    detail: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    """Of a load that failed."""
+    session: U64 = 0
+    leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []
+    """LeaseAsks of the lookup, in chain order."""
+    first_block: U64 = 0
+    """Of the first of them."""
+    queued_ns: U64 = 0
+    """From its arrival to the first question."""
+    lookup_ns: U64 = 0
+    """From there to the node's answer."""
+    promotion_ns: U64 = 0
+    """From there on: waited for blocks from disk."""
+    load_ns: U64 = 0
+    """Copying, on the slowest rank."""
+    stored_blocks: U64 = 0
+    """Leading blocks that were stored, or known to be."""
 
 
 class Seal(Message, frozen=True):
@@ -235,6 +277,8 @@ class LeaseReply(Message, frozen=True):
     """So many blocks behind these are on their way to dram: LeaseMore brings them."""
     promoting_ms: U64 = 0
     """Estimate of how long that takes."""
+    from_file: U64 = 0
+    """So many of the leased blocks came from disk, and nobody has leased them since."""
 
 
 class LeaseMore(Message, frozen=True):
@@ -246,6 +290,8 @@ class LeaseMore(Message, frozen=True):
     checksums: bytes = b""
     promoting: U64 = 0
     """So many more are on their way; 0: this was the last."""
+    from_file: U64 = 0
+    """As in LeaseReply."""
 
 
 class Grant(Message, frozen=True):
@@ -265,6 +311,7 @@ EngineMessage = (
     | LeaseRenew
     | LeaseRelease
     | Measured
+    | Story
     | Seal
     | Drop
     | Distrust

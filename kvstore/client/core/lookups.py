@@ -29,6 +29,7 @@ from kvstore.client.core.stats import SchedulerStats
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
+    ASKS_PER_LOOKUP_MAX,
     KEYS_PER_DATAGRAM_MAX,
     LEASES_PER_DATAGRAM_MAX,
     LeaseAsk,
@@ -37,9 +38,6 @@ from kvstore.wire.messages import (
     LeaseRenew,
     LeaseReply,
 )
-
-ASKS_PER_LOOKUP_MAX = 8
-"""What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
 
 
 class Pending(msgspec.Struct, frozen=True):
@@ -79,13 +77,15 @@ WAITING_STAGES = (Stage.ASKED, Stage.PROMOTING, Stage.HELD)
 class _Part:
     """One LeaseAsk of a request; long prompts need several."""
 
-    __slots__ = ("count", "lease", "promoting", "renew_at_ns", "reply", "ttl_ns")
+    __slots__ = ("count", "file_blocks", "lease", "promoting", "renew_at_ns", "reply", "ttl_ns")
 
     def __init__(self, lease: int, count: int) -> None:
         self.lease = lease
         self.count = count
         self.promoting = 0
         """Blocks behind those of the reply that are on their way to dram."""
+        self.file_blocks = 0
+        """Of those found: came from disk for this request."""
         self.reply: LeaseReply | None = None
         self.renew_at_ns = 0
         self.ttl_ns = 0
@@ -96,6 +96,8 @@ class Lookup:
 
     __slots__ = (
         "asked_at_ns",
+        "asked_leases",
+        "detail",
         "failed",
         "first_block",
         "found_blocks",
@@ -104,13 +106,22 @@ class Lookup:
         "miss_reason",
         "parts",
         "promoted_until_ns",
+        "replied_at_ns",
         "session",
         "stage",
         "target_blocks",
+        "waited_for_disk",
     )
 
     def __init__(self) -> None:
         self.stage = Stage.NONE
+        self.detail = ""
+        """What a rank said of a load that failed."""
+        self.asked_leases: list[int] = []
+        """Of the last question, in chain order; kept after they were released."""
+        self.replied_at_ns = 0
+        """When the last question was answered in full; 0 while it is not."""
+        self.waited_for_disk = False
         self.failed = ""
         """Why this request is answered 0 for ever; empty while it is not."""
         self.session = 0
@@ -124,6 +135,11 @@ class Lookup:
         self.load_reports = 0
         self.miss_reason = ""
         self.target_blocks: tuple[int, ...] = ()
+
+    @property
+    def file_blocks(self) -> int:
+        """Blocks found that came from disk for this request."""
+        return sum(part.file_blocks for part in self.parts)
 
 
 class Lookups:
@@ -207,16 +223,19 @@ class Lookups:
         lookup, part = entry
         part.reply = reply
         part.promoting = reply.promoting
+        part.file_blocks = reply.from_file
         part.ttl_ns = reply.ttl_ms * NS_PER_MS
         part.renew_at_ns = now_ns + part.ttl_ns // 3
         if lookup.stage is not Stage.ASKED or any(p.reply is None for p in lookup.parts):
             return
         self._breaker.succeeded()
+        lookup.replied_at_ns = now_ns
         lookup.stage = Stage.HELD
         self._count_found(lookup)
         wait_ns = self._worth_waiting_ns(lookup)
         if wait_ns > 0:
             lookup.stage = Stage.PROMOTING
+            lookup.waited_for_disk = True
             lookup.promoted_until_ns = now_ns + wait_ns
 
     def grew(self, more: LeaseMore) -> None:
@@ -236,6 +255,7 @@ class Lookups:
             checksums=reply.checksums + more.checksums,
         )
         part.promoting = more.promoting
+        part.file_blocks += more.from_file
         if lookup.stage is Stage.PROMOTING:
             self._count_found(lookup)
             if not self._coming(lookup):
@@ -313,6 +333,7 @@ class Lookups:
         # What one rank cannot have, others often cannot have either: that is one failure, not many.
         if result.failed_block_ids and not lookup.failed:
             lookup.failed = lookup.miss_reason = "load failed"
+            lookup.detail = result.reason
             if lookup.session == self._attachment.session:
                 self._breaker.failed(now_ns)  # not for a session that ended under its loads
         lookup.load_reports += 1
@@ -367,7 +388,8 @@ class Lookups:
         lookup.session = attachment.session
         lookup.first_block = first_block
         lookup.found_blocks = 0
-        lookup.asked_at_ns = now_ns
+        lookup.asked_at_ns, lookup.replied_at_ns = now_ns, 0
+        lookup.asked_leases, lookup.waited_for_disk = [], False
         lookup.stage = Stage.ASKED
         end = min(len(keys), first_block + keys_per_ask * ASKS_PER_LOOKUP_MAX)
         for begin in range(first_block, end, keys_per_ask):
@@ -375,6 +397,7 @@ class Lookups:
             part = _Part(self._next_lease, len(batch))
             self._next_lease += 1
             lookup.parts.append(part)
+            lookup.asked_leases.append(part.lease)
             self._by_lease[part.lease] = (lookup, part)
             attachment.outbox.append(
                 LeaseAsk(lease=part.lease, keys=b"".join(batch), with_checksums=verify)

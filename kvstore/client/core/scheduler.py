@@ -9,6 +9,7 @@ what belongs to a request. Pure: no engine types, no clock, no socket.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -32,40 +33,33 @@ from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.client.core.stores import HINT_KEYS_MAX, StoreProgress, Stores
 from kvstore.wire.messages import (
+    REQUEST_BYTES_MAX,
     Hint,
     HintReply,
     LeaseMore,
     LeaseReply,
     Message,
     SessionOpen,
+    Story,
 )
 
-
-class RequestStory(msgspec.Struct, frozen=True):
-    """What became of one request's prefix: the one log line, and later `kvstore explain`."""
-
-    request: str
-    prompt_tokens: int
-    local_tokens: int
-    loaded_tokens: int
-    miss_reason: str
-    """Why nothing, or nothing more, was loaded; empty after a load."""
-    lookup_ns: int
-    load_ns: int
-    stored_blocks: int
+STORIES_KEPT_MAX = 64
+"""Of requests that ended while the node was away: told when it is back."""
+DETAIL_LENGTH_MAX = 255
 
 
 class _Request:
     __slots__ = (
         "answer",
-        "asked_ns",
+        "answered_ns",
+        "arrived_ns",
+        "file_tokens",
         "finished",
         "load_ns",
         "loaded_tokens",
         "local_blocks",
         "local_tokens",
         "lookup",
-        "lookup_ns",
         "progress",
         "prompt_tokens",
         "tag",
@@ -79,9 +73,11 @@ class _Request:
         self.local_blocks = 0
         self.local_tokens = 0
         self.loaded_tokens = 0
+        self.file_tokens = 0
         self.answer: Outcome | None = None
-        self.asked_ns = 0
-        self.lookup_ns = 0
+        self.arrived_ns = 0
+        self.answered_ns = 0
+        """First answer after the last question to the node."""
         self.load_ns = 0
         self.finished = False
 
@@ -106,11 +102,16 @@ class SchedulerCore:
         self._loads_running = 0
         self._load_targets: list[int] = []
         self._incarnation = 0
+        self._now_ns = 0
+        """The latest time that a caller told."""
+        self._untold: deque[tuple[int, Story]] = deque(maxlen=STORIES_KEPT_MAX)
+        """With the time of each request's end."""
 
     # ── connection ───────────────────────────────────────────────────────────────────────────────
 
     def received(self, message: Message, now_ns: int) -> str | None:
         """Take one datagram. Returns a reason when the socket must be closed."""
+        self._now_ns = now_ns
         match message:
             case LeaseReply():
                 self._lookups.replied(message, now_ns)
@@ -130,6 +131,7 @@ class SchedulerCore:
                 if self.attachment.incarnation != self._incarnation:
                     self._incarnation = self.attachment.incarnation
                     self._stores.forget_recent()
+                self._tell_what_was_kept()
                 return reason
         return None
 
@@ -162,7 +164,7 @@ class SchedulerCore:
         tag = self._next_tag
         self._next_tag += 1
         entry = _Request(tag, prompt_tokens, self._stores.new_progress())
-        entry.asked_ns = now_ns
+        self._now_ns = entry.arrived_ns = now_ns
         self._requests[request] = entry
         self._by_tag[tag] = entry
         if self.attachment.is_open and keys:
@@ -183,6 +185,7 @@ class SchedulerCore:
         entry = self._requests.get(request)
         if entry is None:
             return Miss("unknown request")
+        self._now_ns = now_ns
         entry.local_tokens = local_tokens
         entry.local_blocks = local_tokens // self.config.block_tokens
         outcome = self._lookups.match(
@@ -194,7 +197,9 @@ class SchedulerCore:
         )
         if outcome is not PENDING:
             entry.answer = outcome
-            entry.lookup_ns = entry.lookup_ns or max(now_ns - entry.asked_ns, 1)
+            # The engine repeats its question until it has room for the request.
+            if entry.answered_ns <= entry.lookup.asked_at_ns:
+                entry.answered_ns = now_ns
         return outcome
 
     def allocated(
@@ -216,8 +221,9 @@ class SchedulerCore:
             return
         lookup = entry.lookup
         # The engine repeats its question at will, but admits a request once a start.
+        file_tokens = min(external_tokens, lookup.file_blocks * self.config.block_tokens)
         if entry.answer is not None:
-            self._count(entry.answer)
+            self._count(entry.answer, file_tokens)
             entry.answer = None
         if external_tokens > 0 and lookup.stage is Stage.HELD:
             count = external_tokens // self.config.block_tokens
@@ -233,7 +239,7 @@ class SchedulerCore:
             self._loads.append(job)
             self._load_targets.extend(job.block_ids)
             self._loads_running += 1
-            entry.loaded_tokens = external_tokens
+            entry.loaded_tokens, entry.file_tokens = external_tokens, file_tokens
             self.stats.add("load_blocks", count)
         elif external_tokens == 0 and lookup.stage in WAITING_STAGES:
             self._lookups.release(lookup)
@@ -274,31 +280,49 @@ class SchedulerCore:
         """Leading blocks of the request that are stored, on their way, or known to be held."""
         return self._requests[request].progress.next_block
 
-    def finished(self, request: str) -> RequestStory | None:
+    def file_tokens(self, request: str) -> int:
+        """Of the tokens that the request loads, those that came from disk for it."""
+        entry = self._requests.get(request)
+        return entry.file_tokens if entry is not None else 0
+
+    def left_out(self, request: str, *, prompt_tokens: int, reason: str, now_ns: int) -> None:
+        """A request that the cache has nothing to do with, and why: only its story is told."""
+        self._now_ns = now_ns
+        self._tell(Story(request=_cut(request), prompt_tokens=prompt_tokens, outcome=reason))
+
+    def finished(self, request: str) -> Story | None:
         """The request ended, in whatever way. A running load ends by its ranks' reports."""
         entry = self._requests.pop(request, None)
         if entry is None:
             return None
         self._by_tag.pop(entry.tag, None)
-        if entry.lookup.stage in WAITING_STAGES:
-            self._lookups.release(entry.lookup)
-        return RequestStory(
-            request=request,
-            prompt_tokens=entry.prompt_tokens,
-            local_tokens=entry.local_tokens,
-            loaded_tokens=entry.loaded_tokens,
-            miss_reason=entry.lookup.miss_reason,
-            lookup_ns=entry.lookup_ns,
-            load_ns=entry.load_ns,
-            stored_blocks=entry.progress.next_block,
-        )
+        lookup = entry.lookup
+        if lookup.stage in WAITING_STAGES:
+            self._lookups.release(lookup)
+        story = _story(request, entry)
+        self._tell(story)
+        return story
 
-    def _count(self, outcome: Outcome) -> None:
+    def _tell(self, story: Story) -> None:
+        if self.attachment.is_open:
+            self.attachment.outbox.append(story)
+        else:
+            self._untold.append((self._now_ns, story))
+
+    def _tell_what_was_kept(self) -> None:
+        while self._untold and self.attachment.is_open:
+            ended_ns, story = self._untold.popleft()
+            age_ns = max(0, self._now_ns - ended_ns)
+            self.attachment.outbox.append(msgspec.structs.replace(story, age_ns=age_ns))
+
+    def _count(self, outcome: Outcome, file_tokens: int) -> None:
         """Count how a request was answered when it was admitted."""
         match outcome:
             case Hit(tokens):
                 self.stats.add("hits")
                 self.stats.add("hit_tokens", tokens)
+                self.stats.add("hit_tokens_file", file_tokens)
+                self.stats.add("hit_tokens_dram", tokens - file_tokens)
             case Miss(reason):
                 self.stats.add("misses")
                 self.stats.add("misses_" + reason.replace(" ", "_"))
@@ -314,6 +338,7 @@ class SchedulerCore:
             computed_tokens: tokens that this step computes, of all requests.
         """
         self.costs.compute.planned(computed_tokens, now_ns)
+        self._now_ns = now_ns
         self._lookups.renew(now_ns)
         fence = self._stores.fence([*new_blocks, *self._load_targets])
         loads = tuple(self._loads)
@@ -331,6 +356,7 @@ class SchedulerCore:
         self.costs.reported(now_ns)
         if self.attachment.is_open and (news := self.costs.take_news()) is not None:
             self.attachment.outbox.append(news)
+        self._now_ns = now_ns
         for result in report.loads:
             self.costs.load.loaded(
                 result.loaded_blocks * self.config.block_tokens, result.duration_ns
@@ -346,6 +372,7 @@ class SchedulerCore:
                     entry.loaded_tokens = min(
                         entry.loaded_tokens, result.loaded_blocks * self.config.block_tokens
                     )
+                    entry.file_tokens = min(entry.file_tokens, entry.loaded_tokens)
             if self._lookups.reported(result, now_ns) is not None:
                 self._loads_running -= 1
         self._stores.reported(report.store_jobs_done)
@@ -369,4 +396,34 @@ class SchedulerCore:
         return self._lookups.leases_open
 
 
-__all__ = ["PENDING", "Hit", "Miss", "Outcome", "RequestStory", "SchedulerCore"]
+def _story(request: str, entry: _Request) -> Story:
+    lookup = entry.lookup
+    asked, answered, replied = lookup.asked_at_ns, entry.answered_ns, lookup.replied_at_ns
+    reason = lookup.miss_reason
+    if not entry.answered_ns:
+        reason = "not asked"
+    return Story(
+        request=_cut(request),
+        prompt_tokens=entry.prompt_tokens,
+        local_tokens=entry.local_tokens,
+        loaded_tokens=entry.loaded_tokens,
+        file_tokens=entry.file_tokens,
+        outcome=reason,
+        detail=lookup.detail[:DETAIL_LENGTH_MAX],
+        session=lookup.session,
+        leases=lookup.asked_leases,
+        first_block=lookup.first_block,
+        queued_ns=max(0, (asked or answered) - entry.arrived_ns),
+        lookup_ns=max(0, (replied or answered) - asked) if asked else 0,
+        promotion_ns=max(0, answered - replied) if lookup.waited_for_disk else 0,
+        load_ns=entry.load_ns,
+        stored_blocks=entry.progress.next_block,
+    )
+
+
+def _cut(request: str) -> str:
+    """A request's id as it may travel: users choose theirs."""
+    return request.encode("utf-8", "replace")[:REQUEST_BYTES_MAX].decode("utf-8", "ignore") or "?"
+
+
+__all__ = ["PENDING", "Hit", "Miss", "Outcome", "SchedulerCore"]
