@@ -34,12 +34,15 @@ from kvstore.engine.events import (
     Release,
     Tick,
 )
+from kvstore.engine.explain import Explain
 from kvstore.engine.files import Files
+from kvstore.engine.findings import Findings
 from kvstore.engine.lookups import Lookups
 from kvstore.engine.owners import Connection
 from kvstore.engine.sessions import Sessions
 from kvstore.engine.state import EngineConfig, State
 from kvstore.engine.stores import Stores
+from kvstore.engine.tombstones import Why
 from kvstore.types import ConnectionId, SpaceId
 from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.messages import (
@@ -55,6 +58,7 @@ from kvstore.wire.messages import (
     Measured,
     Quiet,
     Seal,
+    Story,
 )
 
 __all__ = ["Engine", "EngineConfig"]
@@ -63,7 +67,7 @@ CLEAR_ROWS_MAX = 32_768
 """Rows of one Clear, about 10 ms: whoever clears asks again until fewer were there."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
-_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured)
+_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story)
 
 
 class Engine:
@@ -83,7 +87,10 @@ class Engine:
         )
         self._files = Files(self._state, admission)
         self._stores = Stores(self._state, admission, self._files.writes)
-        self._lookups = Lookups(self._state, self._files)
+        self._findings = Findings(self._state)
+        self._lookups = Lookups(self._state, self._files, self._findings)
+        self.explain = Explain(self._state, self._findings)
+        """Why recent requests hit or missed."""
 
     @property
     def counters(self) -> Counters:
@@ -123,6 +130,7 @@ class Engine:
                 state.counters.leases_expired += state.leases.expire(state.now_ns)
                 state.slots.retry_starved()
                 state.credits_due = True
+                self._findings.tick()
             case Clear(space=space, tenant=tenant):
                 count = self._clear(space, tenant)
                 state.publish_generations()
@@ -178,6 +186,8 @@ class Engine:
                 return self._lookups.lease(connection, message)
             case Hint():
                 self._lookups.hint(connection, message)
+            case Story():
+                self.explain.tell(connection, message)
             case LeaseRenew(leases=leases):
                 state.leases.renew(session, leases, state.now_ns)
             case LeaseRelease(leases=leases):
@@ -213,8 +223,9 @@ class Engine:
         rows = residency.rows_in(scopes)[:CLEAR_ROWS_MAX]
         in_file = rows[residency.file[rows] != 0]
         words = residency.words(rows)
-        residency.drop_file(in_file)
-        self._state.empty(words[words >= 0])
+        stamp = self._state.stamp(Why.CLEARED)
+        residency.drop_file(in_file, stamp)
+        self._state.empty(words[words >= 0], stamp)
         if len(rows) < CLEAR_ROWS_MAX:
             self._files.void(tenant, space)
         return len(rows)
@@ -239,6 +250,8 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError when the parts contradict each other."""
         check.check(self._state, self._files)
+        self._findings.check()
+        self.explain.check()
 
     def nodes(self) -> list[report.NodeReport]:
         """This node, in one row."""

@@ -35,14 +35,16 @@ from kvstore.engine.events import (
     ReclaimFile,
     VoidFile,
 )
+from kvstore.engine.findings import Finding, Flags
 from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.pace import DiskPace
 from kvstore.engine.policy.port import Words, prints
-from kvstore.engine.runs import has_repeats, leading_run
+from kvstore.engine.runs import Run, has_repeats, leading_run
 from kvstore.engine.slots import FILE_WRITER
 from kvstore.engine.state import State
 from kvstore.engine.table import NO_ROWS, Keys, Rows
+from kvstore.engine.tombstones import Why
 from kvstore.engine.writes import JOB_BYTES_MAX, MOVING_SHARE, Writes
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire.layout import shard_bytes
@@ -86,6 +88,8 @@ class Wait(msgspec.Struct):
     keys: Keys
     """What was asked for and is not leased yet, in chain order."""
     with_checksums: bool
+    finding: Finding
+    """What is told of it later."""
 
 
 class Files:
@@ -101,6 +105,8 @@ class Files:
         """Read job of each row, 0 when none; row -1 reads as none."""
         self._asked_for = np.zeros(rows, dtype=bool)
         """Since its record was written."""
+        self._read_generation = np.zeros(len(state.slots.state), dtype=np.uint64)
+        """Of each slot that a block from disk was put into and that nobody has leased since."""
         self._reads: dict[int, _Read] = {}
         self.waits: dict[tuple[int, int], Wait] = {}
         """By (session, lease)."""
@@ -168,6 +174,7 @@ class Files:
         if wanted == 0:
             return 0
         pool = state.slots.pool(size)
+        state.make_room_for(Why.READS, owner)
         active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
         self._admission.make_room(pool, wanted, active)
         wanted = min(wanted, len(pool.free))
@@ -229,12 +236,25 @@ class Files:
         if len(words):
             # Read because it was asked for: for dram that is its second use, not its first.
             state.slots.use(state.slots.pool_of(int(words[0])), words)
+        self._read_generation[words] = state.slots.generation[words]
         state.free(job.words[~wanted])
         state.counters.file_blocks_read += int(good.sum())
         state.counters.file_blocks_unread += int((~good).sum())
         self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
         state.credits_due = True
         self._advance_waits()
+
+    def take_from_disk(self, run: Run) -> Flags | None:
+        """Which blocks of a run that is leased now came from disk for whoever leases them first;
+        None: no one did. Told once."""
+        if not run.count or not self.enabled:
+            return None
+        words = run.words_by_shard[0][: run.count]
+        flags: Flags = self._read_generation[words] == self._state.slots.generation[words]
+        if not flags.any():
+            return None
+        self._read_generation[words[flags]] = 0
+        return flags
 
     def late(self, event: FileLate) -> None:
         """Nobody waits for this read any more; its slots stay until it has ended."""
@@ -273,6 +293,9 @@ class Files:
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
+        from_disk = self.take_from_disk(run)
+        wait.finding.brought(wait.finding.held + wait.finding.arrived, from_disk)
+        wait.finding.arrived += count
         state.counters.blocks_hit += count
         state.counters.blocks_missed += 0 if promoting else len(rest)
         state.send(
@@ -283,6 +306,7 @@ class Files:
                 generations=state.slots.generation[words].tobytes(),
                 checksums=run.checksums(state) if wait.with_checksums else b"",
                 promoting=promoting,
+                from_file=0 if from_disk is None else int(from_disk.sum()),
             ),
         )
         return promoting > 0
@@ -341,7 +365,7 @@ class Files:
         there = rows >= 0
         if locations:
             there[there] = residency.file[rows[there]] == np.frombuffer(locations, "<u8")[there]
-        residency.drop_file(np.unique(rows[there]))
+        residency.drop_file(np.unique(rows[there]), self._state.stamp(Why.FILE_LOST))
 
     def reclaim(self, event: FileReclaim) -> None:
         """A segment is to go: keep what was asked for since it was written, within a share and the
@@ -361,7 +385,7 @@ class Files:
             room -= len(hot)
             kept.append(locations[hot])
             live[hot] = False
-            residency.drop_file(np.unique(rows[live]))
+            residency.drop_file(np.unique(rows[live]), self._state.stamp(Why.RECLAIMED))
         keep = np.concatenate(kept).tobytes() if kept else b""
         state.say(ReclaimFile(segment=event.segment, keep=keep, cause=state.cause))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.engine.files import REPEATED, Files, Wait
+from kvstore.engine.findings import Finding, Findings
 from kvstore.engine.owners import Connection
 from kvstore.engine.runs import leading_run
 from kvstore.engine.state import State
@@ -22,9 +23,10 @@ from kvstore.wire.messages import (
 class Lookups:
     """Answers LeaseAsk and Hint."""
 
-    def __init__(self, state: State, files: Files) -> None:
+    def __init__(self, state: State, files: Files, findings: Findings) -> None:
         self._state = state
         self._files = files
+        self._findings = findings
 
     def lease(self, connection: Connection, ask: LeaseAsk) -> str:
         """Pin the longest run in dram and answer. Returns why the connection must end, or "" ."""
@@ -48,6 +50,7 @@ class Lookups:
         promoting = self._files.promote(owner, rest, held=run.rows()) if len(rest) else 0
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
+        from_disk = self._files.take_from_disk(run)
         state.counters.blocks_hit += run.count
         state.counters.blocks_missed += len(rest) - promoting
         state.send(
@@ -60,13 +63,19 @@ class Lookups:
                 checksums=run.checksums(state) if ask.with_checksums else b"",
                 promoting=promoting,
                 promoting_ms=self._files.pace.estimate_ms(state.now_ns) if promoting else 0,
+                from_file=0 if from_disk is None else int(from_disk.sum()),
             ),
         )
+        if not len(keys):
+            return ""
+        finding = Finding(connection, run, rest, promoting, state.now_ns)
+        finding.brought(0, from_disk)
+        self._findings.add(session, ask.lease, finding)
         if promoting:
             if not run.count:
                 held = state.leases.add(session, ask.lease, words, state.now_ns)
             rest = rest[:promoting]
-            self._files.wait(Wait(connection, ask.lease, held, rest, ask.with_checksums))
+            self._files.wait(Wait(connection, ask.lease, held, rest, ask.with_checksums, finding))
         return ""
 
     def hint(self, connection: Connection, hint: Hint) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
-from kvstore.types import ConnectionId, Shard
+from kvstore.types import ConnectionId, Shard, SpaceId
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import HelloRank, HelloScheduler
 
@@ -45,6 +45,7 @@ class Owner:
         "forming",
         "granted_slots",
         "key",
+        "known",
         "open_session",
         "opened_ns",
         "ranks",
@@ -61,6 +62,8 @@ class Owner:
         self.forming = 0
         """Session that the ranks were asked to be quiet for; 0 when none."""
         self.open_session = 0
+        self.known: tuple[str, SpaceId] | None = None
+        """Tenant and space of the last session."""
         self.opened_ns = 0
         self.writers: tuple[int, ...] = ()
         """Of the open session, by column: the rank that writes the shard."""
@@ -83,6 +86,13 @@ class Owner:
         hello = self.scheduler.hello
         assert isinstance(hello, HelloScheduler)
         return hello.rank_count
+
+    @property
+    def title(self) -> str:
+        """For people: its id and what it serves."""
+        hello = self.scheduler.hello if self.scheduler is not None else None
+        label = hello.label if isinstance(hello, HelloScheduler) else ""
+        return f"{self.key[1]} ({label})" if label else self.key[1]
 
     @property
     def is_empty(self) -> bool:

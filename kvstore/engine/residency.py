@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.table import BlockTable, Keys, Rows
+from kvstore.engine.tombstones import Tombstones, Why, restamp
 from kvstore.types import Shard, SpaceId, Tier
 
 Scope = tuple[str, SpaceId, Shard]
@@ -53,6 +54,8 @@ class Residency:
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)
         self.dram_count = 0
         """Blocks in dram."""
+        self.tombstones = Tombstones(block_count_max=block_count_max)
+        """Of blocks whose row is gone."""
         self._scopes: dict[Scope, int] = {}
         self._scope_of: dict[int, Scope] = {}
         self._next_scope = 1
@@ -111,19 +114,20 @@ class Residency:
         self.checksum[rows] = checksums
         self.dram_count += len(rows)
 
-    def drop_dram(self, words: NDArray[np.int64]) -> Rows:
-        """These slots hold their blocks no more. Returns the rows they were."""
+    def drop_dram(self, words: NDArray[np.int64], stamp: int = 0) -> Rows:
+        """These slots hold their blocks no more; `stamp` says why. Returns the rows they were."""
         rows = self.row_of_word[words].astype(np.int64)
         assert bool((rows >= 0).all()), "a slot without a block is emptied"
         self._tell(Tier.DRAM, rows, stored=False)
         self._word[rows] = 0
         self.row_of_word[words] = -1
         self.dram_count -= len(words)
-        self._forget_absent(rows)
+        self._forget_absent(rows, stamp)
         # Every slot keeps a row for its next block: where rows are scarce, disk gives way to dram.
         short = len(self.row_of_word) - self.dram_count - self.table.free_count
         if short > 0:
-            self.drop_file(rows[self.file[rows] != NOT_IN_FILE][:short])
+            crowded = restamp(stamp, Why.CROWDED)
+            self.drop_file(rows[self.file[rows] != NOT_IN_FILE][:short], crowded)
         return rows
 
     @property
@@ -137,19 +141,21 @@ class Residency:
         self._tell(Tier.FILE, rows[self.file[rows] == NOT_IN_FILE], stored=True)
         self.file[rows] = locations
 
-    def drop_file(self, rows: Rows) -> None:
-        """The file tier holds these rows' blocks no more."""
+    def drop_file(self, rows: Rows, stamp: int = 0) -> None:
+        """The file tier holds these rows' blocks no more; `stamp` says why."""
         self._tell(Tier.FILE, rows[self.file[rows] != NOT_IN_FILE], stored=False)
         self.file[rows] = NOT_IN_FILE
-        self._forget_absent(rows)
+        self._forget_absent(rows, stamp)
 
     def insert(self, scope: int, keys: Keys) -> Rows:
         """Rows for absent, distinct keys; some tier must be put for each before anything else."""
         return self.table.insert(scope, keys)
 
-    def _forget_absent(self, rows: Rows) -> None:
-        absent = (self._word[rows] == 0) & (self.file[rows] == NOT_IN_FILE)
-        self.table.delete(rows[absent])
+    def _forget_absent(self, rows: Rows, stamp: int) -> None:
+        absent = rows[(self._word[rows] == 0) & (self.file[rows] == NOT_IN_FILE)]
+        if stamp and len(absent):
+            self.tombstones.write(self.table.scopes[absent], self.table.keys[absent], stamp)
+        self.table.delete(absent)
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────
 

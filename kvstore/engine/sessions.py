@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvstore.engine.events import Admit, Hangup, Release, Send
 from kvstore.engine.owners import Connection, Owner, objection
 from kvstore.engine.slots import SlotState
-from kvstore.engine.state import Model, State
+from kvstore.engine.state import KnownSpace, State
 from kvstore.types import ConnectionId
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import (
@@ -169,7 +169,6 @@ class Sessions:
         hellos = list(owner.columns().values())
         space = fingerprint(hellos[0].space, weights_epoch=hello.weights_epoch)
         self._state.forget_unused_scopes()
-        self._state.name_space(space, Model(hello.label, hellos[0].space.block_tokens))
         owner.writers = tuple(h.rank for h in hellos)
         owner.scopes = tuple(
             self._state.residency.scope(owner.key[0], space, h.shard) for h in hellos
@@ -177,6 +176,8 @@ class Sessions:
         owner.slot_sizes = tuple(slot_bytes(h.block_bytes) for h in hellos)
         for size in owner.slot_sizes:
             self._state.slots.pool(size)
+        owner.known = (owner.key[0], space)
+        self._state.know(owner.known, KnownSpace(hellos[0].space, owner.scopes, hello.label))
         owner.open_session, owner.forming = owner.forming, 0
         owner.opened_ns = self._state.now_ns
         owner.granted_slots = 0

@@ -17,12 +17,14 @@ from kvstore.engine.owners import Connection, Owner, OwnerKey
 from kvstore.engine.paces import Paces
 from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.engine.policy.port import Words
-from kvstore.engine.residency import SCOPE_COUNT_MAX, Change, Residency
+from kvstore.engine.residency import Change, Residency
 from kvstore.engine.slots import Slots
+from kvstore.engine.tombstones import Names, Why, stamp
 from kvstore.types import ConnectionId, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
+from kvstore.wire.space import Space
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +59,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `Changed` commands are wanted."""
 
 
-class Model(msgspec.Struct, frozen=True):
-    """What is known of a space beside its fingerprint."""
+KNOWN_SPACES_MAX = 1024
 
-    label: str = ""
-    block_tokens: int = 0
+
+class KnownSpace(msgspec.Struct, frozen=True):
+    """What an engine said of its space."""
+
+    space: Space
+    scopes: tuple[int, ...]
+    """Of its session, by column."""
+    label: str
 
 
 class State:
@@ -84,8 +91,12 @@ class State:
         self.paces = Paces(config.learned)
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
-        self.models: dict[SpaceId, Model] = {}
-        """What engines said of their spaces; at most SCOPE_COUNT_MAX."""
+        self.known: dict[tuple[str, SpaceId], KnownSpace] = {}
+        """By tenant and space, the latest session's; at most KNOWN_SPACES_MAX."""
+        self.names = Names()
+        """Of engines and spaces, for tombstones."""
+        self.room_for = (Why.UNKNOWN, 0)
+        """Why slots are emptied now, and the number of the engine's name."""
         self.now_ns = 0
         self.file_used_bytes = 0
         """As the tier told last."""
@@ -120,12 +131,6 @@ class State:
                 )
             )
 
-    def name_space(self, space: SpaceId, model: Model) -> None:
-        """An engine says what its space is; the first one's word counts."""
-        if space not in self.models and len(self.models) >= SCOPE_COUNT_MAX:
-            del self.models[next(iter(self.models))]
-        self.models.setdefault(space, model)
-
     def tell_changes(self) -> None:
         """What tiers gained and lost becomes commands."""
         self.commands += self.in_words(self.residency.take_changes())
@@ -134,17 +139,24 @@ class State:
         """Changes with all that is known of their blocks."""
         for change in changes:
             tenant, space, shard = change.scope
-            model = self.models.get(space, Model())
+            known = self.known.get((tenant, space))
             yield Changed(
                 tier=change.tier,
                 stored=change.stored,
                 tenant=tenant,
                 space=space,
                 shard=shard,
-                label=model.label,
-                block_tokens=model.block_tokens,
+                label=known.label if known else "",
+                block_tokens=known.space.block_tokens if known else 0,
                 keys=change.keys,
             )
+
+    def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
+        """A session opened: its engine's space in full, in place of the one unused for longest."""
+        self.known.pop(address, None)
+        self.known[address] = known
+        if len(self.known) > KNOWN_SPACES_MAX:
+            del self.known[next(iter(self.known))]
 
     def forget_unused_scopes(self) -> None:
         """Before a scope is made: those that neither blocks nor sessions use go, when many."""
@@ -157,13 +169,22 @@ class State:
             self.slots.free(words, self.cause)
             self.credits_due = True
 
-    def empty(self, words: Words) -> None:
-        """Sealed slots lose their blocks. Readers with a lease see the generation change."""
+    def stamp(self, why: Why, name: int = 0) -> int:
+        """For what leaves now."""
+        return stamp(why, name, self.now_ns)
+
+    def empty(self, words: Words, stamp: int) -> None:
+        """Sealed slots lose their blocks, for a reason. Readers with a lease see the generation
+        change."""
         if len(words):
-            self.residency.drop_dram(words)
+            self.residency.drop_dram(words, stamp)
             self.free(words)
+
+    def make_room_for(self, why: Why, owner: Owner) -> None:
+        """What is evicted from now on is evicted for this."""
+        self.room_for = (why, self.names.number(owner.title))
 
     def evict(self, words: Words) -> None:
         """Empty slots to make room."""
         self.counters.evictions += len(words)
-        self.empty(words)
+        self.empty(words, self.stamp(*self.room_for))

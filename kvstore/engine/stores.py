@@ -15,6 +15,7 @@ from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.port import Words, prints
 from kvstore.engine.slots import SlotState
 from kvstore.engine.state import State
+from kvstore.engine.tombstones import Why
 from kvstore.engine.writes import Writes
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
@@ -114,7 +115,7 @@ class Stores:
         own = np.isin(self._state.residency.table.scopes[rows], connection.owner.scopes)
         words = words[own]
         self._state.counters.blocks_distrusted += len(words)
-        self._state.empty(words)
+        self._state.empty(words, self._state.stamp(Why.DISTRUSTED))
 
     def grant_all(self) -> None:
         """Top up credits of sessions that used half of theirs."""
@@ -139,6 +140,7 @@ class Stores:
         wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // shards)
         sizes = owner.slot_sizes
         pools = {size: self._state.slots.pools[size] for size in sizes}
+        self._state.make_room_for(Why.STORES, owner)
         for size, pool in pools.items():
             self._admission.make_room(pool, wanted * sizes.count(size), active)
         # Counted at the end: making room for one size may take what was free for another.

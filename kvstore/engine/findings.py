@@ -1,0 +1,337 @@
+"""What each lookup found, block by block: kept when a lease is asked for, examined later.
+
+    LeaseAsk ──add──▶ Finding (what was held then) ──Tick──▶ spans (why the rest was not)
+
+Answering comes first: a lease costs no more than remembering what its answer was made of. Why the
+rest missed is looked up at the next ticks, a bounded number of keys each, and whatever leaves the
+tables meanwhile leaves a tombstone with a later time. Then the keys are dropped.
+
+Rules. 1: everything is bounded: FINDINGS_MAX lookups, SPANS_MAX spans each, PENDING_KEYS_MAX keys.
+2: what a lookup found is what was held when it was asked, not when it is examined.
+Does not cover: requests (`explain`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.owners import Connection, OwnerKey
+from kvstore.engine.residency import Residency
+from kvstore.engine.runs import Run
+from kvstore.engine.state import State
+from kvstore.engine.table import NO_ROWS, Keys, Rows
+from kvstore.engine.tombstones import NAME_SHIFT, TIME_SHIFT, Why, unpack
+from kvstore.units import NS_PER_MS
+
+FINDINGS_MAX: Final = 4096
+SPANS_MAX: Final = 32
+"""Of one lookup; what lies behind is not told apart."""
+PENDING_KEYS_MAX: Final = 1 << 16
+KEYS_PER_TICK: Final = 8192
+"""About a millisecond of the loop."""
+SPACE_DIGITS: Final = 16
+"""Of a space, in rows for people."""
+OTHER_SCOPES_MAX: Final = 256
+"""Looked into for a block that is not in its own space."""
+_WHY_SHIFT: Final = 8
+
+Flags = NDArray[np.bool_]
+
+
+class Found(enum.IntEnum):
+    """Where a block was when it was asked for, or why nowhere."""
+
+    DRAM = 1
+    FILE = 2
+    """Came to dram from disk, for this lookup."""
+    COMING = 3
+    """On disk, and being read."""
+    NOT_READ = 4
+    """On disk; so much is being read that this was not begun."""
+    BEHIND_DRAM = 5
+    """In dram, behind a block that is not."""
+    BEHIND_FILE = 6
+    SOME_SHARDS = 7
+    ELSEWHERE = 8
+    """In another space of the tenant."""
+    LEFT = 9
+    NEVER = 10
+    FORGOTTEN = 11
+    """Not there; why is not known any more."""
+    UNEXAMINED = 12
+    """Not there; nobody looked why, because there were too many lookups."""
+    MIXED = 13
+    """Behind SPANS_MAX spans."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Neighbouring blocks with the same story."""
+
+    blocks: int
+    found: Found
+    why: Why = Why.UNKNOWN
+    name: int = 0
+    """Of the engine that needed the room, or of the space."""
+    first_ms: int = 0
+    """Of a departure: when the first of them left."""
+    last_ms: int = 0
+
+
+class Finding:
+    """One LeaseAsk of at least one key."""
+
+    __slots__ = (
+        "arrived", "asked_ns", "came_from_disk", "held", "keys", "owner", "promoting", "rows",
+        "scopes", "spans", "words",
+    )  # fmt: skip
+
+    def __init__(
+        self, connection: Connection, run: Run, keys: Keys, promoting: int, now_ns: int
+    ) -> None:
+        self.owner: OwnerKey = connection.owner.key
+        self.scopes = connection.owner.scopes
+        self.asked_ns = now_ns
+        self.held = run.count
+        """Leased at once."""
+        self.arrived = 0
+        """Leased later, as they came from disk."""
+        self.came_from_disk: list[tuple[int, Flags]] = []
+        """(place of the first, one flag per block) of pieces in which any did."""
+        self.promoting = promoting
+        self.keys: Keys | None = keys if len(keys) else None
+        """What was not held; None once examined."""
+        self.rows = run.rows_by_shard[0][run.count :] if len(keys) else NO_ROWS
+        """Of the first shard, as they were."""
+        self.words = run.words_by_shard[0][run.count :] if len(keys) else NO_ROWS
+        self.spans: list[Span] = []
+        """Of what was not held."""
+
+    @property
+    def block_count(self) -> int:
+        """Blocks asked for."""
+        rest = len(self.keys) if self.keys is not None else sum(s.blocks for s in self.spans)
+        return self.held + rest
+
+    def brought(self, begin: int, flags: Flags | None) -> None:
+        """Some of the leased blocks from `begin` on came from disk."""
+        if flags is not None:
+            self.came_from_disk.append((begin, flags))
+
+    def every_span(self) -> list[Span]:
+        """What was found, then what was not. It must have been examined."""
+        flags = np.zeros(self.held + self.arrived, dtype=bool)
+        for begin, some in self.came_from_disk:
+            flags[begin : begin + len(some)] = some
+        codes = np.where(flags, int(Found.FILE), int(Found.DRAM)).astype(np.int64)
+        found = spans(codes, np.zeros(len(codes), dtype=np.uint64))
+        rest, skip = [], self.arrived
+        for span in self.spans:
+            blocks = max(0, span.blocks - skip)
+            skip -= span.blocks - blocks
+            if blocks:
+                rest.append(msgspec.structs.replace(span, blocks=blocks))
+        return found + rest
+
+
+class Findings:
+    """The latest lookups of a node, by (session, lease)."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._by_lease: OrderedDict[tuple[int, int], Finding] = OrderedDict()
+        self._pending: deque[Finding] = deque()
+        self._pending_keys = 0
+
+    def __len__(self) -> int:
+        return len(self._by_lease)
+
+    def add(self, session: int, lease: int, finding: Finding) -> Finding:
+        """Keep it, in place of the oldest."""
+        self._by_lease[session, lease] = finding
+        if len(self._by_lease) > FINDINGS_MAX:
+            self._by_lease.popitem(last=False)
+        if finding.keys is not None:
+            count = len(finding.keys)
+            if self._pending_keys + count > PENDING_KEYS_MAX:
+                _close(finding, [Span(count, Found.UNEXAMINED)])
+            else:
+                self._pending_keys += count
+                self._pending.append(finding)
+        return finding
+
+    def get(self, owner: OwnerKey, session: int, lease: int) -> Finding | None:
+        """That of this engine's lookup, if it is still remembered."""
+        finding = self._by_lease.get((session, lease))
+        return finding if finding is not None and finding.owner == owner else None
+
+    def tick(self) -> None:
+        """Examine some of what waits."""
+        budget = KEYS_PER_TICK
+        while self._pending and budget > 0:
+            finding = self._pending.popleft()
+            if finding.keys is not None:
+                budget -= len(finding.keys)
+                self._pending_keys -= len(finding.keys)
+                self._examine(finding)
+
+    def examine_all(self) -> None:
+        """Before somebody asks for any of them."""
+        while self._pending:
+            self.tick()
+
+    def _examine(self, finding: Finding) -> None:
+        assert finding.keys is not None
+        codes, stamps = examine(
+            self._state,
+            finding.scopes,
+            finding.keys,
+            rows=finding.rows,
+            in_dram=finding.words >= 0,
+            promoting=finding.promoting,
+            asked_ns=finding.asked_ns,
+        )
+        _close(finding, spans(codes, stamps))
+
+    def check(self) -> None:
+        """Raises AssertionError when a bound is broken. For tests."""
+        assert len(self._by_lease) <= FINDINGS_MAX
+        waiting = [len(f.keys) for f in self._pending if f.keys is not None]
+        assert sum(waiting) == self._pending_keys <= PENDING_KEYS_MAX
+        for finding in self._by_lease.values():
+            assert len(finding.spans) <= SPANS_MAX
+            assert (finding.keys is None) or not finding.spans
+            assert finding.arrived <= finding.promoting
+
+
+def _close(finding: Finding, spans: list[Span]) -> None:
+    finding.spans = spans
+    finding.keys, finding.rows, finding.words = None, NO_ROWS, NO_ROWS
+
+
+# ── why ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def examine(
+    state: State,
+    scopes: Sequence[int],
+    keys: Keys,
+    *,
+    rows: Rows,
+    in_dram: Flags,
+    promoting: int,
+    asked_ns: int,
+) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Per key a code (Found, why and name packed; see `spans`) and the stamp of its departure.
+
+    Args:
+        state: of the node, now.
+        scopes: the shards of the engine that asked.
+        keys: in chain order; before the first of them everything was held.
+        rows: of the first shard, when it was asked; -1: absent.
+        in_dram: which of those were in dram.
+        promoting: so many of the first ones were on their way from disk.
+        asked_ns: when.
+    """
+    residency = state.residency
+    present = rows >= 0
+    codes = np.where(in_dram, int(Found.BEHIND_DRAM), int(Found.BEHIND_FILE)).astype(np.int64)
+    stamps = np.zeros(len(keys), dtype=np.uint64)
+    some, every = _in_other_shards(residency, scopes[1:], keys)
+    codes[present & ~every] = Found.SOME_SHARDS
+    absent = np.flatnonzero(~present)
+    if len(absent):
+        codes[absent], stamps[absent] = _absent(state, scopes[0], keys[absent], asked_ns)
+        unexplained = ~present & some & (codes == Found.NEVER)
+        codes[unexplained] = Found.SOME_SHARDS
+    # The first block that neither was held nor is coming: that it is on disk is not the end of it.
+    end = int(absent[0]) if len(absent) else len(keys)
+    unread = np.zeros(len(keys), dtype=bool)
+    unread[promoting:end] = True
+    if promoting < end and in_dram[promoting]:
+        codes[promoting] = Found.SOME_SHARDS
+    codes[unread & (codes == Found.BEHIND_FILE)] = Found.NOT_READ
+    codes[:promoting] = Found.COMING
+    return codes, stamps
+
+
+def _in_other_shards(
+    residency: Residency, scopes: Sequence[int], keys: Keys
+) -> tuple[Flags, Flags]:
+    """Which keys some of these shards know, and which all of them do."""
+    some = np.zeros(len(keys), dtype=bool)
+    every = np.ones(len(keys), dtype=bool)
+    for scope in scopes:
+        there = residency.find(scope, keys) >= 0
+        some |= there
+        every &= there
+    return some, every
+
+
+def _absent(
+    state: State, scope: int, keys: Keys, asked_ns: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    tombstones = state.residency.tombstones
+    stamps = tombstones.find(scope, keys)
+    nothing = Found.FORGOTTEN if tombstones.has_overwritten else Found.NEVER
+    codes = np.full(len(keys), int(nothing), dtype=np.int64)
+    # What left after it was asked for came after it was asked for.
+    left = (stamps != 0) & (stamps >> np.uint64(TIME_SHIFT) <= np.uint64(asked_ns // NS_PER_MS))
+    codes[(stamps != 0) & ~left] = Found.FORGOTTEN
+    low = (stamps & np.uint64((1 << TIME_SHIFT) - 1)).astype(np.int64)
+    codes[left] = int(Found.LEFT) | low[left] << _WHY_SHIFT
+    stamps[~left] = 0
+    unknown = np.flatnonzero(stamps == 0)
+    if len(unknown):
+        there, name = _elsewhere(state, scope, keys[unknown])
+        codes[unknown[there]] = int(Found.ELSEWHERE) | name << (_WHY_SHIFT + NAME_SHIFT)
+    return codes, stamps
+
+
+def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
+    """Which keys another space of the same tenant holds, and that space's name. Decided by the
+    first key: a chain that another model has begins there."""
+    residency = state.residency
+    scopes = residency.scopes()
+    own = next((address for address, number in scopes.items() if number == scope), None)
+    others = [
+        (number, space)
+        for (tenant, space, _), number in scopes.items()
+        if own is not None and tenant == own[0] and space != own[1]
+    ]
+    for number, space in others[:OTHER_SCOPES_MAX]:
+        if residency.find(number, keys[:1])[0] >= 0:
+            name = state.names.number(space.hex()[:SPACE_DIGITS])
+            return residency.find(number, keys) >= 0, name
+    return np.zeros(len(keys), dtype=bool), 0
+
+
+def spans(codes: NDArray[np.int64], stamps: NDArray[np.uint64]) -> list[Span]:
+    """Neighbours with one code: Found, above it Why and name as in a stamp."""
+    if len(codes) == 0:
+        return []
+    begins = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist()]
+    found: list[Span] = []
+    for begin, end in zip(begins, [*begins[1:], len(codes)], strict=True):
+        if len(found) == SPANS_MAX - 1 and end < len(codes):
+            found.append(Span(len(codes) - begin, Found.MIXED))
+            break
+        code = int(codes[begin])
+        about = unpack(code >> _WHY_SHIFT)
+        found.append(
+            Span(
+                blocks=end - begin,
+                found=Found(code & ((1 << _WHY_SHIFT) - 1)),
+                why=about.why,
+                name=about.name,
+                first_ms=unpack(int(stamps[begin:end].min())).at_ms,
+                last_ms=unpack(int(stamps[begin:end].max())).at_ms,
+            )
+        )
+    return found
