@@ -202,7 +202,7 @@ class Explain:
             array,
             rows=rows,
             in_dram=state.residency.words(rows) >= 0,
-            promoting=0,
+            promoting=None,
             asked_ns=state.now_ns,
         )
         found = spans(codes, stamps)
@@ -258,7 +258,9 @@ class Explain:
             if finding is None:
                 break
             for span in finding.every_span():
-                out += self._of_span(told, at, span, local=local, served=served, total=total)
+                out += self._of_span(
+                    told, finding.asked_ns, at, span, local=local, served=served, total=total
+                )
                 at += span.blocks
         end = out[-1].first_block + out[-1].blocks if out else 0
         if end < total:
@@ -266,7 +268,15 @@ class Explain:
         return _merged(out)
 
     def _of_span(
-        self, told: _Told, at: int, span: Span, *, local: int, served: int, total: int
+        self,
+        told: _Told,
+        asked_ns: int,
+        at: int,
+        span: Span,
+        *,
+        local: int,
+        served: int,
+        total: int,
     ) -> list[RangeReport]:
         """A span, without what the engine had itself: what was loaded of it, and what was not."""
         begin, end = max(at, local), min(at + span.blocks, total)
@@ -278,11 +288,11 @@ class Explain:
             text = "loaded from dram" if tier == "dram" else "loaded, after it was read from disk"
             out.append(RangeReport(begin, cut - begin, tier, "", text))
         if cut < end:
-            tier, reason, text = self._missed(told, span)
+            tier, reason, text = self._missed(told, asked_ns, span)
             out.append(RangeReport(cut, end - cut, tier, reason, text))
         return out
 
-    def _missed(self, told: _Told, span: Span) -> tuple[str, str, str]:
+    def _missed(self, told: _Told, asked_ns: int, span: Span) -> tuple[str, str, str]:
         story = told.story
         match span.found:
             case Found.DRAM | Found.FILE:
@@ -295,9 +305,9 @@ class Explain:
             case Found.COMING:
                 return "file", "cost gate", "on disk; computing it takes less than waiting for it"
             case _:
-                return self._absent(span, told.ended_ns)
+                return self._absent(span, asked_ns, "before")
 
-    def _absent(self, span: Span, until_ns: int) -> tuple[str, str, str]:
+    def _absent(self, span: Span, until_ns: int, word: str) -> tuple[str, str, str]:
         name = self._state.names.text(span.name)
         if span.found is Found.ELSEWHERE:
             text = f"held in space {name} only: another model, other weights or settings"
@@ -310,7 +320,7 @@ class Explain:
         until_ms = until_ns // NS_PER_MS
         ages = [_seconds(until_ms - left_ms) for left_ms in (span.last_ms, span.first_ms)]
         when = ages[0] if ages[0] == ages[1] else f"{ages[0]} to {ages[1]}"
-        return "", reason, f"{text}, {when} s before"
+        return "", reason, f"{text}, {when} s {word}"
 
     def _unasked(self, told: _Told, begin: int, blocks: int) -> RangeReport:
         story = told.story
@@ -326,9 +336,9 @@ class Explain:
     def _now(self, at: int, span: Span) -> RangeReport:
         if span.found is Found.BEHIND_DRAM:
             return RangeReport(at, span.blocks, "dram", "", "in dram")
-        if span.found in (Found.BEHIND_FILE, Found.NOT_READ):
+        if span.found is Found.BEHIND_FILE:
             return RangeReport(at, span.blocks, "file", "", "on disk")
-        tier, reason, text = self._absent(span, self._state.now_ns)
+        tier, reason, text = self._absent(span, self._state.now_ns, "ago")
         return RangeReport(at, span.blocks, tier, reason, text)
 
 

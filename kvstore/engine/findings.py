@@ -225,7 +225,7 @@ def examine(
     *,
     rows: Rows,
     in_dram: Flags,
-    promoting: int,
+    promoting: int | None,
     asked_ns: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Per key a code (Found, why and name packed; see `spans`) and the stamp of its departure.
@@ -236,7 +236,8 @@ def examine(
         keys: in chain order; before the first of them everything was held.
         rows: of the first shard, when it was asked; -1: absent.
         in_dram: which of those were in dram.
-        promoting: so many of the first ones were on their way from disk.
+        promoting: so many of the first ones were on their way from disk, and the one behind ended
+            the lookup; None: it is not about a lookup.
         asked_ns: when.
     """
     residency = state.residency
@@ -250,14 +251,13 @@ def examine(
         codes[absent], stamps[absent] = _absent(state, scopes[0], keys[absent], asked_ns)
         unexplained = ~present & some & (codes == Found.NEVER)
         codes[unexplained] = Found.SOME_SHARDS
-    # The first block that neither was held nor is coming: that it is on disk is not the end of it.
-    end = int(absent[0]) if len(absent) else len(keys)
-    unread = np.zeros(len(keys), dtype=bool)
-    unread[promoting:end] = True
-    if promoting < end and in_dram[promoting]:
-        codes[promoting] = Found.SOME_SHARDS
-    codes[unread & (codes == Found.BEHIND_FILE)] = Found.NOT_READ
-    codes[:promoting] = Found.COMING
+    if promoting is not None:
+        end = int(absent[0]) if len(absent) else len(keys)
+        if promoting < end and in_dram[promoting]:
+            codes[promoting] = Found.SOME_SHARDS  # what else could have ended it?
+        unread = codes[promoting:end]
+        unread[unread == Found.BEHIND_FILE] = Found.NOT_READ
+        codes[:promoting] = Found.COMING
     return codes, stamps
 
 

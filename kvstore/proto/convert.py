@@ -1,4 +1,4 @@
-"""Rows of `kvstore.engine.report` to and from protobuf. Field names are the same on both sides."""
+"""Rows of `kvstore.engine.report` and `.explain` to and from protobuf: the same field names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 import msgspec
 from google.protobuf.message import Message
 
+from kvstore.engine.explain import HashingReport, RangeReport, RequestReport
 from kvstore.engine.report import (
     BlockReport,
     JobReport,
@@ -17,7 +18,17 @@ from kvstore.engine.report import (
 )
 from kvstore.proto import inspect_pb2 as pb
 
-Row = NodeReport | TierReport | SpaceReport | BlockReport | LeaseReport | JobReport
+Row = (
+    NodeReport
+    | TierReport
+    | SpaceReport
+    | BlockReport
+    | LeaseReport
+    | JobReport
+    | RequestReport
+    | RangeReport
+    | HashingReport
+)
 
 MESSAGES: Final[dict[type[Row], type[Message]]] = {
     NodeReport: pb.NodeReport,
@@ -26,6 +37,9 @@ MESSAGES: Final[dict[type[Row], type[Message]]] = {
     BlockReport: pb.BlockReport,
     LeaseReport: pb.LeaseReport,
     JobReport: pb.JobReport,
+    RequestReport: pb.RequestReport,
+    RangeReport: pb.RangeReport,
+    HashingReport: pb.HashingReport,
 }
 
 _R = TypeVar("_R", bound=Row)

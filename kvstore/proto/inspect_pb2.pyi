@@ -195,3 +195,121 @@ class ClearReply(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class RequestsRequest(_message.Message):
+    __slots__ = ("request", "limit")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    limit: int
+    def __init__(self, request: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class RequestsReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[RequestReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
+
+class RequestReport(_message.Message):
+    __slots__ = ("number", "request", "engine_id", "label", "tenant", "space", "ended_ms_ago", "block_tokens", "prompt_tokens", "local_tokens", "loaded_tokens", "file_tokens", "outcome", "text", "queued_us", "lookup_us", "promotion_us", "load_us", "stored_blocks")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_MS_AGO_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_US_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_US_FIELD_NUMBER: _ClassVar[int]
+    PROMOTION_US_FIELD_NUMBER: _ClassVar[int]
+    LOAD_US_FIELD_NUMBER: _ClassVar[int]
+    STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request: str
+    engine_id: str
+    label: str
+    tenant: str
+    space: str
+    ended_ms_ago: int
+    block_tokens: int
+    prompt_tokens: int
+    local_tokens: int
+    loaded_tokens: int
+    file_tokens: int
+    outcome: str
+    text: str
+    queued_us: int
+    lookup_us: int
+    promotion_us: int
+    load_us: int
+    stored_blocks: int
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., engine_id: _Optional[str] = ..., label: _Optional[str] = ..., tenant: _Optional[str] = ..., space: _Optional[str] = ..., ended_ms_ago: _Optional[int] = ..., block_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., file_tokens: _Optional[int] = ..., outcome: _Optional[str] = ..., text: _Optional[str] = ..., queued_us: _Optional[int] = ..., lookup_us: _Optional[int] = ..., promotion_us: _Optional[int] = ..., load_us: _Optional[int] = ..., stored_blocks: _Optional[int] = ...) -> None: ...
+
+class RangesRequest(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class RangesReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[RangeReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[RangeReport, _Mapping]]] = ...) -> None: ...
+
+class RangeReport(_message.Message):
+    __slots__ = ("first_block", "blocks", "tier", "reason", "text")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    blocks: int
+    tier: str
+    reason: str
+    text: str
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., tier: _Optional[str] = ..., reason: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class HashingsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HashingsReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[HashingReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[HashingReport, _Mapping]]] = ...) -> None: ...
+
+class HashingReport(_message.Message):
+    __slots__ = ("space", "tenant", "label", "block_tokens", "hash_algorithm", "hash_seed")
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HASH_ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    space: str
+    tenant: str
+    label: str
+    block_tokens: int
+    hash_algorithm: str
+    hash_seed: str
+    def __init__(self, space: _Optional[str] = ..., tenant: _Optional[str] = ..., label: _Optional[str] = ..., block_tokens: _Optional[int] = ..., hash_algorithm: _Optional[str] = ..., hash_seed: _Optional[str] = ...) -> None: ...
+
+class PrefixRequest(_message.Message):
+    __slots__ = ("space", "tenant", "keys")
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    space: bytes
+    tenant: str
+    keys: bytes
+    def __init__(self, space: _Optional[bytes] = ..., tenant: _Optional[str] = ..., keys: _Optional[bytes] = ...) -> None: ...

@@ -69,6 +69,26 @@ class InspectStub:
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.ClearRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.ClearReply.FromString,
                 _registered_method=True)
+        self.Requests = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Requests',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.RequestsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RequestsReply.FromString,
+                _registered_method=True)
+        self.Ranges = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Ranges',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.RangesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
+                _registered_method=True)
+        self.Hashings = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Hashings',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.HashingsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.HashingsReply.FromString,
+                _registered_method=True)
+        self.Prefix = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Prefix',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
+                _registered_method=True)
 
 
 class InspectServicer:
@@ -117,6 +137,34 @@ class InspectServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Requests(self, request, context):
+        """Recent requests, newest first; those whose id fits. Rows mirror kvstore/engine/explain.py.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Ranges(self, request, context):
+        """What became of the blocks of one of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hashings(self, request, context):
+        """How keys are made, by space.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefix(self, request, context):
+        """Where the blocks with these keys are now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -154,6 +202,26 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.Clear,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.ClearRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.ClearReply.SerializeToString,
+            ),
+            'Requests': grpc.unary_unary_rpc_method_handler(
+                    servicer.Requests,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.RequestsRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.RequestsReply.SerializeToString,
+            ),
+            'Ranges': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ranges,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.RangesRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.SerializeToString,
+            ),
+            'Hashings': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hashings,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.HashingsRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.HashingsReply.SerializeToString,
+            ),
+            'Prefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefix,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -345,6 +413,114 @@ class Inspect:
             '/kvstore.inspect.v1.Inspect/Clear',
             kvstore_dot_proto_dot_inspect__pb2.ClearRequest.SerializeToString,
             kvstore_dot_proto_dot_inspect__pb2.ClearReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Requests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Requests',
+            kvstore_dot_proto_dot_inspect__pb2.RequestsRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.RequestsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ranges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Ranges',
+            kvstore_dot_proto_dot_inspect__pb2.RangesRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hashings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Hashings',
+            kvstore_dot_proto_dot_inspect__pb2.HashingsRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.HashingsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Prefix',
+            kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
             options,
             channel_credentials,
             insecure,

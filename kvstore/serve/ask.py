@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.engine.explain import HashingReport, RangeReport, RequestReport
 from kvstore.engine.report import (
     NO_BUDGET,
     BlockReport,
@@ -31,7 +32,7 @@ from kvstore.serve.inspect import REPLY_BYTES_MAX, SUFFIX
 from kvstore.units import format_size
 
 TIMEOUT_S: Final = 5.0
-TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs")
+TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "prefix")
 SUMMARY: Final = ("nodes", "tiers", "spaces", "leases", "jobs")
 WIDE_COLUMNS: Final = 240
 """Of output that is no terminal: scripts must not see a line break in a row."""
@@ -67,6 +68,26 @@ class NodeClient:
         }
         call, request, kind = kinds[topic]
         return [from_message(kind, row) for row in _call(call, request).rows]
+
+    def requests(self, request: str, *, limit: int) -> list[RequestReport]:
+        """Recent requests whose id fits, newest first. Raises AttachError."""
+        reply = _call(self._stub.Requests, pb.RequestsRequest(request=request, limit=limit))
+        return [from_message(RequestReport, row) for row in reply.rows]
+
+    def ranges(self, number: int) -> list[RangeReport]:
+        """What became of the blocks of one request. Raises AttachError."""
+        reply = _call(self._stub.Ranges, pb.RangesRequest(number=number))
+        return [from_message(RangeReport, row) for row in reply.rows]
+
+    def hashings(self) -> list[HashingReport]:
+        """How keys are made, by space. Raises AttachError."""
+        reply = _call(self._stub.Hashings, pb.HashingsRequest())
+        return [from_message(HashingReport, row) for row in reply.rows]
+
+    def prefix(self, tenant: str, space: bytes, keys: bytes) -> list[RangeReport]:
+        """Where the blocks with these keys are now. Raises AttachError."""
+        request = pb.PrefixRequest(tenant=tenant, space=space, keys=keys)
+        return [from_message(RangeReport, row) for row in _call(self._stub.Prefix, request).rows]
 
     def clear(self, *, space: str) -> int:
         """Forget blocks; returns how many. Raises AttachError."""
@@ -125,17 +146,21 @@ def as_json(found: dict[str, list[Row]]) -> str:
 
 def show(found: dict[str, list[Row]]) -> None:
     """Print tables to stdout: one line a row, numbers to the right, sizes readable."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDE_COLUMNS)
+    out = console()
     for number, (topic, every) in enumerate(found.items()):
         rows = [row for row in every if not _is_absent(row)]
         if number:
-            console.print()
+            out.print()
         if rows:
-            console.print(_table(topic, rows))
+            out.print(_table(topic, rows))
         else:
-            console.print(Text(topic, style="bold"), Text(_EMPTY.get(topic, "none"), style="dim"))
+            out.print(Text(topic, style="bold"), Text(_EMPTY.get(topic, "none"), style="dim"))
+
+
+def console() -> Console:
+    """Stdout, as wide as a terminal or wide enough for scripts."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=WIDE_COLUMNS)
 
 
 def _is_absent(row: Row) -> bool:

@@ -1,7 +1,8 @@
-"""The inspect service: what `kvstore inspect` and `kvstore clear` ask, over gRPC on a unix socket.
+"""The inspect service: what `kvstore inspect`, `clear` and `explain` ask, on a unix socket.
 
 Only the node's own user can open the socket (0600). Every answer is made on the loop, between two
-steps, so every list has a limit. Does not cover: what the rows mean (`kvstore.engine.report`).
+steps, so every list has a limit. Does not cover: what the rows mean (`kvstore.engine.report` and
+`.explain`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
 from kvstore.serve.driver import Driver, NodeBusy
-from kvstore.types import SpaceId
+from kvstore.types import KEY_BYTES, SpaceId
 
 SUFFIX: Final = ".rpc"
 THREAD_COUNT: Final = 2
@@ -31,6 +32,8 @@ REQUEST_BYTES_MAX: Final = 64 << 10
 REPLY_BYTES_MAX: Final = 4 << 20
 BLOCK_ROWS_MAX: Final = 1000
 """Rows of one Blocks reply: about 10 ms of the loop."""
+REQUEST_ROWS_MAX: Final = 100
+PREFIX_KEYS_MAX: Final = 1024
 QUERY_TIMEOUT_S: Final = 2.0
 
 
@@ -88,6 +91,33 @@ class InspectService(InspectServicer):
         except NodeBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return pb.ClearReply(blocks=blocks)
+
+    def Requests(
+        self, request: pb.RequestsRequest, context: grpc.ServicerContext
+    ) -> pb.RequestsReply:
+        limit = min(request.limit or REQUEST_ROWS_MAX, REQUEST_ROWS_MAX)
+        rows = self._rows(
+            context, lambda engine: engine.explain.requests(request.request, limit=limit)
+        )
+        return pb.RequestsReply(rows=rows)
+
+    def Ranges(self, request: pb.RangesRequest, context: grpc.ServicerContext) -> pb.RangesReply:
+        rows = self._rows(context, lambda engine: engine.explain.ranges(request.number))
+        return pb.RangesReply(rows=rows)
+
+    def Hashings(
+        self, request: pb.HashingsRequest, context: grpc.ServicerContext
+    ) -> pb.HashingsReply:
+        return pb.HashingsReply(rows=self._rows(context, lambda engine: engine.explain.hashings()))
+
+    def Prefix(self, request: pb.PrefixRequest, context: grpc.ServicerContext) -> pb.RangesReply:
+        if len(request.keys) % KEY_BYTES or len(request.keys) > PREFIX_KEYS_MAX * KEY_BYTES:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "keys are 32 bytes each, 1024 at most")
+        space = SpaceId(request.space)
+        rows = self._rows(
+            context, lambda engine: engine.explain.prefix(request.tenant, space, request.keys)
+        )
+        return pb.RangesReply(rows=rows)
 
     def _rows(
         self, context: grpc.ServicerContext, ask: Callable[[Engine], Sequence[Row]]

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -29,11 +29,21 @@ from kvstore.serve.config import (
 )
 from kvstore.serve.executor import Poisoned
 from kvstore.serve.fsck import fsck as check_directory
-from kvstore.serve.inspect import BLOCK_ROWS_MAX
+from kvstore.serve.inspect import BLOCK_ROWS_MAX, REQUEST_ROWS_MAX
 from kvstore.serve.node import run_node
+from kvstore.serve.prefix import choose, look_up, read_tokens, tokenize
+from kvstore.serve.tell import (
+    Story,
+    prefix_as_json,
+    show_prefix,
+    show_stories,
+    show_story,
+    stories_as_json,
+)
 
 BLOCKS_LISTED = 100
 DEMO_NEEDS = ("vllm", "psutil")
+REQUESTS_LISTED = 20
 EXIT_POISONED = 70
 """EX_SOFTWARE: a bug of ours; a supervisor may start the node again."""
 
@@ -47,6 +57,7 @@ def cli() -> None:
     Examples:
       kvstore node --dram 64GiB        start the cache of this machine
       kvstore inspect                  what is cached, by whom
+      kvstore explain                  why recent requests hit or missed
       kvstore clear                    forget it all
     """
 
@@ -171,9 +182,24 @@ SOCKET_OPTION = click.option(
     type=click.IntRange(1, BLOCK_ROWS_MAX),
     help=f"Most blocks to list.  [default: {BLOCKS_LISTED}]",
 )
-@click.option("--space", metavar="HEX", help="List blocks of this space only.")
+@click.option("--space", metavar="HEX", help="Of blocks or a prefix: this space only.")
+@click.option("--tenant", metavar="NAME", help="Of a prefix: this tenant's blocks.")
+@click.option(
+    "--tokens-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A prompt as token ids: a JSON list, or numbers with spaces.",
+)
+@click.option("--text", help="A prompt as text; needs --tokenizer.")
+@click.option("--tokenizer", metavar="PATH|NAME", help="The model's, as its engine finds it.")
+@click.option("--cache-salt", metavar="TEXT", help="Of the request, if it had one.")
 def inspect(
-    topic: str | None, socket: Path, limit: int | None, space: str | None, *, json_: bool
+    topic: str | None,
+    socket: Path,
+    limit: int | None,
+    space: str | None,
+    *,
+    json_: bool,
+    **prompt: Any,
 ) -> None:
     """Show what a node holds: everything but single blocks, or one TOPIC.
 
@@ -185,12 +211,22 @@ def inspect(
       blocks   single blocks
       leases   what is being read
       jobs     what is being written
+      prefix   where the blocks of one prompt are, or why they are not there
     \b
     Examples:
       kvstore inspect
       kvstore inspect blocks --space 3f9a --limit 20
       kvstore inspect tiers --json | jq '.tiers[0].used_bytes'
+      kvstore inspect prefix --tokens-file prompt.json
+      kvstore inspect prefix --text "Once upon" --tokenizer /models/llama --space 3f9a
     """
+    if topic == "prefix":
+        if limit is not None:
+            raise click.UsageError("--limit chooses blocks: use 'kvstore inspect blocks'")
+        _inspect_prefix(socket, space=space or "", json_=json_, **prompt)
+        return
+    if any(value is not None for value in prompt.values()):
+        raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
     if topic != "blocks" and (limit is not None or space is not None):
         raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
     topics = SUMMARY if topic is None else (topic,)
@@ -203,6 +239,88 @@ def inspect(
         click.echo(as_json(found))
     else:
         show(found)
+
+
+def _inspect_prefix(
+    socket: Path,
+    *,
+    space: str,
+    json_: bool,
+    tenant: str | None,
+    tokens_file: Path | None,
+    text: str | None,
+    tokenizer: str | None,
+    cache_salt: str | None,
+) -> None:
+    if (tokens_file is None) == (text is None):
+        raise click.UsageError("name one prompt: --tokens-file FILE, or --text TEXT")
+    if (text is None) != (tokenizer is None):
+        raise click.UsageError("--text and --tokenizer go together")
+    try:
+        if tokens_file is not None:
+            tokens = read_tokens(tokens_file)
+        else:
+            assert text is not None
+            assert tokenizer is not None
+            tokens = tokenize(text, tokenizer)
+        with _client(socket) as client:
+            hashing = choose(client.hashings(), space=space, tenant=tenant or "")
+            prefix = look_up(client, tokens, hashing, cache_salt=cache_salt or "")
+    except ConfigError as error:
+        fail(str(error), code=2)
+    if json_:
+        click.echo(prefix_as_json(prefix))
+    else:
+        show_prefix(prefix)
+
+
+@cli.command()
+@click.argument("request_id", required=False)
+@SOCKET_OPTION
+@click.option("--json", "json_", is_flag=True, help="One JSON object: a list of requests.")
+@click.option(
+    "--last",
+    type=click.IntRange(1, REQUEST_ROWS_MAX),
+    help=f"Without an id: so many requests.  [default: {REQUESTS_LISTED}]",
+)
+def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bool) -> None:
+    """Why a recent request hit or missed: where each block of its prompt came from, or why it was
+    not there, and how long each step took.
+
+    REQUEST_ID is what the client was given, such as cmpl-4f1a, or its beginning; without one the
+    latest requests are listed. The node remembers some 1000, since its start.
+
+    \b
+    Examples:
+      kvstore explain
+      kvstore explain cmpl-4f1a22
+      kvstore explain cmpl-4f1a22 --json | jq '.requests[0].ranges'
+    """
+    if request_id is not None and last is not None:
+        raise click.UsageError("--last lists the latest requests: leave REQUEST_ID out")
+    limit = REQUEST_ROWS_MAX if request_id is not None else last or REQUESTS_LISTED
+    stories: list[Story] = []
+    with _client(socket) as client:
+        found = client.requests(request_id or "", limit=limit)
+        for row in found:
+            wanted = request_id is not None and (json_ or len(found) == 1)
+            stories.append((row, client.ranges(row.number) if wanted else None))
+    if request_id is not None and not found:
+        fail(
+            f"no request that this node remembers has the id {request_id!r}: it may be running "
+            "still, or too long ago; 'kvstore explain' lists the latest",
+            code=1,
+        )
+    if json_:
+        click.echo(stories_as_json(stories))
+    elif request_id is not None and len(found) == 1:
+        show_story(found[0], stories[0][1] or [])
+    elif found:
+        show_stories(found)
+        if request_id is not None:
+            click.echo(f"{len(found)} requests fit {request_id!r}: give one of these ids")
+    else:
+        click.echo("no request has ended since the node started")
 
 
 @cli.command()

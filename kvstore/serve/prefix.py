@@ -1,0 +1,135 @@
+"""`kvstore inspect prefix`: where the blocks of a prompt are. Tokens become keys here, in the CLI's
+own process; the node is sent keys only. Does not cover: what it looks like (`tell`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvstore.engine.explain import HashingReport, RangeReport
+from kvstore.errors import ConfigError
+from kvstore.index.chain import ALGORITHM, block_keys
+from kvstore.serve.ask import NodeClient
+from kvstore.serve.inspect import PREFIX_KEYS_MAX
+
+TOKENS_FILE_BYTES_MAX: Final = 64 << 20
+TOKEN_MAX: Final = 2**32 - 1
+
+
+class PrefixReport(msgspec.Struct, frozen=True):
+    """A prompt's blocks, now."""
+
+    space: str
+    tenant: str
+    label: str
+    block_tokens: int
+    prompt_tokens: int
+    held_tokens: int
+    """From the front: what a request would find."""
+    ranges: list[RangeReport]
+
+
+def read_tokens(path: Path) -> list[int]:
+    """Token ids from a file: a JSON list, or numbers with white space between.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        if path.stat().st_size > TOKENS_FILE_BYTES_MAX:
+            raise ConfigError(f"{path} is too long for a prompt: at most 64 MiB")
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        tokens = [int(token) for token in found if not isinstance(token, bool)]
+    except (ValueError, TypeError, RecursionError):
+        tokens, found = [], [""]
+    if len(tokens) != len(found) or not all(0 <= token <= TOKEN_MAX for token in tokens):
+        raise ConfigError(
+            f"{path} holds no token ids: write a JSON list of numbers, or numbers with spaces"
+        )
+    return tokens
+
+
+def tokenize(text: str, tokenizer: str) -> list[int]:
+    """Token ids of a plain prompt, as the engine makes them for /v1/completions.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or nothing to load it with.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            "--text needs the package transformers, which comes with the engine: run this where "
+            "the engine is installed, or give --tokens-file"
+        ) from None
+    try:
+        return list(AutoTokenizer.from_pretrained(tokenizer)(text).input_ids)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(f"no tokenizer at {tokenizer!r}: {first}") from None
+
+
+def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> HashingReport:
+    """The one space that is meant.
+
+    Raises:
+        ConfigError: none or several are.
+    """
+    found = [
+        row
+        for row in known
+        if row.space.startswith(space.lower()) and (not tenant or row.tenant == tenant)
+    ]
+    if not found:
+        raise ConfigError(
+            "no engine of that space has attached since the node started, so its keys are not "
+            "known: see 'kvstore inspect spaces'"
+        )
+    if len(found) > 1:
+        names = ", ".join(f"{row.space[:16]} (tenant {row.tenant}, {row.label})" for row in found)
+        raise ConfigError(f"several spaces fit, say which with --space and --tenant: {names}")
+    if found[0].hash_algorithm != ALGORITHM:
+        raise ConfigError(f"keys of {found[0].hash_algorithm} cannot be computed, {ALGORITHM} only")
+    return found[0]
+
+
+def look_up(
+    client: NodeClient, tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str
+) -> PrefixReport:
+    """Ask the node about a prompt's blocks. Raises AttachError."""
+    keys = block_keys(
+        tokens,
+        block_tokens=hashing.block_tokens,
+        seed=hashing.hash_seed,
+        cache_salt=cache_salt,
+    )
+    ranges: list[RangeReport] = []
+    for begin in range(0, len(keys), PREFIX_KEYS_MAX):
+        batch = b"".join(keys[begin : begin + PREFIX_KEYS_MAX])
+        ranges += [
+            msgspec.structs.replace(row, first_block=begin + row.first_block)
+            for row in client.prefix(hashing.tenant, bytes.fromhex(hashing.space), batch)
+        ]
+    held = 0
+    for row in ranges:
+        if row.reason:
+            break
+        held += row.blocks
+    return PrefixReport(
+        space=hashing.space[:16],
+        tenant=hashing.tenant,
+        label=hashing.label,
+        block_tokens=hashing.block_tokens,
+        prompt_tokens=len(tokens),
+        held_tokens=held * hashing.block_tokens,
+        ranges=ranges,
+    )

@@ -1,0 +1,137 @@
+"""What `kvstore explain` and `kvstore inspect prefix` look like: facts, then a table of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.engine.explain import RangeReport, RequestReport
+from kvstore.serve.ask import console
+from kvstore.serve.prefix import PrefixReport
+
+Story = tuple[RequestReport, list[RangeReport] | None]
+"""A request and, where they were asked for, its ranges."""
+
+
+def stories_as_json(stories: Sequence[Story]) -> str:
+    """One object: a list of requests, each with its ranges where they were asked for."""
+    found = []
+    for request, ranges in stories:
+        row = msgspec.structs.asdict(request)
+        found.append(row if ranges is None else {**row, "ranges": ranges})
+    return _json({"requests": found})
+
+
+def prefix_as_json(prefix: PrefixReport) -> str:
+    """One object."""
+    return _json({"prefix": prefix})
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
+def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
+    """One request, to stdout."""
+    out = console()
+    engine = f"{request.engine_id} ({request.label})" if request.label else request.engine_id
+    lines = {
+        "request": request.request,
+        "engine": f"{engine}, tenant {request.tenant}, space {request.space}",
+        "ended": f"{request.ended_ms_ago / 1000:.1f} s ago",
+        "prompt": _prompt(request),
+        "outcome": f"{request.outcome}: {request.text}" if request.outcome else "loaded",
+        "times": _times(request),
+        "stored": f"{request.stored_blocks} blocks of it are stored, or were already",
+    }
+    _facts(out, lines)
+    _blocks(out, ranges, request.block_tokens, request.prompt_tokens)
+
+
+def show_stories(requests: Sequence[RequestReport]) -> None:
+    """One line a request, newest first."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("request", "ended", "prompt", "own", "loaded", "from disk", "lookup", "outcome"):
+        justify = "left" if name in ("request", "outcome") else "right"
+        table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
+    for row in requests:
+        cells = (
+            row.request,
+            f"{row.ended_ms_ago / 1000:.1f} s ago",
+            row.prompt_tokens,
+            row.local_tokens,
+            row.loaded_tokens,
+            row.file_tokens,
+            _ms(row.lookup_us),
+            row.outcome or "loaded",
+        )
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    console().print(table)
+
+
+def show_prefix(prefix: PrefixReport) -> None:
+    """Where a prompt's blocks are, to stdout."""
+    out = console()
+    space = f"{prefix.space} ({prefix.label})" if prefix.label else prefix.space
+    lines = {
+        "space": f"{space}, tenant {prefix.tenant}",
+        "prompt": f"{prefix.prompt_tokens} tokens, of which a request would find "
+        f"{prefix.held_tokens}",
+    }
+    _facts(out, lines)
+    _blocks(out, prefix.ranges, prefix.block_tokens, prefix.prompt_tokens)
+
+
+def _facts(out: Console, lines: dict[str, str]) -> None:
+    for name, text in lines.items():
+        out.print(Text(f"{name:<9}", style="bold") + Text(text, style="none"), soft_wrap=True)
+    out.print()
+
+
+def _prompt(request: RequestReport) -> str:
+    loaded = f"{request.loaded_tokens} loaded"
+    if request.loaded_tokens:
+        dram = request.loaded_tokens - request.file_tokens
+        loaded += f" ({dram} from dram, {request.file_tokens} from disk)"
+    computed = max(0, request.prompt_tokens - request.local_tokens - request.loaded_tokens)
+    return (
+        f"{request.prompt_tokens} tokens: {request.local_tokens} in the engine's own cache, "
+        f"{loaded}, {computed} computed"
+    )
+
+
+def _times(request: RequestReport) -> str:
+    return (
+        f"queued {_ms(request.queued_us)}, lookup {_ms(request.lookup_us)}, "
+        f"waited for disk {_ms(request.promotion_us)}, load {_ms(request.load_us)}"
+    )
+
+
+def _ms(us: int) -> str:
+    return f"{us / 1000:.1f} ms"
+
+
+def _blocks(
+    out: Console, ranges: Sequence[RangeReport], block_tokens: int, prompt_tokens: int
+) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("blocks", "tokens", "tier", "missed", "why"):
+        table.add_column(name, header_style="dim")
+    end = 0
+    for row in ranges:
+        end = row.first_block + row.blocks
+        tokens = _from_to(row.first_block * block_tokens, end * block_tokens)
+        cells = (_from_to(row.first_block, end), tokens, row.tier or "-", row.reason or "-")
+        table.add_row(*(Text(cell) for cell in (*cells, row.text)))
+    if end * block_tokens < prompt_tokens:
+        tokens = _from_to(end * block_tokens, prompt_tokens)
+        table.add_row("-", tokens, "-", "no full block", "a block that is not full is never stored")
+    out.print(table)
+
+
+def _from_to(begin: int, end: int) -> str:
+    return str(begin) if end == begin + 1 else f"{begin}-{end - 1}"

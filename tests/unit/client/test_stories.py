@@ -1,0 +1,199 @@
+"""What the scheduler's core tells of a request at its end, and of those the node did not see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvstore.client.core.plan import LoadResult, RankReport
+from kvstore.client.core.scheduler import STORIES_KEPT_MAX, Hit, Miss
+from kvstore.units import NS_PER_MS
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+
+
+class Disk(ScriptedNode):
+    """Says that the first `from_file` of what it leases came from disk, and `coming` will."""
+
+    from_file = 0
+    coming = 0
+
+    def lease_reply(self, ask: m.LeaseAsk) -> m.LeaseReply:
+        return msgspec.structs.replace(
+            super().lease_reply(ask),
+            from_file=self.from_file,
+            promoting=self.coming,
+            promoting_ms=1,
+        )
+
+
+def arrive(node: ScriptedNode, request: str, keys: list[bytes]) -> None:
+    node.core.new_request(
+        request, keys, prompt_tokens=len(keys) * BLOCK_TOKENS + 3, now_ns=node.now_ns
+    )
+
+
+def ask(node: ScriptedNode, request: str, keys: list[bytes], local: int = 0) -> object:
+    return node.core.match(request, keys, local_tokens=local * BLOCK_TOKENS, now_ns=node.now_ns)
+
+
+def load(node: ScriptedNode, request: str, keys: list[bytes], blocks: int, local: int = 0) -> int:
+    node.core.allocated(
+        request,
+        keys,
+        block_ids=list(range(local + blocks)),
+        external_tokens=blocks * BLOCK_TOKENS,
+        now_ns=node.now_ns,
+    )
+    (job,) = node.core.plan((), node.now_ns).loads
+    return job.lease
+
+
+def report(node: ScriptedNode, request: str, lease: int, **changes: Any) -> None:
+    fields = {
+        "request": request,
+        "lease": lease,
+        "loaded_blocks": 3,
+        "failed_block_ids": (),
+        "bytes_moved": 1,
+        "duration_ns": 5 * NS_PER_MS,
+    }
+    result = LoadResult(**(fields | changes))
+    node.core.reported(RankReport(rank=0, session=1, loads=(result,)), node.now_ns)
+
+
+def finish(node: ScriptedNode, request: str) -> m.Story:
+    """Its story, which is also on its way to the node."""
+    node.sent.clear()
+    story = node.core.finished(request)
+    node.exchange()
+    assert story is not None
+    assert node.of(m.Story) == [story]
+    return story
+
+
+def test_a_hit_with_the_time_of_every_step() -> None:
+    node, keys = Disk(), chain("a", 5)
+    node.keys = set(keys[:4])
+    node.from_file = 2
+    node.attach()
+    arrive(node, "r", keys)
+    node.wait(7)
+    ask(node, "r", keys, local=1)
+    node.wait(2)
+    node.exchange()
+    node.wait(1)
+    assert ask(node, "r", keys, local=1) == Hit(3 * BLOCK_TOKENS)
+    node.wait(50)
+    assert ask(node, "r", keys, local=1) == Hit(3 * BLOCK_TOKENS), "no room for it until now"
+    lease = load(node, "r", keys, 3, local=1)
+    assert node.core.file_tokens("r") == 2 * BLOCK_TOKENS
+    report(node, "r", lease)
+    story = finish(node, "r")
+    assert (story.request, story.prompt_tokens) == ("r", 5 * BLOCK_TOKENS + 3)
+    assert (story.local_tokens, story.loaded_tokens) == (BLOCK_TOKENS, 3 * BLOCK_TOKENS)
+    assert (story.file_tokens, story.outcome) == (2 * BLOCK_TOKENS, "")
+    assert (story.session, story.leases, story.first_block) == (1, [lease], 1)
+    assert story.queued_ns == 7 * NS_PER_MS
+    assert story.lookup_ns == 2 * NS_PER_MS
+    assert (story.promotion_ns, story.load_ns) == (0, 5 * NS_PER_MS)
+
+
+def test_hits_are_counted_by_tier() -> None:
+    node, keys = Disk(), chain("a", 3)
+    node.keys = set(keys)
+    node.from_file = 2
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    ask(node, "r", keys)
+    load(node, "r", keys, 3)
+    counts = node.core.stats.take()
+    assert counts["hit_tokens_file"] == 2 * BLOCK_TOKENS
+    assert counts["hit_tokens_dram"] == BLOCK_TOKENS
+    assert counts["hit_tokens"] == 3 * BLOCK_TOKENS
+
+
+def test_what_comes_while_it_waits_is_from_disk_too() -> None:
+    node, keys = Disk(prefill_ns_per_token=1_000_000), chain("a", 3)
+    node.keys = set(keys[:1])
+    node.coming = 2
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    node.wait(4)
+    slots, generations = bytes(2 * 4), bytes(2 * 8)
+    (asked,) = node.of(m.LeaseAsk)
+    assert isinstance(asked, m.LeaseAsk)
+    node.give(m.LeaseMore(lease=asked.lease, slots=slots, generations=generations, from_file=2))
+    assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
+    report(node, "r", load(node, "r", keys, 3))
+    story = finish(node, "r")
+    assert (story.file_tokens, story.promotion_ns) == (2 * BLOCK_TOKENS, 4 * NS_PER_MS)
+
+
+def test_a_load_that_fails_keeps_what_was_loaded_and_the_reason() -> None:
+    node, keys = Disk(), chain("a", 3)
+    node.keys = set(keys)
+    node.from_file = 3
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    ask(node, "r", keys)
+    lease = load(node, "r", keys, 3)
+    report(node, "r", lease, loaded_blocks=1, failed_block_ids=(1, 2), reason="w" * 300)
+    story = finish(node, "r")
+    assert (story.loaded_tokens, story.file_tokens) == (BLOCK_TOKENS, BLOCK_TOKENS)
+    assert (story.outcome, story.detail) == ("load failed", "w" * 255)
+
+
+def test_reasons_of_misses(node: ScriptedNode) -> None:
+    node.attach()
+    keys = chain("a", 3)
+    arrive(node, "never asked", keys)
+    assert finish(node, "never asked").outcome == "not asked"
+    arrive(node, "late", keys)
+    ask(node, "late", keys)
+    node.core.take_outbox()
+    node.wait(21)
+    assert ask(node, "late", keys) == Miss("deadline")
+    story = finish(node, "late")
+    assert (story.outcome, story.lookup_ns) == ("deadline", 21 * NS_PER_MS)
+    arrive(node, "short", keys[:1])
+    ask(node, "short", keys[:1], local=1)
+    assert finish(node, "short").outcome == "no full block"
+    node.core.left_out("lora", prompt_tokens=9, reason="adapter", now_ns=node.now_ns)
+    assert node.core.take_outbox() == [m.Story(request="lora", prompt_tokens=9, outcome="adapter")]
+
+
+def test_stories_of_the_time_without_a_node_are_told_when_it_is_back(
+    node: ScriptedNode,
+) -> None:
+    keys = chain("a", 3)
+    for i in range(STORIES_KEPT_MAX + 6):
+        arrive(node, f"r{i}", keys)
+        assert ask(node, f"r{i}", keys) == Miss("node away")
+        node.core.finished(f"r{i}")
+    assert node.core.take_outbox() == []
+    node.wait(500)
+    node.attach()
+    node.exchange()
+    told = [story for story in node.of(m.Story) if isinstance(story, m.Story)]
+    assert [story.request for story in told] == [f"r{i + 6}" for i in range(STORIES_KEPT_MAX)]
+    assert {(story.outcome, story.age_ns) for story in told} == {("node away", 500 * NS_PER_MS)}
+    node.sent.clear()
+    node.exchange()
+    assert node.of(m.Story) == [], "once"
+
+
+def test_any_id_of_a_request_can_travel(node: ScriptedNode) -> None:
+    node.attach()
+    for name in ("x" * 1000, "ß" * 200, "bad \udc80 id", ""):
+        arrive(node, name, chain("a", 1))
+        story = finish(node, name)
+        assert m.decode_from_engine(m.encode(story)) == story
+        assert len(story.request.encode()) <= m.REQUEST_BYTES_MAX

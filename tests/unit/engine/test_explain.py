@@ -1,0 +1,443 @@
+"""Every way in which a block can miss, as `kvstore explain` tells it afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.engine import explain, findings
+from kvstore.engine.events import Clear, FileGone, FileLate, FilePart, FileReclaim
+from kvstore.engine.explain import RangeReport, RequestReport, fits
+from kvstore.engine.findings import Found
+from kvstore.types import SpaceId
+from kvstore.wire.messages import LeaseRelease, Story
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.disk import SPACE, DiskNode, known, places
+from tests.unit.engine.harness import HALVES, SMALL, TOKENS, WHOLE, Node, Peer, keys, space
+
+Row = tuple[int, int, str, str]
+"""First block, blocks, tier, reason."""
+
+
+def told(node: Node, peer: Peer, *, blocks: int, loaded: int = 0, **changes: Any) -> RequestReport:
+    """A request of the peer's last lookup ends."""
+    fields: dict[str, Any] = {
+        "request": "cmpl-r-0-1f2e3d4c",
+        "prompt_tokens": blocks * TOKENS + 3,
+        "loaded_tokens": loaded * TOKENS,
+        "session": peer.session,
+        "leases": [1],
+        "outcome": "" if loaded else "not stored",
+    }
+    node.hear(peer.scheduler, Story(**(fields | changes)))
+    return node.engine.explain.requests("", limit=1)[0]
+
+
+def rows(node: Node) -> list[Row]:
+    """Of the latest request."""
+    return [(r.first_block, r.blocks, r.tier, r.reason) for r in ranges(node)]
+
+
+def ranges(node: Node) -> list[RangeReport]:
+    (latest,) = node.engine.explain.requests("", limit=1)
+    return node.engine.explain.ranges(latest.number)
+
+
+def test_what_was_held_is_from_dram_and_the_rest_was_never_stored() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.store(1, 2)
+    peer.lease(1, 1, 2, 3, 4, 5)
+    row = told(node, peer, blocks=6, loaded=2, load_ns=1_500_000, queued_ns=2_000_000)
+    assert (row.prompt_tokens, row.loaded_tokens, row.load_us) == (6 * TOKENS + 3, 32, 1500)
+    assert (row.tenant, row.block_tokens, row.queued_us) == ("t", TOKENS, 2000)
+    assert rows(node) == [(0, 2, "dram", ""), (2, 3, "", "never stored"), (5, 1, "", "not asked")]
+
+
+def test_what_counts_is_what_was_held_when_it_was_asked_for() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.lease(1, 1, 2)
+    peer.store(1, 2)  # by this very request, say
+    told(node, peer, blocks=2)
+    assert rows(node) == [(0, 2, "", "never stored")]
+
+
+def test_evicted_when_and_for_whom() -> None:
+    node = Node(slots=8)
+    peer = Peer(node)
+    peer.store(1)
+    node.tick(ms=500)
+    other = Peer(node, "busy")
+    other.store(*range(100, 112))
+    node.tick(ms=2000)
+    peer.lease(1, 1, 2)
+    node.tick(ms=7000)
+    row = told(node, peer, blocks=2, age_ns=3 * 10**9)
+    assert row.ended_ms_ago == 3000
+    assert rows(node) == [(0, 1, "", "evicted"), (1, 1, "", "never stored")]
+    text = ranges(node)[0].text
+    assert text == "evicted from dram to make room for stores of busy, 2.0 s before"
+    (now, _) = node.engine.explain.prefix("t", SPACE, keys(1, 2))
+    assert now.text == "evicted from dram to make room for stores of busy, 9.0 s ago"
+
+
+def test_a_block_that_was_evicted_and_stored_again_is_held() -> None:
+    node = Node(slots=8)
+    peer = Peer(node)
+    peer.store(1, *range(100, 112), 1)
+    peer.lease(1, 1)
+    told(node, peer, blocks=1, loaded=1)
+    assert rows(node) == [(0, 1, "dram", "")]
+
+
+def test_what_left_after_the_question_is_not_its_reason() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.lease(1, 1)
+    node.now_ns += 10_000_000
+    peer.store(1)
+    node.step(Clear(None, None))
+    told(node, peer, blocks=1)
+    assert rows(node) == [(0, 1, "", "never stored")]
+    assert "is remembered" in ranges(node)[0].text
+
+
+def test_cleared() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.store(1)
+    node.step(Clear(None, None))
+    peer.lease(1, 1)
+    told(node, peer, blocks=1)
+    assert rows(node) == [(0, 1, "", "cleared")]
+
+
+def test_a_failed_check() -> None:
+    node = Node()
+    peer = Peer(node)
+    [place] = peer.seal(1)
+    peer.distrust(place)
+    peer.lease(1, 1)
+    told(node, peer, blocks=1)
+    assert rows(node) == [(0, 1, "", "failed check")]
+
+
+@pytest.mark.parametrize(("tenant", "reason"), [("t", "other space"), ("u", "never stored")])
+def test_another_space_is_told_within_the_tenant_only(tenant: str, reason: str) -> None:
+    node = Node()
+    other = Peer(node, "other", space=space("other", layer_bytes=16 << 10), tenant=tenant)
+    other.store(1, 2)
+    peer = Peer(node)
+    peer.lease(1, 1, 2, 3)
+    told(node, peer, blocks=3)
+    first, *rest = rows(node)
+    assert first == (0, 2 if tenant == "t" else 3, "", reason)
+    assert rest == ([(2, 1, "", "never stored")] if tenant == "t" else [])
+    its = fingerprint(other.space, weights_epoch="").hex()[:16]
+    assert (its in ranges(node)[0].text) == (tenant == "t")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_not_all_shards(rank: int) -> None:
+    node = Node()
+    peer = Peer(node, shards=HALVES)
+    peer.store(1)
+    peer.seal(2, rank=rank)
+    peer.lease(1, 1, 2, 3)
+    told(node, peer, blocks=3, loaded=1)
+    assert rows(node) == [
+        (0, 1, "dram", ""),
+        (1, 1, "", "not all shards"),
+        (2, 1, "", "never stored"),
+    ]
+
+
+def test_behind_a_gap() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.store(2)
+    peer.lease(1, 1, 2)
+    told(node, peer, blocks=2)
+    assert rows(node) == [(0, 1, "", "never stored"), (1, 1, "dram", "behind a gap")]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "held"),
+    [("deadline", True), ("cost gate", True), ("load failed", True), ("node away", False)],
+)
+def test_what_the_engine_decided(outcome: str, held: bool) -> None:
+    node = Node()
+    peer = Peer(node)
+    leases = []
+    if held:
+        peer.store(1, 2)
+        peer.lease(1, 1, 2)
+        leases = [1]
+    row = told(node, peer, blocks=2, outcome=outcome, leases=leases, detail="x\x1b[2Jy")
+    assert row.outcome == outcome
+    assert row.text.endswith(": x?[2Jy"), "a terminal is not given orders"
+    assert rows(node) == [(0, 2, "dram" if held else "", outcome)]
+
+
+def test_the_engines_own_cache_comes_first() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.store(3, 4)
+    peer.lease(1, 3, 4)
+    told(node, peer, blocks=4, local_tokens=2 * TOKENS, first_block=2, loaded=2)
+    assert rows(node) == [(0, 2, "engine", ""), (2, 2, "dram", "")]
+    told(node, peer, blocks=4, local_tokens=3 * TOKENS, first_block=2, loaded=1)
+    assert rows(node) == [(0, 3, "engine", ""), (3, 1, "dram", "")], "its cache grew meanwhile"
+
+
+# ── disk ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def on_disk(*numbers: int, **config: Any) -> tuple[DiskNode, Peer]:
+    node = DiskNode(**config)
+    peer = Peer(node)
+    node.step(known(*numbers))
+    return node, peer
+
+
+def test_from_disk_while_it_waited() -> None:
+    node, peer = on_disk(2, 3)
+    peer.store(1)
+    assert peer.lease(1, 1, 2, 3, 4).promoting == 2
+    node.read_all()
+    told(node, peer, blocks=4, loaded=3)
+    assert rows(node) == [(0, 1, "dram", ""), (1, 2, "file", ""), (3, 1, "", "never stored")]
+
+
+def test_from_disk_by_the_hint_is_from_disk_for_the_first_who_asks() -> None:
+    node, peer = on_disk(1, 2)
+    peer.hint(1, 2)
+    node.read_all()
+    assert peer.lease(1, 1, 2).from_file == 2
+    told(node, peer, blocks=2, loaded=2)
+    assert rows(node) == [(0, 2, "file", "")]
+    node.hear(peer.scheduler, LeaseRelease(leases=[1]))
+    assert peer.lease(2, 1, 2).from_file == 0
+    told(node, peer, blocks=2, loaded=2, leases=[2])
+    assert rows(node) == [(0, 2, "dram", "")]
+
+
+@pytest.mark.parametrize(("waited_ns", "reason"), [(0, "cost gate"), (1, "promotion deadline")])
+def test_on_disk_and_not_waited_for(waited_ns: int, reason: str) -> None:
+    node, peer = on_disk(1, 2)
+    peer.lease(1, 1, 2)
+    told(node, peer, blocks=2, promotion_ns=waited_ns)
+    assert rows(node) == [(0, 2, "file", reason)]
+    assert len(node.reads) == 1
+    node.step(FileLate(node.reads[0].job))
+    node.read_all()
+
+
+def test_some_came_before_its_patience_ended() -> None:
+    node, peer = on_disk(1, slots=64)
+    node.step(known(2, at=50))
+    peer.hint(1)
+    peer.lease(1, 1, 2)
+    first, second = node.reads
+    node.answer(first)
+    told(node, peer, blocks=2, loaded=1, promotion_ns=5_000_000)
+    assert rows(node) == [(0, 1, "file", ""), (1, 1, "file", "promotion deadline")]
+    assert "5 ms" in ranges(node)[1].text
+    node.answer(second)
+
+
+def test_on_disk_but_the_disk_was_busy() -> None:
+    node, peer = on_disk(*range(1, 9), slots=8)
+    reply = peer.lease(1, *range(1, 9))
+    assert 0 < reply.promoting < 8
+    told(node, peer, blocks=8)
+    assert rows(node)[-1] == (reply.promoting, 8 - reply.promoting, "file", "not read")
+    node.read_all()
+
+
+def test_on_disk_behind_a_gap() -> None:
+    node, peer = on_disk(2)
+    peer.lease(1, 1, 2)
+    told(node, peer, blocks=2)
+    assert rows(node) == [(0, 1, "", "never stored"), (1, 1, "file", "behind a gap")]
+
+
+def test_reclaimed_or_lost_on_disk() -> None:
+    node, peer = on_disk(1)
+    node.step(known(2, at=50))
+    node.step(FileGone("t", SPACE, WHOLE, keys(2), places(50, 1)))
+    node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, keys(1), places(1, 1)),)))
+    peer.lease(1, 1, 2)
+    told(node, peer, blocks=2)
+    assert rows(node) == [(0, 1, "", "evicted"), (1, 1, "", "failed check")]
+    assert ranges(node)[0].text.startswith("its segment on disk")
+
+
+def test_room_for_blocks_from_disk_is_said() -> None:
+    node, peer = on_disk(*range(1, 5), slots=8, credit_share=0.1)
+    peer.store(*range(50, 57))
+    node.write_nothing()
+    peer.hint(*range(1, 5))
+    node.read_all()
+    gone = [n for n in range(50, 57) if not peer.hint(n)[0]]
+    assert gone
+    peer.lease(1, gone[0])
+    told(node, peer, blocks=1)
+    assert "to make room for blocks from disk, read for e, " in ranges(node)[0].text
+
+
+# ── bounds ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "STORIES_MAX", 3)
+    node = Node()
+    peer = Peer(node)
+    for i in range(5):
+        told(node, peer, blocks=1, request=f"r{i}", leases=[])
+    found = node.engine.explain.requests("", limit=10)
+    assert [row.request for row in found] == ["r4", "r3", "r2"]
+    assert node.engine.explain.ranges(1) == []
+    assert len(node.engine.explain.requests("", limit=2)) == 2
+
+
+def test_old_findings_go_and_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "FINDINGS_MAX", 2)
+    node = Node()
+    peer = Peer(node)
+    for lease in (1, 2, 3):
+        peer.lease(lease, 1)
+    told(node, peer, blocks=1)
+    assert rows(node) == [(0, 1, "", "not known")]
+
+
+def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "PENDING_KEYS_MAX", 3)
+    node = Node()
+    peer = Peer(node)
+    peer.lease(1, 1, 2)
+    peer.lease(2, 1, 2)
+    told(node, peer, blocks=2, leases=[2])
+    assert rows(node) == [(0, 2, "", "not known")]
+    node.tick()
+    peer.lease(3, 1, 2)
+    told(node, peer, blocks=2, leases=[3])
+    assert rows(node) == [(0, 2, "", "never stored")], "a tick made room"
+
+
+def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "KEYS_PER_TICK", 2)
+    node = Node()
+    peer = Peer(node)
+    for lease in (1, 2, 3):
+        peer.lease(lease, 1, 2)
+    left = []
+    for _ in range(4):
+        left.append(len(node.engine._findings._pending))
+        node.tick()
+    assert left == [3, 2, 1, 0]
+
+
+def test_a_chequered_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "SPANS_MAX", 3)
+    node = Node()
+    peer = Peer(node)
+    peer.store(2, 4, 6)
+    peer.lease(1, *range(1, 8))
+    told(node, peer, blocks=7)
+    assert rows(node)[2:] == [(2, 5, "", "not known")]
+
+
+def test_another_engines_lease_is_not_joined() -> None:
+    node = Node()
+    peer, other = Peer(node), Peer(node, "other")
+    peer.store(1)
+    peer.lease(1, 1)
+    told(node, other, blocks=1, session=peer.session)
+    assert rows(node) == [(0, 1, "", "not known")]
+
+
+def test_a_story_before_any_session_is_not_heard() -> None:
+    node = Node()
+    peer = Peer(node)
+    lonely = node.connect(peer.scheduler_hello(engine_id="lonely"))
+    node.hear(lonely, Story(request="r"))
+    assert node.engine.explain.requests("", limit=10) == []
+
+
+def test_only_a_scheduler_tells_stories() -> None:
+    node = Node()
+    peer = Peer(node)
+    node.hear(peer.ranks[0], Story(request="r"))
+    assert "Story from a rank" in node.hangups[peer.ranks[0]]
+
+
+def test_examined_after_its_engine_is_gone() -> None:
+    node = Node(block_count_max=64)
+    peer = Peer(node)
+    peer.lease(1, 1)
+    node.end(peer.scheduler, *peer.ranks)
+    node.engine._state.residency.forget_unused_scopes(keep=set())
+    node.tick()
+    (finding,) = node.engine._findings._by_lease.values()
+    assert [span.found for span in finding.spans] == [Found.NEVER]
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("cmpl-4f1a-0-1f2e3d4c", True),
+        ("cmpl-4f1a", True),
+        ("cmpl-4f", True),
+        ("4f1a", True),
+        ("", True),
+        ("4f", False),
+        ("1a-0", False),
+        ("cmpl-4f1a-1", False),
+    ],
+)
+def test_a_request_is_found_by_the_id_its_client_has(asked: str, found: bool) -> None:
+    assert fits("cmpl-4f1a-0-1f2e3d4c", asked) == found
+
+
+# ── by prefix ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_prefix_now() -> None:
+    node, peer = on_disk(1)
+    peer.store(2)
+    node.write_nothing()
+    found = node.engine.explain.prefix("t", SPACE, keys(1, 2, 3))
+    assert [(r.first_block, r.blocks, r.tier, r.reason) for r in found] == [
+        (0, 1, "file", ""),
+        (1, 1, "dram", ""),
+        (2, 1, "", "never stored"),
+    ]
+    assert [r.tier for r in node.engine.explain.prefix("t", SPACE, keys(2, 1))] == ["dram", "file"]
+    assert node.engine.explain.prefix("u", SPACE, keys(1)) == []
+    assert node.engine.explain.prefix("t", SpaceId(bytes(32)), keys(1)) == []
+
+
+def test_a_prefix_that_is_not_there_in_all_shards() -> None:
+    node = Node()
+    peer = Peer(node, shards=HALVES)
+    peer.store(1)
+    peer.seal(2, rank=0)
+    found = node.engine.explain.prefix("t", SPACE, keys(1, 2))
+    assert [(r.blocks, r.tier, r.reason) for r in found] == [
+        (1, "dram", ""),
+        (1, "", "not all shards"),
+    ]
+
+
+def test_how_keys_are_made_is_known_of_attached_spaces() -> None:
+    node = Node()
+    Peer(node)
+    (row,) = node.engine.explain.hashings()
+    assert (row.space, row.tenant) == (SPACE.hex(), "t")
+    assert (row.block_tokens, row.hash_algorithm) == (TOKENS, SMALL.hash_algorithm)
