@@ -59,9 +59,9 @@ def test_a_change_says_all_that_is_known_of_its_blocks() -> None:
     assert (early.tenant, early.space, early.shard) == ("t", SPACE, WHOLE)
     assert early.keys == keys(5)
     Named(node, "llama")
-    Named(node, "another name for it")
+    Named(node, "its latest name")
     (change,) = all_held(node)
-    assert (change.label, change.block_tokens) == ("llama", SMALL.block_tokens)
+    assert (change.label, change.block_tokens) == ("its latest name", SMALL.block_tokens)
 
 
 @given(slice_rows=st.integers(1, 9), stored=st.sets(st.integers(0, 11)), cleared=st.booleans())

@@ -13,7 +13,7 @@ from kvstore.engine.findings import Found
 from kvstore.types import SpaceId
 from kvstore.wire.messages import LeaseRelease, Story
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.disk import SPACE, DiskNode, known, places
+from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import HALVES, SMALL, TOKENS, WHOLE, Node, Peer, keys, space
 
 Row = tuple[int, int, str, str]
@@ -268,7 +268,7 @@ def test_reclaimed_or_lost_on_disk() -> None:
     node, peer = on_disk(1)
     node.step(known(2, at=50))
     node.step(FileGone("t", SPACE, WHOLE, keys(2), places(50, 1)))
-    node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, keys(1), places(1, 1)),)))
+    node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(1), places(1, 1)),)))
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)
     assert rows(node) == [(0, 1, "", "evicted"), (1, 1, "", "failed check")]
