@@ -210,6 +210,10 @@ def _resolve(settings: Settings) -> NodeConfig:
 
 def _file(text: str | None, node_name: str | None, *, dram_bytes: int) -> FileConfig | None:
     """PATH:SIZE of the file tier, with ,shared behind it for a directory of several nodes."""
+    if node_name is not None and not (text or "").endswith(",shared"):
+        raise ConfigError(
+            "node-name names a part of a shared directory: add ',shared' to --file, or leave it out"
+        )
     if text is None:
         return None
     path, colon, size = text.rpartition(":")

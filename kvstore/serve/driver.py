@@ -52,6 +52,10 @@ class NodeBusy(KVStoreError):
     """The loop did not get to a query in time, or too many wait already. Ask again later."""
 
 
+class NotDurable(KVStoreError):
+    """Blocks were forgotten, but a restart of the node may bring those on disk back."""
+
+
 class DriverCounters:
     """What the loop did since the start; read by /metrics through `Driver.query`."""
 
@@ -124,6 +128,7 @@ class Driver:
 
         Raises:
             NodeBusy: a slice was not done within `timeout_s`. Asking again goes on from there.
+            NotDurable: all is forgotten, but the disk did not take note of it within `timeout_s`.
         """
         cleared_blocks = 0
         while True:
@@ -132,7 +137,15 @@ class Driver:
             )
             cleared_blocks += count
             if count < CLEAR_ROWS_MAX:
-                return cleared_blocks
+                break
+        if self._files is not None and not self._files.wait_for_voids(timeout_s):
+            raise NotDurable(
+                f"{cleared_blocks} blocks are forgotten, but the disk of {self._files.path} is"
+                " full, failing or slow and took no note of it: a restart of the node would bring"
+                " back what is on it; mend that and clear again, or stop the node and empty the"
+                " directory"
+            )
+        return cleared_blocks
 
     def _on_loop(self, call: Callable[[], _T], timeout_s: float) -> _T:
         future: concurrent.futures.Future[object] = concurrent.futures.Future()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
+from pathlib import Path
 
 from kvstore.engine.events import (
     Event,
@@ -57,6 +58,8 @@ class FileEnd:
         self._waiting: deque[FileEvent] = deque()
         self.learned = _learned(tier.note)
         """By an earlier start, as it is kept now."""
+        self.trouble = ""
+        """What the tier does not do at present, and why; empty while all is well."""
 
     def remember(self, learned: Learned) -> None:
         """Keep this for the next start, if it is news."""
@@ -68,6 +71,15 @@ class FileEnd:
     def used_bytes(self) -> int:
         """What the tier takes of its capacity."""
         return self._tier.taken_bytes
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        """Whether what was cleared stays away after a restart; from any thread."""
+        return self._tier.wait_for_voids(timeout_s)
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self._tier.path
 
     def fileno(self) -> int:
         """Readable while `read` has something."""
@@ -140,9 +152,11 @@ class FileEnd:
                 return [FileReclaim(segment, parts)]
             case Suspended(reason=reason, writes_only=writes_only):
                 what = "writes" if writes_only else "reads and writes"
-                _log.warning("the file tier takes no %s for a while: %s", what, reason)
+                self.trouble = f"the file tier in {self.path} takes no {what}: {reason}"
+                _log.warning("%s", self.trouble)
             case Resumed():
-                _log.info("the file tier works again")
+                self.trouble = ""
+                _log.info("the file tier in %s works again", self.path)
             case RecoveryDone():
                 _log.info("all records of the file tier are known")
         return []

@@ -5,7 +5,7 @@
     sys.exit(report.status)          # 0 clean, 1 damage found, 2 not a store
 
 Without `quarantine` nothing is written, and a node may be running: what it appends meanwhile counts
-as torn at worst. With it the directory's lock is needed: the good records of a damaged segment are
+as torn. With it the directory's lock is needed: the good records of a damaged segment are
 appended to a new one, then the damaged one is moved to `quarantine/`.
 
 A torn end is no damage: a process or machine stopped while it was writing, and the records before
@@ -14,6 +14,7 @@ it are whole. Does not cover: the directories of other nodes in a shared parent;
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -24,7 +25,13 @@ import numpy as np
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import SEGMENT_BYTES_MAX
-from kvstore.tiers.file.directory import Directory, segment_name, segment_number
+from kvstore.tiers.file.directory import (
+    Directory,
+    InUse,
+    parts_of,
+    segment_name,
+    segment_number,
+)
 from kvstore.tiers.file.disk import Disk, Pages, PosixDisk, open_regular, read_all, read_bytes
 from kvstore.tiers.file.recovery import read_footer, read_head, scan
 from kvstore.tiers.file.writer import Batch, Payloads, Writer
@@ -55,6 +62,8 @@ class Report:
     record_bytes: int = 0
     file_bytes: int = 0
     torn: int = 0
+    aside_bytes: int = 0
+    node_runs: bool = False
     problems: Counter[str] = field(default_factory=Counter)
     lines: list[str] = field(default_factory=list)
     moved: int = 0
@@ -70,15 +79,36 @@ class Report:
     def text(self) -> str:
         """The report for a person."""
         if not self.is_store:
-            return "\n".join([*self.lines, f"{self.directory} is not a store of kvstore"])
+            return "; ".join(self.lines) or f"{self.directory} is not a store of kvstore"
         found = ", ".join(f"{count} {reason}" for reason, count in sorted(self.problems.items()))
         summary = (
             f"{self.segments} segments, {self.records} records, "
             f"{format_size(self.record_bytes)} of blocks in {format_size(self.file_bytes)}; "
             f"{self.torn} with a torn end; {found or 'no damage'}"
         )
-        moved = f"{self.moved} segments moved to quarantine" if self.moved else ""
-        return "\n".join(filter(None, [*self.lines, summary, moved]))
+        return "\n".join([*self.lines, summary, *self._advice()])
+
+    def _advice(self) -> list[str]:
+        """What an operator should know of that, a sentence each."""
+        said = []
+        if self.torn and self.node_runs:
+            said.append("a torn end is no damage: a node is running and still writes there")
+        elif self.torn:
+            said.append("a torn end is no damage: a node ended while it was writing")
+        if self.moved:
+            said.append(f"{self.moved} segments moved to quarantine")
+        elif self.problems:
+            stop = "stop the node, then " if self.node_runs else ""
+            said.append(
+                f"to keep what is good and move the rest aside: {stop}"
+                f"kvstore fsck {self.directory} --quarantine"
+            )
+        if self.aside_bytes:
+            said.append(
+                f"{format_size(self.aside_bytes)} in {self.directory / 'quarantine'} count against "
+                "--file: delete them once looked at"
+            )
+        return said
 
     def blame(self, name: str, reason: str, count: int = 1) -> None:
         """One file has something wrong."""
@@ -115,14 +145,18 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         report.is_store = False
-        report.lines.append(f"{directory}: {error.strerror}")
+        report.lines.append(f"{directory} cannot be read: {error.strerror}")
         return report
     try:
         store_id = _store_id(posix, fd)
         if store_id is None:
             report.is_store = False
+            if parts := parts_of(directory):
+                names = ", ".join(str(part) for part in parts)
+                report.lines.append(f"{directory} is shared by several nodes: name one of {names}")
             return report
-        locked = Directory(directory, posix, direct=False) if quarantine else None
+        locked = _lock(directory, posix) if quarantine else None
+        report.node_runs = locked is None and _is_in_use(fd)
         try:
             _check_all(report, posix, fd, store_id, locked)
         finally:
@@ -130,7 +164,39 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
                 locked.close()
     finally:
         os.close(fd)
+    report.aside_bytes = _aside_bytes(directory)
     return report
+
+
+def _lock(directory: Path, disk: Disk) -> Directory:
+    try:
+        return Directory(directory, disk, direct=False)
+    except InUse:
+        raise ConfigError(
+            f"{directory} is in use by a node: stop it before --quarantine, or look without it"
+        ) from None
+
+
+def _is_in_use(dir_fd: int) -> bool:
+    """Whether a node holds the lock."""
+    try:
+        fd = os.open("lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=dir_fd)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _aside_bytes(directory: Path) -> int:
+    try:
+        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory / "quarantine"))
+    except OSError:
+        return 0
 
 
 def _store_id(disk: Disk, dir_fd: int) -> bytes | None:

@@ -22,8 +22,8 @@ from kvstore.errors import ConfigError
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
-from kvstore.serve.driver import Driver, NodeBusy
 from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.serve.driver import Driver, NodeBusy, NotDurable
 
 SUFFIX: Final = ".rpc"
 THREAD_COUNT: Final = 2
@@ -61,7 +61,8 @@ class InspectService(InspectServicer):
         return pb.SpacesReply(rows=self._rows(context, lambda engine: engine.spaces()))
 
     def Blocks(self, request: pb.BlocksRequest, context: grpc.ServicerContext) -> pb.BlocksReply:
-        limit = min(request.limit or BLOCK_ROWS_MAX, BLOCK_ROWS_MAX)
+        # One more tells that there are more.
+        limit = min(request.limit or BLOCK_ROWS_MAX, BLOCK_ROWS_MAX + 1)
         space = request.space.lower()
 
         def ask(engine: Engine) -> Sequence[Row]:
@@ -90,6 +91,8 @@ class InspectService(InspectServicer):
             context.abort(error.code, str(error))
         except NodeBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except NotDurable as error:
+            context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         return pb.ClearReply(blocks=blocks)
 
     def Requests(

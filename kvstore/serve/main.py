@@ -230,15 +230,19 @@ def inspect(
     if topic != "blocks" and (limit is not None or space is not None):
         raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
     topics = SUMMARY if topic is None else (topic,)
+    shown = limit or BLOCKS_LISTED
     with _client(socket) as client:
-        found = {
-            name: client.rows(name, limit=limit or BLOCKS_LISTED, space=space or "")
-            for name in topics
-        }
+        found = {name: client.rows(name, limit=shown + 1, space=space or "") for name in topics}
+    left_out = len(found.get("blocks", ())) > shown
+    if left_out:
+        found["blocks"] = found["blocks"][:shown]
     if json_:
         click.echo(as_json(found))
-    else:
-        show(found)
+        return
+    show(found)
+    if left_out:
+        hint = f": --limit shows up to {BLOCK_ROWS_MAX}" if shown < BLOCK_ROWS_MAX else ""
+        click.echo(f"there are more blocks than these {shown}{hint}", err=True)
 
 
 def _inspect_prefix(
@@ -329,6 +333,9 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
 def clear(socket: Path, space: str) -> None:
     """Forget cached blocks. Engines go on: what they look for is a miss until stored again.
 
+    The exit status is 1 when the disk could not take note of it: a restart would bring back what
+    is on it.
+
     \b
     Examples:
       kvstore clear
@@ -361,6 +368,8 @@ def fsck(directory: Path, *, quarantine: bool) -> None:
         report = check_directory(directory, quarantine=quarantine)
     except ConfigError as error:
         fail(str(error), code=2)
+    if not report.is_store:
+        fail(report.text(), code=report.status)
     click.echo(report.text())
     sys.exit(report.status)
 

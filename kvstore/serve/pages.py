@@ -15,6 +15,7 @@ from kvstore.obs.metrics import Family, family, histogram
 from kvstore.ports import Tier
 from kvstore.serve.attach import Attach
 from kvstore.serve.driver import STEP_BUCKETS_NS, Driver, NodeBusy
+from kvstore.serve.files import FileEnd
 from kvstore.serve.http import Page, text_page
 from kvstore.serve.listener import Listener
 from kvstore.types import Incarnation
@@ -126,9 +127,10 @@ def _engine_families(engine: Engine) -> list[Family]:
 
 
 def make_pages(
-    collector: NodeCollector, driver: Driver, listener: Listener
+    collector: NodeCollector, driver: Driver, listener: Listener, files: FileEnd | None = None
 ) -> dict[str, Callable[[], Page]]:
-    """The pages of a node by path."""
+    """The pages of a node by path. A node whose disk is in trouble serves from memory: it is
+    healthy, and says what it lacks."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
 
@@ -140,11 +142,13 @@ def make_pages(
 
     def health() -> Page:
         try:
-            driver.query(lambda _: None, timeout_s=HEALTH_TIMEOUT_S)
+            trouble = driver.query(
+                lambda _: files.trouble if files else "", timeout_s=HEALTH_TIMEOUT_S
+            )
         except NodeBusy as error:
             return text_page(503, str(error))
         if not listener.is_in_place:
             return text_page(503, f"{listener.path} is not this node's socket any more: restart it")
-        return text_page(200, "ok")
+        return text_page(200, f"ok, but {trouble}" if trouble else "ok")
 
     return {"/metrics": metrics, "/healthz": health}

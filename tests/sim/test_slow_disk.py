@@ -131,7 +131,7 @@ def test_a_long_prompt_loads_what_comes_in_time_and_computes_the_rest() -> None:
         world.run(25)
     long = world.run(100)  # 1.7 s of reading, 8 s of computing; a second is read ahead at most
     assert 20 <= long.loaded_blocks < 70
-    assert long.ratio < 0.7
+    assert long.ratio < 0.8
 
 
 def test_what_was_learned_spares_the_first_guess() -> None:

@@ -48,6 +48,36 @@ def segment_number(name: str) -> int | None:
     return number if 0 < number <= NUMBER_MAX else None
 
 
+class InUse(ConfigError):
+    """Another process holds the lock."""
+
+
+def parts_of(directory: Path) -> list[Path]:
+    """The stores of single nodes in a shared directory, if it is one."""
+    try:
+        return sorted(path for path in directory.iterdir() if (path / _STORE).is_file())
+    except OSError:
+        return []
+
+
+def refuse_other_mode(directory: Path, *, shared: bool) -> None:
+    """A directory belongs to one node or is shared, never both.
+
+    Raises:
+        ConfigError: it was made for the other.
+    """
+    if shared and (directory / _STORE).is_file():
+        raise ConfigError(
+            f"{directory} is the store of a single node: leave ',shared' out of --file, "
+            "or give it another directory"
+        )
+    if not shared and (parts := parts_of(directory)):
+        raise ConfigError(
+            f"{directory} is shared by several nodes, such as {parts[0].name}: "
+            "add ',shared' to --file, or give it another directory"
+        )
+
+
 class Directory:
     """A directory that this process holds the lock of."""
 
@@ -82,7 +112,7 @@ class Directory:
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
+            raise InUse(
                 f"{self.path} is in use by another node: give each node a --file of its own"
             ) from None
         self.direct = works_direct(self._disk, _PROBE, self.fd) and direct

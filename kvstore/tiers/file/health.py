@@ -12,6 +12,8 @@ from kvstore.tiers.file.breaker import Breaker
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.events import FileEvent, Resumed, Suspended
 
+_FULL = "its file system has no room: make some, or restart with a smaller --file"
+_LOOK = "the kernel's log may say why; it is tried again by itself"
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -32,13 +34,13 @@ class Health:
         """A call failed."""
         if error.errno in _NO_ROOM:
             if self._room.failed(now_ns):
-                return [Suspended("the file system has no room", writes_only=True)]
+                return [Suspended(_FULL, writes_only=True)]
             return []
-        return self._count(now_ns, f"the disk fails: {error.strerror or error}")
+        return self._count(now_ns, f"the disk fails ({error.strerror or error}): {_LOOK}")
 
     def late(self, now_ns: int) -> list[FileEvent]:
         """A job passed its deadline."""
-        return self._count(now_ns, "the disk does not answer in time")
+        return self._count(now_ns, f"the disk does not answer in time: {_LOOK}")
 
     def read(self) -> list[FileEvent]:
         """A read went well."""

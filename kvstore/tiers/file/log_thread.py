@@ -74,6 +74,7 @@ class LogThread:
         self._asked: int | None = None
         """Segment that the engine was asked about, or None."""
         self._hidden: deque[tuple[int, str, int]] = deque()
+        self._voids_waiting = 0
         self._is_stalled = False
         self._is_recovered = False
         self._is_closing = False
@@ -98,7 +99,13 @@ class LogThread:
 
     def void(self, job: VoidJob) -> None:
         self._queue.append(job)
+        self._voids_waiting += 1
         self._lock.notify_all()
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        """Whether within this time all voids so far are on the disk."""
+        done = self._lock.wait_for(lambda: not self._voids_waiting, timeout_s)
+        return done and self._writer.voids_are_durable
 
     def reclaim(self, job: ReclaimJob) -> None:
         self._control.append(job)
@@ -158,6 +165,9 @@ class LogThread:
             self._write(job)
         elif isinstance(job, VoidJob):
             self._report(self._writer.void(job.tenant, job.space))
+            with self._lock:
+                self._voids_waiting -= 1
+                self._lock.notify_all()
         elif isinstance(job, CarryJob):
             self._carry(job)
         elif isinstance(job, NoteJob):

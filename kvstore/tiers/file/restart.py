@@ -18,6 +18,7 @@ from kvstore.tiers.file.disk import Disk, open_regular
 from kvstore.tiers.file.events import Known
 from kvstore.tiers.file.recovery import read_footer, read_head, record_sets, scan
 from kvstore.types import PAGE_BYTES
+from kvstore.units import format_size
 from kvstore.wire.record import Void
 from kvstore.wire.segment import SegmentHead, Table
 
@@ -50,11 +51,25 @@ class Restart:
     def _shrink(self, bytes_max: int) -> None:
         """Delete the oldest until the rest fits a capacity that may have become smaller."""
         self._catalog.expect(self._sizes)
+        removed_bytes = 0
         for number in sorted(self._sizes):
             if self._catalog.taken_bytes <= bytes_max:
-                return
+                break
+            removed_bytes += self._sizes[number]
             self._directory.remove(segment_name(number))
             self._forget(number)
+        if removed_bytes:
+            _log.warning(
+                "%s held more than --file allows now: its oldest blocks are deleted, %s",
+                self._directory.path,
+                format_size(removed_bytes),
+            )
+        if self._catalog.aside_bytes:
+            _log.warning(
+                "%s of damaged files in %s count against --file: delete them once looked at",
+                format_size(self._catalog.aside_bytes),
+                self._directory.path / "quarantine",
+            )
 
     def recover(self, announce: Callable[[Known], bool]) -> bool:
         """Announce what every segment holds. False: told to stop."""

@@ -21,12 +21,13 @@ import errno
 import logging
 import threading
 from collections import deque
+from pathlib import Path
 from typing import Any, Final
 
 from kvstore.ports import Clock
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.directory import Directory, refuse_other_mode
 from kvstore.tiers.file.disk import Disk, PosixDisk
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Read, RecoveryDone
 from kvstore.tiers.file.health import Health
@@ -132,6 +133,7 @@ class FileTier:
             ConfigError: the directory cannot be used; the text says why and what to do.
         """
         posix = disk or PosixDisk()
+        refuse_other_mode(config.directory, shared=config.shared)
         directory = Directory(config.home, posix, direct=config.direct)
         try:
             tier = cls(config, arena, clock, disk=posix, directory=directory)
@@ -156,6 +158,11 @@ class FileTier:
     def taken_bytes(self) -> int:
         """What the directory takes of the capacity, the open segment counted whole."""
         return self._catalog.taken_bytes
+
+    @property
+    def path(self) -> Path:
+        """The directory of this node."""
+        return self._directory.path
 
     @property
     def is_direct(self) -> bool:
@@ -235,6 +242,12 @@ class FileTier:
         with self._lock:
             self._outbox.void(Void(tenant, space, _ANYTHING_OLDER))
             self._log.void(VoidJob(tenant, space))
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        """Whether all voids so far are on the disk, waiting no longer than that. The one call that
+        blocks, and the one that may come from any thread."""
+        with self._lock:
+            return self._log.wait_for_voids(timeout_s)
 
     def reclaim(self, segment: int, keep: Any) -> None:
         """Answer `Reclaim`: copy the records at `keep` (u64 locations), then delete the segment."""

@@ -137,6 +137,8 @@ class Writer:
         self._number = number
         self._open: _OpenSegment | None = None
         self._voids: list[Void] = []
+        self.voids_are_durable = True
+        """Whether every carried void is on the disk: what they cover stays away after a restart."""
         self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
         self._prefix_bytes = 0
         self._tails = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
@@ -226,6 +228,7 @@ class Writer:
         opened.found.voids += self._voids
         if self._voids:
             self._disk.fsync(fd)
+        self.voids_are_durable = True
         return opened
 
     def _write_pages(self, opened: _OpenSegment, pages: bytes, page: int) -> None:
@@ -289,6 +292,7 @@ class Writer:
             before = place_of(self._open.segment.number, self._open.found.end_page)
         void = Void(tenant, space, before)
         self.carry([void])
+        self.voids_are_durable = False
         outcome = Outcome([])
         try:
             opened = self._open
@@ -306,6 +310,7 @@ class Writer:
                 opened.found.voids.append(void)
                 opened.found.end_page = page + 1
                 self._sync(opened)
+                self.voids_are_durable = True
         except OSError as error:
             outcome.error = error
             outcome.lost = self.abandon(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -107,6 +108,47 @@ def test_what_was_cleared_stays_away_after_a_restart(tmp_path: Path) -> None:
         assert len(engine.lease(keys).slots) == 2 * 4
 
 
+def test_a_clear_that_a_full_disk_cannot_note_says_so(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", disk], check=True)
+    try:
+        with start(tmp_path / "a", disk) as node, RawEngine(node.socket) as engine:
+            engine.open()
+            engine.store(make_keys(4))
+            assert written(node, 4)
+            (disk / "ballast").write_bytes(bytes(os.statvfs(disk).f_bavail * 4096))
+            done = cleared(node)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr.startswith("kvstore: 4 blocks are forgotten, but the disk of ")
+            assert written(node, 0)
+            (disk / "ballast").unlink()
+            assert cleared(node).returncode == 0, "asked again with room"
+            node.kill()
+        with start(tmp_path / "a", disk) as node:
+            assert tiers(node)["file"]["blocks"] == 0
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    with start(tmp_path / "a", files) as node, RawEngine(node.socket) as engine:
+        engine.open()
+        engine.store(make_keys(4))
+        assert written(node, 4)
+    assert not (files / "learned").exists(), "nothing was measured"
+    with start(tmp_path / "a", files) as node, RawEngine(node.socket) as engine:
+        engine.open()
+        assert written(node, 4)
+        engine.release(engine.lease(make_keys(4)))
+    found = json.loads((files / "learned").read_text())["learned"]
+    assert found["disk_ns_per_mib"] > 0
+    (files / "learned").write_text("{")
+    with start(tmp_path / "a", files) as node:
+        assert node.log.count("what an earlier start learned is not used") == 1
+
+
 def test_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:
     keys = make_keys(8)
     with start(tmp_path / "a", tmp_path / "files") as node, RawEngine(node.socket) as engine:
@@ -124,6 +166,16 @@ def test_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:
         reply = engine.lease(keys)
         assert engine.read(reply) == whole(keys[:5], engine), "up to the damage, and no further"
         assert written(node, 7)
+
+
+def cleared(node: NodeProcess) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvstore.serve.main", "clear", "--socket", str(node.socket)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def fsck(directory: Path, *flags: str) -> tuple[int, str]:

@@ -65,6 +65,15 @@ def test_a_file_tier_and_a_shared_one() -> None:
     assert load_config(None, LEAST).file is None
 
 
+def test_a_relative_file_path_is_seen_from_where_the_node_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = load_config(None, LEAST | {"file": "files:1GiB"}).file
+    assert relative is not None
+    assert relative.home == tmp_path / "files"
+
+
 def test_flags_win_over_yaml_and_yaml_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("dram: 2GiB\nslab: 1MiB\nmetrics: off\nallow-uid: [5, 6]\nlog-level: debug\n")
@@ -110,6 +119,8 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"file": "/x:5TiB"}, "more than the 4 TiB that the file system of /x has"),
         ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared file tier needs a node name"),
         ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
+        ({"node-name": "n7"}, "node-name names a part of a shared directory: add ',shared'"),
+        ({"file": "/x:1GiB", "node-name": "n7"}, "node-name names a part of a shared directory"),
         ({"file": "/x:big"}, "file: 'big' is not a size"),
         ({"policy": "fifo"}, "policy 'fifo' is unknown: use lru or reuse"),
         (

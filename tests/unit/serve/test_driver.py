@@ -29,8 +29,9 @@ from kvstore.engine.events import (
 )
 from kvstore.serve import driver as driver_module
 from kvstore.serve.clock import MonotonicClock
-from kvstore.serve.driver import QUERY_COUNT_MAX, STEP_BUCKETS_NS, Driver, NodeBusy
+from kvstore.serve.driver import QUERY_COUNT_MAX, STEP_BUCKETS_NS, Driver, NodeBusy, NotDurable
 from kvstore.serve.executor import Executor, Poisoned
+from kvstore.serve.files import FileEnd
 from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, SlotId
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
@@ -304,6 +305,27 @@ def test_a_failing_query_fails_for_the_one_who_asked(loop: Loop) -> None:
 def test_clear_adds_up_what_was_forgotten(loop: Loop) -> None:
     assert loop.driver.clear(space=b"s", tenant=None, timeout_s=5) == 42
     assert loop.engine.seen.count(Clear(space=b"s", tenant=None)) == 1
+
+
+class Files:
+    """A file tier that takes note of a clear or not."""
+
+    path = "/var/lib/kvstore"
+    used_bytes = 0
+    takes_note = True
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        assert timeout_s == 5
+        return self.takes_note
+
+
+def test_a_clear_of_which_the_disk_takes_no_note_says_so(loop: Loop) -> None:
+    loop.driver._files = files = cast("FileEnd", Files())
+    assert loop.driver.clear(space=None, tenant=None, timeout_s=5) == 42
+    files.takes_note = False  # type: ignore[attr-defined]
+    with pytest.raises(NotDurable, match="42 blocks are forgotten, but the disk of /var/lib/kv"):
+        loop.driver.clear(space=None, tenant=None, timeout_s=5)
+    loop.driver._files = None
 
 
 def test_clear_goes_on_until_a_slice_is_not_full(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -36,6 +37,8 @@ from kvstore.tiers.file import (
     Reclaim,
     RecordSet,
     RecoveryDone,
+    Resumed,
+    Suspended,
     Written,
 )
 from kvstore.types import Shard
@@ -55,6 +58,7 @@ class ScriptedTier:
     def __init__(self) -> None:
         self.takes = True
         self.note = b""
+        self.path = Path("/var/lib/kvstore")
         self.calls: list[tuple[Any, ...]] = []
         self.events: list[FileEvent] = []
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -167,6 +171,19 @@ def test_what_is_cleared_before_it_was_told_is_not_told(tier: ScriptedTier, end:
     said = end.read(0)
     assert [type(event) for event in said] == [FileWritten, FileKnown]
     assert said[1] == FileKnown("u", b"s" * 32, SHARD, KEYS, PLACES, SUMS)
+
+
+def test_trouble_is_told_with_the_place_until_it_is_over(
+    tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier.events = [Suspended("the disk fails", writes_only=False)]
+    end.read(0)
+    sentence = "the file tier in /var/lib/kvstore takes no reads and writes: the disk fails"
+    assert end.trouble == sentence
+    assert caplog.messages == [sentence]
+    tier.events = [Suspended("no room", writes_only=True), Resumed(writes_only=True)]
+    end.read(0)
+    assert end.trouble == ""
 
 
 # ── what was learned ─────────────────────────────────────────────────────────────────────────────

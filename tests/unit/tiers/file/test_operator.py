@@ -1,0 +1,186 @@
+"""What an operator is told of a directory: sentences that say what is wrong and what to do."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import ConfigError
+from kvstore.serve.fsck import fsck
+from kvstore.tiers.file import FileConfig
+from kvstore.tiers.file.health import Health
+from kvstore.units import MIB
+from tests.unit.tiers.file.kit import Driver, FaultyDisk, key
+
+NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
+
+
+# ── clear ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fsync"])
+def test_a_clear_that_the_disk_cannot_note_is_known_not_to_be_durable(
+    tmp_path: Path, call: str
+) -> None:
+    disk = FaultyDisk()
+    driver = Driver(tmp_path / "store", disk=disk).recovered()
+    driver.write([1])
+    disk.fail[call] = lambda _: NO_ROOM
+    driver.tier.void(None, None)
+    assert not driver.tier.wait_for_voids(20)
+    del disk.fail[call]
+    driver.tier.void(None, None)
+    assert driver.tier.wait_for_voids(20), "asked again with the disk mended"
+    driver.close()
+    again = Driver(tmp_path / "store").recovered()
+    assert again.known == {}
+    again.close()
+
+
+def test_a_void_that_failed_is_written_with_the_next_segment(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    driver = Driver(tmp_path / "store", disk=disk).recovered()
+    driver.write([1])
+    disk.fail["pwritev"] = lambda _: NO_ROOM
+    driver.tier.void(None, None)
+    assert not driver.tier.wait_for_voids(20)
+    del disk.fail["pwritev"]
+    driver.clock.advance_ms(100_000)
+    assert 0 not in driver.write([2])
+    assert driver.tier.wait_for_voids(20)
+    driver.close()
+    again = Driver(tmp_path / "store").recovered()
+    assert {name for _, name in again.known} == {key(2)}
+    again.close()
+
+
+def test_a_clear_is_durable_when_it_says_so(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "store").recovered()
+    driver.write([1])
+    driver.tier.void(None, None)
+    assert driver.tier.wait_for_voids(20)
+    driver.close()
+
+
+def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    driver = Driver(tmp_path / "store", disk=disk).recovered()
+    driver.write([1])
+    disk.hang.add("pwritev")
+    driver.tier.void(None, None)
+    assert not driver.tier.wait_for_voids(0.01)
+    disk.release.set()
+    assert driver.tier.wait_for_voids(20)
+    driver.close()
+
+
+# ── start ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_smaller_capacity_says_what_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(tmp_path / "store").recovered()
+    for number in range(60):
+        driver.write([number])
+    driver.close()
+    assert caplog.messages == []
+    Driver(tmp_path / "store", capacity_bytes=3 * MIB).recovered().close()
+    (line,) = caplog.messages
+    assert "held more than --file allows now: its oldest blocks are deleted, " in line
+    assert str(tmp_path / "store") in line
+    assert line.endswith("MiB")
+
+
+def test_files_that_were_put_aside_are_mentioned_at_every_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Driver(tmp_path / "store").recovered().close()
+    (tmp_path / "store" / "quarantine" / "seg-00000001.kv.damaged.00").write_bytes(bytes(8192))
+    Driver(tmp_path / "store").recovered().close()
+    aside = tmp_path / "store" / "quarantine"
+    assert caplog.messages == [
+        f"8 KiB of damaged files in {aside} count against --file: delete them once looked at"
+    ]
+    assert f"8 KiB in {aside} count against --file" in fsck(tmp_path / "store").text()
+
+
+def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
+    Driver(tmp_path / "own").recovered().close()
+    with pytest.raises(ConfigError, match=r"own is the store of a single node: leave ',shared'"):
+        Driver(tmp_path / "own", shared=True, node="a")
+    shared = {"shared": True, "node": "a", "poll_interval_ms": 1 << 30}
+    Driver(tmp_path / "parent", **shared).recovered().close()
+    with pytest.raises(ConfigError, match=r"parent is shared by several nodes, such as a: add"):
+        Driver(tmp_path / "parent")
+    Driver(tmp_path / "parent", **shared | {"node": "b"}).recovered().close()
+
+
+# ── trouble ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_suspends_the_disk_says_what_to_do(tmp_path: Path) -> None:
+    config = FileConfig(tmp_path, 8 * MIB, failures_max=1)
+    (full,) = Health(config).failed(1, NO_ROOM)
+    assert "make some, or restart with a smaller --file" in str(full)
+    (broken,) = Health(config).failed(1, OSError(errno.EIO, "Input/output error"))
+    assert "the disk fails (Input/output error): the kernel's log may say why" in str(broken)
+    (slow,) = Health(config).late(1)
+    assert "does not answer in time: the kernel's log may say why" in str(slow)
+
+
+# ── fsck ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def damaged(tmp_path: Path) -> Path:
+    """A store with one segment and a damaged record in it."""
+    driver = Driver(tmp_path / "store").recovered()
+    driver.write([1, 2])
+    driver.close()
+    (segment,) = (tmp_path / "store").glob("*.kv")
+    with segment.open("r+b") as file:
+        file.seek(2 * 4096 + 100)
+        byte = file.read(1)
+        file.seek(2 * 4096 + 100)
+        file.write(bytes([byte[0] ^ 1]))
+    return tmp_path / "store"
+
+
+def test_fsck_says_how_to_save_what_is_good(tmp_path: Path) -> None:
+    store = damaged(tmp_path)
+    hint = "to keep what is good and move the rest aside: "
+    assert f"{hint}kvstore fsck {store} --quarantine" in fsck(store).text()
+    node = Driver(store).recovered()
+    assert f"{hint}stop the node, then kvstore fsck {store} --quarantine" in fsck(store).text()
+    with pytest.raises(ConfigError, match="is in use by a node: stop it before --quarantine"):
+        fsck(store, quarantine=True)
+    node.close()
+    assert hint not in fsck(store, quarantine=True).text()
+
+
+def test_fsck_explains_a_torn_end(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "store").recovered()
+    driver.write([1])
+    said = fsck(tmp_path / "store").text()
+    assert "a torn end is no damage: a node is running and still writes there" in said
+    (segment,) = (tmp_path / "store").glob("*.kv")
+    copy = segment.read_bytes()
+    driver.close()
+    assert "torn end is" not in fsck(tmp_path / "store").text()
+    segment.write_bytes(copy)
+    said = fsck(tmp_path / "store").text()
+    assert "a torn end is no damage: a node ended while it was writing" in said
+
+
+def test_fsck_of_a_shared_directory_names_its_parts(tmp_path: Path) -> None:
+    for node in "ab":
+        Driver(tmp_path, shared=True, node=node, poll_interval_ms=1 << 30).recovered().close()
+    report = fsck(tmp_path)
+    assert report.status == 2
+    assert report.text() == (
+        f"{tmp_path} is shared by several nodes: name one of {tmp_path / 'a'}, {tmp_path / 'b'}"
+    )
+    assert fsck(tmp_path / "a").status == 0
+    assert "is not a store of kvstore" in fsck(tmp_path / "a" / "quarantine").text()
