@@ -281,7 +281,7 @@ class Lookups:
     def _worth_waiting_ns(self, lookup: Lookup) -> int:
         """How long to wait for what comes from disk."""
         coming = self._coming(lookup)
-        if not coming or lookup.is_probe:
+        if not coming:
             return 0
         estimates = [p.reply.promoting_ms for p in lookup.parts if p.reply and p.promoting]
         return self._costs.patience_ns(

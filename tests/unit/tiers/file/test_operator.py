@@ -69,7 +69,9 @@ def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "store", disk=disk).recovered()
     driver.write([1])
     disk.hang.add("pwritev")
-    driver.tier.void(None, None)
+    driver.start_write([2])
+    assert disk.hanging.acquire(timeout=20)
+    driver.tier.void(None, None)  # waits behind a write
     assert not driver.tier.wait_for_voids(0.01)
     disk.release.set()
     assert driver.tier.wait_for_voids(20)
