@@ -10,6 +10,7 @@ Does not cover: who waits how long (`kvstore.client.core.costs`), deadlines of I
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -54,8 +55,7 @@ class DiskPace:
 
     def ns_per_byte(self, now_ns: int) -> float:
         """Of the slowest read, one under way included."""
-        samples = [*(self._samples or [self._guess]), *self._so_far(now_ns)]
-        return max(ns / size for size, ns in samples)
+        return max(ns / size for size, ns in [*self._learned(), *self._so_far(now_ns)])
 
     def begun(self, job: int, size_bytes: int, now_ns: int) -> None:
         """A read was asked of the disk."""
@@ -72,12 +72,14 @@ class DiskPace:
 
     def estimate_ms(self, now_ns: int) -> int:
         """How long what is being read now will take."""
-        learned = self._samples or [self._guess]
         for size, ns in self._so_far(now_ns):
-            if ns > 2 * _expected_ns(learned, size) + DOUBT_NS:
+            if ns > 2 * _expected_ns(self._learned(), size) + DOUBT_NS:
                 return DOUBTFUL_MS
-        samples = [*learned, *self._so_far(now_ns)]
+        samples = [*self._learned(), *self._so_far(now_ns)]
         return int(_expected_ns(samples, max(self._bytes, SMALL_READ_BYTES)) / NS_PER_MS) + 1
+
+    def _learned(self) -> list[tuple[int, int]]:
+        return list(self._samples) or [self._guess]
 
     def _so_far(self, now_ns: int) -> list[tuple[int, int]]:
         """The oldest read under way, as if it ended now."""
@@ -89,4 +91,4 @@ def _expected_ns(samples: Iterable[tuple[int, int]], size_bytes: int) -> float:
     """A longer read than one that was measured takes longer in proportion; a shorter one is quicker
     by the root of that only, because a part of every read is latency, and which part is not known.
     """
-    return max(ns * max(size_bytes / size, (size_bytes / size) ** 0.5) for size, ns in samples)
+    return max(ns * max(size_bytes / size, math.sqrt(size_bytes / size)) for size, ns in samples)

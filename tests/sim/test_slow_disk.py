@@ -145,7 +145,7 @@ def test_what_was_learned_spares_the_first_guess() -> None:
     assert learned.spaces[0].compute_ns_per_token == 625_000
     values = {"compute_ns": 625_000, "load_ns": 2_000, "block_bytes": 2 * MIB, "seek_ns": 100_000}
     again = SlowDiskWorld(
-        Setting(**values, disk_ns_per_byte=0.5, learned=learned),  # type: ignore[arg-type]
+        Setting(**values, disk_ns_per_byte=0.5, learned=learned),
         seed=1,
     )
     again.disk.factor = 60

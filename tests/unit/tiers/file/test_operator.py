@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
     Driver(tmp_path / "own").recovered().close()
     with pytest.raises(ConfigError, match=r"own is the store of a single node: leave ',shared'"):
         Driver(tmp_path / "own", shared=True, node="a")
-    shared = {"shared": True, "node": "a", "poll_interval_ms": 1 << 30}
+    shared: dict[str, Any] = {"shared": True, "node": "a", "poll_interval_ms": 1 << 30}
     Driver(tmp_path / "parent", **shared).recovered().close()
     with pytest.raises(ConfigError, match=r"parent is shared by several nodes, such as a: add"):
         Driver(tmp_path / "parent")
