@@ -198,7 +198,8 @@ def server_command(
 
 
 def _pool(port: int) -> Path:
-    return Path("/dev/shm") / f"kvstore-bench-lmcache-{os.getpid()}-{port}"
+    # It puts this prefix before names that do not have it.
+    return Path("/dev/shm") / f"lmcache_l1_pool_kvstore-bench-{os.getpid()}-{port}"
 
 
 def _free_ports() -> tuple[int, int]:

@@ -15,7 +15,7 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     rounds = result["serving"]["rounds"]
     figure, (left, right) = plot.figure(
         "The same requests: vLLM alone, with LMCache, with kvstore",
-        f"{result['model']['parameters']} in {result['model']['dtype']}; questions in rounds, "
+        f"194 M parameters in bfloat16; questions in rounds, "
         f"histories of {rounds['working_set_tokens']:,} tokens, the engine's own cache holds "
         f"{rounds['own_cache_tokens']:,}",
         columns=2,

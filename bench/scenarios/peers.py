@@ -48,8 +48,6 @@ from kvstore.testing.workload import ConversationPlan, fresh_prompts
 
 WORK: Final = record.ROOT / ".cache" / "bench-peers"
 PYTHON: Final = record.ROOT / ".venv-peers" / "bin" / "python"
-TIMING: Final[Size] = "bench"
-EXACT: Final[Size] = "medium"
 DAMAGE_TOKENS: Final = 10 * BLOCK_TOKENS + 20
 MEMORY_GIB: Final = 3
 SEED: Final = 20261123
@@ -64,6 +62,9 @@ GOALS: Final = {
 class Amounts(msgspec.Struct, frozen=True, kw_only=True):
     """How much of everything."""
 
+    timed: Size = "bench"
+    exact: Size = "medium"
+    """Of the model whose tokens are compared: float32."""
     dram_prompts: int = 6
     cold_turns: int = 6
     file_prompts: int = 8
@@ -81,6 +82,8 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 QUICK: Final = Amounts(
+    timed="tiny",
+    exact="tiny",
     dram_prompts=2,
     cold_turns=1,
     file_prompts=2,
@@ -115,15 +118,17 @@ def prompts(size: Size, seed: int, count: int, tokens: int) -> tuple[tuple[int, 
 
 def serve(amounts: Amounts, seed: int, progress: Progress) -> dict[str, Any]:
     """dram hits, memory, cold throughput, questions in rounds: three engines at once."""
-    encode = encoder(model(TIMING))
+    encode = encoder(model(amounts.timed))
     working_set = rounds.working_set_tokens(amounts.plan, encode)
     longest = -(-PROMPT_TOKENS // BLOCK_TOKENS) + 2  # blocks; the engine keeps one for itself
     common = setup(
-        TIMING,
+        amounts.timed,
         kv_blocks=max(longest, rounds.own_cache_blocks(working_set)),
         with_files=False,
     )
-    fresh = prompts(TIMING, seed, amounts.dram_prompts + amounts.cold_turns * BURST, PROMPT_TOKENS)
+    fresh = prompts(
+        amounts.timed, seed, amounts.dram_prompts + amounts.cold_turns * BURST, PROMPT_TOKENS
+    )
     with (
         both(common) as sides,
         Engine.start(common.engine(), log=WORK / "engine-alone.log") as alone,
@@ -137,11 +142,13 @@ def serve(amounts: Amounts, seed: int, progress: Progress) -> dict[str, Any]:
         cold = measure_cold(engines, fresh[amounts.dram_prompts :], progress)
         served = rounds.measure_rounds(engines, amounts.plan, encode, progress)
     blocks = amounts.dram_prompts * (PROMPT_TOKENS // BLOCK_TOKENS)
+    shape = SHAPES[amounts.timed]
+    element_bytes = 4 if shape.dtype == "float32" else 2
     return {
         "dram": dram,
         "memory": {
             "blocks_stored": blocks,
-            "bytes_stored": blocks * BLOCK_TOKENS * SHAPES[TIMING].kv_bytes_per_token(2),
+            "bytes_stored": blocks * BLOCK_TOKENS * shape.kv_bytes_per_token(element_bytes),
             "dram_gib": MEMORY_GIB,
             "before": msgspec.to_builtins(before),
             "after": msgspec.to_builtins(after),
@@ -158,15 +165,15 @@ def serve(amounts: Amounts, seed: int, progress: Progress) -> dict[str, Any]:
 
 
 def serve_files(amounts: Amounts, seed: int, progress: Progress) -> Any:
-    common = setup(TIMING, kv_blocks=40, with_files=True)
-    fresh = prompts(TIMING, seed + 1, amounts.file_prompts, PROMPT_TOKENS)
+    common = setup(amounts.timed, kv_blocks=40, with_files=True)
+    fresh = prompts(amounts.timed, seed + 1, amounts.file_prompts, PROMPT_TOKENS)
     with both(common) as sides:
         return measure_file(sides, fresh, amounts.file_rounds, progress)
 
 
 def damage(amounts: Amounts, seed: int, progress: Progress) -> dict[str, Any]:
-    common = setup(EXACT, kv_blocks=16, with_files=True)
-    fresh = prompts(EXACT, seed + 2, amounts.damage_prompts, DAMAGE_TOKENS)
+    common = setup(amounts.exact, kv_blocks=16, with_files=True)
+    fresh = prompts(amounts.exact, seed + 2, amounts.damage_prompts, DAMAGE_TOKENS)
     with both(common) as sides:
         return measure_damage(sides, fresh, seed, progress)
 
@@ -186,10 +193,9 @@ def measure(
             "connector": lmcache.EXTRA,
         },
         "model": {
-            "size": TIMING,
-            "parameters": "194 M parameters",
-            "dtype": SHAPES[TIMING].dtype,
-            "damage": EXACT,
+            "size": amounts.timed,
+            "dtype": SHAPES[amounts.timed].dtype,
+            "damage": amounts.exact,
         },
         "prompt_tokens": PROMPT_TOKENS,
         "goals": GOALS,
