@@ -22,8 +22,8 @@ from kvstore.errors import ConfigError
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
-from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.serve.driver import Driver, NodeBusy, NotDurable
+from kvstore.types import KEY_BYTES, SpaceId
 
 SUFFIX: Final = ".rpc"
 THREAD_COUNT: Final = 2
