@@ -192,6 +192,11 @@ def _resolve(settings: Settings) -> NodeConfig:
     if settings.policy not in POLICIES:
         raise ConfigError(f"policy {settings.policy!r} is unknown: use {' or '.join(POLICIES)}")
     slab_bytes = _slab(settings.slab, dram_bytes)
+    if settings.node_name is not None and not _has_use_for_a_name(settings):
+        raise ConfigError(
+            "node-name is for a shared directory and for events: add ',shared' to --file, or"
+            " --events, or leave it out"
+        )
     return NodeConfig(
         socket=_socket(settings.socket),
         dram_bytes=dram_bytes,
@@ -208,12 +213,12 @@ def _resolve(settings: Settings) -> NodeConfig:
     )
 
 
+def _has_use_for_a_name(settings: Settings) -> bool:
+    return settings.events != "off" or (settings.file or "").endswith(",shared")
+
+
 def _file(text: str | None, node_name: str | None, *, dram_bytes: int) -> FileConfig | None:
     """PATH:SIZE of the file tier, with ,shared behind it for a directory of several nodes."""
-    if node_name is not None and not (text or "").endswith(",shared"):
-        raise ConfigError(
-            "node-name names a part of a shared directory: add ',shared' to --file, or leave it out"
-        )
     if text is None:
         return None
     path, colon, size = text.rpartition(":")

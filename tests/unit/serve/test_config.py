@@ -119,8 +119,11 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"file": "/x:5TiB"}, "more than the 4 TiB that the file system of /x has"),
         ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared file tier needs a node name"),
         ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
-        ({"node-name": "n7"}, "node-name names a part of a shared directory: add ',shared'"),
-        ({"file": "/x:1GiB", "node-name": "n7"}, "node-name names a part of a shared directory"),
+        ({"node-name": "n7"}, "node-name is for a shared directory and for events: add ',shared'"),
+        ({"file": "/x:1GiB", "node-name": "n7"}, "node-name is for a shared directory"),
+            {"file": "/x:1GiB", "node-name": "n7"},
+            "node-name is for a shared directory and for events",
+        ),
         ({"file": "/x:big"}, "file: 'big' is not a size"),
         ({"policy": "fifo"}, "policy 'fifo' is unknown: use lru or reuse"),
         (
