@@ -214,7 +214,8 @@ def _resolve(settings: Settings) -> NodeConfig:
 
 
 def _has_use_for_a_name(settings: Settings) -> bool:
-    return settings.events != "off" or (settings.file or "").endswith(",shared")
+    has_events = settings.events not in (False, "off")
+    return has_events or (settings.file or "").endswith(",shared")
 
 
 def _file(text: str | None, node_name: str | None, *, dram_bytes: int) -> FileConfig | None:

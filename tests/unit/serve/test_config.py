@@ -121,9 +121,6 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
         ({"node-name": "n7"}, "node-name is for a shared directory and for events: add ',shared'"),
         ({"file": "/x:1GiB", "node-name": "n7"}, "node-name is for a shared directory"),
-            {"file": "/x:1GiB", "node-name": "n7"},
-            "node-name is for a shared directory and for events",
-        ),
         ({"file": "/x:big"}, "file: 'big' is not a size"),
         ({"policy": "fifo"}, "policy 'fifo' is unknown: use lru or reuse"),
         (
