@@ -43,6 +43,12 @@ SIZES: Final = {"trace": (0.02, 0.05, 0.1, 0.2, 0.4)}
 SIZES_GENERATED: Final = (0.03, 0.1, 0.3)
 POLICIES: Final = ("lru", "reuse", "s3fifo")
 DISK_DRAM_SHARE, DISK_SHARE = 0.02, 0.2
+NAMES: Final = {
+    "lru": "lru (default)",
+    "reuse": "reuse",
+    "s3fifo": "S3-FIFO",
+    "optimum": "optimum (Belady)",
+}
 TITLES: Final = {
     "trace": "Conversations (trace)",
     "chats": "Chats, shared prompts",
@@ -132,14 +138,16 @@ def draw(result: dict[str, Any], path: Path) -> Path:
         shares = [row["share"] for row in of["sizes"]]
         for policy, (colour, style) in looks.items():
             misses = [row[policy]["miss_blocks"] for row in of["sizes"]]
-            axis.plot(shares, misses, style, color=colour, marker="o", ms=3.5, label=policy)
+            axis.plot(shares, misses, style, color=colour, marker="o", ms=3.5, label=NAMES[policy])
         axis.set_title(TITLES[name])
         axis.set_xscale("log")
         axis.set_xticks(shares, [f"{share:.0%}" for share in shares])
         axis.minorticks_off()
         axis.grid(axis="y")
     axes[0].set_ylabel("miss ratio (blocks)")
-    axes[0].legend(frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="upper right", ncols=len(NAMES), frameon=False
+    )
     return plot.save(figure, path)
 
 

@@ -7,6 +7,8 @@
 | `sessions.py`   | attaching, sessions, whose slots come back | Hellos, ends → Quiesce, open   |
 | `stores.py`     | credits out, seals in                      | Seal, Drop → Grant             |
 | `lookups.py`    | what can be loaded                         | LeaseAsk, Hint → replies       |
+| `files.py`      | what comes from disk, who waits for it     | keys → ReadFile, LeaseMore     |
+| `writes.py`     | what is written through to disk            | rows → WriteFile               |
 | `state.py`      | what those parts share                     | –                              |
 | `owners.py`     | who is attached, and whether it fits       | Hellos → owner, objection      |
 | `slots.py`      | states of slots, generations, slabs, pools | transitions → states           |
