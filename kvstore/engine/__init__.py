@@ -18,6 +18,9 @@
 | `admission.py`  | credits and room for them                  | pools → free slots             |
 | `policy/`       | which slot goes next, what goes to disk    | uses → victims; keys → mask    |
 | `counters.py`   | counts for /metrics                        | –                              |
+| `tombstones.py` | why blocks left, in bounds                 | rows that go → stamps          |
+| `findings.py`   | what each lookup found, and why not more   | LeaseAsk → spans               |
+| `explain.py`    | recent requests, in words                  | Story, findings → rows         |
 | `report.py`     | snapshots for inspect                      | engine → rows                  |
 | `check.py`      | what must be true between two steps        | engine → nothing, or an error  |
 

@@ -120,6 +120,8 @@ class EngineConfig:
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One answered request."""
 
+    id: str = ""
+    """As the client is told it."""
     tokens: tuple[int, ...]
     prompt_tokens: int
     cached_tokens: int
@@ -153,6 +155,7 @@ class _Chunk(msgspec.Struct):
     class Choice(msgspec.Struct):
         token_ids: list[int] | None = None
 
+    id: str = ""
     choices: list[Choice] = []
     usage: _Usage | None = None
     error: object = None
@@ -364,7 +367,7 @@ class Engine:
         }
         tokens: list[int] = []
         usage: _Usage | None = None
-        first = 0.0
+        name, first = "", 0.0
         data = msgspec.json.encode(body)
         begin = time.perf_counter()
         try:
@@ -373,6 +376,7 @@ class Engine:
                 if new and not tokens:
                     first = time.perf_counter() - begin
                 tokens += new
+                name = chunk.id or name
                 usage = chunk.usage or usage
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             raise EngineError(f"the completion broke off: {error!r}") from error
@@ -380,6 +384,7 @@ class Engine:
             raise EngineError("the completion ended without a token or its usage")
         details = usage.prompt_tokens_details
         return Completion(
+            id=name,
             tokens=tuple(tokens),
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=(details.cached_tokens or 0) if details else 0,

@@ -138,7 +138,7 @@ def test_tables_are_for_people(node: NodeProcess, two_models: tuple[RawEngine, R
     assert len(blocks.splitlines()) == 2 + 11, "a row is a line, however narrow"
 
 
-@pytest.mark.parametrize("command", ["inspect", "clear"])
+@pytest.mark.parametrize("command", ["inspect", "clear", "explain"])
 def test_no_node_is_one_sentence_with_the_way_out(tmp_path: Path, command: str) -> None:
     path = tmp_path / "node.sock"
     done = kvstore(command, "--socket", str(path))
@@ -176,7 +176,7 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> Non
     assert "--help'" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["node"], ["inspect"], ["clear"], ["fsck"]])
+@pytest.mark.parametrize("arguments", [[], ["node"], ["inspect"], ["clear"], ["explain"], ["fsck"]])
 def test_every_command_has_help_with_an_example(arguments: list[str]) -> None:
     done = kvstore(*arguments, "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -51,7 +51,7 @@ def load(node: ScriptedNode, request: str, keys: list[bytes], blocks: int, local
 
 
 def report(node: ScriptedNode, request: str, lease: int, **changes: Any) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "request": request,
         "lease": lease,
         "loaded_blocks": 3,

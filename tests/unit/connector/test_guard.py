@@ -53,6 +53,7 @@ def scheduler_connector() -> Any:
         ("update_connector_output", (SimpleNamespace(kv_connector_worker_meta=None),), None),
         ("request_finished_all_groups", (None, ()), (False, None)),
         ("request_finished", (None, []), (False, None)),
+        ("get_external_cache_hit_sources", (None, 128), {"host": 128}),
         ("has_pending_push_work", (), False),
         ("reset_cache", (), True),
     ],
@@ -79,6 +80,17 @@ def test_loads_that_were_promised_reach_the_ranks_after_a_failure() -> None:
     stats = connector.get_kv_connector_stats()
     assert stats is not None
     assert stats.data == {"connector_errors": 1}
+
+
+@pytest.mark.parametrize(
+    ("file_tokens", "split"),
+    [(0, {"host": 384}), (128, {"host": 256, "disk": 128}), (384, {"disk": 384})],
+)
+def test_hits_are_split_by_tier(file_tokens: int, split: dict[str, int]) -> None:
+    connector = scheduler_connector()
+    connector._scheduler = SimpleNamespace(file_tokens=lambda request: file_tokens)
+    assert connector.get_external_cache_hit_sources(None, 384) == split
+    assert sum(split.values()) == 384
 
 
 def test_stats_add_up_and_make_a_line() -> None:

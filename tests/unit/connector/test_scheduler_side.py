@@ -165,3 +165,36 @@ def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
     (load,) = side.rescue_plan().loads
     assert (load.request, load.block_ids) == ("r1", (4, 5, 6))
     assert side.rescue_plan().loads == ()
+
+
+def stories(link: FullSocket) -> list[tuple[str, str]]:
+    return [(s.request, s.outcome) for s in link.sent if isinstance(s, m.Story)]
+
+
+def test_every_end_is_told_and_an_adapters_at_its_beginning(
+    make_side: Callable[[FullSocket], SchedulerSide],
+) -> None:
+    link = FullSocket(room=100)
+    side = make_side(link)
+    plain, adapted = request(1, 8), request(2, 8)
+    adapted.lora_request = object()
+    for one in (plain, adapted):
+        side.on_new_request(one)
+        side.request_finished(one)
+    assert stories(link) == [("r1", "not asked"), ("r2", "adapter")]
+
+
+def test_a_story_is_not_added_to_a_backlog(
+    make_side: Callable[[FullSocket], SchedulerSide],
+) -> None:
+    link = FullSocket(room=2)  # their hints
+    side = make_side(link)
+    long, short = request(1, 5000), request(2, 8)
+    side.on_new_request(short)
+    side.on_new_request(long)
+    side.get_num_new_matched_tokens(long, 0)
+    side.request_finished(short)
+    link.room = 100
+    step(side)
+    assert stories(link) == []
+    assert any(isinstance(s, m.LeaseAsk) for s in link.sent), "questions are not lost"

@@ -1,0 +1,153 @@
+"""A real vLLM whose requests are asked, by the ids that clients have, why they hit or missed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.engine import Completion, Engine, EngineConfig
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.support import (
+    BLOCK_TOKENS,
+    PATIENT,
+    blocks_in_dram,
+    inspect,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SEED = 23
+BLOCKS = 3
+FLAGS = ["--slab", "2MiB"]
+DRAM = "16MiB"
+"""32 blocks of the tiny model in float32, some of which are credits."""
+
+
+def kvstore(node: NodeProcess, *arguments: str) -> Any:
+    """The JSON of a command, as an operator types it."""
+    command = [sys.executable, "-m", "kvstore.serve.main", *arguments, "--json"]
+    done = subprocess.run(
+        [*command, "--socket", str(node.socket)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
+    return json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def explained(node: NodeProcess, done: Completion) -> dict[str, Any]:
+    """The one request with the id that the client was told."""
+    found: list[dict[str, Any]] = []
+
+    def is_told() -> bool:
+        found[:] = kvstore(node, "explain", done.id).get("requests", [])
+        return len(found) == 1
+
+    wait_until(is_told, "the request's story has arrived", seconds=30)
+    return found[0]
+
+
+def ranges(story: dict[str, Any]) -> list[tuple[int, str, str]]:
+    return [(row["blocks"], row["tier"], row["reason"]) for row in story["ranges"]]
+
+
+def attached(engine: Engine, node: NodeProcess) -> bool:
+    engine.warm_up()  # an idle engine looks for nobody
+    return bool(inspect(node, "nodes")[0]["sessions"] == 1)
+
+
+def test_every_request_can_be_asked(tiny_model: Path, encode: Encode, tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    text = "".join(chr(rng.randint(97, 122)) for _ in range(BLOCKS * BLOCK_TOKENS + 20))
+    prompt = encode(text)
+    assert len(prompt) // BLOCK_TOKENS == BLOCKS
+    directory = tmp_path / "node"
+    directory.mkdir()
+    config = EngineConfig(model=tiny_model, socket=directory / "node.sock", connector_extra=PATIENT)
+
+    def start() -> NodeProcess:
+        return NodeProcess.start(directory, dram=DRAM, flags=FLAGS)
+
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine.start(config, log=tmp_path / "engine.log"))
+        with start() as node:
+            wait_until(lambda: attached(engine, node), "the engine attached")
+            check_cold_and_hit(engine, node, prompt, text, tiny_model, tmp_path)
+            check_evicted(engine, node, prompt, rng, encode)
+            check_another_space(engine, node, prompt)
+            node.kill()
+        engine.forget()
+        lonely = engine.complete(prompt, max_tokens=1)
+        with start() as node:
+            wait_until(lambda: attached(engine, node), "attached again")
+            story = explained(node, lonely)
+            assert story["outcome"] == "node away"
+            assert ranges(story) == [(BLOCKS, "", "node away")]
+
+
+def check_cold_and_hit(
+    engine: Engine, node: NodeProcess, prompt: list[int], text: str, model: Path, tmp_path: Path
+) -> None:
+    cold = explained(node, engine.complete(prompt, max_tokens=1))
+    assert (cold["prompt_tokens"], cold["outcome"]) == (len(prompt), "not stored")
+    assert ranges(cold) == [(BLOCKS, "", "never stored")]
+    assert cold["lookup_us"] > 0
+    wait_until(lambda: blocks_in_dram(node) == BLOCKS, "the prompt is stored")
+    own = explained(node, engine.complete(prompt, max_tokens=1))
+    assert ranges(own) == [(BLOCKS, "engine", "")]
+    engine.forget()
+    hit = explained(node, engine.complete(prompt, max_tokens=1))
+    assert (hit["loaded_tokens"], hit["file_tokens"]) == (BLOCKS * BLOCK_TOKENS, 0)
+    assert (hit["outcome"], ranges(hit)) == ("", [(BLOCKS, "dram", "")])
+    assert hit["load_us"] > 0
+    loaded = "vllm:kvstore_hit_tokens_dram_total"
+    wait_until(lambda: engine.metrics()[loaded] == BLOCKS * BLOCK_TOKENS, "hits by tier")
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(prompt))
+    for prompt_flags in (
+        ("--tokens-file", str(file)),
+        ("--text", text, "--tokenizer", str(model)),
+    ):
+        prefix = kvstore(node, "inspect", "prefix", *prompt_flags)["prefix"]
+        assert prefix["held_tokens"] == BLOCKS * BLOCK_TOKENS, prompt_flags
+
+
+def check_evicted(
+    engine: Engine, node: NodeProcess, prompt: list[int], rng: random.Random, encode: Encode
+) -> None:
+    for _ in range(8):
+        engine.complete(text_tokens(rng, encode, 8 * BLOCK_TOKENS), max_tokens=1)
+    engine.forget()
+
+    def is_evicted() -> bool:
+        story = explained(node, engine.complete(prompt[: 2 * BLOCK_TOKENS + 5], max_tokens=1))
+        engine.forget()
+        return bool(story["ranges"][0]["reason"] == "evicted") and (
+            "stores of" in story["ranges"][0]["text"]
+        )
+
+    wait_until(is_evicted, "the prompt was evicted", seconds=60)
+
+
+def check_another_space(engine: Engine, node: NodeProcess, prompt: list[int]) -> None:
+    engine.complete(prompt, max_tokens=1)
+    engine.forget()
+    again = explained(node, engine.complete(prompt, max_tokens=1))
+    assert again["ranges"][0]["tier"] == "dram"
+    engine.forget(external=True)  # the same model, a space of its own
+    wait_until(lambda: attached(engine, node), "attached to the new space")
+    moved = explained(node, engine.complete(prompt, max_tokens=1))
+    assert moved["ranges"][0]["reason"] == "other space"
+    assert again["space"] in moved["ranges"][0]["text"]

@@ -1,0 +1,230 @@
+"""`kvstore explain` and `kvstore inspect prefix` against a real node, as an operator types them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.index.chain import block_keys
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
+from kvstore.units import NS_PER_MS
+from kvstore.wire.messages import Story
+from tests.integration.node.conftest import eventually
+from tests.integration.node.test_inspect import kvstore
+
+pytestmark = pytest.mark.slow
+
+TOKENS = [(n * 7919) % 50_000 for n in range(BLOCK_TOKENS * 5 + 3)]
+KEYS: list[bytes] = list(block_keys(TOKENS, block_tokens=BLOCK_TOKENS, seed="0"))
+"""Of the raw engine's space."""
+STORED = 3
+
+
+@pytest.fixture
+def engine(node: NodeProcess) -> Iterator[RawEngine]:
+    """One that has stored the first blocks of a prompt."""
+    with RawEngine(node.socket, engine_id="one", model="llama") as engine:
+        engine.open()
+        engine.store(KEYS[:STORED])
+        engine.release(engine.lease_stored(KEYS[:STORED]))
+        yield engine
+
+
+def end_request(node: NodeProcess, engine: RawEngine, request: str, **changes: Any) -> None:
+    """Look all of the prompt up, and tell how it ended; wait until the node has heard of it."""
+    reply = engine.lease(KEYS)
+    fields: dict[str, Any] = {
+        "request": request,
+        "prompt_tokens": len(TOKENS),
+        "loaded_tokens": STORED * BLOCK_TOKENS,
+        "session": engine.session,
+        "leases": [reply.lease],
+        "queued_ns": 3 * NS_PER_MS // 10,
+        "lookup_ns": 2 * NS_PER_MS // 10,
+        "load_ns": 12 * NS_PER_MS,
+        "stored_blocks": 5,
+    }
+    assert engine.scheduler.send(Story(**(fields | changes)))
+    engine.release(reply)
+    told = kvstore("explain", "--json", "--socket", str(node.socket))
+    assert request in told.stdout or eventually(
+        lambda: request in kvstore("explain", "--json", "--socket", str(node.socket)).stdout
+    )
+
+
+GOLDEN = """\
+request  cmpl-4f1a-0-1f2e3d4c
+engine   one (llama), tenant default, space SPACE
+ended    AGE s ago
+prompt   83 tokens: 0 in the engine's own cache, 48 loaded (48 from dram, 0 from disk), 35 computed
+outcome  loaded
+times    queued 0.3 ms, lookup 0.2 ms, waited for disk 0.0 ms, load 12.0 ms
+stored   5 blocks of it are stored, or were already
+
+blocks  tokens  tier  missed         why
+0-2     0-47    dram  -              loaded from dram
+3-4     48-79   -     never stored   never stored since the node started
+-       80-82   -     no full block  a block that is not full is never stored
+"""
+
+
+def test_the_story_of_one_request(node: NodeProcess, engine: RawEngine) -> None:
+    end_request(node, engine, "cmpl-4f1a-0-1f2e3d4c")
+    done = kvstore("explain", "cmpl-4f1a", "--socket", str(node.socket))
+    assert (done.returncode, done.stderr) == (0, "")
+    text = re.sub(r"space [0-9a-f]{16}", "space SPACE", done.stdout)
+    text = re.sub(r"ended    [0-9.]+ s", "ended    AGE s", text)
+    assert [line.rstrip() for line in text.splitlines()] == GOLDEN.splitlines()
+
+
+def test_json_says_the_same(node: NodeProcess, engine: RawEngine) -> None:
+    end_request(node, engine, "cmpl-4f1a-0-1f2e3d4c")
+    done = kvstore("explain", "4f1a", "--json", "--socket", str(node.socket))
+    (found,) = json.loads(done.stdout)["requests"]
+    assert (found["request"], found["engine_id"]) == ("cmpl-4f1a-0-1f2e3d4c", "one")
+    assert (found["loaded_tokens"], found["lookup_us"], found["load_us"]) == (48, 200, 12_000)
+    assert [(r["blocks"], r["tier"], r["reason"]) for r in found["ranges"]] == [
+        (3, "dram", ""),
+        (2, "", "never stored"),
+    ]
+
+
+def test_several_that_fit_are_listed(node: NodeProcess, engine: RawEngine) -> None:
+    for request in ("cmpl-4f1a-0-aaaaaaaa", "cmpl-4f1a-1-bbbbbbbb", "cmpl-77-0-cccccccc"):
+        end_request(node, engine, request, outcome="deadline", loaded_tokens=0)
+    done = kvstore("explain", "4f1a", "--socket", str(node.socket))
+    header, first, second, advice = done.stdout.splitlines()
+    assert header.split()[:2] == ["request", "ended"]
+    assert first.startswith("cmpl-4f1a-1-bbbbbbbb")
+    assert second.startswith("cmpl-4f1a-0-aaaaaaaa")
+    assert second.rstrip().endswith("deadline")
+    assert advice == "2 requests fit '4f1a': give one of these ids"
+    every = kvstore("explain", "--socket", str(node.socket)).stdout
+    assert len(every.splitlines()) == 1 + 3
+    assert len(kvstore("explain", "--last", "1", "--socket", str(node.socket)).stdout.splitlines())
+
+
+def test_an_unknown_request_is_one_sentence(node: NodeProcess) -> None:
+    done = kvstore("explain", "nobody", "--socket", str(node.socket))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "kvstore: no request that this node remembers has the id 'nobody': it may be running "
+        "still, or too long ago; 'kvstore explain' lists the latest\n"
+    )
+    none = kvstore("explain", "--socket", str(node.socket))
+    assert (none.returncode, none.stdout) == (0, "no request has ended since the node started\n")
+
+
+def test_evicted_is_told_by_request_and_by_prefix(
+    node: NodeProcess, engine: RawEngine, tmp_path: Path
+) -> None:
+    kvstore("clear", "--socket", str(node.socket))
+    end_request(node, engine, "cmpl-1-0-aaaaaaaa", loaded_tokens=0, outcome="not stored")
+    done = kvstore("explain", "cmpl-1", "--json", "--socket", str(node.socket))
+    (found,) = json.loads(done.stdout)["requests"]
+    assert [(r["blocks"], r["reason"]) for r in found["ranges"]] == [
+        (3, "cleared"),
+        (2, "never stored"),
+    ]
+
+
+@pytest.mark.parametrize("form", ["json", "numbers"])
+def test_where_a_prompt_is_now(
+    node: NodeProcess, engine: RawEngine, tmp_path: Path, form: str
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(json.dumps(TOKENS) if form == "json" else "\n".join(map(str, TOKENS)))
+    arguments = ["inspect", "prefix", "--tokens-file", str(file), "--socket", str(node.socket)]
+    found = json.loads(kvstore(*arguments, "--json").stdout)["prefix"]
+    assert (found["prompt_tokens"], found["held_tokens"]) == (83, 48)
+    assert [(r["first_block"], r["blocks"], r["tier"], r["reason"]) for r in found["ranges"]] == [
+        (0, 3, "dram", ""),
+        (3, 2, "", "never stored"),
+    ]
+    text = kvstore(*arguments).stdout
+    assert "prompt   83 tokens, of which a request would find 48" in text
+    assert "in dram" in text
+
+
+def test_a_prompt_of_more_keys_than_one_question_takes(
+    node: NodeProcess, engine: RawEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(json.dumps(TOKENS[: 16 * 5] + [1] * 16 * 1100))
+    found = json.loads(
+        kvstore(
+            "inspect", "prefix", "--tokens-file", str(file), "--json", "--socket", str(node.socket)
+        ).stdout
+    )["prefix"]
+    assert [r["first_block"] for r in found["ranges"]] == [0, 3, 1024]
+    assert sum(r["blocks"] for r in found["ranges"]) == 1105
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "code", "sentence"),
+    [
+        ("not numbers", [], 2, "holds no token ids: write a JSON list of numbers"),
+        ("[1, true]", [], 2, "holds no token ids"),
+        ('{"a": 1}', [], 2, "holds no token ids"),
+        ("-1", [], 2, "holds no token ids"),
+        ("1 2", ["--space", "zz"], 2, "no engine of that space has attached"),
+        ("1 2", ["--text", "x"], 2, "name one prompt"),
+        ("1 2", ["--tokenizer", "x"], 2, "--text and --tokenizer go together"),
+        ("1 2", ["--limit", "3"], 2, "--limit chooses blocks"),
+    ],
+)
+def test_wrong_prompts_are_one_sentence(
+    node: NodeProcess,
+    engine: RawEngine,
+    tmp_path: Path,
+    content: str,
+    arguments: list[str],
+    code: int,
+    sentence: str,
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(content)
+    done = kvstore(
+        "inspect",
+        "prefix",
+        *("--tokens-file", str(file), "--socket", str(node.socket)),
+        *arguments,
+    )
+    assert (done.returncode, done.stdout) == (code, "")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_two_spaces_need_a_choice(node: NodeProcess, engine: RawEngine, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("1 2 3")
+    arguments = ["inspect", "prefix", "--tokens-file", str(file), "--socket", str(node.socket)]
+    with RawEngine(node.socket, engine_id="two", model="qwen", tenant="other") as other:
+        other.open()
+        done = kvstore(*arguments)
+        assert done.returncode == 2
+        assert "several spaces fit, say which with --space and --tenant: " in done.stderr
+        assert "(tenant other, qwen)" in done.stderr
+        assert kvstore(*arguments, "--tenant", "other").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["explain", "x", "--last", "3"], "--last lists the latest requests"),
+        (["explain", "--last", "0"], "is not in the range"),
+        (["inspect", "prefix"], "name one prompt"),
+        (["inspect", "blocks", "--text", "x"], "a prompt is for 'kvstore inspect prefix'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = kvstore(*arguments)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
