@@ -19,7 +19,7 @@ from kvstore.testing.engine import Engine, EngineError
 from kvstore.testing.models import BLOCK_TOKENS
 
 EVERY_BYTES: Final = 50_000
-ANSWER_TOKENS: Final = 16
+ANSWER_TOKENS: Final = 12
 
 Prompt = tuple[int, ...]
 Answer = tuple[int, ...] | None

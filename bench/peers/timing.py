@@ -120,6 +120,7 @@ def measure_cold(
     return {
         "turns": turns,
         "prompts_per_turn": BURST,
+        "prompt_tokens": len(prompts[0]),
         "tokens_per_s": {name: tokens / sum(taken) for name, taken in seconds.items()},
         "over_vllm_alone": {
             name: {

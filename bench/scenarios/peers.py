@@ -48,7 +48,8 @@ from kvstore.testing.workload import ConversationPlan, fresh_prompts
 
 WORK: Final = record.ROOT / ".cache" / "bench-peers"
 PYTHON: Final = record.ROOT / ".venv-peers" / "bin" / "python"
-DAMAGE_TOKENS: Final = 10 * BLOCK_TOKENS + 20
+COLD_TOKENS: Final = 1640
+DAMAGE_TOKENS: Final = 5 * BLOCK_TOKENS + 20
 MEMORY_GIB: Final = 3
 SEED: Final = 20261123
 PARTS: Final = ("serving", "files", "damage")
@@ -126,9 +127,8 @@ def serve(amounts: Amounts, seed: int, progress: Progress) -> dict[str, Any]:
         kv_blocks=max(longest, rounds.own_cache_blocks(working_set)),
         with_files=False,
     )
-    fresh = prompts(
-        amounts.timed, seed, amounts.dram_prompts + amounts.cold_turns * BURST, PROMPT_TOKENS
-    )
+    fresh = prompts(amounts.timed, seed, amounts.dram_prompts, PROMPT_TOKENS)
+    colder = prompts(amounts.timed, seed + 3, amounts.cold_turns * BURST, COLD_TOKENS)
     with (
         both(common) as sides,
         Engine.start(common.engine(), log=WORK / "engine-alone.log") as alone,
@@ -136,10 +136,10 @@ def serve(amounts: Amounts, seed: int, progress: Progress) -> dict[str, Any]:
         engines = {"vLLM alone": alone}
         engines |= {side.name: side.engine for side in sides}
         before = {side.name: side.memory() for side in sides}
-        dram = measure_dram(sides, fresh[: amounts.dram_prompts], progress)
+        dram = measure_dram(sides, fresh, progress)
         after = {side.name: side.memory() for side in sides}
         around = {name: memory_of(e.server_pid, shared=()) for name, e in engines.items()}
-        cold = measure_cold(engines, fresh[amounts.dram_prompts :], progress)
+        cold = measure_cold(engines, colder, progress)
         served = rounds.measure_rounds(engines, amounts.plan, encode, progress)
     blocks = amounts.dram_prompts * (PROMPT_TOKENS // BLOCK_TOKENS)
     shape = SHAPES[amounts.timed]
