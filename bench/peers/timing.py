@@ -157,6 +157,7 @@ def _compared(times: dict[Name, dict[str, list[float]]], **notes: Any) -> dict[s
             name: {
                 **{f"{kind}_ms": record.summary(values) for kind, values in one.items()},
                 "hit_over_own_hit": float(np.median(one["hit"]) / np.median(one["own_hit"])),
+                "added_to_own_hit_ms": float(np.median(one["hit"]) - np.median(one["own_hit"])),
             }
             for name, one in times.items()
         },

@@ -232,7 +232,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
             f"{tier} hit {ours['hit_ms']['p50']:.1f} ms beside {theirs['hit_ms']['p50']:.1f} ms:"
             f" {over['ratio']:.2f} × [{over['interval_95'][0]:.2f}, {over['interval_95'][1]:.2f}]"
             f" (goal <= {GOALS[f'{tier}_hit_over_lmcache']}); ÷ own hit"
-            f" {ours['hit_over_own_hit']:.2f} and {theirs['hit_over_own_hit']:.2f}",
+            f" {ours['hit_over_own_hit']:.2f} and {theirs['hit_over_own_hit']:.2f}; added to it"
+            f" {ours['added_to_own_hit_ms']:.0f} and {theirs['added_to_own_hit_ms']:.0f} ms",
             highlight=False,
         )
     for name, found in result["serving"]["cold"]["over_vllm_alone"].items():
