@@ -53,6 +53,10 @@ def _check_slots(state: State) -> None:
         assert not ended or bool((states == SlotState.QUARANTINED).all()), "granted after the end"
     sealed = slots.state == SlotState.SEALED
     assert bool(((slots.stamps != 0) == sealed).all()), "a policy holds other slots than the sealed"
+    held = np.zeros_like(slots.quotas.held)
+    for word in np.flatnonzero(slots.state != SlotState.FREE).tolist():
+        held[slots.group[word]] += slots.pool_of(word).slot_bytes
+    assert held.tolist() == slots.quotas.held.tolist(), "what groups hold is miscounted"
     assert bool((slots.generation > 0).all()), "generations start at 1"
     assert not slots.raised, "a raised generation was not published"
 

@@ -40,6 +40,7 @@ from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.pace import DiskPace
 from kvstore.engine.policy.port import Words, prints
+from kvstore.engine.quotas import GroupId
 from kvstore.engine.runs import Run, has_repeats, leading_run
 from kvstore.engine.slots import FILE_WRITER
 from kvstore.engine.state import State
@@ -176,16 +177,30 @@ class Files:
         pool = state.slots.pool(size)
         state.make_room_for(Why.READS, owner)
         active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
-        self._admission.make_room(pool, wanted, active)
+        self._admission.make_room(pool, wanted, active, owner.group)
         wanted = min(wanted, len(pool.free))
         pieces = max(1, min(BLOCKS_PER_READ, JOB_BYTES_MAX // size))
         for begin in range(0, wanted, pieces):
             piece = slice(begin, min(begin + pieces, wanted))
-            self._read(scope, keys[piece], rows[piece], pool_size=size, block_bytes=block_bytes)
+            self._read(
+                scope,
+                keys[piece],
+                rows[piece],
+                pool_size=size,
+                block_bytes=block_bytes,
+                group=owner.group,
+            )
         return wanted
 
     def _read(
-        self, scope: int, keys: Keys, rows: Rows, *, pool_size: int, block_bytes: int
+        self,
+        scope: int,
+        keys: Keys,
+        rows: Rows,
+        *,
+        pool_size: int,
+        block_bytes: int,
+        group: GroupId,
     ) -> None:
         state = self._state
         words = state.slots.grant(
@@ -193,6 +208,7 @@ class Files:
             len(rows),
             writer=FILE_WRITER,
             session=0,
+            group=group,
             cause=state.cause,
         )
         job = next(self._numbers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
+from kvstore.engine.quotas import OTHERS
 from kvstore.types import ConnectionId, Shard, SpaceId
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import HelloRank, HelloScheduler
@@ -44,6 +45,7 @@ class Owner:
     __slots__ = (
         "forming",
         "granted_slots",
+        "group",
         "key",
         "known",
         "open_session",
@@ -71,6 +73,8 @@ class Owner:
         """Of the open session, by column."""
         self.slot_sizes: tuple[int, ...] = ()
         """Of the open session, by column."""
+        self.group = OTHERS
+        """Of the open session: whose quota counts."""
         self.granted_slots = 0
         """Of the open session, not yet sealed or dropped, all columns together."""
 

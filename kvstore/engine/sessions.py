@@ -178,6 +178,7 @@ class Sessions:
             self._state.slots.pool(size)
         owner.known = (owner.key[0], space)
         self._state.know(owner.known, KnownSpace(hellos[0].space, owner.scopes, hello.label))
+        owner.group = self._state.slots.quotas.group(label=hello.label, tenant=owner.key[0])
         owner.open_session, owner.forming = owner.forming, 0
         owner.opened_ns = self._state.now_ns
         owner.granted_slots = 0

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.policy.choose import maker
 from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Words
+from kvstore.engine.quotas import OTHERS, GroupId, Quotas
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
 FILE_WRITER = -1
@@ -80,6 +82,8 @@ class Pool:
         """Words of free slots; the last one is granted next."""
         self.is_starved = False
         """Nothing could be freed; not tried again until something changes."""
+        self.starved_asker = OTHERS
+        """For whom: another group may be given what this one is not."""
 
     @property
     def capacity(self) -> int:
@@ -89,7 +93,14 @@ class Pool:
 class Slots:
     """The arena's slots, in columns by word."""
 
-    def __init__(self, *, arena_bytes: int, slab_bytes: int, policy: str) -> None:
+    def __init__(
+        self,
+        *,
+        arena_bytes: int,
+        slab_bytes: int,
+        policy: str,
+        quotas: Sequence[tuple[str, int]] = (),
+    ) -> None:
         assert slab_bytes % SLOT_BYTES_MIN == 0, "slabs are whole generation words"
         word_count = arena_bytes // SLOT_BYTES_MIN
         self.slab_bytes = slab_bytes
@@ -104,6 +115,9 @@ class Slots:
         self.writer = np.zeros(word_count, dtype=np.int64)
         """Connection that may write, while GRANTED or QUARANTINED."""
         self.session = np.zeros(word_count, dtype=np.int64)
+        self.group = np.zeros(word_count, dtype=np.uint8)
+        """Whose quota a slot counts for, unless it is FREE."""
+        self.quotas = Quotas(quotas, arena_bytes=arena_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
         self.stamps = np.zeros(word_count, dtype=np.int64)
         self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
@@ -150,7 +164,16 @@ class Slots:
             f"{event.value}; its past (event:change): {', '.join(past) or 'not remembered'}"
         )
 
-    def grant(self, pool: Pool, count: int, *, writer: int, session: int, cause: int) -> Words:
+    def grant(
+        self,
+        pool: Pool,
+        count: int,
+        *,
+        writer: int,
+        session: int,
+        cause: int,
+        group: GroupId = OTHERS,
+    ) -> Words:
         """Take `count` free slots; the caller saw that they are there."""
         words = np.array(pool.free[-count:][::-1], dtype=np.int64)
         assert len(words) == count, "more granted than free"
@@ -158,6 +181,8 @@ class Slots:
         self._change(words, SlotEvent.GRANT, cause)
         self.writer[words] = writer
         self.session[words] = session
+        self.group[words] = group
+        self.quotas.held[group] += count * pool.slot_bytes
         return words
 
     def seal(self, words: Words, prints: Prints, cause: int) -> None:
@@ -189,6 +214,8 @@ class Slots:
             its = words[sizes == size]
             pool.policy.forget(its)
             pool.free += its.tolist()
+            counts = np.bincount(self.group[its], minlength=len(self.quotas.held))
+            self.quotas.held -= counts * size
             pool.is_starved = False
 
     # ── order of use ─────────────────────────────────────────────────────────────────────────────
@@ -212,6 +239,17 @@ class Slots:
     def victims(self, pool: Pool, count: int) -> Words:
         """Sealed, unleased slots to free, in the order of the policy; at most `count`."""
         return pool.policy.pop(count, self._evictable)
+
+    def victims_for(self, asker: GroupId, pool: Pool, count: int) -> Words:
+        """The same where there are quotas: out of whom these let give way to `asker`."""
+        found: list[Words] = []
+        missing = count
+        for giver in self.quotas.givers(asker, count * pool.slot_bytes):
+            most = min(missing, self.quotas.spare_bytes(giver, asker) // pool.slot_bytes)
+            if most:
+                found.append(pool.policy.pop(most, self._evictable_of(giver)))
+                missing -= len(found[-1])
+        return np.concatenate(found) if found else NONE
 
     # ── slabs ────────────────────────────────────────────────────────────────────────────────────
 
@@ -245,6 +283,9 @@ class Slots:
     def _evictable(self, words: Words | slice) -> Mask:
         mask: Mask = (self.state[words] == SlotState.SEALED) & (self.leases[words] == 0)
         return mask
+
+    def _evictable_of(self, group: GroupId) -> Callable[[Words | slice], Mask]:
+        return lambda words: self._evictable(words) & (self.group[words] == group)
 
     def ready(self, ready_bytes: int) -> None:
         """Pages have arrived up to here: whole slabs below become usable."""
@@ -297,13 +338,17 @@ class Slots:
         words: Words = (begin[:, None] + pages) // PAGES_PER_GENERATION
         return words
 
-    def coldest_slab(self, pool: Pool) -> tuple[int, int] | None:
+    def coldest_slab(
+        self, pool: Pool, may_lose: NDArray[np.bool_] | None = None
+    ) -> tuple[int, int] | None:
         """(slab, newest stamp in it) of the pool's slab that was used longest ago, among those
-        whose slots are all free, or sealed and unleased."""
+        whose slots are all free, or sealed, unleased and of groups that may lose a slab (all)."""
         slabs = np.array(sorted(pool.slabs), dtype=np.int64)
         words = self._words_of_slabs(pool, slabs)
         in_use = (self.state[words] == SlotState.GRANTED) | (self.leases[words] != 0)
         in_use |= self.state[words] == SlotState.QUARANTINED
+        if may_lose is not None:
+            in_use |= (self.state[words] == SlotState.SEALED) & ~may_lose[self.group[words]]
         usable = np.flatnonzero(~in_use.any(axis=1))
         if len(usable) == 0:
             return None

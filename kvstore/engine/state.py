@@ -55,6 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which blocks are written to the file tier."""
     file_day_bytes: int = 0
     """What may be written to it in a day; 0: any amount."""
+    quotas: tuple[tuple[str, int], ...] = ()
+    """Bytes of dram promised to (model label or tenant); not more in all than there is."""
     tell_changes: bool = False
     """Whether `Changed` commands are wanted."""
 
@@ -78,7 +80,10 @@ class State:
         self.config = config
         self.counters = Counters()
         self.slots = Slots(
-            arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes, policy=config.policy
+            arena_bytes=config.arena_bytes,
+            slab_bytes=config.slab_bytes,
+            policy=config.policy,
+            quotas=config.quotas,
         )
         self.residency = Residency(
             block_count_max=config.block_count_max,

@@ -131,9 +131,16 @@ class Stores:
                 set(other.slot_sizes) & set(owner.slot_sizes) != set() for other in sessions
             )
             target = self._admission.credit_target(pools, sessions=sharing)
+            if self._state.slots.quotas.any:
+                target = min(target, self._credit_limit(owner, sessions))
             if owner.granted_blocks > target // 2:
                 continue
             self._grant(owner, target - owner.granted_blocks, active)
+
+    def _credit_limit(self, owner: Owner, sessions: list[Owner]) -> int:
+        """Of one of the engines that share a quota."""
+        sharing = sum(other.group == owner.group for other in sessions)
+        return max(1, self._admission.credit_limit(owner.group, sum(owner.slot_sizes)) // sharing)
 
     def _grant(self, owner: Owner, wanted: int, active: set[int]) -> None:
         shards = len(owner.scopes)
@@ -142,7 +149,7 @@ class Stores:
         pools = {size: self._state.slots.pools[size] for size in sizes}
         self._state.make_room_for(Why.STORES, owner)
         for size, pool in pools.items():
-            self._admission.make_room(pool, wanted * sizes.count(size), active)
+            self._admission.make_room(pool, wanted * sizes.count(size), active, owner.group)
         # Counted at the end: making room for one size may take what was free for another.
         count = min(wanted, *(len(p.free) // sizes.count(size) for size, p in pools.items()))
         if count == 0:
@@ -154,6 +161,7 @@ class Stores:
                 count,
                 writer=owner.ranks[rank].id,
                 session=owner.open_session,
+                group=owner.group,
                 cause=self._state.cause,
             )
             for rank, size in zip(owner.writers, sizes, strict=True)

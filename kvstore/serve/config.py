@@ -6,7 +6,8 @@ operator reads when one does not. Does not cover: how the command line is spelle
 
 Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
 text that is no size; dram larger than the memory there is; slab larger than dram; an address
-beyond loopback without the opt-in; events on what is no address; a file tier that is no PATH:SIZE
+beyond loopback without the opt-in; events on what is no address; quotas
+that are no shares, or more than there is; a file tier that is no PATH:SIZE
 or too small; a policy or admission that does not exist; limits of writes without a file tier, or
 too small for a block.
 """
@@ -28,8 +29,10 @@ import yaml
 from kvstore.arena import huge_page_pool
 from kvstore.engine.policy.choose import POLICIES
 from kvstore.engine.policy.disk import AdmissionMode
+from kvstore.engine.quotas import QUOTA_COUNT_MAX
 from kvstore.engine.writes import MOVING_SHARE
 from kvstore.errors import ConfigError
+from kvstore.serve.machine import available_memory, file_system_bytes
 from kvstore.tiers.file import FileConfig
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import MIB, format_size, parse_size
@@ -100,6 +103,8 @@ class NodeConfig:
     """What may be written to it in a day; 0: any amount."""
     http: HttpConfig | None
     events: EventsConfig | None
+    quotas: tuple[tuple[str, int], ...]
+    """Bytes of dram promised to (model label or tenant)."""
     allow_uids: frozenset[int]
     """Users whose processes may attach: the trust domain of the arena."""
     log_level: str
@@ -123,6 +128,7 @@ class Settings(
     events: str | bool = "off"
     event_hashes: str = "int"
     insecure: bool = False
+    quota: dict[str, str | int] | None = None
     allow_uid: list[int] | int | None = None
     log_level: str = "info"
 
@@ -208,6 +214,7 @@ def _resolve(settings: Settings) -> NodeConfig:
         file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
         http=_http(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         events=_events(settings),
+        quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes),
         allow_uids=_uids(settings.allow_uid),
         log_level=level,
     )
@@ -272,13 +279,6 @@ def _file_day_bytes(settings: Settings, *, slab_bytes: int) -> int:
             f" {format_size(2 * slab_bytes)}, two slabs, with its unit, such as 1TiB"
         )
     return size
-
-
-def file_system_bytes(directory: Path) -> int:
-    """Size of the file system that a directory, made or not yet, lies in."""
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    found = os.statvfs(existing)
-    return found.f_blocks * found.f_frsize
 
 
 def _size(name: str, text: str | int) -> int:
@@ -355,6 +355,34 @@ def _http(text: str | bool, *, beyond_loopback: bool) -> HttpConfig | None:
     return HttpConfig(host=str(address), port=number)
 
 
+def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[str, int], ...]:
+    """NAME: SHARE, a share being a part of dram (30%) or a size."""
+    if len(quotas) > QUOTA_COUNT_MAX:
+        raise ConfigError(f"{len(quotas)} quotas are more than {QUOTA_COUNT_MAX}: give fewer")
+    found = []
+    for name, text in quotas.items():
+        percent = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?%", str(text))
+        if not name or not str(text):
+            raise ConfigError(_no_quota(name, text))
+        size = int(dram_bytes * float(percent[1]) / 100) if percent else _size("quota", text)
+        if size == 0:
+            raise ConfigError(_no_quota(name, text))
+        found.append((name, size))
+    if sum(size for _, size in found) > dram_bytes:
+        raise ConfigError(
+            f"quotas promise {format_size(sum(size for _, size in found))}, more than dram has,"
+            f" {format_size(dram_bytes)}: choose smaller shares"
+        )
+    return tuple(found)
+
+
+def _no_quota(name: str, text: str | int) -> str:
+    return (
+        f"quota {name}={text} must be NAME=SHARE, such as llama=30% or llama=20GiB, where NAME is"
+        " a model's served name or a tenant"
+    )
+
+
 def _events(settings: Settings) -> EventsConfig | None:
     """ipc:///PATH, with the replay socket at PATH.replay, or tcp://ADDRESS:PORT, with it one port
     above; port 0 lets the kernel choose both."""
@@ -423,64 +451,3 @@ def _uids(value: list[int] | int | None) -> frozenset[int]:
     if not uids or min(uids) < 0:
         raise ConfigError("allow-uid must name numeric user ids, such as 1000")
     return uids | {os.geteuid()}
-
-
-# ── memory ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def available_memory() -> tuple[int, str]:
-    """(bytes, whose): the least of what the machine and every cgroup above this process has left.
-
-    Page cache that can be dropped counts as available, as it does for the kernel's own limits.
-    """
-    candidates = [(_machine_available(), "the machine")]
-    for directory, limit, usage in _cgroup_levels():
-        left = _cgroup_left(directory, limit_file=limit, usage_file=usage)
-        if left is not None:
-            candidates.append((left, "the memory cgroup"))
-    return min(candidates)
-
-
-def _machine_available() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo has no MemAvailable: give --dram a size")
-
-
-def _cgroup_levels() -> list[tuple[Path, str, str]]:
-    """(directory, limit file, usage file) of this process's memory cgroups, v2 and v1.
-
-    Inside a container the path is relative to the container's own root or, without a cgroup
-    namespace, not visible at all: then the mount point itself is the container's group.
-    """
-    levels = []
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            roots = [Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified")]
-            files = ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            roots = [Path("/sys/fs/cgroup/memory")]
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        relative = Path(path.lstrip("/"))
-        for root in roots:
-            levels += [(root / part, *files) for part in (relative, *relative.parents)]
-    return levels
-
-
-def _cgroup_left(directory: Path, *, limit_file: str, usage_file: str) -> int | None:
-    """Bytes left in one cgroup; None when it has no limit or is not there."""
-    try:
-        limit = (directory / limit_file).read_text(encoding="utf-8").strip()
-        usage = int((directory / usage_file).read_text(encoding="utf-8"))
-        stat = (directory / "memory.stat").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    fields = dict(line.split() for line in stat.splitlines())
-    cache = int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
-    return max(0, int(limit) - max(0, usage - cache))

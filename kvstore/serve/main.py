@@ -125,6 +125,12 @@ def cli() -> None:
     help="Let other machines read events without TLS; for labs.",
 )
 @click.option(
+    "--quota",
+    multiple=True,
+    metavar="NAME=SHARE",
+    help="Dram promised to a model (served name) or tenant, such as llama=30%; repeatable.",
+)
+@click.option(
     "--allow-uid",
     multiple=True,
     type=click.IntRange(min=0),
@@ -138,7 +144,12 @@ def cli() -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="YAML with the same names as the flags; flags win.",
 )
-def node(config_path: Path | None, allow_uid: tuple[int, ...], **flags: str | bool | None) -> None:
+def node(
+    config_path: Path | None,
+    allow_uid: tuple[int, ...],
+    quota: tuple[str, ...],
+    **flags: str | bool | None,
+) -> None:
     """Run the cache of this machine until SIGTERM.
 
     \b
@@ -151,9 +162,16 @@ def node(config_path: Path | None, allow_uid: tuple[int, ...], **flags: str | bo
     node.yaml:
       dram: 64GiB
       allow-uid: [1000, 1001]
+      quota: {llama: 30%, team-a: 20GiB}
     """
     settings: dict[str, object] = {name.replace("_", "-"): value for name, value in flags.items()}
     settings["allow-uid"] = list(allow_uid) or None
+    names = [text.rpartition("=")[0] for text in quota]
+    if len(set(names)) != len(names):
+        fail("--quota names one model or tenant twice: keep one of them", code=2)
+    settings["quota"] = {
+        name: share for name, _, share in (q.rpartition("=") for q in quota)
+    } or None
     try:
         config = load_config(config_path, settings)
         logs.setup(config.log_level)

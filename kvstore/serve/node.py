@@ -247,6 +247,7 @@ def _make_engine(
             file_day_bytes=config.file_day_bytes,
             learned=learned,
             connection_count_max=CONNECTION_COUNT_MAX,
+            quotas=config.quotas,
             tell_changes=config.events is not None,
         )
     )

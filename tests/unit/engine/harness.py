@@ -274,6 +274,7 @@ class Hellos:
             tenant=self.tenant,
             rank_count=len(self.shards),
             process=f"{self.name}-scheduler",
+            label=self.name,
             weights_epoch=self.epoch,
         )
         return msgspec.structs.replace(hello, **changes)

@@ -13,16 +13,8 @@ from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Changed, Clear
 from kvstore.engine.residency import Residency
 from kvstore.types import Tier
-from kvstore.wire.messages import HelloScheduler
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, keys
-
-
-class Named(Peer):
-    """An engine whose label is its name."""
-
-    def scheduler_hello(self, **changes: Any) -> HelloScheduler:
-        return super().scheduler_hello(label=self.name, **changes)
 
 
 def all_held(node: Node) -> list[Changed]:
@@ -58,8 +50,8 @@ def test_a_change_says_all_that_is_known_of_its_blocks() -> None:
     assert (early.tier, early.label, early.block_tokens) == (Tier.FILE, "", 0)
     assert (early.tenant, early.space, early.shard) == ("t", SPACE, WHOLE)
     assert early.keys == keys(5)
-    Named(node, "llama")
-    Named(node, "its latest name")
+    Peer(node, "llama")
+    Peer(node, "its latest name")
     (change,) = all_held(node)
     assert (change.label, change.block_tokens) == ("its latest name", SMALL.block_tokens)
 

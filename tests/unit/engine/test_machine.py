@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Exited
-from kvstore.types import PAGES_PER_GENERATION, ConnectionId
+from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     Distrust,
@@ -63,9 +63,18 @@ class Machine(RuleBasedStateMachine):
         slots=st.sampled_from([8, 16, 32]),
         share=st.sampled_from([0.1, 0.5]),
         kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=3),
+        promised=st.sampled_from([(), (("e0", 4),), (("e1", 1), ("e0", 7))]),
     )
-    def start(self, slots: int, share: float, kinds: list[Kind]) -> None:
-        self.node = Node(slots=slots, credit_share=share, lease_ttl_ms=TTL_MS, block_count_max=44)
+    def start(
+        self, slots: int, share: float, kinds: list[Kind], promised: tuple[tuple[str, int], ...]
+    ) -> None:
+        self.node = Node(
+            slots=slots,
+            credit_share=share,
+            lease_ttl_ms=TTL_MS,
+            block_count_max=44,
+            quotas=tuple((name, count * SLOT_BYTES_MIN) for name, count in promised),
+        )
         self.owners = [Owner(f"e{i}", kind) for i, kind in enumerate(kinds)]
         self.writable: dict[int, dict[Place, tuple[int, set[int]]]] = {}
         """Connection → places it may still write to, with session and pages."""

@@ -11,7 +11,9 @@ import pytest
 from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.serve import config as config_module
-from kvstore.serve.config import EventsConfig, HttpConfig, available_memory, load_config
+from kvstore.serve import machine
+from kvstore.serve.config import EventsConfig, HttpConfig, load_config
+from kvstore.serve.machine import available_memory
 from kvstore.units import GIB, KIB, MIB
 
 LEAST = {"dram": "1MiB", "metrics": "off"}
@@ -35,6 +37,7 @@ def test_defaults() -> None:
     assert config.slab_bytes == 64 * MIB
     assert config.http == HttpConfig(host="127.0.0.1", port=9464)
     assert config.events is None
+    assert config.quotas == ()
     assert config.allow_uids == {os.geteuid(), 0}
     assert config.log_level == "info"
     assert config.policy == "lru"
@@ -150,6 +153,15 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"events": True}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
         ({"events": "ipc:///" + "x" * 105}, "choose a shorter one"),
         ({"events": "ipc:///x", "event-hashes": "hex"}, "use one of int, bytes"),
+        (
+            {"quota": {"llama": "60%", "qwen": "50%"}},
+            "quotas promise 1.1 MiB, more than dram has, 1",
+        ),
+        ({"quota": {"llama": "lots"}}, "quota: 'lots' is not a size"),
+        ({"quota": {"llama": "0%"}}, "quota llama=0% must be NAME=SHARE, such as llama=30%"),
+        ({"quota": {"": "30%"}}, "must be NAME=SHARE"),
+        ({"quota": {str(n): "1%" for n in range(65)}}, "65 quotas are more than 64: give fewer"),
+        ({"quota": ["llama"]}, "quota must be a mapping or empty, not a list"),
         ({"log-level": "loud"}, "use one of debug, info, warning, error"),
         ({"allow-uid": [-1]}, "must name numeric user ids"),
         ({"allow-uid": []}, "must name numeric user ids"),
@@ -235,6 +247,12 @@ def test_events_for_other_machines_need_the_opt_in() -> None:
     assert (events.beyond_loopback, events.whole_hashes) == (True, True)
 
 
+def test_quotas_are_parts_or_sizes() -> None:
+    settings = {"dram": "1MiB", "quota": {"meta/llama": "12.5%", "team": "256KiB", "x": 65536}}
+    config = load_config(None, LEAST | settings)
+    assert config.quotas == (("meta/llama", 128 * KIB), ("team", 256 * KIB), ("x", 64 * KIB))
+
+
 def test_huge_pages_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "huge_page_pool", lambda: (16 * GIB, 2 * MIB))
     assert load_config(None, LEAST | {"dram": "16GiB"}).dram_bytes == 16 * GIB
@@ -264,7 +282,7 @@ def test_the_tightest_cgroup_counts_and_its_droppable_cache_is_free(
     cgroup(outer, limit="1000", usage=700, stat=stat, v2=v2)
     names = ("memory.max", "memory.current") if v2 else CGROUP_V1
     levels = [(path, *names) for path in (inner, outer, tmp_path)]
-    monkeypatch.setattr(config_module, "_cgroup_levels", lambda: levels)
+    monkeypatch.setattr(machine, "_cgroup_levels", lambda: levels)
     assert available_memory() == (400, "the memory cgroup")
 
 

@@ -1,0 +1,67 @@
+"""Several models on one node: a greedy one cannot push another below what was promised to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
+
+BLOCKS = 64
+"""Of 64 KiB, in 4 MiB of dram."""
+
+
+@pytest.mark.parametrize("name", ["modest", "team"])
+def test_a_greedy_model_leaves_another_its_share(tmp_path: Path, name: str) -> None:
+    mine, greedy_keys = make_keys(24, seed="m"), make_keys(5 * BLOCKS, seed="g")
+    config = tmp_path / "node.yaml"
+    config.write_text(f"quota: {{{name}: 50%}}\n")
+    flags = ["--config", str(config)]
+    with (
+        NodeProcess.start(tmp_path, dram="4MiB", flags=flags) as node,
+        RawEngine(node.socket, engine_id="a", model="modest", tenant="team") as modest,
+        RawEngine(node.socket, engine_id="b", model="greedy") as greedy,
+    ):
+        modest.open()
+        greedy.open()
+        modest.store(mine)
+        modest.release(modest.lease_stored(mine))
+        greedy.store(greedy_keys)
+        greedy.release(greedy.lease_stored(greedy_keys[-4:]))
+        reply = modest.lease(mine)
+        assert len(reply.slots) == 4 * len(mine)
+        assert modest.read(reply) == [key * (modest.block_bytes // 32) for key in mine]
+
+
+def test_without_a_quota_the_greedy_one_takes_it_all(tmp_path: Path) -> None:
+    """Or the test above would show nothing."""
+    mine = make_keys(24, seed="m")
+    with (
+        NodeProcess.start(tmp_path, dram="4MiB") as node,
+        RawEngine(node.socket, engine_id="a", model="modest") as modest,
+        RawEngine(node.socket, engine_id="b", model="greedy") as greedy,
+    ):
+        modest.open()
+        greedy.open()
+        modest.store(mine)
+        modest.release(modest.lease_stored(mine))
+        greedy.store(make_keys(5 * BLOCKS, seed="g"))
+        assert len(modest.lease(mine).slots) < 4 * len(mine)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--quota", "a=60%", "--quota", "b=60%"], "quotas promise .* more than dram has"),
+        (["--quota", "llama"], "must be NAME=SHARE, such as llama=30%"),
+        (["--quota", "llama="], "must be NAME=SHARE, such as llama=30%"),
+        (["--quota", "a=1%", "--quota", "a=2%"], "names one model or tenant twice"),
+    ],
+)
+def test_a_wrong_quota_is_one_sentence(tmp_path: Path, flags: list[str], sentence: str) -> None:
+    with pytest.raises(NodeFailed, match=sentence) as caught:
+        NodeProcess.start(tmp_path, flags=flags)
+    assert caught.value.code == 2
+    assert caught.value.stderr.count("\n") == 1
