@@ -78,9 +78,9 @@ def test_evicted_when_and_for_whom() -> None:
     assert row.ended_ms_ago == 3000
     assert rows(node) == [(0, 1, "", "evicted"), (1, 1, "", "never stored")]
     text = ranges(node)[0].text
-    assert text == "evicted from dram to make room for stores of busy, 2.0 s before"
+    assert text == "evicted from dram to make room for stores of busy (busy), 2.0 s before"
     (now, _) = node.engine.explain.prefix("t", SPACE, keys(1, 2))
-    assert now.text == "evicted from dram to make room for stores of busy, 9.0 s ago"
+    assert now.text == "evicted from dram to make room for stores of busy (busy), 9.0 s ago"
 
 
 def test_a_block_that_was_evicted_and_stored_again_is_held() -> None:
@@ -285,7 +285,7 @@ def test_room_for_blocks_from_disk_is_said() -> None:
     assert gone
     peer.lease(1, gone[0])
     told(node, peer, blocks=1)
-    assert "to make room for blocks from disk, read for e, " in ranges(node)[0].text
+    assert "to make room for blocks from disk, read for e (e), " in ranges(node)[0].text
 
 
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
