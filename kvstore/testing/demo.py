@@ -322,6 +322,10 @@ def commands_to_try(kept: Kept, request: Path) -> list[tuple[str, str]]:
             "the engine forgets its own cache: ask again, kvstore serves",
             f"curl -s -X POST {url}/reset_prefix_cache",
         ),
+        (
+            "why the latest requests hit or missed; with an id of the list, block by block",
+            f"{program} explain {socket} --last 5",
+        ),
         ("what the node holds", f"{program} inspect {socket}"),
         ("its blocks", f"{program} inspect {socket} blocks --limit 20"),
         ("its metrics", f"curl -s {kept.node.metrics_url}"),
