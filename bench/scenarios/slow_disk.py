@@ -2,9 +2,9 @@
 194 M model in bfloat16, prompts of 3,283 tokens, one generated token.
 
 The node's disk is slowed down while it runs (`bench/slow_node.py`): it begins at its best, becomes
-very slow at once, less slow, and recovers. Twelve prompts are on disk and ask in turn, too many for
-dram, so each comes from disk or is computed: *slowed*. In between, each time, a prompt that nobody
-has seen: *computed*. The engine's own cache is emptied before every request.
+very slow at once, less slow, and recovers. Sixteen prompts are on disk and ask in turn, too many
+for dram, so each comes from disk or is computed: *slowed*. In between, each time, a prompt that
+nobody has seen: *computed*. The engine's own cache is emptied before every request.
 Goal: slowed ÷ computed <= 1.05 at every pace, medians without the first request at that pace, which
 is told by itself: it meets a disk that is slower than was learned.
 
@@ -32,23 +32,21 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from kvstore.errors import KVStoreError
 from kvstore.testing.engine import Engine, EngineConfig
-from kvstore.testing.models import BLOCK_TOKENS, build_model, encoder
+from kvstore.testing.models import BLOCK_TOKENS, Size, build_model, encoder
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.settle import settled
 from kvstore.testing.workload import fresh_prompts
 
-SIZE: Final = "bench"
-MODEL: Final = record.ROOT / ".cache" / "models" / SIZE
+DRAM: Final[dict[Size, str]] = {"bench": "768MiB", "tiny": "96MiB"}
+"""By model: 15 prompts, so that one has left by the time that it asks again."""
 WORK: Final = record.ROOT / ".cache" / "bench-slow-disk"
 PROMPT_TOKENS: Final = 3283
 HIT_TOKENS: Final = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
-PROMPTS: Final = 12
-PAIRS: Final = 7
+PROMPTS: Final = 16
+PAIRS: Final = 6
 """Requests from disk at each pace, and as many that are computed."""
 PACES_MB_S: Final = (0, 2, 20, 0, 60, 400)
 """MB/s of the disk, in turn; 0: as quick as it is. A prompt is 52 MB."""
-DRAM: Final = "256MiB"
-"""Five prompts, of which a quarter may be on its way from disk: one prompt."""
 FILE: Final = "8GiB"
 SEED: Final = 20261123
 GOAL: Final = 1.05
@@ -63,10 +61,10 @@ class Asked(NamedTuple):
     from_node_tokens: int
 
 
-def start_node(pace: Path) -> NodeProcess:
+def start_node(pace: Path, size: Size) -> NodeProcess:
     flags = ["--file", f"{WORK / 'files'}:{FILE}"]
     program = (str(record.ROOT / "bench" / "slow_node.py"), str(pace))
-    return NodeProcess.start(WORK, dram=DRAM, flags=flags, program=program)
+    return NodeProcess.start(WORK, dram=DRAM[size], flags=flags, program=program)
 
 
 def set_pace(pace: Path, mb_per_s: int) -> None:
@@ -110,24 +108,25 @@ def at_pace(
     }
 
 
-def measure(seed: int, progress: Progress) -> dict[str, Any]:
+def measure(size: Size, seed: int, progress: Progress) -> dict[str, Any]:
+    model = record.ROOT / ".cache" / "models" / size
+    build_model(model, size=size)
     count = PROMPTS + PAIRS * len(PACES_MB_S)
-    prompts = fresh_prompts(seed, count=count, tokens=PROMPT_TOKENS, encode=encoder(MODEL))
+    prompts = fresh_prompts(seed, count=count, tokens=PROMPT_TOKENS, encode=encoder(model))
     on_disk, fresh = prompts[:PROMPTS], iter(prompts[PROMPTS:])
     task = progress.add_task("paces of the disk", total=len(PACES_MB_S) + 1)
     pace = WORK / "pace"
     set_pace(pace, 0)
     with ExitStack() as stack:
         config = EngineConfig(
-            model=MODEL, dtype="bfloat16", kv_blocks=64, max_num_seqs=8, socket=WORK / "node.sock"
+            model=model, dtype="bfloat16", kv_blocks=64, max_num_seqs=8, socket=WORK / "node.sock"
         )
-        node = stack.enter_context(start_node(pace))
+        node = stack.enter_context(start_node(pace, size))
         engine = stack.enter_context(Engine.start(config, log=WORK / "engine.log"))
         settled(engine, node, lambda _dram, _disk: True)
-        blocks = HIT_TOKENS // BLOCK_TOKENS
-        for number, prompt in enumerate(on_disk, start=1):
+        for prompt in on_disk:
             ask(engine, prompt)
-            settled(engine, node, lambda _, disk, least=number * blocks: disk >= least)  # type: ignore[misc]
+            settled(engine, node, lambda dram, disk: disk >= dram > 0)
         progress.advance(task)
         turns = itertools.cycle(on_disk)
         paces = []
@@ -138,6 +137,7 @@ def measure(seed: int, progress: Progress) -> dict[str, Any]:
         set_pace(pace, 0)
     return {
         "what": "time to first token with a slowed disk, over computing, in turn",
+        "model": size,
         "prompt_tokens": PROMPT_TOKENS,
         "hit_tokens": HIT_TOKENS,
         "paces": paces,
@@ -151,6 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="What a slow disk costs a request.")
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument(
+        "--model", choices=DRAM, default="bench", help="tiny: a minute, and closer to the overhead"
+    )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("The benchmark was terminated."))
     console = Console()
@@ -158,9 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     try:
-        build_model(MODEL, size=SIZE)
         with Progress(console=console) as progress:
-            result = measure(options.seed, progress)
+            result = measure(options.model, options.seed, progress)
     except (KVStoreError, NodeFailed, OSError, ImportError) as error:
         console.print(f"[red]✗[/] {error}", highlight=False)
         return 1
