@@ -20,6 +20,8 @@ from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.kv_events import SEQUENCE_BYTES
 from tests.integration.node.conftest import eventually
 
+pytestmark = pytest.mark.slow
+
 TCP = ("--events", "tcp://127.0.0.1:0", "--node-name", "n1")
 
 

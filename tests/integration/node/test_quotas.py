@@ -9,6 +9,8 @@ import pytest
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = 64
 """Of 64 KiB, in 4 MiB of dram."""
 
