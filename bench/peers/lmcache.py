@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
+import psutil
 
 from kvstore.errors import KVStoreError
 from kvstore.testing import guard
@@ -131,8 +132,9 @@ class LMCacheServer:
 
     @property
     def pid(self) -> int:
-        """The guard; the server and its children descend from it."""
-        return self._process.pid
+        """The server itself, not its guard."""
+        (server,) = psutil.Process(self._process.pid).children()
+        return server.pid
 
     @property
     def pool(self) -> Path:
