@@ -171,7 +171,9 @@ class Explain:
         """What became of each block of a request's prompt; empty when it is not remembered."""
         for told in self._told:
             if told.number == number:
-                self._findings.examine_all()
+                for finding in told.findings:
+                    if finding is not None:
+                        self._findings.examine(finding)
                 return self._ranges(told)
         return []
 

@@ -1,0 +1,118 @@
+"""A prompt on the command line: what counts as token ids, whose keys they are, what is asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import pytest
+
+from kvstore.engine.explain import HashingReport, RangeReport
+from kvstore.errors import ConfigError
+from kvstore.index.chain import block_keys
+from kvstore.serve import prefix
+from kvstore.serve.ask import NodeClient
+from kvstore.serve.prefix import choose, look_up, read_tokens, tokenize
+
+LLAMA = HashingReport("ab" * 32, "default", "llama", 4, "sha256_cbor", "seed")
+QWEN = msgspec.structs.replace(LLAMA, space="ac" * 32, label="qwen")
+OTHER = msgspec.structs.replace(LLAMA, tenant="other")
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 70000]", " [1,2,70000]\n", "1 2\n70000\n", "1\t2 70000"])
+def test_token_ids_from_a_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "f").write_text(text)
+    assert read_tokens(tmp_path / "f") == [1, 2, 70_000]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["words", "[1, true]", '["a"]', '{"a": 1}', "-1", "[1", "[[1]]", "4294967296", "[" * 9999],
+)
+def test_anything_else_is_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "f").write_text(text)
+    with pytest.raises(ConfigError, match="holds no token ids: write a JSON list"):
+        read_tokens(tmp_path / "f")
+
+
+def test_a_file_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
+        read_tokens(tmp_path / "none")
+    (tmp_path / "f").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot be read: .*utf-8"):
+        read_tokens(tmp_path / "f")
+    monkeypatch.setattr(prefix, "TOKENS_FILE_BYTES_MAX", 1)
+    with pytest.raises(ConfigError, match="too long for a prompt"):
+        read_tokens(tmp_path / "f")
+
+
+def test_the_one_space_that_is_meant() -> None:
+    assert choose([LLAMA], space="", tenant="") is LLAMA
+    assert choose([LLAMA, QWEN], space="AC", tenant="") is QWEN
+    assert choose([LLAMA, OTHER], space="ab", tenant="other") is OTHER
+
+
+@pytest.mark.parametrize(
+    ("known", "space", "sentence"),
+    [
+        ([], "", "no engine of that space has attached"),
+        ([LLAMA], "ff", "no engine of that space has attached"),
+        ([LLAMA, QWEN], "a", "several spaces fit, say which with --space and --tenant: "),
+        (
+            [msgspec.structs.replace(LLAMA, hash_algorithm="xxhash")],
+            "",
+            "keys of xxhash cannot be computed",
+        ),
+    ],
+)
+def test_no_space_or_several(known: list[HashingReport], space: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        choose(known, space=space, tenant="")
+
+
+def test_without_the_engine_text_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="--text needs the package transformers"):
+        tokenize("text", "model")
+
+
+@pytest.mark.engine
+def test_a_tokenizer_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer at '") as caught:
+        tokenize("text", str(tmp_path / "none"))
+    assert "\n" not in str(caught.value)
+
+
+class Node:
+    """Holds the first `held` blocks of a prompt, whatever it is."""
+
+    def __init__(self, held: int) -> None:
+        self.held = held
+        self.asked: list[bytes] = []
+
+    def prefix(self, tenant: str, space: bytes, keys: bytes) -> list[RangeReport]:
+        assert (tenant, space.hex()) == (LLAMA.tenant, LLAMA.space)
+        begin = sum(len(k) for k in self.asked) // 32
+        self.asked.append(keys)
+        count = len(keys) // 32
+        held = min(count, max(0, self.held - begin))
+        rows = [
+            RangeReport(0, held, "dram", "", "in dram"),
+            RangeReport(held, count - held, "", "never stored", "x"),
+        ]
+        return [row for row in rows if row.blocks]
+
+
+@pytest.mark.parametrize("held", [0, 3, 5, 7])
+def test_a_long_prompt_is_asked_for_in_pieces(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    monkeypatch.setattr(prefix, "PREFIX_KEYS_MAX", 5)
+    node, tokens = Node(held), list(range(4 * 7 + 1))
+    found = look_up(cast("NodeClient", node), tokens, LLAMA, cache_salt="")
+    assert b"".join(node.asked) == b"".join(block_keys(tokens, block_tokens=4, seed="seed"))
+    assert [len(keys) // 32 for keys in node.asked] == [5, 2]
+    assert (found.held_tokens, found.prompt_tokens) == (4 * held, 29)
+    assert [row.first_block for row in found.ranges] == sorted({0, held % 7, 5} - {7})
+    assert json.loads(msgspec.json.encode(found))["ranges"]
