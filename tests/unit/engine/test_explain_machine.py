@@ -119,15 +119,15 @@ class Machine(RuleBasedStateMachine):
             assert self.node.engine.explain.prefix("t", SPACE, key(1))
 
 
-def verify_machine() -> None:
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=50, stateful_step_count=30, deadline=None)
-    )
-
-
 def test_what_is_told_is_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "STORIES_MAX", STORIES)
     monkeypatch.setattr(findings, "FINDINGS_MAX", FINDINGS)
     monkeypatch.setattr(findings, "PENDING_KEYS_MAX", PENDING)
     monkeypatch.setattr(findings, "SPANS_MAX", 4)
-    verify_machine()
+    verify_machine(examples=50, steps=30)
+
+
+def verify_machine(*, examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    )
