@@ -32,6 +32,8 @@ _NOTE, _NOTE_NEW = "learned", "learned.new"
 _OURS: Final = {_STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE, _NOTE, _NOTE_NEW, "lost+found"}
 NOTE_BYTES_MAX: Final = 16 * PAGE_BYTES
 NUMBER_MAX: Final = (1 << 31) - 1
+_NO_FILE: Final = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENODEV)
+"""What opening a link, directory, FIFO, device or socket ends with."""
 
 _log = logging.getLogger(__name__)
 
@@ -138,9 +140,10 @@ class Directory:
         try:
             fd, _ = open_regular(self._disk, _STORE, os.O_RDONLY, self.fd)
         except OSError as error:
-            if error.errno != errno.ENOENT:
-                self.put_aside(_STORE, "no regular file", keep_bytes=0)
-            return self._new_identity()
+            if error.errno not in (errno.ENOENT, *_NO_FILE):
+                raise  # it may be as good as ever the next time
+            is_there = error.errno != errno.ENOENT
+            return self._new_identity("no regular file" if is_there else "", keep_bytes=0)
         try:
             page = read_bytes(self._disk, fd, PAGE_BYTES, 0)
         finally:
@@ -152,10 +155,11 @@ class Directory:
                 f"{self.path} was made by another version of kvstore: "
                 "give --file an empty directory, or empty this one"
             )
-        self.put_aside(_STORE, "damaged", keep_bytes=PAGE_BYTES)
-        return self._new_identity()
+        return self._new_identity("damaged", keep_bytes=PAGE_BYTES)
 
-    def _new_identity(self) -> bytes:
+    def _new_identity(self, reason: str, *, keep_bytes: int) -> bytes:
+        """Write one. The old one, if there is a reason to have another, goes once that is safe:
+        without any, this directory would look like a stranger's for ever."""
         store_id = secrets.token_bytes(ID_BYTES)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         fd, _ = open_regular(self._disk, _STORE_NEW, flags, self.fd)
@@ -164,6 +168,8 @@ class Directory:
             self._disk.fsync(fd)
         finally:
             os.close(fd)
+        if reason:
+            self.put_aside(_STORE, reason, keep_bytes=keep_bytes)
         os.rename(_STORE_NEW, _STORE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self._disk.fsync(self.fd)
         return store_id

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.errors import ConfigError
 from kvstore.tiers.file import Gone, Late, Read, Resumed, Suspended, Written
 from kvstore.tiers.file.breaker import Breaker
 from kvstore.units import NS_PER_MS
@@ -221,6 +222,43 @@ def test_every_failing_call_in_turn(tmp_path: Path) -> None:
                 break
         else:
             pytest.fail("the sweep did not come to an end")
+
+
+class OpenFails(FaultyDisk):
+    """One name cannot be opened."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__()
+        self.name, self.code = name, code
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        if name == self.name:
+            raise OSError(self.code, os.strerror(self.code))
+        return super().open(name, flags, dir_fd)
+
+
+def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(tmp_path: Path) -> None:
+    """Found by the seeded world: no node started there ever again."""
+    driver = Driver(tmp_path / "store")
+    driver.write([1])
+    driver.close()
+    (tmp_path / "store" / "store").write_bytes(bytes(4096))
+    with pytest.raises(ConfigError, match="No space left"):
+        Driver(tmp_path / "store", disk=OpenFails("store.new", errno.ENOSPC))
+    driver = Driver(tmp_path / "store").recovered()
+    assert driver.write([2]) != [0]
+    driver.close()
+
+
+def test_an_identity_that_cannot_be_opened_for_a_moment_stays(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "store")
+    driver.write([1])
+    driver.close()
+    with pytest.raises(ConfigError, match="Too many open files"):
+        Driver(tmp_path / "store", disk=OpenFails("store", errno.EMFILE))
+    driver = Driver(tmp_path / "store").recovered()
+    assert driver.has(1)
+    driver.close()
 
 
 def test_breaker_opens_probes_and_closes() -> None:
