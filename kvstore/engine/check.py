@@ -29,11 +29,12 @@ def _check_slabs(state: State) -> None:
     for pool in slots.pools.values():
         assert not seen & pool.slabs, "a slab is in two pools"
         seen |= pool.slabs
-        words = [w for slab in pool.slabs for w in slots.words_in(slab).tolist()]
-        assert len(set(words)) == len(words), "two slots share a generation word"
-        assert len(set(pool.free)) == len(pool.free), "a slot is free twice"
-        free = {w for w in words if slots.state[w] == SlotState.FREE}
-        assert set(pool.free) == free, "the free list is not the free slots"
+        words = np.array([w for slab in pool.slabs for w in slots.words_in(slab).tolist()], int)
+        assert len(np.unique(words)) == len(words), "two slots share a generation word"
+        free = np.sort(pool.free)
+        assert len(np.unique(free)) == len(free), "a slot is free twice"
+        expected = np.sort(words[slots.state[words] == SlotState.FREE])
+        assert np.array_equal(free, expected), "the free list is not the free slots"
     assert all(slab < slots.slabs_ready for slab in seen), "a slab without pages is used"
     inside = np.zeros(len(slots.state), dtype=bool)
     for slab in seen:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvstore.ports import Capabilities
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, Generation, SlotId
 
 
 class MemoryTier:
-    """A `Tier` over a bytearray; ready at once."""
+    """A `Tier` over an array; ready at once. What is not written to takes no memory."""
 
     def __init__(self, *, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
-        self._bytes = bytearray(capacity_bytes)
+        self._bytes = np.zeros(capacity_bytes, np.uint8)
         self._generations: dict[int, int] = {}
         self.heartbeat_ns = 0
 
@@ -46,10 +48,10 @@ class MemoryTier:
     def view(self, slot: SlotId, length_bytes: int) -> memoryview:
         begin = slot * PAGE_BYTES
         assert 0 <= begin <= begin + length_bytes <= self.ready_bytes, "outside the tier"
-        return memoryview(self._bytes)[begin : begin + length_bytes]
+        return self._bytes.data[begin : begin + length_bytes]
 
     def close(self) -> None:
-        self._bytes = bytearray()
+        self._bytes = np.zeros(0, np.uint8)
 
     def _word(self, slot: int) -> int:
         assert 0 <= slot * PAGE_BYTES < self.capacity_bytes, f"slot {slot} is outside the tier"
