@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
+from kvstore.testing.sim_parts import Knobs
 from kvstore.testing.sim_rank import SimRank, Violation
 from kvstore.types import Shard
 from kvstore.wire.space import Space
@@ -62,29 +63,37 @@ class SimEngine:
         space: Space,
         blocks: int,
         shards: Sequence[Shard] | None = None,
+        tenant: str = "t",
+        knobs: Knobs | None = None,
     ) -> None:
         self.world = world
+        self.tenant = tenant
         self.name = name
         self.space = space
         self.random = world.random
         self.shards = shards or (Shard(0, space.layer_count, 0, space.kv_head_count),)
+        knobs = knobs or world.knobs
         self.core = SchedulerCore(
             SchedulerConfig(
                 engine_id=name,
                 nonce="1",
                 process=f"{name}-scheduler",
-                tenant="t",
+                tenant=tenant,
                 rank_count=len(self.shards),
                 block_tokens=BLOCK_TOKENS,
+                lookup_deadline_ms=knobs.lookup_deadline_ms,
+                promotion_deadline_ms=knobs.promotion_deadline_ms,
+                prefill_ns_per_token=knobs.prefill_ns_per_token,
+                breaker_cooldown_ms=knobs.cooldown_ms,
                 min_load_tokens=world.random.choice((0, BLOCK_TOKENS, 2 * BLOCK_TOKENS)),
                 # A flipped byte in dram shows only to a load that verifies.
                 verify_every=1
                 if "byte flipped" in world.enabled
-                else world.random.choice((0, 1, 3)),
+                else world.random.choice((0, 0, 3)),
             )
         )
         self.ranks = [
-            SimRank(world, name, rank=rank, space=space, shard=shard, blocks=blocks)
+            SimRank(self, rank=rank, space=space, shard=shard, blocks=blocks)
             for rank, shard in enumerate(self.shards)
         ]
         self.dead_rank: SimRank | None = None
@@ -97,6 +106,11 @@ class SimEngine:
         self._disturbed_ns = 0
         self.finished_count = 0
         self.loaded_blocks = 0
+
+    @property
+    def weights(self) -> str:
+        """The epoch of its weights: what it computes depends on it."""
+        return self.core.attachment.weights_epoch
 
     @property
     def disturbed_ns(self) -> int:
@@ -125,19 +139,19 @@ class SimEngine:
             self.drop_scheduler("heartbeat")
         for message in core.take_outbox():
             if self.scheduler_socket:
-                world.send(self.scheduler_socket, message)
+                world.sockets.send(self.scheduler_socket, message)
 
     def drop_scheduler(self, reason: str) -> None:
-        self.world.hang_up(self.scheduler_socket)
+        self.world.sockets.hang_up(self.scheduler_socket)
         self.scheduler_socket = 0
         self._disturbed_ns = self.world.now_ns
         self.core.attachment.disconnected(self.world.now_ns, reason)
 
-    def poll_rank(self) -> None:
-        """The copying thread of some rank looks at its socket; with one rank, of that one."""
-        rank = self.random.choice(self.ranks)
-        if rank is not self.dead_rank:
-            rank.poll()
+    def poll_ranks(self) -> None:
+        """The copying threads of some ranks look at their sockets; with one rank, of that one."""
+        for rank in self.ranks:
+            if rank is not self.dead_rank and (len(self.ranks) == 1 or self.random.random() < 0.7):
+                rank.poll()
 
     def copy_step(self) -> bool:
         """Each rank's copying thread goes on, or does not. False: no rank had anything to do."""
@@ -179,6 +193,15 @@ class SimEngine:
         request.computed = 0
         request.waiting_since_ns = self.world.now_ns
         self.waiting.appendleft(request)
+
+    def reset(self) -> None:
+        """Other weights: whatever was computed with the old ones is let go first."""
+        for request in list(self.running):
+            self.preempt(request)
+        for request in [r for r in self.waiting if r.table and not r.aborted]:
+            self.abort(request)
+        self.core.new_weights(f"w{self.random.randrange(10**9)}", self.world.now_ns)
+        self.drop_scheduler("reset")
 
     def _free(self, request: SimRequest) -> None:
         self.free.extend(reversed(request.table))

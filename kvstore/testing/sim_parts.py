@@ -1,20 +1,41 @@
-"""The simulated parts around the world's real cores: arena, sockets, spaces, prompts.
+"""The simulated parts around the world's real cores: knobs, arena, spaces, prompts.
 
-Does not cover: the engine without a model (`sim_engine`), what happens when (`world`).
+Does not cover: the engine without a model (`sim_engine`), disk, node and sockets (`sim_disk`,
+`sim_node`, `sim_sockets`), what happens when (`world`).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
-from collections import Counter, deque
+from collections import Counter
 
 import msgspec
+import numpy as np
 
 from kvstore.tiers.memory import MemoryTier
-from kvstore.types import Shard
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SlotId
+from kvstore.units import KIB, MIB
 from kvstore.wire.space import Space
 
+DISK_CALL_FAULTS = (
+    "disk error",
+    "disk full",
+    "disk hangs",
+    "disk slow",
+    "misdirected read",
+    "torn write",
+)
+"""Faults of a system call: the disk strikes by itself, with each call."""
+DISK_FAULTS = (
+    *DISK_CALL_FAULTS,
+    "directory emptied",
+    "directory swapped",
+    "disk bit flipped",
+    "node upgraded",
+    "power cut",
+)
 FAULTS = (
     "engine killed",
     "rank killed",
@@ -29,9 +50,10 @@ FAULTS = (
     "reset",
     "copy stalls",
     "slow",
+    *DISK_FAULTS,
 )
-HARMLESS = ("abort", "preempt", "copy stalls", "slow")
-"""Faults that make no load fail."""
+HARMLESS = ("abort", "preempt", "copy stalls", "slow", "disk bit flipped", *DISK_CALL_FAULTS[:-1])
+"""Faults that make no load fail: what is lent is in dram and verified, whatever the disk does."""
 LAYOUTS: tuple[tuple[Shard, ...], ...] = (
     (Shard(0, 2, 0, 2),),
     (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)),
@@ -43,49 +65,118 @@ LAYOUTS: tuple[tuple[Shard, ...], ...] = (
 """Shards by rank, of `sim_space`'s 2 layers and 2 heads: one rank; heads; stages; replicas of all
 (MLA); replicas of each head; stages of replicas."""
 TORN = b"torn"
+_WORD_BYTES = 16
+
+
+class Knobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and limits of one world, by its seed."""
+
+    arena_slots: int = 128
+    """Of the smallest size."""
+    ttl_ms: int = 10_000
+    credit_share: float = 0.5
+    has_disk: bool = False
+    disk_bytes: int = 2 * MIB
+    segment_bytes: int = 256 * KIB
+    disk_rows: int = 1024
+    """Blocks that the engine can know of beside those in dram."""
+    io_deadline_ms: int = 2000
+    io_cooldown_ms: int = 1000
+    lookup_deadline_ms: int = 20
+    promotion_deadline_ms: int = 2000
+    prefill_ns_per_token: int = 20_000_000
+    """What the engine thinks that computing costs; steps of the world take milliseconds."""
+    cooldown_ms: int = 1000
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.arena_slots * SLOT_BYTES_MIN
+
+
+def draw_knobs(source: random.Random) -> Knobs:
+    """Pools of 4 to 4,096 slots, time limits divided by 1 to 600."""
+
+    def limit(ms: int) -> int:
+        return max(1, ms // source.choice((1, 1, 10, 60, 600)))
+
+    return Knobs(
+        arena_slots=source.choice((4, 8, 8, 12, 16, 24, 24, 48, 96, source.choice((512, 4096)))),
+        ttl_ms=source.choice((20, 500, 10_000)),
+        credit_share=source.choice((0.125, 0.5)),
+        has_disk=source.random() < 0.75,
+        disk_bytes=source.choice((2, 2, 3, 8)) * MIB,
+        segment_bytes=source.choice((192, 256, 512)) * KIB,
+        disk_rows=source.choice((64, 1024)),
+        io_deadline_ms=limit(2000),
+        io_cooldown_ms=limit(1000),
+        lookup_deadline_ms=max(20, limit(1000)),
+        promotion_deadline_ms=limit(2000),
+        prefill_ns_per_token=source.choice((100_000, 20_000_000)),
+        cooldown_ms=limit(1000),
+    )
 
 
 class SimMemory:
-    """An arena: generations in the reference tier, one word of bytes per slot beside it."""
+    """An arena of real bytes, with generations in the reference tier."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.tier = MemoryTier(capacity_bytes=capacity_bytes)
-        self.contents: dict[int, bytes] = {}
+        self.bytes = self.tier.view(SlotId(0), capacity_bytes)
         self._pages: dict[int, int] = {}
         self._writes: Counter[int] = Counter()
 
-    def begin_write(self, slot: int, pages: int) -> int:
-        """Somebody begins to write there; all that his bytes touch is torn. Returns a ticket."""
+    def read(self, slot: int, length: int) -> bytes:
+        """What lies there now."""
+        return bytes(self.bytes[slot * PAGE_BYTES : slot * PAGE_BYTES + length])
+
+    def begin_write(self, slot: int, pages: int, length: int) -> int:
+        """Somebody begins to write there: what lies there is torn. Returns a ticket."""
         self._pages[slot] = pages
         for other, its_pages in self._pages.items():
             if other < slot + pages and slot < other + its_pages:
-                self.contents[other] = TORN
                 self._writes[other] += 1
+        self._put(slot, TORN * (length // len(TORN)))
         return self._writes[slot]
 
     def end_write(self, slot: int, data: bytes, ticket: int) -> bool:
         """The bytes lie there. False: somebody else began to write there meanwhile."""
-        self.contents[slot] = data
+        self._put(slot, data)
         return self._writes[slot] == ticket
 
+    def flip(self, source: random.Random) -> None:
+        """A bit of some block changes, if one was ever written."""
+        if self._pages:
+            slot = source.choice(sorted(self._pages))
+            at = slot * PAGE_BYTES + source.randrange(_WORD_BYTES * 4)
+            self.bytes[at] ^= 1 << source.randrange(8)
 
-class SimSocket:
-    """One connection; both directions keep their order."""
+    def _put(self, slot: int, data: bytes) -> None:
+        self.bytes[slot * PAGE_BYTES : slot * PAGE_BYTES + len(data)] = data
 
-    def __init__(self, owner: str, rank: int | None, memory: SimMemory) -> None:
-        self.owner = owner
-        self.rank = rank
-        """None: the scheduler's."""
-        self.memory = memory
-        self.to_node: deque[bytes] = deque()
-        self.to_engine: deque[bytes | None] = deque()
-        self.node_sees_end = False
 
-    def cut(self, kept: int) -> None:
-        """The process is gone; so many datagrams of its last ones were sent."""
-        while len(self.to_node) > kept:
-            self.to_node.pop()
-        self.node_sees_end = True
+@functools.lru_cache(maxsize=256)
+def payload(word: bytes, length: int) -> bytes:
+    """The bytes of a block that stands for `word`: no two pages of any blocks are alike."""
+    digest = hashlib.blake2b(word, digest_size=_WORD_BYTES).digest()
+    rest = np.arange(length // 8, dtype=np.uint64) + np.uint64(int.from_bytes(digest[:7], "little"))
+    return digest + rest.tobytes()[_WORD_BYTES:]
+
+
+class Words:
+    """The oracle's memory: which word the bytes of a block stand for."""
+
+    def __init__(self) -> None:
+        self._words: dict[bytes, bytes] = {}
+
+    def payload(self, word: bytes, length: int) -> bytes:
+        data = payload(word, length)
+        self._words[data[:_WORD_BYTES]] = word
+        return data
+
+    def word(self, data: bytes) -> bytes:
+        """The word, if every byte is as it was."""
+        word = self._words.get(data[:_WORD_BYTES])
+        return word if word is not None and payload(word, len(data)) == data else b"damaged"
 
 
 class WorldResult(msgspec.Struct, frozen=True):
@@ -95,6 +186,8 @@ class WorldResult(msgspec.Struct, frozen=True):
     events: int
     finished: int
     loaded_blocks: int
+    promoted_blocks: int
+    """Read from disk into dram."""
     trace: str
     faults: dict[str, int]
 
@@ -124,7 +217,7 @@ def sim_space(model: str) -> Space:
 def key_chains(source: random.Random) -> list[list[bytes]]:
     """A handful of key chains that share prefixes."""
     chains: list[list[bytes]] = []
-    for number in range(source.choice((2, 4, 8))):
+    for number in range(source.choice((1, 2, 4, 8))):
         shared = source.choice(chains)[: source.randrange(1, 12)] if chains else []
         own = [hashlib.sha256(f"{number}/{i}".encode()).digest() for i in range(len(shared), 24)]
         chains.append(shared + own)

@@ -1,17 +1,18 @@
 """One rank of an engine without a model: its memory, its socket and its copying thread.
 
-Real: `RankCore`. Simulated: the paged cache, one word of bytes a block; the copying thread, two
-events a copy, so that everything can happen in between; the socket. The word of a block is derived
-from its key and the rank's shard, so bytes of another block or another shard are noticed (the
-oracle); replicas hold the same words.
+Real: `RankCore`. Simulated: the paged cache, one word a block; the copying thread, two events a
+copy, so that everything can happen in between; the socket. The word of a block is derived from its
+tenant, model, weights, key and shard, and the bytes in the arena from the word, so bytes of another
+block are noticed (the oracle); replicas hold the same words.
 
 Does not cover: the engine that it is a part of (`sim_engine`), what happens when (`world`).
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from kvstore.client.core.rank import (
     Copied,
@@ -24,51 +25,48 @@ from kvstore.client.core.rank import (
 )
 from kvstore.testing.sim_parts import TORN, SimMemory
 from kvstore.types import PAGE_BYTES, Shard
-from kvstore.wire.layout import slot_bytes
+from kvstore.units import NS_PER_MS
+from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.messages import Message, Welcome
 from kvstore.wire.space import Space
 
 if TYPE_CHECKING:
-    from kvstore.testing.world import World
+    from kvstore.testing.sim_engine import SimEngine
 
 
 class Violation(AssertionError):
-    """A promise was broken; the text is the story."""
+    """A promise was broken; the text is the story, `steps` says in which step with faults."""
 
-
-def content(space: str, key: bytes, shard: Shard) -> bytes:
-    """What the bytes of a block's shard must be."""
-    return f"{space}/{shard}/".encode() + key
+    def __init__(self, text: str, steps: int = 0) -> None:
+        super().__init__(text)
+        self.steps = steps
 
 
 def checksum(header: bytes, data: bytes) -> bytes:
-    """Any 16 bytes that change with header and data will do here."""
-    return hashlib.blake2b(header + data, digest_size=16).digest()
+    """As `kernels` makes it and the file tier verifies it."""
+    return xxhash.xxh3_128_digest(header + data)
 
 
 class SimRank:
     """One process of an engine. `SimEngine` and `World` call its methods as events."""
 
     def __init__(
-        self, world: World, engine: str, *, rank: int, space: Space, shard: Shard, blocks: int
+        self, engine: SimEngine, *, rank: int, space: Space, shard: Shard, blocks: int
     ) -> None:
-        self.world = world
-        self.name = f"{engine} rank {rank}"
+        self.world = engine.world
+        self.name = f"{engine.name} rank {rank}"
         self.space = space
         self.shard = shard
-        block_bytes = (
-            (shard.layer_end - shard.layer_begin)
-            * (shard.head_end - shard.head_begin)
-            * space.block_tokens
-            * space.token_bytes
-        )
+        self._engine = engine
+        self._address: tuple[str | None, bytes] = (None, b"")
+        self.block_bytes = block_bytes = shard_bytes(space, shard)
         self.core = RankCore(
             RankConfig(
-                engine_id=engine,
+                engine_id=engine.name,
                 nonce="1",
-                tenant="t",
+                tenant=engine.tenant,
                 rank=rank,
-                process=f"{engine}-rank{rank}",
+                process=f"{engine.name}-rank{rank}",
                 space=space,
                 shard=shard,
                 block_bytes=block_bytes,
@@ -93,7 +91,11 @@ class SimRank:
 
     def expected(self, key: bytes) -> bytes:
         """What this rank's shard of the block must be."""
-        return content(self.space.model, key, self.shard)
+        weights = self._engine.weights
+        if self._address[0] != weights:
+            text = f"{self._engine.tenant}/{self.space.model}/{weights}/{self.shard}/"
+            self._address = (weights, text.encode())
+        return self._address[1] + key
 
     def check_block(self, block: int, key: bytes, what: str) -> None:
         found, expected = self.pool[block], self.expected(key)
@@ -119,17 +121,17 @@ class SimRank:
             self.socket = self.world.connect(self.core.hello())
         for message in self.core.take_outbox():
             if self.socket:
-                self.world.send(self.socket, message)
+                self.world.sockets.send(self.socket, message)
 
     def _hear(self, message: Message) -> None:
         if isinstance(message, Welcome):
             self.core.connected(message)
-            self.memory = self.world.memory_of(self.socket)
+            self.memory = self.world.sockets[self.socket].memory
         else:
             self.core.received(message)  # type: ignore[arg-type]
 
     def drop(self) -> None:
-        self.world.hang_up(self.socket)
+        self.world.sockets.hang_up(self.socket)
         self.socket = 0
         self.disturbed_ns = self.world.now_ns
         self.core.disconnected()
@@ -147,15 +149,30 @@ class SimRank:
             return False
         memory = self.memory
         assert memory is not None
-        if memory.tier.generation(copy.slot) != copy.generation:
+        if not self.holds(copy):
             self.core.finished(copy, Void())
         elif isinstance(copy, LoadBlock):
-            self.copying = (copy, memory.contents.get(copy.slot))
+            self.copying = (copy, memory.read(copy.slot, self.block_bytes))
             self.pool[copy.block_id] = TORN
+            if "copy stalls" in self.world.enabled and self.world.random.random() < 0.1:
+                self.stall()
         else:
             self.copying = (copy, self.pool[copy.block_id])
-            self._ticket = memory.begin_write(copy.slot, self._slot_pages)
+            self._ticket = memory.begin_write(copy.slot, self._slot_pages, self.block_bytes)
         return True
+
+    def stall(self) -> None:
+        """A copy under way takes its time."""
+        self.stalled_until_ns = self.world.now_ns + self.world.random.randint(10, 1500) * NS_PER_MS
+
+    def holds(self, copy: LoadBlock | StoreBlock) -> bool:
+        """Whether the slot still has the generation that the copy was ordered for."""
+        assert self.memory is not None
+        return self.memory.tier.generation(copy.slot) == copy.generation
+
+    def still_holds(self, copy: LoadBlock) -> bool:
+        """The same, once the bytes of a load are there."""
+        return self.holds(copy)
 
     def _end_copy(self) -> None:
         assert self.copying is not None
@@ -163,22 +180,25 @@ class SimRank:
         memory = self.memory
         assert memory is not None
         self.copying = None
-        now = (
-            memory.contents.get(copy.slot)
-            if isinstance(copy, LoadBlock)
-            else self.pool[copy.block_id]
-        )
-        data = now if now == begun_with and now is not None else TORN
         if isinstance(copy, LoadBlock):
-            self.pool[copy.block_id] = data
-            if memory.tier.generation(copy.slot) != copy.generation:
-                self.core.finished(copy, Void())
-            elif copy.checksum is not None and checksum(copy.header, data) != copy.checksum:
-                self.core.finished(copy, Mismatch())
-            else:
-                self.core.finished(copy, Copied())
+            self.core.finished(copy, self._end_load(copy, memory, begun_with))
             return
+        word = self.pool[copy.block_id]
+        if word != begun_with or word is None:
+            word = TORN
+        data = self.world.words.payload(word, self.block_bytes)
         if not memory.end_write(copy.slot, data, self._ticket):
             raise Violation(f"{self.name}: another wrote to a slot of its while it wrote")
         self.stored_blocks += 1
         self.core.finished(copy, Copied(checksum(copy.header, data)))
+
+    def _end_load(
+        self, copy: LoadBlock, memory: SimMemory, begun_with: bytes | None
+    ) -> Copied | Void | Mismatch:
+        data = memory.read(copy.slot, self.block_bytes)
+        self.pool[copy.block_id] = self.world.words.word(data) if data == begun_with else TORN
+        if not self.still_holds(copy):
+            return Void()
+        if copy.checksum is not None and checksum(copy.header, data) != copy.checksum:
+            return Mismatch()
+        return Copied()

@@ -6,15 +6,13 @@ from __future__ import annotations
 import pytest
 
 from kvstore.testing.sim_engine import BLOCK_TOKENS, SimEngine, SimRequest
+from kvstore.testing.sim_parts import Knobs
 from kvstore.testing.world import World
 
 
 def quiet_world(seed: int) -> World:
     """One node, nothing goes wrong; everything fits."""
-    world = World(seed)
-    world.enabled = set()
-    world.arena_bytes = 128 << 16
-    world.restart_node()
+    world = World(seed, knobs=Knobs(), faults=())
     world.engines = [SimEngine(world, "e", space=world.spaces[0], blocks=64)]
     return world
 
@@ -25,9 +23,9 @@ def turn(world: World, engine: SimEngine) -> None:
     engine.step()
     for _ in range(20):
         engine.copy_step()
-    engine.poll_rank()
+    engine.poll_ranks()
     world.node_step()
-    engine.poll_rank()
+    engine.poll_ranks()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,16 +13,17 @@ from kvstore.client.core.lookups import Stage
 from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine
+from kvstore.testing.shrink import Case, shrink
 from kvstore.testing.sim_engine import SimEngine, SimRequest
-from kvstore.testing.sim_parts import FAULTS, LAYOUTS, WorldResult
+from kvstore.testing.sim_parts import FAULTS, LAYOUTS, Knobs, WorldResult
 from kvstore.testing.sim_rank import Violation
-from kvstore.testing.world import World
-from kvstore.types import SLOT_BYTES_MIN, Shard
+from kvstore.testing.world import World, main
+from kvstore.types import Shard
 from kvstore.wire.messages import NodeMessage, Quiesce
 from tests.unit.engine import broken
 
 STEPS = 600
-FEW, MANY = range(1, 21), range(21, 171)
+FEW, MANY = range(1, 21), range(21, 221)
 SEEDS_TO_NOTICE = 100
 
 
@@ -33,20 +35,32 @@ def check(results: list[WorldResult], *, times: int) -> None:
     totals: Counter[str] = Counter()
     for result in results:
         totals.update(result.faults)
-    assert set(totals) == set(FAULTS)
-    assert min(totals.values()) >= times, f"a fault hardly happens: {totals}"
+    rare = {name: totals[name] for name in FAULTS if totals[name] < times}
+    assert not rare, f"a fault hardly happens: {rare}"
     assert sum(result.finished for result in results) > 20 * len(results)
     assert sum(result.loaded_blocks for result in results) > 10 * len(results)
+    assert sum(result.promoted_blocks for result in results) > 3 * len(results)
 
 
 def test_few_seeds_hold() -> None:
-    check(run(FEW), times=10)
+    check(run(FEW), times=0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_many_seeds_hold() -> None:
-    check(run(MANY), times=100)
+    check(run(MANY), times=10)
+
+
+FOUND = {
+    47: "an identity put aside on a disk that takes no new one: the node never started again",
+}
+"""Seeds that found bugs of the product."""
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_found_seeds_hold(seed: int) -> None:
+    assert World(seed).run(STEPS).finished
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
@@ -60,11 +74,7 @@ def test_seeds_differ() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda shards: f"{len(shards)} ranks")
 def test_every_layout_stores_each_shard_once_and_hits(layout: tuple[Shard, ...]) -> None:
-    world = World(1)
-    world.enabled = set()
-    world.arena_bytes = 96 * SLOT_BYTES_MIN
-    world.ttl_ms = 10_000
-    world.restart_node()
+    world = World(1, knobs=Knobs(), faults=())
     engines = [
         SimEngine(world, name, space=world.spaces[0], blocks=64, shards=layout) for name in "ab"
     ]
@@ -90,6 +100,30 @@ def test_every_layout_stores_each_shard_once_and_hits(layout: tuple[Shard, ...])
     assert (first.loaded_blocks, second.loaded_blocks) == (0, blocks)
     (dram,) = [tier for tier in world.node.tiers() if tier.tier == "dram"]
     assert dram.slots_sealed == blocks * len(set(layout))
+
+
+@pytest.mark.slow
+def test_a_failure_is_made_small_and_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fence_ignored(monkeypatch)
+    assert main(["--seed", "1", "--seeds", "30", "--shrink"]) == 1
+    told = capsys.readouterr().err
+    again = shlex.split(told[told.index("again: ") :].split("\n")[0])
+    assert main(again[again.index("--seed") :]) == 1
+
+
+def test_shrinking_leaves_out_what_is_not_needed() -> None:
+    def run(case: Case) -> None:
+        faults = FAULTS if case.faults is None else case.faults
+        if case.steps >= 40 and "clear" in faults and case.engines != 1:
+            raise Violation("it fails", steps=300)
+
+    small, _ = shrink(Case(seed=1, steps=600), Violation("it fails", steps=300), run)
+    assert (small.faults, small.engines) == (("clear",), 2)
+    assert 40 <= small.steps < 50
+    with pytest.raises(Violation):
+        run(small)
 
 
 # ── broken on purpose ────────────────────────────────────────────────────────────────────────────

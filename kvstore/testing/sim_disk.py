@@ -1,0 +1,323 @@
+"""The disk of the world: the real file tier on real files, with every system call at its mercy.
+
+Real: all of `kvstore.tiers.file` and `kvstore.serve.files`. Simulated: its threads, which take
+turns (`sim_threads`), time, and what becomes of a system call:
+
+    disk error, disk full   the call fails, for a while; a write may have written a part
+    disk slow, disk hangs   the call takes its time; the world may end before it does
+    misdirected read        bytes from a few pages further on or back
+    torn write              a part is written, and the process dies
+    disk bit flipped, power cut, directory emptied or swapped   what is found is not what was left
+
+Does not cover: when what happens (`world`); several nodes on one directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from unittest import mock
+
+import numpy as np
+
+from kvstore.engine.events import Event, FileCommand, FileRead, ReadFile
+from kvstore.serve.files import FileEnd
+from kvstore.testing.sim_parts import Knobs, SimMemory
+from kvstore.testing.sim_rank import Violation
+from kvstore.testing.sim_threads import Threads
+from kvstore.tiers.file import FileConfig, FileTier, outbox, tier
+from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.disk import PosixDisk
+from kvstore.types import PAGE_BYTES
+from kvstore.units import NS_PER_MS
+from kvstore.wire.record import payload_pages
+
+if TYPE_CHECKING:
+    from kvstore.testing.world import World
+
+_STRIKE_SHARE: Final = {
+    "disk error": 0.05,
+    "disk full": 0.1,
+    "disk hangs": 0.03,
+    "disk slow": 0.1,
+    "misdirected read": 0.05,
+    "torn write": 0.1,
+}
+"""Of the calls that an enabled fault could hit."""
+_BLOCK_READ_FACTOR: Final = 5
+"""Calls that read blocks are rare among the others, and the ones that matter."""
+_PAUSES_MS: Final = {"disk slow": (2, 10, 60), "disk hangs": (100, 1000, 10**6)}
+
+
+class SimClock:
+    """The world's time, for those who ask a clock."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def now_ns(self) -> int:
+        return self._world.now_ns
+
+
+class SimDisk(PosixDisk):
+    """The system calls of one node process. What was not synced is remembered."""
+
+    def __init__(self, world: World, threads: Threads, memory: SimMemory) -> None:
+        self._world = world
+        self._arena_begin = _address(memory.bytes)
+        self._arena_pages = len(memory.bytes) // PAGE_BYTES
+        self.owned_pages: set[int] = set()
+        """Pages of the arena that reads may write to."""
+        self._threads = threads
+        self._random = world.random
+        self._lasts_until_ns: dict[str, int] = {}
+        self._paths: dict[int, str] = {}
+        """Of every descriptor that was opened here; some are closed by now."""
+        self._unsynced: dict[str, list[tuple[int, int]]] = {}
+        """Path → (offset, length) of writes since its last sync."""
+        self.is_torn = False
+        """A write stopped half way: its process is about to die."""
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        self._begin()
+        if flags & os.O_CREAT and self._strikes("disk full"):
+            raise OSError(errno.ENOSPC, "no room, says the world")
+        self._fail_at_random()
+        fd = super().open(name, flags, dir_fd)
+        self._paths[fd] = _path(fd)
+        return fd
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        # Page and payload of a block come together; what recovery reads comes alone.
+        factor = _BLOCK_READ_FACTOR if len(buffers) > 1 else 1
+        self._begin(factor)
+        self._fail_at_random(factor)
+        self._check_owned(buffers)
+        if self._strikes("misdirected read", factor):
+            offset = max(0, offset + self._random.choice((-33, -2, -1, 1, 2, 33)) * PAGE_BYTES)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._begin()
+        total = sum(map(len, buffers))
+        path = _path(fd)
+        try:
+            if self._strikes("disk full"):
+                raise OSError(errno.ENOSPC, "no room, says the world")
+            self._fail_at_random()
+        except OSError:
+            self._write_part(fd, path, buffers, offset)
+            raise
+        if self._threads.current is not None and self._strikes("torn write"):
+            self._write_part(fd, path, buffers, offset)
+            self.is_torn = True
+            self._threads.park(lambda: False)
+        self._unsynced.setdefault(path, []).append((offset, total))
+        return super().pwritev(fd, buffers, offset)
+
+    def fsync(self, fd: int) -> None:
+        self._begin()
+        path = _path(fd)
+        try:
+            self._fail_at_random()
+        except OSError:
+            # The kernel drops what it could not write, and says so once.
+            self._lose(path, self._unsynced.pop(path, []))
+            raise
+        self._unsynced.pop(path, None)
+
+    def _check_owned(self, buffers: Sequence[memoryview]) -> None:
+        """Nobody writes to a slot that was given back, however late a call is (I4)."""
+        for buffer in buffers:
+            page = (_address(buffer) - self._arena_begin) // PAGE_BYTES
+            if 0 <= page < self._arena_pages and page not in self.owned_pages:
+                raise Violation(f"the disk writes to page {page} of a slot that was given back")
+
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, factor: int = 1) -> None:
+        """A call begins: it may take its time."""
+        world, pause_ms = self._world, 0
+        for name, pauses in _PAUSES_MS.items():
+            if self._strikes(name, factor):
+                pause_ms = self._random.choice(pauses)
+        due_ns = world.now_ns + pause_ms * NS_PER_MS
+        self._threads.park(lambda: world.now_ns >= due_ns or not world.enabled)
+
+    def _strikes(self, name: str, factor: int = 1) -> bool:
+        world = self._world
+        if name not in world.enabled:
+            return False
+        if world.now_ns < self._lasts_until_ns.get(name, 0):
+            return True
+        if self._random.random() >= _STRIKE_SHARE[name] * factor:
+            return False
+        if name in ("disk error", "disk full"):
+            lasts_ns = self._random.choice((0, 5, 100)) * NS_PER_MS
+            self._lasts_until_ns[name] = world.now_ns + lasts_ns
+        world.strike(name)
+        return True
+
+    def _fail_at_random(self, factor: int = 1) -> None:
+        if self._strikes("disk error", factor):
+            raise OSError(errno.EIO, "an error, says the world")
+
+    def _write_part(self, fd: int, path: str, buffers: Sequence[memoryview], offset: int) -> None:
+        data = b"".join(buffers)
+        part = self._random.randrange(len(data) // 512 + 1) * 512
+        os.pwrite(fd, data[:part], offset)
+        self._unsynced.setdefault(path, []).append((offset, part))
+
+    def _lose(self, path: str, writes: Sequence[tuple[int, int]]) -> None:
+        """Pages of these writes read as zeros, some of them."""
+        if not os.path.isfile(path):
+            return
+        with open(path, "r+b") as file:
+            for offset, length in writes:
+                for page in range(offset, offset + length, PAGE_BYTES):
+                    if self._random.random() < 0.5:
+                        file.seek(page)
+                        file.write(bytes(min(PAGE_BYTES, offset + length - page)))
+
+    def cut_power(self) -> None:
+        """The machine dies: of what was not synced any part may be lost, a whole file too."""
+        for path, writes in sorted(self._unsynced.items()):
+            fate = self._random.choice(("kept", "torn", "short", "gone"))
+            if fate == "torn":
+                self._lose(path, writes)
+            elif os.path.isfile(path) and fate == "short":
+                os.truncate(path, min(offset for offset, _ in writes))
+            elif os.path.isfile(path) and fate == "gone" and path.endswith(".kv"):
+                os.unlink(path)
+        self._unsynced.clear()
+
+    def close_all(self) -> list[str]:
+        """Close what the process left open, as the kernel does at its end. Returns the paths."""
+        left = []
+        for fd, path in self._paths.items():
+            with contextlib.suppress(OSError):
+                if _path(fd).removesuffix(" (deleted)") == path:
+                    os.close(fd)
+                    left.append(path)
+        self._paths.clear()
+        return left
+
+
+class SimFiles:
+    """The file tier of one node process, with its driver's end."""
+
+    def __init__(self, world: World, directory: Path, memory: SimMemory) -> None:
+        """Raises ConfigError: the directory cannot be used, the node does not start."""
+        self._world = world
+        self.threads = Threads(world.random, lambda: world.now_ns, world.pass_time)
+        self.disk = SimDisk(world, self.threads, memory)
+        config = _config(world.knobs, directory)
+        try:
+            self._directory = Directory(directory, self.disk, direct=False)
+            # Threads and locks are of the module `threading`: here they take turns.
+            with (
+                mock.patch.object(tier, "threading", self.threads),
+                mock.patch.object(outbox, "threading", self.threads),
+            ):
+                self._tier = FileTier(
+                    config,
+                    memory.bytes,
+                    SimClock(world),
+                    disk=self.disk,
+                    directory=self._directory,
+                )
+        except BaseException:
+            self.disk.close_all()
+            raise
+        self._end = FileEnd(self._tier)
+        self._pages: dict[int, list[int]] = {}
+        """Of the arena, that each read under way may write to."""
+        self.threads.start()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._end.used_bytes
+
+    def carry_out(self, command: FileCommand) -> list[Event]:
+        if isinstance(command, ReadFile):
+            length = payload_pages(command.block_bytes)
+            pages = [slot + page for slot in command.slots.tolist() for page in range(length)]
+            self._pages[command.job] = pages
+            self.disk.owned_pages.update(pages)
+        return self._let_go(self._end.carry_out(command))
+
+    def read(self) -> list[Event]:
+        """What the tier says now."""
+        return self._let_go(self._end.read(0))
+
+    def _let_go(self, events: list[Event]) -> list[Event]:
+        """After a read's end its slots are the engine's again."""
+        for event in events:
+            if isinstance(event, FileRead):
+                self.disk.owned_pages.difference_update(self._pages.pop(event.job))
+        return events
+
+    def run(self, turns: int) -> None:
+        """Its threads go on."""
+        for _ in range(turns):
+            name = self.threads.run_one()
+            if not name:
+                return
+            self._world.note(f"{name} goes on")
+
+    def close(self) -> None:
+        """An orderly end, as far as the disk lets it."""
+        self._tier.close()
+
+    def kill(self) -> list[str]:
+        """The process is gone. Returns the files that were still open."""
+        self.threads.kill()
+        self._tier.close()
+        self._directory.close()
+        left = self.disk.close_all()
+        if self._tier.fileno() >= 0:
+            os.close(self._tier.fileno())
+        return left
+
+
+def _config(knobs: Knobs, directory: Path) -> FileConfig:
+    return FileConfig(
+        directory,
+        capacity_bytes=knobs.disk_bytes,
+        segment_bytes=knobs.segment_bytes,
+        direct=False,
+        read_deadline_ms=knobs.io_deadline_ms,
+        write_deadline_ms=knobs.io_deadline_ms,
+        close_deadline_ms=knobs.io_deadline_ms,
+        cooldown_ms=knobs.io_cooldown_ms,
+    )
+
+
+def flip_bits(directory: Path, source: random.Random) -> None:
+    """Bits of some file change, one in about sixteen pages."""
+    files = sorted(path for path in directory.glob("*.kv") if path.stat().st_size)
+    if not files:
+        return
+    data = bytearray((path := source.choice(files)).read_bytes())
+    for _ in range(1 + len(data) // (16 * PAGE_BYTES)):
+        data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+    path.write_bytes(data)
+
+
+def empty(directory: Path) -> None:
+    """Somebody tidied up."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _address(buffer: memoryview) -> int:
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+
+
+def _path(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
