@@ -17,6 +17,7 @@ import numpy as np
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import (
     Admit,
+    Changed,
     Cleared,
     Command,
     Ended,
@@ -104,7 +105,7 @@ class SimNode:
             case Hangup(connection=connection):
                 if world.sockets.end(connection):
                     return [Ended(ConnectionId(connection))]
-            case Release() | Cleared():
+            case Release() | Cleared() | Changed():
                 pass
             case _:
                 assert self.files is not None, "a file command without a file tier"

@@ -45,7 +45,8 @@ def test_the_seed_decides_whose_turn_it_is() -> None:
 
 
 def test_who_waits_for_a_condition_is_woken_by_it(world: World) -> None:
-    condition, things = world.threads.Condition(), []
+    condition = world.threads.Condition()
+    things: list[str] = []
 
     def take() -> None:
         with condition:
