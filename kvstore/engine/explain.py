@@ -202,7 +202,7 @@ class Explain:
             state,
             known.scopes,
             array,
-            rows=rows,
+            present=rows >= 0,
             in_dram=state.residency.words(rows) >= 0,
             promoting=None,
             asked_ns=state.now_ns,

@@ -26,7 +26,7 @@ from kvstore.engine.owners import Connection, OwnerKey
 from kvstore.engine.residency import Residency
 from kvstore.engine.runs import Run
 from kvstore.engine.state import State
-from kvstore.engine.table import NO_ROWS, Keys, Rows
+from kvstore.engine.table import Keys
 from kvstore.engine.tombstones import NAME_SHIFT, TIME_SHIFT, Why, unpack
 from kvstore.units import NS_PER_MS
 
@@ -43,6 +43,7 @@ OTHER_SCOPES_MAX: Final = 256
 _WHY_SHIFT: Final = 8
 
 Flags = NDArray[np.bool_]
+NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
 
 
 class Found(enum.IntEnum):
@@ -88,9 +89,18 @@ class Finding:
     """One LeaseAsk of at least one key."""
 
     __slots__ = (
-        "arrived", "asked_ns", "came_from_disk", "held", "keys", "owner", "promoting", "rows",
-        "scopes", "spans", "words",
-    )  # fmt: skip
+        "arrived",
+        "asked_ns",
+        "came_from_disk",
+        "held",
+        "in_dram",
+        "keys",
+        "owner",
+        "present",
+        "promoting",
+        "scopes",
+        "spans",
+    )
 
     def __init__(
         self, connection: Connection, run: Run, keys: Keys, promoting: int, now_ns: int
@@ -107,9 +117,12 @@ class Finding:
         self.promoting = promoting
         self.keys: Keys | None = keys if len(keys) else None
         """What was not held; None once examined."""
-        self.rows = run.rows_by_shard[0][run.count :] if len(keys) else NO_ROWS
-        """Of the first shard, as they were."""
-        self.words = run.words_by_shard[0][run.count :] if len(keys) else NO_ROWS
+        self.present, self.in_dram = NO_FLAGS, NO_FLAGS
+        """Of what was not held, by the first shard: in some tier, in dram."""
+        if len(keys):
+            # Flags: to keep the arrays would cost more than to make these.
+            self.present = run.rows_by_shard[0][run.count :] >= 0
+            self.in_dram = run.words_by_shard[0][run.count :] >= 0
         self.spans: list[Span] = []
         """Of what was not held."""
 
@@ -192,8 +205,8 @@ class Findings:
             self._state,
             finding.scopes,
             finding.keys,
-            rows=finding.rows,
-            in_dram=finding.words >= 0,
+            present=finding.present,
+            in_dram=finding.in_dram,
             promoting=finding.promoting,
             asked_ns=finding.asked_ns,
         )
@@ -212,7 +225,7 @@ class Findings:
 
 def _close(finding: Finding, spans: list[Span]) -> None:
     finding.spans = spans
-    finding.keys, finding.rows, finding.words = None, NO_ROWS, NO_ROWS
+    finding.keys, finding.present, finding.in_dram = None, NO_FLAGS, NO_FLAGS
 
 
 # ── why ──────────────────────────────────────────────────────────────────────────────────────────
@@ -223,7 +236,7 @@ def examine(
     scopes: Sequence[int],
     keys: Keys,
     *,
-    rows: Rows,
+    present: Flags,
     in_dram: Flags,
     promoting: int | None,
     asked_ns: int,
@@ -234,14 +247,13 @@ def examine(
         state: of the node, now.
         scopes: the shards of the engine that asked.
         keys: in chain order; before the first of them everything was held.
-        rows: of the first shard, when it was asked; -1: absent.
+        present: which of them some tier held, by the first shard, when it was asked.
         in_dram: which of those were in dram.
         promoting: so many of the first ones were on their way from disk, and the one behind ended
             the lookup; None: it is not about a lookup.
         asked_ns: when.
     """
     residency = state.residency
-    present = rows >= 0
     codes = np.where(in_dram, int(Found.BEHIND_DRAM), int(Found.BEHIND_FILE)).astype(np.int64)
     stamps = np.zeros(len(keys), dtype=np.uint64)
     some, every = _in_other_shards(residency, scopes[1:], keys)
