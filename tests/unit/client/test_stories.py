@@ -130,6 +130,8 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     assert isinstance(asked, m.LeaseAsk)
     node.give(m.LeaseMore(lease=asked.lease, slots=slots, generations=generations, from_file=2))
     assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
+    node.wait(50)
+    assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS), "the engine had no room until now"
     report(node, "r", load(node, "r", keys, 3))
     story = finish(node, "r")
     assert (story.file_tokens, story.promotion_ns) == (2 * BLOCK_TOKENS, 4 * NS_PER_MS)
