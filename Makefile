@@ -23,7 +23,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint proto clean distclean \
+.PHONY: help demo test check lint upstream proto clean distclean \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro
 .DELETE_ON_ERROR:
 
@@ -38,6 +38,9 @@ test: $(VENV)/.engine lint ## everything: style, types, import rules, all tests 
 
 check: $(VENV)/.base lint ## the same without the engine and without slow tests; under a minute
 	$(PYTEST) -m "not engine and not gpu and not slow"
+
+upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
+	$(BIN)/python -m tests.upstream.run
 
 lint: $(VENV)/.base ## ruff and mypy only
 	$(BIN)/ruff check .
