@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ READY_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 20.0
 REQUEST_TIMEOUT_S: Final = 120.0
 POLL_S: Final = 0.05
+_ABANDON_POLL_S: Final = 0.001
 SERVED_NAME: Final = "model"
 WARM_UP_PROMPT: Final = tuple(range(32))
 """Shorter than a block, so nothing of it is stored. See `Engine.warm_up`."""
@@ -354,17 +355,7 @@ class Engine:
         Raises:
             EngineError: refused, broken off, or later than `timeout_s` between two tokens.
         """
-        body = {
-            "model": SERVED_NAME,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_token_ids": True,
-            **(extra or {}),
-        }
+        body = {**_request_body(prompt, max_tokens), **(extra or {})}
         tokens: list[int] = []
         usage: _Usage | None = None
         name, first = "", 0.0
@@ -391,6 +382,24 @@ class Engine:
             ttft_s=first,
             duration_s=time.perf_counter() - begin,
         )
+
+    def abandon(self, prompt: Sequence[int], *, max_tokens: int, until: Callable[[], bool]) -> None:
+        """Send a request and hang up when `until` says so; vLLM aborts what nobody listens to.
+
+        Raises:
+            EngineError: that did not come within a request's time.
+        """
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_TIMEOUT_S)
+        try:
+            headers = {"Content-Type": "application/json"}
+            body = msgspec.json.encode(_request_body(prompt, max_tokens))
+            connection.request("POST", "/v1/completions", body, headers)
+            while not until():
+                if time.monotonic() > deadline or self.wait(_ABANDON_POLL_S):
+                    raise EngineError("the moment to hang up did not come")
+        finally:
+            connection.close()
 
     def complete_many(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, concurrency: int
@@ -465,3 +474,17 @@ class Engine:
             external_hits=sums.get("vllm:external_prefix_cache_hits_total", 0.0),
             preemptions=sums.get("vllm:num_preemptions_total", 0.0),
         )
+
+
+def _request_body(prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
+    """Greedy, streamed, with token ids and counts."""
+    return {
+        "model": SERVED_NAME,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }

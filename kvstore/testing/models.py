@@ -25,14 +25,13 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-Size = Literal["tiny", "tiny-one-head", "medium", "bench"]
-SIZES: Final[tuple[Size, ...]] = ("tiny", "tiny-one-head", "medium", "bench")
+Size = Literal["tiny", "tiny-one-head", "long", "medium", "bench"]
+SIZES: Final[tuple[Size, ...]] = ("tiny", "tiny-one-head", "long", "medium", "bench")
 RECIPE_FILE: Final = "recipe.json"
 """Written last into a model directory: what it was built from."""
 RECIPE_VERSION: Final = 1
 SPECIAL_TOKENS: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 VOCABULARY_SIZE: Final = 256 + len(SPECIAL_TOKENS)
-POSITIONS_MAX: Final = 4096
 HEAD_DIMENSION: Final = 64
 BLOCK_TOKENS: Final = 128
 """Tokens in a KV block of vLLM on a CPU."""
@@ -55,6 +54,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Shrinks with the square root of `hidden`, so that attention is as sharp in each size."""
     dtype: Literal["float32", "bfloat16"]
     """Of the stored weights."""
+    position_count: int = 4096
+    """Tokens that a request may have."""
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V of one token, all layers."""
@@ -81,6 +82,18 @@ SHAPES: Final[dict[Size, Shape]] = {
         kv_head_count=1,
         initializer_range=0.08,
         dtype="float32",
+    ),
+    # 0.1 M parameters, 1 KiB of KV per token in float32: prompts of thousands of blocks, whose
+    # attention is what takes the time.
+    "long": Shape(
+        layer_count=2,
+        hidden=64,
+        intermediate=128,
+        head_count=1,
+        kv_head_count=1,
+        initializer_range=0.16,
+        dtype="float32",
+        position_count=1 << 18,
     ),
     # 25 M parameters, 16 KiB of KV per token in float32: the demo, whose tokens must be identical.
     "medium": Shape(
@@ -132,7 +145,7 @@ def build_model(directory: Path, *, size: Size, weights_seed: int = 1) -> Path:
     try:
         fresh, old = work / "new", work / "old"
         fresh.mkdir()
-        _write_tokenizer(fresh)
+        _write_tokenizer(fresh, SHAPES[recipe.size])
         _write_weights(fresh, recipe)
         (fresh / RECIPE_FILE).write_bytes(msgspec.json.encode(recipe))
         if directory.exists():
@@ -168,7 +181,7 @@ def encoder(directory: Path) -> Callable[[str], list[int]]:
     return encode
 
 
-def _write_tokenizer(directory: Path) -> None:
+def _write_tokenizer(directory: Path, shape: Shape) -> None:
     """Byte-level BPE without merges: one token per byte of text, so lengths are predictable."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -182,7 +195,7 @@ def _write_tokenizer(directory: Path) -> None:
         tokenizer_object=tokenizer,
         eos_token=SPECIAL_TOKENS[0],
         pad_token=SPECIAL_TOKENS[0],
-        model_max_length=POSITIONS_MAX,
+        model_max_length=shape.position_count,
     )
     wrapped.chat_template = _CHAT_TEMPLATE
     wrapped.save_pretrained(str(directory))
@@ -202,7 +215,7 @@ def _write_weights(directory: Path, recipe: Recipe) -> None:
         num_attention_heads=shape.head_count,
         num_key_value_heads=shape.kv_head_count,
         head_dim=HEAD_DIMENSION,
-        max_position_embeddings=POSITIONS_MAX,
+        max_position_embeddings=shape.position_count,
         initializer_range=shape.initializer_range,
         tie_word_embeddings=False,
         bos_token_id=None,

@@ -104,6 +104,16 @@ def test_an_answer_that_is_no_completion_is_an_error(
         engine.complete((1,), max_tokens=1)
 
 
+def test_a_request_is_abandoned_when_told_or_never_is_an_error(
+    engine: Engine, answering: AnsweringServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.abandon((1, 2), max_tokens=3, until=lambda: bool(answering.bodies))
+    assert json.loads(answering.bodies[0])["prompt"] == [1, 2]
+    monkeypatch.setattr("kvstore.testing.engine.REQUEST_TIMEOUT_S", 0.05)
+    with pytest.raises(EngineError, match="did not come"):
+        engine.abandon((1,), max_tokens=1, until=lambda: False)
+
+
 def test_an_ended_engine_is_an_error(engine: Engine, answering: AnsweringServer) -> None:
     engine.port = 1
     with pytest.raises(EngineError, match="broke off"):
