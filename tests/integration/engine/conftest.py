@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from tests.integration.engine.fixtures import encode, medium_model, tiny_model
+from tests.integration.engine.fixtures import (
+    encode,
+    medium_model,
+    prompts,
+    reference,
+    tiny_model,
+)
 
-__all__ = ["encode", "medium_model", "tiny_model"]
+__all__ = ["encode", "medium_model", "prompts", "reference", "tiny_model"]

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from kvstore.testing.models import build_model
-from kvstore.testing.workload import Encode
+from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.models import BLOCK_TOKENS, build_model
+from kvstore.testing.workload import Encode, text_tokens, varied_prompts
+
+SEED = 20261121
+PROMPT_COUNT = 200
+CONVERSATION_COUNT = 12
+MAX_TOKENS = 8
+ANSWER_TOKENS = BLOCK_TOKENS + 72
+"""Decoding fills one or two blocks."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Two turns; the second's prompt holds the first and its answer."""
+
+    first: tuple[int, ...]
+    answer: tuple[int, ...]
+    second: tuple[int, ...]
+    second_answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What an engine says that has no connector and no cache: the truth for all others."""
+
+    answers: list[tuple[int, ...]]
+    """To `prompts`, MAX_TOKENS each."""
+    conversations: list[Conversation]
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +63,45 @@ def encode(tiny_model: Path) -> Encode:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     return encode
+
+
+@pytest.fixture(scope="session")
+def prompts(encode: Encode) -> Sequence[tuple[int, ...]]:
+    """Every edge of block caching; half of them are hits on each other."""
+    return varied_prompts(
+        SEED, count=PROMPT_COUNT, block_tokens=BLOCK_TOKENS, blocks_max=6, encode=encode
+    )
+
+
+@pytest.fixture(scope="session")
+def reference(
+    tiny_model: Path,
+    prompts: Sequence[tuple[int, ...]],
+    encode: Encode,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Reference:
+    """Computed once, in float32."""
+    log = tmp_path_factory.mktemp("reference") / "engine.log"
+    config = EngineConfig(model=tiny_model, arguments=("--no-enable-prefix-caching",))
+    rng = random.Random(SEED)
+    firsts = [
+        text_tokens(rng, encode, rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(5, 100))
+        for _ in range(CONVERSATION_COUNT)
+    ]
+    with Engine.start(config, log=log) as engine:
+        answers = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
+        turns = engine.complete_many(firsts, max_tokens=ANSWER_TOKENS, concurrency=8)
+        seconds = [
+            (*first, *turn.tokens, *text_tokens(rng, encode, 20))
+            for first, turn in zip(firsts, turns, strict=True)
+        ]
+        second_turns = engine.complete_many(seconds, max_tokens=MAX_TOKENS, concurrency=8)
+    return Reference(
+        answers=[done.tokens for done in answers],
+        conversations=[
+            Conversation(first, turn.tokens, second, second_turn.tokens)
+            for first, turn, second, second_turn in zip(
+                firsts, turns, seconds, second_turns, strict=True
+            )
+        ],
+    )

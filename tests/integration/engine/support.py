@@ -14,7 +14,7 @@ from typing import Any
 from kvstore.testing.models import BLOCK_TOKENS
 from kvstore.testing.process import NodeProcess
 
-__all__ = ["BLOCK_TOKENS", "PATIENT", "blocks_in_dram", "inspect", "wait_until"]
+__all__ = ["BLOCK_TOKENS", "PATIENT", "blocks_in_dram", "blocks_on_disk", "inspect", "wait_until"]
 
 PATIENT: dict[str, object] = {"lookup_deadline_ms": 1000, "heartbeat_timeout_ms": 5000}
 """Where a test is about content, a busy machine must not turn hits into misses."""
@@ -43,6 +43,12 @@ def blocks_in_dram(node: NodeProcess) -> int:
     """Sealed blocks."""
     (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
     return int(dram["slots_sealed"])
+
+
+def blocks_on_disk(node: NodeProcess) -> int:
+    """Blocks that the node's file tier holds."""
+    (file,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "file"]
+    return int(file["blocks"])
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAIT_S) -> None:

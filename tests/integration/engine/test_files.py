@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.engine import Completion, Engine, EngineConfig
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
     blocks_in_dram,
+    blocks_on_disk,
     inspect,
     wait_until,
 )
@@ -22,19 +23,15 @@ from tests.integration.engine.support import (
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SEED = 11
-PROMPTS = 40
-
-
-def on_disk(node: NodeProcess) -> int:
-    tiers = {row["tier"]: row for row in inspect(node, "tiers")}
-    return int(tiers["file"]["blocks"])
+PROMPTS = 200
+CONCURRENCY = 4
 
 
 def test_a_killed_node_serves_from_its_disk_and_answers_are_the_same(
     tiny_model: Path, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
-    lengths = [rng.randint(1, 6) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPTS)]
+    lengths = [rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPTS)]
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     blocks = sum(length // BLOCK_TOKENS for length in lengths)
     directory = tmp_path / "node"
@@ -47,26 +44,29 @@ def test_a_killed_node_serves_from_its_disk_and_answers_are_the_same(
         engine.warm_up()  # an idle engine looks for nobody
         return bool(inspect(node, "nodes")[0]["sessions"] == 1)
 
+    def ask(engine: Engine) -> list[Completion]:
+        return engine.complete_many(prompts, max_tokens=6, concurrency=CONCURRENCY)
+
     with ExitStack() as stack:
         engine = stack.enter_context(Engine.start(config, log=tmp_path / "engine.log"))
-        with NodeProcess.start(directory, dram="256MiB", flags=flags) as node:
+        with NodeProcess.start(directory, dram="512MiB", flags=flags) as node:
             wait_until(lambda: attached(engine, node), "the engine attached")
-            cold = [engine.complete(prompt, max_tokens=6) for prompt in prompts]
+            cold = ask(engine)
             assert {done.cached_tokens for done in cold} == {0}
-            wait_until(lambda: on_disk(node) == blocks, "everything is on disk")
+            wait_until(lambda: blocks_on_disk(node) == blocks, "everything is on disk")
             node.kill()
-        with NodeProcess.start(directory, dram="256MiB", flags=flags) as node:
+        with NodeProcess.start(directory, dram="512MiB", flags=flags) as node:
             wait_until(lambda: attached(engine, node), "attached again")
-            wait_until(lambda: on_disk(node) == blocks, "the new node knows what is on disk")
+            wait_until(lambda: blocks_on_disk(node) == blocks, "the new node knows what is on disk")
             assert blocks_in_dram(node) == 0
             engine.forget()
-            first = [engine.complete(prompt, max_tokens=6) for prompt in prompts]
+            first = ask(engine)
             assert [done.tokens for done in first] == [done.tokens for done in cold]
             # Computing a block of this model takes less than reading it: who does not wait for the
             # disk still has its blocks promoted, for the next one.
             wait_until(lambda: blocks_in_dram(node) == blocks, "all of it came back to dram")
             engine.forget()
-            warm = [engine.complete(prompt, max_tokens=6) for prompt in prompts]
+            warm = ask(engine)
     assert [done.tokens for done in warm] == [done.tokens for done in cold]
     assert [done.cached_tokens for done in warm] == [
         length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 
@@ -22,6 +23,7 @@ from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
     blocks_in_dram,
+    blocks_on_disk,
     inspect,
     wait_until,
 )
@@ -29,8 +31,8 @@ from tests.integration.engine.support import (
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SEED = 20261122
-PROMPT_COUNT = 40
-MAX_TOKENS = 8
+PROMPT_COUNT = 200
+MAX_TOKENS = 4
 CONCURRENCY = 2
 """Fewer than the breaker's limit: ranks that wait for each other spin, and on two cores the node
 was seen to answer after a second. With more under way, that once would open the breaker."""
@@ -53,7 +55,7 @@ def node(tmp_path: Path) -> Iterator[NodeProcess]:
 def prompts(encode: Encode) -> list[tuple[int, ...]]:
     """Different from the first token on, so that a first pass is computed whole."""
     rng = random.Random(SEED)
-    lengths = [rng.randint(1, 4) * BLOCK_TOKENS + rng.randint(1, 40) for _ in range(PROMPT_COUNT)]
+    lengths = [rng.randint(1, 2) * BLOCK_TOKENS + rng.randint(1, 40) for _ in range(PROMPT_COUNT)]
     return [text_tokens(rng, encode, length) for length in lengths]
 
 
@@ -103,19 +105,42 @@ def assert_mostly_loaded(
     assert full / 2 <= loaded <= full, f"{loaded} tokens from dram of {full}: see {engine.log}"
 
 
-def test_two_ranks_give_the_same_tokens_cold_from_dram_and_after_a_restart(
-    tiny_model: Path, node: NodeProcess, prompts: list[tuple[int, ...]], tmp_path: Path
+def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_restart(
+    tiny_model: Path, prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    two = config(tiny_model, node, *TWO_HEADS)
-    with Engine.start(two, log=tmp_path / "two.log") as engine:
+    flags = ["--file", f"{tmp_path / 'files'}:1GiB"]
+    slots = 2 * full_blocks(prompts)
+    with ExitStack() as stack:
+        first = stack.enter_context(NodeProcess.start(tmp_path, dram="512MiB", flags=flags))
+        two = config(tiny_model, first, *TWO_HEADS)
+        engine = stack.enter_context(Engine.start(two, log=tmp_path / "two.log"))
         assert len(engine.worker_pids) == 2
-        cold = cold_then_from_dram(engine, node, prompts, slots_per_block=2)
-    with Engine.start(two, log=tmp_path / "again.log") as engine:
-        wait_until(lambda: has_session(node), "all ranks are attached")
+        cold = cold_then_from_dram(engine, first, prompts, slots_per_block=2)
+        wait_until(lambda: blocks_on_disk(first) == slots, "everything is on disk")
+        first.kill()
+        node = stack.enter_context(NodeProcess.start(tmp_path, dram="512MiB", flags=flags))
+        wait_until(lambda: is_served(engine, node), "all ranks are attached again")
+        wait_until(lambda: blocks_on_disk(node) == slots, "the new node knows what is on disk")
+        engine.forget()
         assert complete(engine, prompts) == cold
-        assert_mostly_loaded(engine, prompts)
-        kill_one_rank_under_load(engine, prompts)
-    wait_until(lambda: at_baseline(node), "the node is back at baseline")
+        wait_until(lambda: blocks_in_dram(node) == slots, "all of it came back to dram")
+        engine.forget()
+        before = engine.hits().external_hits
+        assert complete(engine, prompts) == cold
+        assert_mostly_loaded(engine, prompts, before=before)
+        engine.stop()
+        with Engine.start(two, log=tmp_path / "again.log") as engine:
+            wait_until(lambda: has_session(node), "all ranks are attached")
+            assert complete(engine, prompts) == cold
+            assert_mostly_loaded(engine, prompts)
+            kill_one_rank_under_load(engine, prompts)
+        wait_until(lambda: at_baseline(node), "the node is back at baseline")
+
+
+def is_served(engine: Engine, node: NodeProcess) -> bool:
+    """An idle engine looks for nobody, so it is asked something."""
+    engine.warm_up()
+    return has_session(node)
 
 
 def kill_one_rank_under_load(engine: Engine, prompts: list[tuple[int, ...]]) -> None:

@@ -11,33 +11,11 @@ import pytest
 from kvstore.testing.engine import Completion, Engine, EngineConfig
 from kvstore.testing.models import build_model
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.workload import Encode, text_tokens, varied_prompts
+from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.fixtures import MAX_TOKENS, SEED, Reference
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, blocks_in_dram, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
-
-SEED = 20261121
-PROMPT_COUNT = 120
-MAX_TOKENS = 8
-
-
-@pytest.fixture(scope="module")
-def prompts(encode: Encode) -> Sequence[tuple[int, ...]]:
-    return varied_prompts(
-        SEED, count=PROMPT_COUNT, block_tokens=BLOCK_TOKENS, blocks_max=6, encode=encode
-    )
-
-
-@pytest.fixture(scope="module")
-def reference(
-    tiny_model: Path, prompts: Sequence[tuple[int, ...]], tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[int, ...]]:
-    """Tokens of an engine without connector and without any cache hit."""
-    log = tmp_path_factory.mktemp("reference") / "engine.log"
-    config = EngineConfig(model=tiny_model, arguments=("--no-enable-prefix-caching",))
-    with Engine.start(config, log=log) as engine:
-        done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
-    return [completion.tokens for completion in done]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +28,7 @@ def test_tokens_are_identical_cold_from_dram_and_after_an_engine_restart(
     tiny_model: Path,
     node: NodeProcess,
     prompts: Sequence[tuple[int, ...]],
-    reference: list[tuple[int, ...]],
+    reference: Reference,
     tmp_path: Path,
 ) -> None:
     config = EngineConfig(
@@ -58,7 +36,7 @@ def test_tokens_are_identical_cold_from_dram_and_after_an_engine_restart(
     )
 
     def differing(done: Sequence[Completion]) -> list[int]:
-        return [i for i, c in enumerate(done) if c.tokens != reference[i]]
+        return [i for i, c in enumerate(done) if c.tokens != reference.answers[i]]
 
     with Engine.start(config, log=tmp_path / "first.log") as engine:
         cold = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
