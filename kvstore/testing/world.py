@@ -69,7 +69,6 @@ from kvstore.wire.space import Space
 
 STORY_LINES = 60
 FAULT_SHARE = 0.25
-_SHM = Path("/dev/shm")
 
 
 class World:
@@ -114,9 +113,7 @@ class World:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._directories: list[Path] = []
         if self.knobs.has_disk:
-            self._folder = tempfile.TemporaryDirectory(
-                prefix="kvstore-world-", dir=_SHM if _SHM.is_dir() else None
-            )
+            self._folder = tempfile.TemporaryDirectory(prefix="kvstore-world-")
             self._directories = [Path(self._folder.name) / name for name in ("mine", "other")]
         else:
             self.enabled -= set(DISK_FAULTS)
