@@ -18,7 +18,7 @@ from bench import disk
 from bench.peers.lmcache import LMCacheEngineConfig, LMCacheServer
 from bench.peers.memory import Memory, memory_of, open_memfds
 from kvstore.testing.engine import Engine, EngineConfig
-from kvstore.testing.models import BLOCK_TOKENS, POSITIONS_MAX
+from kvstore.testing.models import BLOCK_TOKENS, SHAPES
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.settle import settled
 from kvstore.units import GIB
@@ -49,7 +49,7 @@ class Setup:
             model=self.model,
             dtype=self.dtype,
             # A request must fit the engine's own cache, of which it keeps a block for itself.
-            max_model_len=min(POSITIONS_MAX, (self.kv_blocks - 1) * BLOCK_TOKENS),
+            max_model_len=min(SHAPES["bench"].position_count, (self.kv_blocks - 1) * BLOCK_TOKENS),
             kv_blocks=self.kv_blocks,
             max_num_seqs=8,
             socket=socket,

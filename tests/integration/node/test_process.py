@@ -48,9 +48,7 @@ def sample(metrics: str, name: str) -> float:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_is_clean_and_waits_for_nobody(
-    node: NodeProcess, number: signal.Signals
-) -> None:
+def test_a_stop_is_clean_and_waits_for_nobody(node: NodeProcess, number: signal.Signals) -> None:
     port = int(node.metrics_url.split(":")[2].split("/")[0])
     with RawEngine(node.socket) as engine, socket.create_connection(("127.0.0.1", port)) as slow:
         engine.open()
