@@ -8,6 +8,7 @@ from typing import Any, Final
 from bench import plot
 
 COLOURS: Final = {"vLLM alone": plot.GREY, "LMCache": plot.AMBER, "kvstore": plot.BLUE}
+SIDES: Final = ("kvstore", "LMCache")
 
 
 def draw(result: dict[str, Any], path: Path) -> Path:
@@ -57,7 +58,7 @@ def _draw_rounds(axes: Any, engines: dict[str, Any]) -> None:
 def _draw_hits(axes: Any, tiers: dict[str, Any]) -> None:
     labels: list[str] = []
     for tier, times in tiers.items():
-        for name in ("kvstore", "LMCache"):
+        for name in SIDES:
             place, share = len(labels), times[name]["hit_over_own_hit"]
             axes.barh(place, share, 0.6, color=COLOURS[name])
             axes.annotate(
@@ -69,7 +70,7 @@ def _draw_hits(axes: Any, tiers: dict[str, Any]) -> None:
                 fontweight="bold",
             )
             labels.append(f"{tier}, {name}")
-    longest = max(times[name]["hit_over_own_hit"] for times in tiers.values() for name in times)
+    longest = max(times[name]["hit_over_own_hit"] for times in tiers.values() for name in SIDES)
     axes.axvline(1, color=plot.INK, lw=1, ls=":")
     axes.set_xlim(0, 1.45 * longest)
     axes.set_yticks(range(len(labels)), labels, color=plot.INK)

@@ -52,7 +52,7 @@ def measure_dram(sides: Sequence[Side], prompts: Sequence[Prompt], progress: Pro
                 hits[name].dram(prompts[turn % seen])
                 hits[name].own(prompts[turn % seen])
             progress.advance(task)
-    return _compared(
+    return compared(
         {
             name: {"hit": one.dram_ms, "own_hit": one.own_ms, "recompute": one.recompute_ms}
             for name, one in hits.items()
@@ -93,7 +93,7 @@ def measure_file(
             progress.advance(task)
     if not all(one["hit"] for one in times.values()):
         raise BenchError(f"No request was served from disk as a whole; tokens found: {partial}")
-    return _compared(times, not_whole_tokens=partial)
+    return compared(times, not_whole_tokens=partial)
 
 
 def measure_cold(
@@ -149,7 +149,8 @@ def _order(sides: Sequence[Side], turn: int) -> list[Name]:
     return [side.name for side in _turned(sides, turn)]
 
 
-def _compared(times: dict[Name, dict[str, list[float]]], **notes: Any) -> dict[str, Any]:
+def compared(times: dict[Name, dict[str, list[float]]], **notes: Any) -> dict[str, Any]:
+    """Both sides' summaries, and their ratio."""
     ours, theirs = times["kvstore"], times["LMCache"]
     paired = min(len(ours["hit"]), len(theirs["hit"]))
     return {
