@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,16 @@ def test_blocks_that_fill_during_decoding_serve_the_next_turn(
     first = text_tokens(rng, encode, 2 * BLOCK_TOKENS + 40)
     config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
     with Engine.start(config, log=tmp_path / "engine.log") as engine:
+        held = blocks_in_dram(node)
         answer = engine.complete(first, max_tokens=3 * BLOCK_TOKENS)
         history = (*first, *answer.tokens)
         second = (*history, *text_tokens(rng, encode, 30))
+        # The last token of the answer was sampled but never computed, so its block may lack it.
+        blocks = (len(history) - 1) // BLOCK_TOKENS
+        wait_until(lambda: blocks_in_dram(node) == held + blocks, f"{blocks} blocks are stored")
         engine.forget()
         done = engine.complete(second, max_tokens=4)
-    # The last token of the answer was sampled but never computed, so its block may lack it.
-    assert done.cached_tokens == (len(history) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert done.cached_tokens == blocks * BLOCK_TOKENS
 
 
 def test_other_weights_in_the_same_directory_hit_nothing(
@@ -100,7 +104,9 @@ def test_other_weights_in_the_same_directory_hit_nothing(
         build_model(directory, size="tiny", weights_seed=seed)
         config = EngineConfig(model=directory, socket=node.socket, connector_extra=PATIENT)
         with Engine.start(config, log=tmp_path / f"{seed}.log") as engine:
+            held = blocks_in_dram(node)
             engine.complete(prompt, max_tokens=2)
+            wait_until(partial(_holds, node, held + 4), "all four are stored")
             engine.forget()
             engine.complete(prompt, max_tokens=2)
             counts = engine.hits()
@@ -111,6 +117,10 @@ def test_other_weights_in_the_same_directory_hit_nothing(
     assert 0 < second_hits <= 4 * BLOCK_TOKENS
 
 
+def _holds(node: NodeProcess, blocks: int) -> bool:
+    return blocks_in_dram(node) == blocks
+
+
 def test_reset_with_external_is_a_fresh_start(
     tiny_model: Path, node: NodeProcess, encode: Encode, tmp_path: Path
 ) -> None:
@@ -119,6 +129,8 @@ def test_reset_with_external_is_a_fresh_start(
     with Engine.start(config, log=tmp_path / "engine.log") as engine:
         engine.complete(prompt, max_tokens=2)
         engine.forget(external=True)
+        held = blocks_in_dram(node)
         assert engine.complete(prompt, max_tokens=2).cached_tokens == 0
+        wait_until(lambda: blocks_in_dram(node) >= held + 4, "the fresh space has all four")
         engine.forget()
         assert engine.complete(prompt, max_tokens=2).cached_tokens == 4 * BLOCK_TOKENS
