@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvstore.wire.messages import NAME_BYTES_MAX
+
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keys of `kv_connector_extra_config`. All but `socket` have defaults that suit most."""
 
     socket: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     """The node's attach socket, such as /run/kvstore/node.sock."""
-    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=255)] = "default"
+    tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES_MAX)] = "default"
     store: Literal["all", "prompt"] = "all"
     """all: blocks filled by decoding too; prompt: only blocks of the prompt."""
     min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 128
@@ -38,9 +40,16 @@ def parse_config(extra: Mapping[str, object]) -> ConnectorConfig:
             '{"socket":"/run/kvstore/node.sock"} to --kv-transfer-config'
         )
     try:
-        return msgspec.convert(dict(extra), ConnectorConfig)
+        config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:
         known = ", ".join(ConnectorConfig.__struct_fields__)
         raise ValueError(
             f"kv_connector_extra_config in --kv-transfer-config: {error}; known keys are {known}"
         ) from None
+    size = len(config.tenant.encode())
+    if size > NAME_BYTES_MAX:
+        raise ValueError(
+            f"kv_connector_extra_config in --kv-transfer-config: tenant has {size} bytes in UTF-8;"
+            f" at most {NAME_BYTES_MAX}"
+        )
+    return config

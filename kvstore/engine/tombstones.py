@@ -124,6 +124,8 @@ class Tombstones:
             self.has_overwritten = bool(((old[:, 1] != 0) & (old[:, 0] != prints)).any())
         self._entries[places, 0] = prints
         self._entries[places, 1] = packed
+        if not self.has_overwritten:  # by another one of these
+            self.has_overwritten = bool((self._entries[places, 0] != prints).any())
 
     def find(self, scope: int, keys: Keys) -> Stamps:
         """Stamp of each key, 0 where nothing is known."""

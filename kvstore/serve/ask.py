@@ -189,4 +189,9 @@ def _cell(name: str, value: object) -> Text:
         return Text("yes" if value else "no")
     if name == "slots_quarantined" and value:
         return Text(str(value), style="yellow")
-    return Text("-" if value in ("", None) else str(value))
+    return printable("-" if value in ("", None) else str(value))
+
+
+def printable(text: str) -> Text:
+    """Engines choose their names and users the ids of requests; terminals obey some characters."""
+    return Text("".join(c if c.isprintable() else "?" for c in text))

@@ -367,6 +367,11 @@ def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[
         size = int(dram_bytes * float(percent[1]) / 100) if percent else _size("quota", text)
         if size == 0:
             raise ConfigError(_no_quota(name, text))
+        if size < SLOT_BYTES_MIN:
+            raise ConfigError(
+                f"quota {name}={text} is {format_size(size)}, less than any block: give a part of"
+                " dram with its %, or a size with its unit"
+            )
         found.append((name, size))
     if sum(size for _, size in found) > dram_bytes:
         raise ConfigError(

@@ -7,6 +7,7 @@ come in (`kvstore.serve.attach`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -98,15 +99,33 @@ def _others_may_replace(directory: Path) -> bool:
 
 
 def remove_socket_file(path: Path) -> None:
-    """Remove what a dead node left. Raises ConfigError when `path` is no socket."""
+    """Remove what a dead node left. Raises ConfigError when it is something else."""
+    refuse_what_is_not_ours(path, option="--socket")
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        raise ConfigError(f"{path} belongs to another user: choose another --socket") from None
+
+
+def refuse_what_is_not_ours(path: Path, *, option: str) -> None:
+    """A socket may take the place of nothing, or of a socket on which nobody listens.
+
+    Raises:
+        ConfigError: there is something else; names the option to change.
+    """
     try:
         if not path.is_socket():
             if path.exists():
-                raise ConfigError(f"{path} exists and is no socket: choose another --socket")
+                raise ConfigError(f"{path} exists and is no socket: choose another {option}")
             return
-        path.unlink()
     except PermissionError:
-        raise ConfigError(f"{path} belongs to another user: choose another --socket") from None
+        raise ConfigError(f"{path} belongs to another user: choose another {option}") from None
+    # A datagram socket tells living ones of every kind from dead ones, and connects to neither
+    # streams nor packets.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        answer = probe.connect_ex(str(path))
+    if answer not in (errno.ECONNREFUSED, errno.ENOENT):
+        raise ConfigError(f"{path} is in use by another program: choose another {option}")
 
 
 def _lock(lock_path: Path, path: Path) -> int:

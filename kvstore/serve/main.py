@@ -347,20 +347,22 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
 
 @cli.command()
 @SOCKET_OPTION
-@click.option("--space", default="", metavar="HEX", help="Only this space; its first digits do.")
-def clear(socket: Path, space: str) -> None:
+@click.option("--space", metavar="HEX", help="Only this space; its first digits do.")
+def clear(socket: Path, space: str | None) -> None:
     """Forget cached blocks. Engines go on: what they look for is a miss until stored again.
 
     The exit status is 1 when the disk could not take note of it: a restart would bring back what
-    is on it.
+    is on it. In a shared directory a node takes note of its own blocks only: clear at each node.
 
     \b
     Examples:
       kvstore clear
       kvstore clear --space 3f9a
     """
+    if space == "":
+        raise click.UsageError("--space is empty: give its first digits, or leave it out for all")
     with _client(socket) as client:
-        blocks = client.clear(space=space)
+        blocks = client.clear(space=space or "")
     click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten")
 
 

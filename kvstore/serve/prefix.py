@@ -51,7 +51,11 @@ def read_tokens(path: Path) -> list[int]:
         tokens = [int(token) for token in found if not isinstance(token, bool)]
     except (ValueError, TypeError, RecursionError):
         tokens, found = [], [""]
-    if len(tokens) != len(found) or not all(0 <= token <= TOKEN_MAX for token in tokens):
+    if (
+        not tokens
+        or len(tokens) != len(found)
+        or not all(0 <= token <= TOKEN_MAX for token in tokens)
+    ):
         raise ConfigError(
             f"{path} holds no token ids: write a JSON list of numbers, or numbers with spaces"
         )

@@ -19,13 +19,12 @@ Covers: sockets, numbers, what is kept. Does not cover: the form (`kvstore.wire.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import zmq
@@ -35,6 +34,7 @@ from kvstore.errors import ConfigError
 from kvstore.ports import Clock
 from kvstore.serve.config import EventsConfig
 from kvstore.serve.driver import NodeBusy
+from kvstore.serve.listener import refuse_what_is_not_ours
 from kvstore.serve.pages import EventCounters
 from kvstore.types import KEY_BYTES, Incarnation
 from kvstore.units import NS_PER_S
@@ -124,7 +124,10 @@ class Publisher:
         # ZeroMQ makes the file of ipc:// itself: the mask keeps others out from the first moment.
         mask = os.umask(0o177)
         try:
-            _refuse_taken(endpoint)
+            if endpoint.startswith(_IPC):
+                # ZeroMQ would replace whatever is there.
+                path = Path(endpoint.removeprefix(_IPC))
+                refuse_what_is_not_ours(path, option="--events")
             made.bind(endpoint)
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(
@@ -309,14 +312,6 @@ class Publisher:
                 return False  # it is gone
             reply.unsent, reply.moved_ns = None, now_ns
         return True
-
-
-def _refuse_taken(endpoint: str) -> None:
-    """ZeroMQ takes the file of an ipc:// socket away from whoever listens on it. Raises OSError."""
-    if endpoint.startswith(_IPC):
-        with socket.socket(socket.AF_UNIX) as probe:
-            if probe.connect_ex(endpoint.removeprefix(_IPC)) == 0:
-                raise OSError(errno.EADDRINUSE, "")
 
 
 def _sequence(number: int) -> bytes:

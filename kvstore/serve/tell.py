@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.engine.explain import RangeReport, RequestReport
-from kvstore.serve.ask import console
+from kvstore.serve.ask import console, printable
 from kvstore.serve.prefix import PrefixReport
 
 Story = tuple[RequestReport, list[RangeReport] | None]
@@ -69,7 +69,7 @@ def show_stories(requests: Sequence[RequestReport]) -> None:
             _ms(row.lookup_us),
             row.outcome or "loaded",
         )
-        table.add_row(*(Text(str(cell)) for cell in cells))
+        table.add_row(*(printable(str(cell)) for cell in cells))
     console().print(table)
 
 
@@ -88,7 +88,7 @@ def show_prefix(prefix: PrefixReport) -> None:
 
 def _facts(out: Console, lines: dict[str, str]) -> None:
     for name, text in lines.items():
-        out.print(Text(f"{name:<9}", style="bold") + Text(text, style="none"), soft_wrap=True)
+        out.print(Text(f"{name:<9}", style="bold") + printable(text), soft_wrap=True)
     out.print()
 
 
@@ -126,7 +126,7 @@ def _blocks(
         end = row.first_block + row.blocks
         tokens = _from_to(row.first_block * block_tokens, end * block_tokens)
         cells = (_from_to(row.first_block, end), tokens, row.tier or "-", row.reason or "-")
-        table.add_row(*(Text(cell) for cell in (*cells, row.text)))
+        table.add_row(*(printable(cell) for cell in (*cells, row.text)))
     if end * block_tokens < prompt_tokens:
         tokens = _from_to(end * block_tokens, prompt_tokens)
         table.add_row("-", tokens, "-", "no full block", "a block that is not full is never stored")

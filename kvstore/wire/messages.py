@@ -53,7 +53,9 @@ ASKS_PER_LOOKUP_MAX: Final = 8
 """What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
 REQUEST_BYTES_MAX: Final = 255
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+NAME_BYTES_MAX: Final = 255
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES_MAX)]
+"""In UTF-8 at most NAME_BYTES_MAX long, which `decode_from_engine` checks of a Hello."""
 U64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Small = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 KeyArray = Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_BYTES)]
@@ -345,6 +347,10 @@ def decode_from_engine(datagram: bytes | memoryview) -> EngineMessage:
     """Decode what a node received. Raises ProtocolError for anything malformed."""
     message = _decode(_engine_decoder, datagram)
     match message:
+        case HelloScheduler() | HelloRank():
+            for name in (message.engine_id, message.nonce, message.tenant, message.process):
+                if len(name.encode()) > NAME_BYTES_MAX:
+                    raise ProtocolError(f"a name of more than {NAME_BYTES_MAX} bytes")
         case Hint(keys=keys) | LeaseAsk(keys=keys):
             _elements(keys, KEY_BYTES, "keys")
         case Seal():

@@ -24,7 +24,7 @@ from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import Disk
-from kvstore.tiers.file.events import FileEvent, Gone, Late, Written
+from kvstore.tiers.file.events import FileEvent, Gone, Late, Suspended, Written
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.jobs import CarryJob, NoteJob, ReclaimJob, VoidJob, WriteJob
 from kvstore.tiers.file.outbox import Outbox
@@ -33,6 +33,8 @@ from kvstore.tiers.file.writer import Outcome, Writer
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import Void
+
+_BUG: Final = "a bug of the node ended its writing: see the log, and restart the node"
 
 FREE_SEGMENTS_MIN: Final = 3
 _Job = WriteJob | VoidJob | ReclaimJob | CarryJob | NoteJob
@@ -152,6 +154,9 @@ class LogThread:
                 self._do(job)
                 self._make_room()
             self._report(self._writer.close_segment())
+        except Exception:
+            self._outbox.put([Suspended(_BUG, writes_only=True)])
+            raise
         finally:
             # After a bug of ours too: what is left ends, and nothing more is taken.
             with self._lock:

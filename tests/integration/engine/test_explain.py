@@ -127,8 +127,9 @@ def check_evicted(
     engine: Engine, node: NodeProcess, prompt: list[int], rng: random.Random, encode: Encode
 ) -> None:
     def is_evicted() -> bool:
-        for _ in range(4):
-            engine.complete(text_tokens(rng, encode, 8 * BLOCK_TOKENS), max_tokens=1)
+        # More than dram holds, and each no more than there are credits at a time.
+        for _ in range(20):
+            engine.complete(text_tokens(rng, encode, 2 * BLOCK_TOKENS), max_tokens=1)
         engine.forget()
         first = explained(node, engine.complete(prompt, max_tokens=1))["ranges"][0]
         engine.forget()

@@ -60,12 +60,16 @@ def test_a_killed_node_serves_from_its_disk_and_answers_are_the_same(
             wait_until(lambda: blocks_on_disk(node) == blocks, "the new node knows what is on disk")
             assert blocks_in_dram(node) == 0
             engine.forget()
-            first = ask(engine)
-            assert [done.tokens for done in first] == [done.tokens for done in cold]
-            # Computing a block of this model takes less than reading it: who does not wait for the
-            # disk still has its blocks promoted, for the next one.
-            wait_until(lambda: blocks_in_dram(node) == blocks, "all of it came back to dram")
-            engine.forget()
+
+            def is_back() -> bool:
+                """Computing a block of this model takes less than reading it: who does not wait
+                for the disk still has blocks promoted for the next one, as many as it can bring."""
+                again = ask(engine)
+                engine.forget()
+                assert [done.tokens for done in again] == [done.tokens for done in cold]
+                return blocks_in_dram(node) == blocks
+
+            wait_until(is_back, "all of it came back to dram", seconds=120)
             warm = ask(engine)
     assert [done.tokens for done in warm] == [done.tokens for done in cold]
     assert [done.cached_tokens for done in warm] == [

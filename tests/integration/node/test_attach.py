@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstore.client.link import received_descriptors
@@ -263,6 +264,15 @@ def test_garbage_costs_only_its_own_connection(node: NodeProcess, bystander: Raw
     assert eventually(lambda: peer_descriptors(node) == before)
     assert resident_bytes(node) < resident + (32 << 20)
     assert "Traceback" not in node.log, node.log
+
+
+@pytest.mark.parametrize("field", ["engine_id", "nonce", "tenant", "process"])
+def test_a_name_of_too_many_bytes_costs_only_its_own_connection(
+    node: NodeProcess, bystander: RawEngine, field: str
+) -> None:
+    with raw_socket(node) as sock:
+        introduce(sock, msgspec.structs.replace(HELLO, **{field: "é" * 128}))
+        assert not isinstance(decode_from_node(sock.recv(4096)), Welcome)
 
 
 @pytest.mark.parametrize("size", [0, 1, DATAGRAM_BYTES_MAX + 1, 180_000])

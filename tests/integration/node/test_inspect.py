@@ -101,6 +101,9 @@ def test_clear_forgets_one_space_and_then_all(
     assert (done.returncode, done.stdout) == (0, "6 blocks forgotten\n")
     assert len(two.lease(make_keys(3)).slots) == 0
     assert len(one.lease(make_keys(5)).slots) == 5 * 4
+    done = kvstore("clear", "--space", "", "--socket", str(node.socket))
+    assert (done.returncode, done.stdout) == (2, ""), "a variable that is not set is not all"
+    assert "--space is empty" in done.stderr
     done = kvstore("clear", "--socket", str(node.socket))
     assert (done.returncode, done.stdout) == (0, "5 blocks forgotten\n")
     assert inspected(node, "nodes")["nodes"][0]["blocks"] == 0
@@ -195,3 +198,13 @@ def test_the_service_bounds_what_it_is_sent(node: NodeProcess) -> None:
             stub.Blocks(pb.BlocksRequest(space="a" * 100_000), timeout=10)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(stub.Tiers(pb.TiersRequest(), timeout=10).rows) == 2, "it goes on"
+
+
+def test_no_engine_writes_to_the_operators_terminal(node: NodeProcess) -> None:
+    with RawEngine(node.socket, engine_id="\x1b[31mred", model="\x1b]0;title\x07") as engine:
+        engine.open()
+        engine.store(make_keys(1))
+        engine.lease_stored(make_keys(1))
+        done = kvstore("inspect", "--socket", str(node.socket))
+    assert "?[31mred" in done.stdout
+    assert "\x1b" not in done.stdout

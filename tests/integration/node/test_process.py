@@ -109,6 +109,32 @@ def test_two_nodes_on_one_socket(node: NodeProcess, tmp_path: Path) -> None:
         assert engine.session
 
 
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM])
+@pytest.mark.parametrize("option", ["--socket", "--events"])
+def test_a_socket_of_another_program_stays_its(
+    tmp_path: Path, kind: socket.SocketKind, option: str
+) -> None:
+    path = tmp_path / "theirs"
+    with socket.socket(socket.AF_UNIX, kind) as theirs:
+        theirs.bind(str(path))
+        if kind != socket.SOCK_DGRAM:
+            theirs.listen()
+        value = f"ipc://{path}" if option == "--events" else str(path)
+        with pytest.raises(NodeFailed, match=f"in use by another program: choose another {option}"):
+            NodeProcess.start(tmp_path, flags=[option, value])
+    assert path.is_socket()
+
+
+@pytest.mark.parametrize("option", ["--socket", "--events"])
+def test_a_file_is_not_replaced_by_a_socket(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "precious"
+    path.write_text("data")
+    value = f"ipc://{path}" if option == "--events" else str(path)
+    with pytest.raises(NodeFailed, match=f"is no socket: choose another {option}"):
+        NodeProcess.start(tmp_path, flags=[option, value])
+    assert path.read_text() == "data"
+
+
 # ── surroundings ─────────────────────────────────────────────────────────────────────────────────
 
 

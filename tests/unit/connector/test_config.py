@@ -25,6 +25,7 @@ def test_a_socket_alone_is_enough() -> None:
         ({"socket": "/s", "lookup_deadline_ms": 0}, "lookup_deadline_ms"),
         ({"socket": "/s", "heartbeat_timeout_ms": 1}, "heartbeat_timeout_ms"),
         ({"socket": "/s", "tenant": "x" * 256}, "tenant"),
+        ({"socket": "/s", "tenant": "é" * 128}, "tenant has 256 bytes"),
         ({"socket": 7}, "socket"),
     ],
 )

@@ -52,6 +52,12 @@ def test_it_says_when_it_begins_to_forget() -> None:
     assert stones.has_overwritten
 
 
+def test_it_forgets_within_one_batch_too() -> None:
+    stones = Tombstones(block_count_max=16)
+    stones.write(of(1, 64), array(*range(64)), stamp(Why.CLEARED, 0, NS_PER_MS))
+    assert stones.has_overwritten
+
+
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 40), st.integers(1, 9)), max_size=60))
 def test_what_is_found_was_written(departures: list[tuple[int, int, int]]) -> None:
     """Against a dict: an entry is either the latest departure of that very block, or none."""

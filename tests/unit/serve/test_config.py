@@ -125,6 +125,7 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"node-name": "n7"}, "node-name is for a shared directory and for events: add ',shared'"),
         ({"file": "/x:1GiB", "node-name": "n7"}, "node-name is for a shared directory"),
         ({"file": "/x:big"}, "file: 'big' is not a size"),
+        ({"quota": {"llama": 30}}, "quota llama=30 is 30 B, less than any block"),
         ({"policy": "fifo"}, "policy 'fifo' is unknown: use lru or reuse"),
         (
             {"file": "/x:1GiB", "file-admission": "some"},

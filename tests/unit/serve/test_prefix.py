@@ -30,7 +30,19 @@ def test_token_ids_from_a_file(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["words", "[1, true]", '["a"]', '{"a": 1}', "-1", "[1", "[[1]]", "4294967296", "[" * 9999],
+    [
+        "",
+        "[]",
+        "words",
+        "[1, true]",
+        '["a"]',
+        '{"a": 1}',
+        "-1",
+        "[1",
+        "[[1]]",
+        "4294967296",
+        "[" * 9999,
+    ],
 )
 def test_anything_else_is_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "f").write_text(text)

@@ -295,3 +295,5 @@ def test_a_bug_keeps_no_slot(start: Start, monkeypatch: pytest.MonkeyPatch) -> N
     assert driver.read([1]) == [False]
     assert driver.write([2]) == [0]
     assert not driver.start_write([3])
+    told = driver.wait(Suspended)
+    assert "a bug of the node" in told.reason, "an operator reads it in /healthz"
