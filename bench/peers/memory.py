@@ -31,8 +31,8 @@ def memory_of(pid: int, *, shared: Iterable[Path]) -> Memory:
     for process in family:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = status(Path(f"/proc/{process.pid}/status").read_text())
-            private += fields["RssAnon"]
-            mapped += fields["RssFile"]
+            private += fields.get("RssAnon", 0)  # a process that has ended has none
+            mapped += fields.get("RssFile", 0)
     return Memory(
         private=private,
         mapped=mapped,
