@@ -288,7 +288,7 @@ def test_a_place_that_cannot_be_had_is_one_sentence(make: Make) -> None:
 
 def test_an_address_that_somebody_listens_on_is_left_to_him(make: Make) -> None:
     first = make()
-    with pytest.raises(ConfigError, match="Address already in use"):
+    with pytest.raises(ConfigError, match="in use by another program: choose another --events"):
         make()
     with follow(first) as indexer:
         indexer.catch_up()
