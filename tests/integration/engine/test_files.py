@@ -20,7 +20,7 @@ from tests.integration.engine.support import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 11
 PROMPTS = 200

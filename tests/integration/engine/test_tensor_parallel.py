@@ -28,10 +28,10 @@ from tests.integration.engine.support import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 20261122
-PROMPT_COUNT = 200
+PROMPT_COUNT = 60
 MAX_TOKENS = 4
 CONCURRENCY = 2
 """Fewer than the breaker's limit: ranks that wait for each other spin, and on two cores the node
@@ -122,9 +122,14 @@ def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_re
         wait_until(lambda: is_served(engine, node), "all ranks are attached again")
         wait_until(lambda: blocks_on_disk(node) == slots, "the new node knows what is on disk")
         engine.forget()
-        assert complete(engine, prompts) == cold
-        wait_until(lambda: blocks_in_dram(node) == slots, "all of it came back to dram")
-        engine.forget()
+
+        def is_back() -> bool:
+            """The disk is asked for as much at once as it can bring in time."""
+            assert complete(engine, prompts) == cold
+            engine.forget()
+            return blocks_in_dram(node) == slots
+
+        wait_until(is_back, "all of it came back to dram", seconds=120)
         before = engine.hits().external_hits
         assert complete(engine, prompts) == cold
         assert_mostly_loaded(engine, prompts, before=before)
