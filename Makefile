@@ -36,7 +36,7 @@ demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, benc
 test: $(VENV)/.engine lint ## everything: style, types, import rules, all tests with the real engine
 	$(PYTEST)
 
-check: $(VENV)/.base lint ## the same without the engine and without slow tests; under a minute
+check: $(VENV)/.base lint ## the same without the engine and without slow tests
 	$(PYTEST) -m "not engine and not gpu and not slow"
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
