@@ -18,7 +18,8 @@ def draw(result: dict[str, Any], path: Path) -> Path:
         "The same requests: vLLM alone, with LMCache, with kvstore",
         f"194 M parameters in bfloat16; questions in rounds, "
         f"histories of {rounds['working_set_tokens']:,} tokens, the engine's own cache holds "
-        f"{rounds['own_cache_tokens']:,}",
+        f"{rounds['own_cache_tokens']:,}"
+        + ("; provisional: see the note in the record" if result.get("note") else ""),
         columns=2,
         widths=(1.5, 1),
     )

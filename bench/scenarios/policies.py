@@ -124,12 +124,12 @@ def draw(result: dict[str, Any], path: Path) -> Path:
     figure, axes = plot.figure(
         "Which policy misses least",
         "Blocks that are computed, over the cache's size in shares of all different blocks; "
-        "hits are leading runs",
+        "hits are leading runs; no axis begins at 0, and no two are alike",
         columns=len(shown),
         widths=[1] * len(shown),
     )
     looks = {
-        "lru": (plot.GREY, "-"),
+        "lru": (plot.GREEN, "-"),
         "reuse": (plot.BLUE, "-"),
         "s3fifo": (plot.AMBER, "-"),
         "optimum": (plot.MUTED, ":"),
