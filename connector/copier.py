@@ -1,6 +1,6 @@
 """The copy thread of one rank: owns the attach socket and moves the blocks, between polls.
 
-    DOWN ──connect──▶ GREETED ──Welcome──▶ ATTACHED ──socket ended, heartbeat old──▶ DOWN, back-off
+    DOWN ──connect──▶ GREETED ──Welcome──▶ ATTACHED ──socket ended, no heartbeat for long──▶ DOWN
 
 It attaches by itself, again and again, and never raises for what the node says or fails to say.
 Copies run without the GIL (`kvstore.kernels`). With nothing to do it wakes ten times a second, to
@@ -21,6 +21,7 @@ from collections import deque
 import numpy as np
 
 from kvstore.arena import ArenaView, GenerationView
+from kvstore.client.core.attachment import GONE_TIMES
 from kvstore.client.core.copies import Copied, Copy, LoadBlock, Mismatch, Outcome, Void
 from kvstore.client.link import Link, Lost
 from kvstore.connector.handoff import Handoff
@@ -71,7 +72,7 @@ class Copier:
         self._handoff = handoff
         self._cache = cache
         self._socket = socket
-        self._heartbeat_timeout_ns = heartbeat_timeout_ms * NS_PER_MS
+        self._gone_ns = GONE_TIMES * heartbeat_timeout_ms * NS_PER_MS
         self._link: Link | None = None
         self._arena: ArenaView | None = None
         self._generations: GenerationView | None = None
@@ -145,7 +146,7 @@ class Copier:
             if now_ns - self._greeted_ns > GREETING_NS_MAX:
                 self._detach("the node does not answer", now_ns)
                 return
-        elif self._heartbeat.age_ns(now_ns) > self._heartbeat_timeout_ns:
+        elif self._heartbeat.age_ns(now_ns) > self._gone_ns:
             self._detach("the node's heartbeat stopped", now_ns)
             return
         self._speak()

@@ -76,7 +76,7 @@ class SchedulerSide:
         page = None if self._link is None else self._link.generations
         if core.attachment.greeting_is_late(now_ns):
             self._drop("the node does not answer", now_ns)
-        if page is not None and core.attachment.heartbeat_lost(now_ns, page.heartbeat_ns()):
+        if page is not None and core.attachment.watch(now_ns, page.heartbeat_ns()):
             self._drop("the node's heartbeat stopped", now_ns)
         self._flush(now_ns)
         for notice in core.take_notices():

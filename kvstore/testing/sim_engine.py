@@ -133,9 +133,7 @@ class SimEngine:
                 if message is None or core.received(message, world.now_ns) is not None:
                     self.drop_scheduler("ended")
                     break
-        if self.scheduler_socket and core.attachment.heartbeat_lost(
-            world.now_ns, world.heartbeat_ns
-        ):
+        if self.scheduler_socket and core.attachment.watch(world.now_ns, world.heartbeat_ns):
             self.drop_scheduler("heartbeat")
         for message in core.take_outbox():
             if self.scheduler_socket:

@@ -2,10 +2,14 @@
 
     DOWN ──connected──▶ GREETED ──Welcome──▶ WAITING ──SessionOpen──▶ OPEN
       ▲                                         ▲──── SessionClosed ────┘
-      └── disconnected, refused, heartbeat too old: from every state, with back-off
+      └── disconnected, refused, no heartbeat for long: from every state, with back-off
 
 Rules. 1: only this class changes the state. 2: credits exist only while OPEN and die with the
 session. 3: every change worth knowing leaves one notice, never one per request.
+
+A heartbeat older than its limit turns the cache off; the next beat turns it on again. What was lent
+stays lent meanwhile: the memory is there, and generations say what is void. Only a node that stays
+silent GONE_TIMES as long loses its connection, since forming a session again takes long.
 Pure: the caller owns the socket and reads the heartbeat word.
 """
 
@@ -35,6 +39,10 @@ _RETRY_MS_MIN = 50
 _RETRY_MS_MAX = 1000
 _REFUSED_RETRY_MS = 10_000
 _GREETING_MS_MAX = 10_000
+_SILENCE_NOTICES_MS = 10_000
+"""A node that comes and goes is told of once in so long."""
+GONE_TIMES = 8
+"""So many times the heartbeat's limit without a beat, and the connection is given up."""
 
 
 class State(enum.Enum):
@@ -68,17 +76,29 @@ class Attachment:
         self._retry_ms = _RETRY_MS_MIN
         self._clock_offset_ns = 0
         self._away_noticed = False
+        self._silent_since_ns = 0
+        self._silence_noticed_ns: int | None = None
 
     @property
     def is_open(self) -> bool:
-        return self.state is State.OPEN
+        """Whether the node can be asked."""
+        return self.state is State.OPEN and not self.is_silent
 
-    def is_forming(self, now_ns: int, within_ms: int) -> bool:
-        """True while an attachment under way is young enough to be worth waiting for."""
-        return (
-            self.state in (State.GREETED, State.WAITING)
-            and now_ns - self.state_since_ns < within_ms * NS_PER_MS
-        )
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last heartbeat is older than its limit."""
+        return self._silent_since_ns > 0
+
+    def is_coming(self, now_ns: int, within_ns: int) -> bool:
+        """Whether the node was last there, or first heard of, so recently that it may be back at
+        any moment."""
+        match self.state:
+            case State.DOWN:
+                return False
+            case State.OPEN:
+                return now_ns - self._silent_since_ns < within_ns
+            case _:
+                return now_ns - self.state_since_ns < within_ns
 
     def wants_connection(self, now_ns: int) -> bool:
         return self.state is State.DOWN and now_ns >= self._retry_at_ns
@@ -166,8 +186,9 @@ class Attachment:
             and now_ns - self.state_since_ns > _GREETING_MS_MAX * NS_PER_MS
         )
 
-    def heartbeat_lost(self, now_ns: int, heartbeat_ns: int) -> bool:
-        """Whether the node has been away longer than the limit. `heartbeat_ns`: its last word."""
+    def watch(self, now_ns: int, heartbeat_ns: int) -> bool:
+        """Take note of the node's last beat. True when it has been silent for so long that the
+        caller must close the socket."""
         if self.state not in (State.WAITING, State.OPEN) or heartbeat_ns == 0:
             return False
         # Clocks differ between time namespaces. Every look bounds the offset from above (it is
@@ -175,7 +196,27 @@ class Attachment:
         # lay unread for seconds alone would make the node look that much younger.
         self._clock_offset_ns = min(self._clock_offset_ns, now_ns - heartbeat_ns)
         age_ns = now_ns - heartbeat_ns - self._clock_offset_ns
-        return age_ns > self._config.heartbeat_timeout_ms * NS_PER_MS
+        limit_ns = self._config.heartbeat_timeout_ms * NS_PER_MS
+        if age_ns <= limit_ns:
+            self._heard(now_ns)
+        elif not self.is_silent:
+            self._silent_since_ns = now_ns
+            self._notice_silence(now_ns)
+        return age_ns > GONE_TIMES * limit_ns
+
+    def _heard(self, now_ns: int) -> None:
+        if self.is_silent and self._silence_noticed_ns == self._silent_since_ns:
+            self.notices.append("the node's heartbeat is back: cache on")
+        self._silent_since_ns = 0
+
+    def _notice_silence(self, now_ns: int) -> None:
+        last_ns = self._silence_noticed_ns
+        if last_ns is None or now_ns - last_ns >= _SILENCE_NOTICES_MS * NS_PER_MS:
+            self._silence_noticed_ns = now_ns
+            self.notices.append(
+                "cache off, requests are computed: the node's heartbeat stopped"
+                f" (told once in {_SILENCE_NOTICES_MS // 1000} s)"
+            )
 
     def _add_credits(self, grant: Grant) -> None:
         shards = self.shard_count
@@ -193,6 +234,8 @@ class Attachment:
     def _enter(self, state: State, now_ns: int) -> None:
         self.state = state
         self.state_since_ns = now_ns
+        if state is State.DOWN:
+            self._silent_since_ns = 0
 
     def _back_off(self, now_ns: int, retry_ms: int) -> None:
         self._retry_at_ns = now_ns + retry_ms * NS_PER_MS

@@ -17,7 +17,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     label: str = ""
     lookup_deadline_ms: int = 20
-    """From the first question for a request to the answer 0."""
+    """From the first question for a request to the answer 0; longer where computing takes long
+    (`kvstore.client.core.costs`)."""
     heartbeat_timeout_ms: int = 250
     promotion_deadline_ms: int = 2000
     """Longest wait for blocks from disk; `kvstore.client.core.costs` has what else limits it."""

@@ -1,6 +1,7 @@
 """Load or compute: what a load saves beside what it costs, by what was measured (ADR 17).
 
     loads_pay     a copy from dram takes less than computing: else nothing is asked for
+    answer_ns     how long to wait for the node's answer
     patience_ns   how long to wait for blocks from disk: what comes within it is loaded, the rest
                   is computed
 
@@ -80,6 +81,18 @@ class Costs:
         """The shortest load, in whole blocks."""
         blocks = -(-self._config.min_load_tokens // self._config.block_tokens)
         return max(blocks, 1) * self._config.block_tokens
+
+    def answer_ns(self, wanted_tokens: int) -> int:
+        """How long a request that wants so many tokens waits for the node, or for its answer.
+
+        A share of what computing them takes: twenty milliseconds saved are not worth seconds of
+        computing on a machine whose node did not get to run just then. Never longer than a node may
+        be silent before it is away.
+        """
+        least_ns = self._config.lookup_deadline_ms * NS_PER_MS
+        most_ns = max(least_ns, self._config.heartbeat_timeout_ms * NS_PER_MS)
+        share_ns = int(wanted_tokens * self.compute.ns_per_token) // RISK_SHARE
+        return max(least_ns, min(share_ns, most_ns))
 
     def patience_ns(self, coming_tokens: int, estimate_ns: int) -> int:
         """How long to wait for so many tokens from disk, of which the node estimates that they take

@@ -193,7 +193,8 @@ class Lookups:
             refusal = self._ask(lookup, keys, first_block=first_block, now_ns=now_ns)
             return refusal if refusal is not None else PENDING
         if lookup.stage is Stage.ASKED:
-            if now_ns - lookup.asked_at_ns < self._config.lookup_deadline_ms * NS_PER_MS:
+            wanted = sum(part.count for part in lookup.parts) * self._config.block_tokens
+            if now_ns - lookup.asked_at_ns < self._costs.answer_ns(wanted):
                 return PENDING
             self.release(lookup)
             self._breaker.failed(now_ns)
@@ -369,11 +370,12 @@ class Lookups:
         self, lookup: Lookup, keys: Sequence[bytes], *, first_block: int, now_ns: int
     ) -> Outcome | None:
         attachment = self._attachment
+        wanted = len(keys) - first_block
         if not attachment.is_open:
-            if attachment.is_forming(now_ns, self._config.lookup_deadline_ms):
+            patience_ns = self._costs.answer_ns(wanted * self._config.block_tokens)
+            if attachment.is_coming(now_ns, patience_ns):
                 return PENDING
             return self._miss(lookup, "node away")
-        wanted = len(keys) - first_block
         if wanted * self._config.block_tokens < max(self._config.min_load_tokens, 1):
             return self._miss(lookup, "cost gate" if wanted > 0 else "no full block")
         lookup.is_probe = not self._costs.loads_pay

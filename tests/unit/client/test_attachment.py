@@ -9,7 +9,11 @@ from tests.unit.client.conftest import ScriptedNode
 
 
 def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
-    return node.core.attachment.heartbeat_lost(node.now_ns, heartbeat_ns)
+    """Whether the cache is off."""
+    node.core.attachment.watch(node.now_ns, heartbeat_ns)
+    attachment = node.core.attachment
+    assert attachment.is_open == (attachment.state is State.OPEN and not attachment.is_silent)
+    return attachment.is_silent
 
 
 def test_a_beat_older_than_the_limit_means_away(node: ScriptedNode) -> None:
@@ -20,6 +24,57 @@ def test_a_beat_older_than_the_limit_means_away(node: ScriptedNode) -> None:
     assert not lost(node, beat)
     node.wait(1)
     assert lost(node, beat)
+
+
+def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
+    node: ScriptedNode,
+) -> None:
+    node.attach(credits=3)
+    node.core.take_notices()
+    attachment, session = node.core.attachment, node.core.attachment.session
+    beat = node.now_ns
+    assert not lost(node, beat)
+    node.wait(8 * 250)
+    assert not attachment.watch(node.now_ns, beat)
+    assert not attachment.is_open
+    (notice,) = node.core.take_notices()
+    assert "heartbeat stopped" in notice
+    assert not lost(node, node.now_ns)
+    assert (attachment.session, len(attachment.credits)) == (session, 3)
+    (notice,) = node.core.take_notices()
+    assert "back" in notice
+
+
+def test_a_node_that_stays_silent_is_left(node: ScriptedNode) -> None:
+    node.attach()
+    beat = node.now_ns
+    assert not node.core.attachment.watch(node.now_ns, beat)
+    node.wait(8 * 250 + 1)
+    assert node.core.attachment.watch(node.now_ns, beat)
+
+
+def test_a_node_that_comes_and_goes_is_told_of_rarely(node: ScriptedNode) -> None:
+    node.attach()
+    node.core.take_notices()
+    for _ in range(60):
+        beat = node.now_ns
+        assert not lost(node, beat)
+        node.wait(300)
+        assert lost(node, beat)
+    # 18 s: twice that it is away, and twice that it is back.
+    assert len(node.core.take_notices()) <= 4
+
+
+def test_silence_of_one_connection_is_not_that_of_the_next(node: ScriptedNode) -> None:
+    node.attach()
+    beat = node.now_ns
+    assert not lost(node, beat)
+    node.wait(300)
+    assert lost(node, beat)
+    node.core.attachment.disconnected(node.now_ns, "gone")
+    node.wait(1000)
+    node.attach()
+    assert node.core.attachment.is_open
 
 
 def test_a_node_on_another_clock_is_judged_by_the_smallest_offset_seen(

@@ -172,3 +172,59 @@ def test_the_node_is_told_at_the_start_and_rarely_afterwards() -> None:
     step(node, ns_per_token=50_000)
     node.exchange()
     assert node.of(m.Measured)[1:] == [m.Measured(50_000, 700)]
+
+
+# ── how long to wait for the node's word ─────────────────────────────────────────────────────────
+
+
+def waited_ms(node: ScriptedNode, keys: list[bytes]) -> int:
+    """Until a question that the node does not answer is given up."""
+    node.core.new_request("slow", keys, prompt_tokens=10**6, now_ns=node.now_ns)
+    for ms in range(2000):
+        if node.core.match("slow", keys, local_tokens=0, now_ns=node.now_ns) is not PENDING:
+            node.core.finished("slow")
+            return ms
+        node.wait(1)
+    raise AssertionError("it waits on")
+
+
+def test_the_node_is_waited_for_as_long_as_four_percent_of_computing() -> None:
+    for ns_per_token, expected in ((10_000, 20), (1_000_000, 103), (10**7, 250)):
+        node = attached(prefill_ns_per_token=ns_per_token)
+        assert waited_ms(node, chain("p", 20)) == expected
+
+
+def test_a_deadline_beyond_the_heartbeats_limit_is_kept() -> None:
+    assert waited_ms(attached(lookup_deadline_ms=1000), chain("p", 20)) == 1000
+
+
+def silent(**changes: object) -> ScriptedNode:
+    """A node that was heard of 251 ms ago."""
+    node = attached(**changes)
+    node.core.attachment.watch(node.now_ns, node.now_ns)
+    beat = node.now_ns
+    node.wait(251)
+    node.core.attachment.watch(node.now_ns, beat)
+    return node
+
+
+def test_a_silent_node_is_asked_nothing() -> None:
+    node, keys = silent(), chain("p", 20)
+    assert waited_ms(node, keys) == 20
+    node.wait(500)
+    assert waited_ms(node, keys) == 0
+    node.exchange()
+    assert not node.of(m.LeaseAsk)
+
+
+def test_who_waited_for_a_silent_node_is_served_when_it_is_back() -> None:
+    node, keys = silent(prefill_ns_per_token=10**6), chain("p", 20)
+    node.keys = set(keys)
+    tokens = 20 * BLOCK_TOKENS
+    node.core.new_request("r", keys, prompt_tokens=tokens, now_ns=node.now_ns)
+    assert node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns) is PENDING
+    node.wait(50)
+    node.core.attachment.watch(node.now_ns, node.now_ns)
+    assert node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns) is PENDING
+    node.exchange()
+    assert node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns) == Hit(tokens)
