@@ -13,6 +13,7 @@ NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
+_SIZE_END = 1 << 63
 _FACTOR = {
     "b": 1,
     "kib": KIB,
@@ -30,13 +31,16 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as ``64GiB``, ``512 MiB`` or ``1048576``.
 
     Raises:
-        ValueError: the text is no size; the message says what a size looks like.
+        ValueError: the text is no size, or too large a one; the message says what one looks like.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size: write a number and a unit, such as 64GiB")
     number, unit = match.groups()
-    return int(float(number) * _FACTOR[(unit or "B").lower()])
+    size_bytes = float(number) * _FACTOR[(unit or "B").lower()]
+    if size_bytes >= _SIZE_END:
+        raise ValueError(f"{text!r} is more than any machine has: write a size such as 64GiB")
+    return int(size_bytes)
 
 
 def format_size(size_bytes: int) -> str:

@@ -160,6 +160,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         summary = " ".join(str(error).split())
         raise ConfigError(f"--config {path} is not YAML: {summary}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"--config {path} is nested too deeply: it holds lines such as 'dram: 64GiB'"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

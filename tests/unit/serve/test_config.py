@@ -110,6 +110,7 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"dram": "64KiB"}, "too small: give at least 256 KiB"),
         ({"dram": "lots"}, "'lots' is not a size: write a number and a unit, such as 64GiB"),
         ({"dram": "-1"}, "is not a size"),
+        ({"dram": "9" * 400}, "is more than any machine has"),
         ({"dram": [1]}, "configuration: dram must be a number or a text, not a list"),
         ({"allow-uid": ["root"]}, "allow-uid[0] must be a number, not a text"),
         ({"socket": ""}, "socket must be a path, such as /run/kvstore/node.sock"),
@@ -188,6 +189,7 @@ def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
         ("dram_size: 1GiB\n", "unknown key 'dram_size'"),
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
         ("dram: \xff", "is not YAML"),
+        ("{a: " * 2_000, "is nested too deeply"),
     ],
 )
 def test_a_yaml_file_that_is_wrong_says_so(tmp_path: Path, content: str, sentence: str) -> None:
