@@ -1,7 +1,12 @@
-"""Which space an operator means, and that rows survive protobuf."""
+"""Which space an operator means, that rows survive protobuf, and what limits a client (T6)."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -20,8 +25,19 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
+from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import MESSAGES, Row, from_message, to_message
-from kvstore.serve.inspect import SpaceUnknown, find_space
+from kvstore.proto.inspect_pb2_grpc import InspectStub
+from kvstore.serve.driver import Driver, NodeBusy
+from kvstore.serve.inspect import (
+    CALL_COUNT_MAX,
+    QUERY_TIMEOUT_S,
+    REQUEST_BYTES_MAX,
+    THREAD_COUNT,
+    InspectServer,
+    SpaceUnknown,
+    find_space,
+)
 
 SPACES = [b"\xab\xcd" + bytes(30), b"\xab\xce" + bytes(30)]
 
@@ -71,3 +87,97 @@ def test_no_field_is_forgotten_on_either_side() -> None:
     for kind, message in MESSAGES.items():
         theirs = [field.name for field in message.DESCRIPTOR.fields]
         assert theirs == [field.name for field in msgspec.structs.fields(kind)]
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────
+
+PATIENCE_S = 30
+
+
+class SlowLoop:
+    """A driver whose loop answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Semaphore(0)
+        self.let_go = threading.Event()
+        self.timeouts: list[float] = []
+
+    def query(self, ask: Callable[[Engine], object], *, timeout_s: float) -> object:
+        self.timeouts.append(timeout_s)
+        self.waiting.release()
+        assert self.let_go.wait(PATIENCE_S)
+        return []
+
+
+@pytest.fixture
+def loop() -> SlowLoop:
+    return SlowLoop()
+
+
+@pytest.fixture
+def stub(tmp_path: Path, loop: SlowLoop) -> Iterator[InspectStub]:
+    server = InspectServer(tmp_path / "node.sock", cast("Driver", loop))
+    with grpc.insecure_channel(f"unix:{server.path}") as channel:
+        yield InspectStub(channel)
+    loop.let_go.set()
+    server.close()
+
+
+def test_calls_beyond_the_limit_are_refused_and_the_others_answered(
+    stub: InspectStub, loop: SlowLoop, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        stubs = []
+        for _ in range(4):
+            options = [("grpc.use_local_subchannel_pool", 1)]  # a connection each
+            address = f"unix:{tmp_path / 'node.sock.rpc'}"
+            channel = stack.enter_context(grpc.insecure_channel(address, options))
+            stubs.append(InspectStub(channel))
+        calls = [
+            its.Tiers.future(pb.TiersRequest(), timeout=PATIENCE_S)
+            for its in stubs
+            for _ in range(3 * CALL_COUNT_MAX)
+        ]
+        assert loop.waiting.acquire(timeout=PATIENCE_S)
+        ended: queue.Queue[grpc.Future] = queue.Queue()
+        for call in calls:
+            call.add_done_callback(ended.put)
+        refused = ended.get(timeout=PATIENCE_S)
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, "while others wait"
+        assert len(loop.timeouts) <= THREAD_COUNT
+        loop.let_go.set()
+        codes = [call.code() for call in calls]
+    assert set(codes) <= {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+    }
+    assert codes.count(grpc.StatusCode.OK) >= CALL_COUNT_MAX
+    assert list(stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S).rows) == []
+
+
+def test_a_call_waits_for_the_loop_no_longer_than_its_deadline(
+    stub: InspectStub, loop: SlowLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(ask: Callable[[Engine], object], *, timeout_s: float) -> object:
+        loop.timeouts.append(timeout_s)
+        raise NodeBusy("the node is busy: ask again later")
+
+    monkeypatch.setattr(loop, "query", busy)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert loop.timeouts == [QUERY_TIMEOUT_S]
+    assert QUERY_TIMEOUT_S < PATIENCE_S
+
+
+def test_too_long_a_request_and_too_much_metadata_are_refused(
+    stub: InspectStub, loop: SlowLoop
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Blocks(pb.BlocksRequest(space="a" * REQUEST_BYTES_MAX), timeout=PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S, metadata=[("x", "a" * 40_000)])
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not loop.timeouts, "the loop was asked"
