@@ -23,7 +23,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint upstream proto clean distclean \
+.PHONY: help demo test check lint coverage upstream proto clean distclean \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro
 .DELETE_ON_ERROR:
 
@@ -34,10 +34,17 @@ demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, benc
 	$(BIN)/python bench/scenarios/demo.py
 
 test: $(VENV)/.engine lint ## everything: style, types, import rules, all tests with the real engine
-	$(PYTEST)
+	$(PYTEST) --steps-min 45000
 
 check: $(VENV)/.base lint ## the same without the engine and without slow tests
 	$(PYTEST) -m "not engine and not gpu and not slow"
+
+coverage: $(VENV)/.base ## lines and branches of the core that the fast tests reach, with a floor
+	mkdir -p build/coverage
+	$(BIN)/coverage run -m pytest -m "not engine and not gpu and not slow" -q
+	$(BIN)/coverage report || true
+	$(BIN)/coverage json -q
+	$(BIN)/python scripts/covered.py build/coverage/report.json
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run

@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import steps
 from tests.leaks import Baseline, prepare
 
 _LEAK_CHECKED = ("integration", "faults")
@@ -21,6 +22,32 @@ hypothesis.settings.load_profile(os.environ.get("KVSTORE_HYPOTHESIS_PROFILE", "f
 
 def pytest_configure() -> None:
     prepare()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--steps-min",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fail a run whose state machines took fewer steps than this",
+    )
+
+
+def _steps_missing(config: pytest.Config) -> bool:
+    return bool(steps.TAKEN.total() < config.getoption("--steps-min"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in steps.summary():
+        terminalreporter.write_line(line)
+    if _steps_missing(terminalreporter.config):
+        terminalreporter.write_line("fewer property steps than --steps-min", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _steps_missing(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kvstore.client.core.copies import Copied, Copy, LoadBlock, Mismatch, Outcome, StoreBlock, Void
 from kvstore.client.core.plan import LoadJob, StoreJob
@@ -19,12 +19,13 @@ from kvstore.wire.messages import (
     generations_array,
     slots_array,
 )
+from tests.steps import CountedMachine
 from tests.unit.client.rank_kit import CONFIG, SHARDS, WELCOME, load, plan, run, store
 
 SELDOM = st.sampled_from([False, False, False, True])
 
 
-class RankMachine(RuleBasedStateMachine):
+class RankMachine(CountedMachine):
     """Truth: which jobs are owed an end, which copy runs, which slots were acknowledged."""
 
     @initialize()

@@ -12,11 +12,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from kvstore.engine import explain, findings
 from kvstore.engine.events import Clear
 from kvstore.wire.messages import LeaseRelease, Story
+from tests.steps import CountedMachine
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import TOKENS, Peer, key
 
@@ -25,7 +26,7 @@ ABSENT = {"never stored", "evicted", "cleared", "failed check", "other space"}
 STORIES, FINDINGS, PENDING = 5, 4, 20
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(CountedMachine):
     """See the module."""
 
     @initialize(slots=st.sampled_from([8, 16]))

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.tiers.file import Gone, Reclaim
 from kvstore.units import MIB
 from kvstore.wire.record import Scope
+from tests.steps import CountedMachine
 from tests.unit.tiers.file.kit import BLOCK_BYTES, SCOPE, Driver, key, u64
 
 CAPACITY_BYTES = 8 * MIB
@@ -29,7 +30,7 @@ numbers = st.lists(st.integers(0, 30), min_size=1, max_size=9, unique=True)
 which = st.sampled_from(SCOPES)
 
 
-class FileMachine(RuleBasedStateMachine):
+class FileMachine(CountedMachine):
     """`model` is what an engine would believe: address → location."""
 
     def __init__(self) -> None:
