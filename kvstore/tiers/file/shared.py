@@ -9,6 +9,10 @@ just found it is not disappointed; where even that fails, the read is a miss, an
 decides on every byte in any case. A void of another node is not obeyed: `clear` is for each node
 to be told.
 
+A name says nothing about what is under it: a node that is given an empty directory begins again
+with the same names. A directory is known by its inode, a segment by its size, the time of its last
+write and then its head.
+
 One thread calls it.
 """
 
@@ -19,6 +23,7 @@ import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from kvstore.tiers.file.catalog import FOREIGN_BASE, Catalog, Segment
 from kvstore.tiers.file.directory import segment_number
@@ -29,6 +34,9 @@ from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
 
 _Announce = Callable[[Known], bool]
+_Vanished = Callable[[list[Gone]], None]
+_AT_CWD: Final = -100
+"""As openat(2) has it: a path as any other."""
 
 
 @dataclass(slots=True)
@@ -37,7 +45,7 @@ class _Seen:
 
     segment: Segment
     end_page: int = 1
-    size: int = 0
+    size_and_time: tuple[int, int] = (0, 0)
     announced: list[Gone] = field(default_factory=list)
     """What to take back when it vanishes."""
 
@@ -70,21 +78,19 @@ class Peers:
         self._peers: dict[str, _Peer] = {}
         self._next_number = FOREIGN_BASE
 
-    def look(self, announce: _Announce, vanished: Callable[[list[Gone]], None]) -> bool:
+    def look(self, announce: _Announce, vanished: _Vanished) -> bool:
         """One look at all of them. False: told to stop."""
         try:
             names = sorted(os.listdir(self._parent))
         except OSError:
             return True
+        for name in list(self._peers):
+            if not self._is_same(name):
+                self._leave(name, vanished)
         for name in names:
             if name != self._own and name not in self._peers:
                 self._meet(name)
-        for name in list(self._peers):
-            if not self._look_at(self._peers[name], announce, vanished):
-                return False
-            if name not in names and not self._peers[name].segments:
-                os.close(self._peers.pop(name).fd)
-        return True
+        return all(self._look_at(peer, announce, vanished) for peer in self._peers.values())
 
     def close(self) -> None:
         """Close the directories of the others."""
@@ -93,16 +99,32 @@ class Peers:
         self._peers.clear()
 
     def _meet(self, name: str) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_DIRECTORY
         try:
             if stat.S_ISDIR(os.stat(self._parent / name, follow_symlinks=False).st_mode):
-                self._peers[name] = _Peer(os.open(self._parent / name, flags))
+                fd = self._disk.open(os.fspath(self._parent / name), flags, _AT_CWD)
+                self._peers[name] = _Peer(fd)
         except OSError:
             return
 
-    def _look_at(
-        self, peer: _Peer, announce: _Announce, vanished: Callable[[list[Gone]], None]
-    ) -> bool:
+    def _is_same(self, name: str) -> bool:
+        """Whether the directory that was opened is still the one of this name."""
+        mine = os.fstat(self._peers[name].fd)
+        try:
+            its = os.stat(self._parent / name, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # nothing was learned: it may be as good as ever the next time
+        return (mine.st_dev, mine.st_ino) == (its.st_dev, its.st_ino)
+
+    def _leave(self, name: str, vanished: _Vanished) -> None:
+        peer = self._peers.pop(name)
+        for segment in list(peer.segments):
+            self._forget(peer, segment, vanished)
+        os.close(peer.fd)
+
+    def _look_at(self, peer: _Peer, announce: _Announce, vanished: _Vanished) -> bool:
         try:
             present = {name for name in os.listdir(peer.fd) if segment_number(name) is not None}
         except OSError:
@@ -117,7 +139,7 @@ class Peers:
                 continue  # gone meanwhile, or not readable yet
         return True
 
-    def _forget(self, peer: _Peer, name: str, vanished: Callable[[list[Gone]], None]) -> None:
+    def _forget(self, peer: _Peer, name: str, vanished: _Vanished) -> None:
         seen = peer.segments.pop(name)
         self._catalog.remove(seen.segment.number)
         vanished(seen.announced)
@@ -127,11 +149,12 @@ class Peers:
         peer: _Peer,
         name: str,
         announce: _Announce,
-        vanished: Callable[[list[Gone]], None],
+        vanished: _Vanished,
     ) -> bool:
         info = os.stat(name, dir_fd=peer.fd, follow_symlinks=False)
         seen = peer.segments.get(name)
-        if seen is not None and seen.size == info.st_size:
+        size_and_time = (info.st_size, info.st_mtime_ns)
+        if seen is not None and seen.size_and_time == size_and_time:
             return True
         if not stat.S_ISREG(info.st_mode) or info.st_size > SEGMENT_BYTES_LIMIT:
             return True
@@ -144,7 +167,12 @@ class Peers:
                 self._forget(peer, name, vanished)
                 seen = None
             seen = seen or self._begin(peer, name, head)
-            return seen is None or self._announce_new(seen, fd, size, announce)
+            if seen is None:
+                return True
+            if not self._announce_new(seen, fd, size, announce):
+                return False
+            seen.size_and_time = size_and_time
+            return True
         finally:
             os.close(fd)
 
@@ -173,5 +201,5 @@ class Peers:
             if not announce(known):
                 return False
             seen.announced.append(Gone(records.scope, records.keys, records.locations))
-        seen.end_page, seen.size = end, size
+        seen.end_page = end
         return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,58 @@ def test_a_segment_that_vanishes_is_gone_and_a_read_of_it_a_miss(nodes: list[Dri
     b.tier.look_at_peers()
     (gone,) = [event for event in b.take() if isinstance(event, Gone)]
     assert u64(gone.locations) == [b.known[SCOPE, key(1)]]
+
+
+@pytest.mark.parametrize("what", ["the directory", "what is in it"])
+def test_a_node_that_begins_again_is_seen_anew(tmp_path: Path, what: str) -> None:
+    more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
+    a = Driver(tmp_path, node="a", **more).recovered()
+    b = Driver(tmp_path, node="b", **more).recovered()
+    a.write([1, 2])
+    b.tier.look_at_peers()
+    b.take()
+    (segment,) = (tmp_path / "a").glob("seg-*.kv")
+    size = segment.stat().st_size
+    a.close()
+    if what == "the directory":
+        shutil.rmtree(tmp_path / "a")
+    else:
+        for path in (tmp_path / "a").iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    a = Driver(tmp_path, node="a", **more).recovered()
+    a.write([3, 4])
+    assert segment.stat().st_size == size, "the same name, the same size"
+    os.utime(segment, (1, 1))
+    b.seen.clear()
+    b.tier.look_at_peers()
+    b.take()
+    assert [u64(event.locations) for event in b.seen if isinstance(event, Gone)] == [
+        [b.known[SCOPE, key(1)], b.known[SCOPE, key(2)]]
+    ]
+    assert b.read([3, 4]) == [True, True]
+    a.close()
+    b.close()
+
+
+def test_a_node_that_leaves_is_forgotten(nodes: list[Driver], tmp_path: Path) -> None:
+    a, b = nodes
+    a.write([1])
+    b.tier.look_at_peers()
+    b.take()
+    a.close()
+    (tmp_path / "a").rename(tmp_path.parent / f"{tmp_path.name}-a")
+    b.seen.clear()
+    b.tier.look_at_peers()
+    assert [type(event) for event in b.take()] == [Gone]
+    assert not [name for name in open_files() if name.endswith("-a")]
+
+
+def open_files() -> list[str]:
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return names
 
 
 def test_foreign_nodes_that_are_none(nodes: list[Driver], tmp_path: Path) -> None:
