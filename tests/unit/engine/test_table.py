@@ -53,6 +53,7 @@ class Checked:
         assert len(self.table) == len(self.model)
         assert self.table.free_count == self.table.row_count_max - len(self.model)
         assert self.table.used_rows().tolist() == sorted(self.model.values())
+        assert np.count_nonzero(self.table._cells) == len(self.model)
 
 
 def test_finds_what_was_inserted_and_nothing_else() -> None:
@@ -113,24 +114,41 @@ def test_deleting_the_middle_of_a_probe_keeps_its_end() -> None:
     t.check(same)
 
 
-def test_tombstones_before_an_empty_cell_go() -> None:
+def test_what_lay_behind_a_deleted_key_moves_up() -> None:
     t = Checked()
     same = [5 + CELLS * i for i in range(6)]
-    t.insert(1, *same)
-    t.delete(1, *same[:3])
-    assert (t.table._cells == -1).sum() == 3, "others lie behind them"
-    t.delete(1, *same[3:])
-    assert not t.table._cells.any(), "nothing lies behind them any more"
+    t.insert(1, *same, 7)
+    t.delete(1, same[0], same[2])
+    t.check([*same, 7])
+    home = t.table._home(1, words(5))[0]
+    assert t.table._cells[home : home + 5].all(), "no gap is left before the last one"
+    t.delete(1, *same[3:], same[1], 7)
+    assert not t.table._cells.any()
 
 
-def test_a_table_that_is_churned_for_long_keeps_short_probes() -> None:
+def test_a_gap_is_closed_over_the_end_of_the_cells() -> None:
     t = Checked()
-    for i in range(0, 4000, 8):
-        t.insert(1, *range(i, i + 8))
+    last = next(n for n in range(CELLS) if t.table._home(1, words(n))[0] == CELLS - 1)
+    t.insert(1, *(last + CELLS * i for i in range(4)))
+    t.delete(1, last)
+    t.check([last + CELLS * i for i in range(5)])
+    assert t.table._cells[CELLS - 1]
+
+
+def test_a_table_that_is_churned_for_long_is_like_a_new_one() -> None:
+    """With tombstones, which it once had, a lookup of absent keys took fourteen times as long after
+    300,000 evictions from 4,096 rows, and longer ever after."""
+    random = np.random.default_rng(1).integers(0, 1 << 62, 8_000).tolist()
+    t = Checked()
+    for i in range(0, len(random), 8):
+        t.insert(1, *random[i : i + 8])
         if i >= 16:
-            t.delete(1, *range(i - 16, i - 8))
-    t.check(list(range(3970, 4010)))
-    assert (t.table._cells == -1).sum() < CELLS // 2
+            t.delete(1, *random[i - 16 : i - 8])
+    t.check(random[-40:])
+    new = BlockTable(row_count_max=CAPACITY)
+    for _, number in t.model:
+        new.insert(1, words(number))
+    assert (t.table._cells != 0).tolist() == (new._cells != 0).tolist()
 
 
 def test_full_is_an_error_and_rows_come_back() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -230,6 +231,33 @@ def test_a_socket_and_foreign_names_are_left_alone(store: Path) -> None:
         sock.bind(str(store / "seg-0000ffff.kv"))
         assert found(store) == list(range(COUNT))
     assert (store / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lock", "store", "store.new", "probe", "learned", "learned.new", "quarantine"),
+        *(segment_name(2), segment_name(4), "dead-0123456789abcdef.kv"),
+    ],
+)
+def test_links_lead_no_write_outside(store: Path, tmp_path: Path, name: str) -> None:
+    stored(store)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    victim = outside / "victim"
+    victim.write_bytes(b"precious")
+    entry = store / name
+    if entry.is_dir():
+        entry.rmdir()
+    entry.unlink(missing_ok=True)
+    entry.symlink_to(outside if name == "quarantine" else victim)
+    with contextlib.suppress(ConfigError):
+        driver = Driver(store)
+        driver.tier.keep_note(bytes(PAGE_BYTES))
+        driver.write([1_000])
+        driver.close()
+    assert list(outside.iterdir()) == [victim]
+    assert victim.read_bytes() == b"precious"
 
 
 def test_one_process_per_directory(store: Path) -> None:
