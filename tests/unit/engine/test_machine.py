@@ -447,4 +447,4 @@ def test_a_broken_engine_is_noticed(broken: Patch, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Engine, "check", lambda _: None)
     monkeypatch.setattr(Machine, "is_counted", False)
     with pytest.raises(AssertionError, match=r"granted w|went under|leased|published"):
-        verify_machine(examples=400, steps=50, shrink=False)
+        verify_machine(examples=3_000, steps=50, shrink=False)
