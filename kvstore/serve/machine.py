@@ -14,7 +14,8 @@ from kvstore.errors import ConfigError
 
 def file_system_bytes(directory: Path) -> int:
     """Size of the file system that a directory, made or not yet, lies in."""
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    # Not Path.exists, which raises for a name that is too long: whoever makes it will say so.
+    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     found = os.statvfs(existing)
     return found.f_blocks * found.f_frsize
 

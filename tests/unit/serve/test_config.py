@@ -13,7 +13,7 @@ from kvstore.errors import ConfigError
 from kvstore.serve import config as config_module
 from kvstore.serve import machine
 from kvstore.serve.config import EventsConfig, HttpConfig, load_config
-from kvstore.serve.machine import available_memory
+from kvstore.serve.machine import available_memory, file_system_bytes
 from kvstore.units import GIB, KIB, MIB
 
 LEAST = {"dram": "1MiB", "metrics": "off"}
@@ -287,6 +287,11 @@ def test_the_tightest_cgroup_counts_and_its_droppable_cache_is_free(
     levels = [(path, *names) for path in (inner, outer, tmp_path)]
     monkeypatch.setattr(machine, "_cgroup_levels", lambda: levels)
     assert available_memory() == (400, "the memory cgroup")
+
+
+def test_a_file_system_is_found_by_a_path_that_is_not_there_yet(tmp_path: Path) -> None:
+    for name in ("new", "a" * 300, "a\0b"):
+        assert file_system_bytes(tmp_path / name / "deeper") == file_system_bytes(tmp_path)
 
 
 def test_this_machine_has_memory() -> None:
