@@ -65,8 +65,8 @@ class EngineGone(Exception):
     """The node refused, hung up or closed the session; carries its words."""
 
 
-def make_space(*, model: str = "model") -> Space:
-    """A small space; another `model` shares nothing with it."""
+def make_space(*, model: str = "model", block_bytes: int = BLOCK_BYTES) -> Space:
+    """A small space; another `model` shares nothing with it. `block_bytes`: of all ranks."""
     return Space(
         model=model,
         weights="weights",
@@ -80,7 +80,7 @@ def make_space(*, model: str = "model") -> Space:
         hash_block_tokens=BLOCK_TOKENS,
         layer_count=LAYER_COUNT,
         kv_head_count=HEAD_COUNT,
-        token_bytes=TOKEN_BYTES,
+        token_bytes=block_bytes // (LAYER_COUNT * HEAD_COUNT * BLOCK_TOKENS),
         hash_algorithm="sha256_cbor",
         hash_seed="0",
         engine_version="vllm-0.32",

@@ -1,0 +1,109 @@
+"""What a node holds, seen from outside: its own counters, and its processes as the kernel has them.
+
+Covers what must return to where it was after anybody's death (promise P3): connections, sessions,
+leases, slots by state, descriptors by kind, child processes, memory. Does not cover: what it ought
+to be (`kvstore.testing.kills`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvstore.testing.process import NodeProcess
+
+TIMEOUT_S: Final = 10.0
+
+
+class Gauges(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a node."""
+
+    connections: int
+    sessions: int
+    leases: int
+    slots_granted: int
+    slots_quarantined: int
+    slots_leased: int
+    blocks_dram: int
+    blocks_file: int
+    blocks_read: int
+    """From disk, since the start."""
+    failures: int
+    """Bugs that its loop caught."""
+
+
+def look(node: NodeProcess) -> Gauges:
+    """Ask the node. Raises OSError when it does not answer."""
+    with urllib.request.urlopen(node.metrics_url, timeout=TIMEOUT_S) as answer:
+        text = answer.read().decode()
+    found: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            label = sample.labels.get("state") or sample.labels.get("tier") or ""
+            found[sample.name, label] = sample.value
+
+    def of(name: str, label: str = "") -> int:
+        return round(found.get((f"kvstore_{name}", label), 0.0))
+
+    return Gauges(
+        connections=of("connections"),
+        sessions=of("sessions"),
+        leases=of("leases"),
+        slots_granted=of("slots", "granted"),
+        slots_quarantined=of("slots", "quarantined"),
+        slots_leased=of("slots", "leased"),
+        blocks_dram=of("blocks", "dram"),
+        blocks_file=of("blocks", "file"),
+        blocks_read=of("file_blocks_read_total"),
+        failures=of("loop_failures_total"),
+    )
+
+
+def processes(node: NodeProcess) -> list[int]:
+    """The processes that a node is made of, the first one first."""
+    try:
+        children = psutil.Process(node.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [node.pid, *(child.pid for child in children)]
+
+
+def descriptors(pid: int) -> list[str]:
+    """What a process has open, as the kernel names it. Empty when it is gone."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
+
+
+def descriptor_kinds(node: NodeProcess, *, without: Path) -> list[Counter[str]]:
+    """For each of its processes how many descriptors of each kind; those below `without`, a store
+    whose segments come and go, are left out."""
+    return [
+        Counter(
+            name.split(":[")[0]
+            for name in descriptors(pid)
+            if not Path(name).is_relative_to(without)
+        )
+        for pid in processes(node)
+    ]
+
+
+def resident_bytes(node: NodeProcess) -> int:
+    """Memory of all its processes, shared memory counted once a process that maps it left out."""
+    total = 0
+    for pid in processes(node):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            info = psutil.Process(pid).memory_info()
+            total += int(info.rss - info.shared)
+    return total

@@ -1,0 +1,71 @@
+"""kill -9 of real processes at named moments, and whether that is noticed which must be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing import kills
+from kvstore.testing.actor import Leased
+from kvstore.testing.kills import MEMBERS, POINTS, KillCycles
+from kvstore.testing.raw_engine import RawEngine, make_keys
+from kvstore.testing.troupe import Wrong
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SEED = 20261125
+CYCLES = 72
+"""Each victim three times at each point."""
+
+
+def test_after_each_kill_bytes_are_right_and_nothing_is_left(tmp_path: Path) -> None:
+    with KillCycles(tmp_path, seed=SEED) as cycles:
+        for _ in range(CYCLES):
+            cycles.cycle()
+        done = cycles.tally
+    logging.getLogger(__name__).info("seed %d: %s", SEED, done)
+    assert done.kill_count >= CYCLES
+    for point in POINTS:
+        assert sum(count for name, count in done.kills.items() if name.startswith(point)) >= 3, done
+    for victim in (*MEMBERS, "node"):
+        assert sum(count for name, count in done.kills.items() if name.endswith(victim)) >= 3, done
+    assert done.verified_blocks > done.asked_blocks // 2, "most was lost: little was tested"
+
+
+def test_a_wrong_byte_is_seen(tmp_path: Path) -> None:
+    with KillCycles(tmp_path, seed=1) as cycles:
+        engine = cycles._engines[0]
+        (key,) = make_keys(1)
+        assert engine.store([key]) == 1
+        leased = engine.lease([key])
+        assert isinstance(leased, Leased)
+        with RawEngine(cycles._host.node.socket) as vandal:
+            vandal.open()
+            arena = vandal.ranks[0].arena
+            assert arena is not None
+            arena.array[int.from_bytes(leased.slots[4:8], "little") * 4096 + 77] ^= 1
+        with pytest.raises(Wrong, match="shard 1: not what was stored"):
+            engine.verify([key])
+
+
+def test_a_lease_that_stays_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "P3_S", 0.2)
+    with KillCycles(tmp_path, seed=1) as cycles:
+        cycles._wait_for_baseline()
+        engine = cycles._engines[0]
+        assert engine.store(make_keys(1)) == 1
+        assert isinstance(engine.lease(make_keys(1)), Leased)
+        with pytest.raises(AssertionError, match=r"leases is 1, not 0; slots_leased is 2, not 0"):
+            cycles._wait_for_baseline()
+
+
+def test_a_descriptor_that_stays_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "P3_S", 0.2)
+    with (
+        KillCycles(tmp_path, seed=1) as cycles,
+        RawEngine(cycles._host.node.socket),
+        pytest.raises(AssertionError, match="connections is 8, not 6; descriptors are"),
+    ):
+        cycles._wait_for_baseline()
