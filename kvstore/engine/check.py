@@ -18,6 +18,7 @@ def check(state: State, files: Files) -> None:
     _check_slabs(state)
     _check_slots(state)
     _check_blocks(state)
+    _check_journal(state)
     _check_leases(state, files)
     _check_files(state, files)
     _check_owners(state)
@@ -80,6 +81,24 @@ def _check_blocks(state: State) -> None:
         mine = used[table.scopes[used] == scope]
         found = residency.find(scope, table.keys[mine])
         assert bool((found == mine).all()), "the table does not find a row"
+
+
+def _check_journal(state: State) -> None:
+    """What another process would go on with is what there is."""
+    slots, residency, journal = state.slots, state.residency, state.journal
+    sealed = np.flatnonzero(slots.state == SlotState.SEALED)
+    assert not np.setdiff1d(journal.published(), sealed).size, "the journal tells of what is gone"
+    rows = residency.row_of_word[sealed].astype(np.int64)
+    scopes = residency.table.scopes[rows]
+    for scope in np.unique(scopes).tolist():
+        its = scopes == scope
+        assert journal.is_published(
+            sealed[its],
+            scope,
+            residency.table.keys[rows[its]],
+            residency.checksum[rows[its]],
+        ), "the journal tells of another block"
+    assert not residency.unverified[slots.state != SlotState.SEALED].any(), "a mark without a block"
 
 
 def _check_leases(state: State, files: Files) -> None:

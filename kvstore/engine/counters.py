@@ -10,7 +10,9 @@ class Counters:
         "blocks_distrusted",
         "blocks_granted",
         "blocks_hit",
+        "blocks_kept",
         "blocks_missed",
+        "blocks_verified",
         "evictions",
         "file_blocks_not_admitted",
         "file_blocks_over_budget",
@@ -35,7 +37,9 @@ class Counters:
         self.blocks_distrusted = 0
         self.blocks_granted = 0
         self.blocks_hit = 0
+        self.blocks_kept = 0
         self.blocks_missed = 0
+        self.blocks_verified = 0
         self.evictions = 0
         self.file_blocks_not_admitted = 0
         self.file_blocks_over_budget = 0

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 from kvstore.engine import check, report
 from kvstore.engine.admission import Admission
+from kvstore.engine.adoption import adopt
 from kvstore.engine.counters import Counters
 from kvstore.engine.events import (
+    Adopt,
     Changed,
     Clear,
     Cleared,
@@ -37,6 +39,7 @@ from kvstore.engine.events import (
 from kvstore.engine.explain import Explain
 from kvstore.engine.files import Files
 from kvstore.engine.findings import Findings
+from kvstore.engine.journal import Journal
 from kvstore.engine.lookups import Lookups
 from kvstore.engine.owners import Connection
 from kvstore.engine.sessions import Sessions
@@ -59,6 +62,7 @@ from kvstore.wire.messages import (
     Quiet,
     Seal,
     Story,
+    Verified,
 )
 
 __all__ = ["Engine", "EngineConfig"]
@@ -71,11 +75,14 @@ _FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story)
 
 
 class Engine:
-    """See the module. One thread; `step` is the only thing that changes it."""
+    """See the module. One thread; `step` is the only thing that changes it.
 
-    def __init__(self, config: EngineConfig) -> None:
+    What it holds is told to `journal` while it steps, so that another process can go on with it.
+    """
+
+    def __init__(self, config: EngineConfig, journal: Journal | None = None) -> None:
         self.config = config
-        self._state = State(config)
+        self._state = State(config, journal or fresh_journal(config))
         self._sessions = Sessions(self._state)
         admission = Admission(
             self._state.slots,
@@ -131,6 +138,8 @@ class Engine:
                 state.slots.retry_starved()
                 state.credits_due = True
                 self._findings.tick()
+            case Adopt():
+                adopt(state, event)
             case Clear(space=space, tenant=tenant):
                 count = self._clear(space, tenant)
                 state.publish_generations()
@@ -205,6 +214,8 @@ class Engine:
                 return self._sessions.quiet(connection, session)
             case Distrust():
                 self._stores.distrust(connection, message)
+            case Verified():
+                self._stores.verified(connection, message)
             case _:
                 raise AssertionError(f"{type(message).__name__} has no handler")
         return ""
@@ -289,3 +300,12 @@ class Engine:
     def jobs(self) -> list[report.JobReport]:
         """Ranks that hold slots they may write."""
         return report.jobs(self._state)
+
+
+def fresh_journal(config: EngineConfig) -> Journal:
+    """An empty journal in memory of its own."""
+    return Journal.fresh(
+        arena_bytes=config.arena_bytes,
+        slab_bytes=config.slab_bytes,
+        quotas=[name for name, _ in config.quotas],
+    )

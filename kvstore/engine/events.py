@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from kvstore.engine.journal import Found
 from kvstore.types import ConnectionId, Shard, SpaceId, Tier
-from kvstore.wire.messages import EngineMessage, Message, Welcome
+from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -27,6 +28,21 @@ class Exited(msgspec.Struct, frozen=True):
     """The process behind the connection is gone: its pidfd fired. Before or after `Ended`."""
 
     connection: ConnectionId
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """A rank that attached to an earlier process of this node; numbers are never used again."""
+
+    connection: ConnectionId
+    hello: HelloRank
+
+
+class Adopt(msgspec.Struct, frozen=True):
+    """Go on with what an earlier process of this node left. The first event, if at all."""
+
+    found: Found
+    writers: tuple[Writer, ...]
+    """All whose end the node would hear of; whoever the journal names is among them."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -122,7 +138,7 @@ class FileReclaim(msgspec.Struct, frozen=True):
 
 
 FileEvent = FileKnown | FileMoved | FileGone | FileWritten | FileRead | FileLate | FileReclaim
-Event = Received | Ended | Exited | Ready | Tick | Clear | FileEvent
+Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | FileEvent
 
 
 class Send(msgspec.Struct, frozen=True):

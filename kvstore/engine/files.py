@@ -320,7 +320,7 @@ class Files:
                 lease=wait.lease,
                 slots=state.slots.slots_of(words).tobytes(),
                 generations=state.slots.generation[words].tobytes(),
-                checksums=run.checksums(state) if wait.with_checksums else b"",
+                checksums=run.checksums(state, asked=wait.with_checksums),
                 promoting=promoting,
                 from_file=0 if from_disk is None else int(from_disk.sum()),
             ),

@@ -60,7 +60,7 @@ class Lookups:
                 ttl_ms=state.config.lease_ttl_ms,
                 slots=state.slots.slots_of(words).tobytes(),
                 generations=state.slots.generation[words].tobytes(),
-                checksums=run.checksums(state) if ask.with_checksums else b"",
+                checksums=run.checksums(state, asked=ask.with_checksums),
                 promoting=promoting,
                 promoting_ms=self._files.pace.estimate_ms(state.now_ns) if promoting else 0,
                 from_file=0 if from_disk is None else int(from_disk.sum()),

@@ -28,6 +28,10 @@ class NodeReport(msgspec.Struct, frozen=True):
     sessions: int
     leases: int
     blocks: int
+    restarts: int
+    """Node processes before this one."""
+    blocks_kept: int
+    """Taken over from them, in memory."""
 
 
 class TierReport(msgspec.Struct, frozen=True):
@@ -107,6 +111,8 @@ def nodes(state: State) -> list[NodeReport]:
             sessions=sum(bool(owner.open_session) for owner in state.owners.values()),
             leases=len(state.leases),
             blocks=len(state.residency.table),
+            restarts=state.config.restarts,
+            blocks_kept=state.counters.blocks_kept,
         )
     ]
 

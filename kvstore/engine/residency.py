@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.journal import Journal
 from kvstore.engine.table import BlockTable, Keys, Rows
 from kvstore.engine.tombstones import Tombstones, Why, restamp
 from kvstore.types import Shard, SpaceId, Tier
@@ -37,14 +38,21 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 class Residency:
     """Rows of blocks and what each tier holds of them.
 
-    With `tell_changes`, what each tier gains and loses is kept, in order, until it is taken.
+    With `tell_changes`, what each tier gains and loses is kept, in order, until it is taken. What
+    dram holds is told to the journal at once.
     """
 
     def __init__(
-        self, *, block_count_max: int, word_count: int, tell_changes: bool = False
+        self,
+        *,
+        block_count_max: int,
+        word_count: int,
+        tell_changes: bool = False,
+        journal: Journal | None = None,
     ) -> None:
         assert block_count_max >= word_count, "a row for every slot"
         self._changes: list[Change] | None = [] if tell_changes else None
+        self._journal = journal
         self.table = BlockTable(row_count_max=block_count_max)
         # One more than there are rows: row -1, "no such block", reads as not in dram. Counted from
         # 1, so that the memory of rows that were never used is never touched.
@@ -52,6 +60,8 @@ class Residency:
         self.file = np.zeros(block_count_max, dtype=np.uint64)
         self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)
+        self.unverified = np.zeros(word_count, dtype=bool)
+        """Taken over from another process, and not compared with their checksum since."""
         self.dram_count = 0
         """Blocks in dram."""
         self.tombstones = Tombstones(block_count_max=block_count_max)
@@ -88,6 +98,8 @@ class Residency:
         for address, number in list(self._scopes.items()):
             if number not in used:
                 del self._scopes[address], self._scope_of[number]
+                if self._journal is not None:
+                    self._journal.forget_scope(number)
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
 
@@ -101,6 +113,27 @@ class Residency:
 
     def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
         """These rows' blocks are sealed in these slots now."""
+        self._hold(rows, words, checksums)
+        if self._journal is not None:
+            scopes = self.table.scopes[rows]
+            for scope in np.unique(scopes).tolist():
+                its = scopes == scope
+                self._journal.publish(
+                    words[its],
+                    scope,
+                    self._scope_of[scope],
+                    self.table.keys[rows[its]],
+                    checksums[its],
+                )
+
+    def adopt_dram(
+        self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]
+    ) -> None:
+        """The same, of blocks that another process put there, as the journal tells."""
+        self._hold(rows, words, checksums)
+        self.unverified[words] = True
+
+    def _hold(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
         assert not self._word[rows].any(), "a block is put into dram twice"
         assert bool((self.row_of_word[words] == -1).all()), "a slot is given two blocks"
         # The same key computed twice may differ in its last bits: the copy on disk is another one.
@@ -118,9 +151,12 @@ class Residency:
         """These slots hold their blocks no more; `stamp` says why. Returns the rows they were."""
         rows = self.row_of_word[words].astype(np.int64)
         assert bool((rows >= 0).all()), "a slot without a block is emptied"
+        if self._journal is not None:
+            self._journal.retract(words)
         self._tell(Tier.DRAM, rows, stored=False)
         self._word[rows] = 0
         self.row_of_word[words] = -1
+        self.unverified[words] = False
         self.dram_count -= len(words)
         self._forget_absent(rows, stamp)
         # Every slot keeps a row for its next block: where rows are scarce, disk gives way to dram.

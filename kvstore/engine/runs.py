@@ -28,12 +28,18 @@ class Run(msgspec.Struct, frozen=True):
         """Slot words, [n][S]."""
         return _interleave(self.words_by_shard, self.count) if self.count else NONE
 
-    def checksums(self, state: State) -> bytes:
-        """16 bytes each, [n][S]."""
+    def checksums(self, state: State, *, asked: bool) -> bytes:
+        """16 bytes each, [n][S]; unless they are asked for, of blocks only that must be verified:
+        0 for the others, and nothing if there is none."""
         if not self.count:
             return b""
-        rows = _interleave(self.rows_by_shard, self.count)
-        return state.residency.checksum[rows].astype("<u8").tobytes()
+        unverified = state.residency.unverified[self.words()]
+        if not asked and not unverified.any():
+            return b""
+        sums = state.residency.checksum[_interleave(self.rows_by_shard, self.count)]
+        if not asked:
+            sums[~unverified] = 0
+        return sums.astype("<u8").tobytes()
 
     def repeats(self) -> bool:
         """Whether a key comes twice. Slots are distinct if rows are."""

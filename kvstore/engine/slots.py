@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.journal import Found, Journal
 from kvstore.engine.policy.choose import maker
 from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Words
 from kvstore.engine.quotas import OTHERS, GroupId, Quotas
@@ -100,8 +101,12 @@ class Slots:
         slab_bytes: int,
         policy: str,
         quotas: Sequence[tuple[str, int]] = (),
+        first_generation: int = 1,
+        journal: Journal | None = None,
     ) -> None:
         assert slab_bytes % SLOT_BYTES_MIN == 0, "slabs are whole generation words"
+        if journal is None:
+            journal = Journal.fresh(arena_bytes=arena_bytes, slab_bytes=slab_bytes)
         word_count = arena_bytes // SLOT_BYTES_MIN
         self.slab_bytes = slab_bytes
         self._words_per_slab = slab_bytes // SLOT_BYTES_MIN
@@ -109,17 +114,17 @@ class Slots:
         self._slabs_ready = 0
         self._slabs_free: deque[int] = deque()
         self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
-        self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
+        self._slot_bytes_of_slab = journal.slabs
         self.state = np.zeros(word_count, dtype=np.uint8)
-        self.generation = np.ones(word_count, dtype=np.uint64)
-        self.writer = np.zeros(word_count, dtype=np.int64)
+        self.generation = np.full(word_count, first_generation, dtype=np.uint64)
+        self.writer = journal.writers
         """Connection that may write, while GRANTED or QUARANTINED."""
         self.session = np.zeros(word_count, dtype=np.int64)
-        self.group = np.zeros(word_count, dtype=np.uint8)
+        self.group = journal.groups
         """Whose quota a slot counts for, unless it is FREE."""
         self.quotas = Quotas(quotas, arena_bytes=arena_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
-        self.stamps = np.zeros(word_count, dtype=np.int64)
+        self.stamps = journal.stamps
         self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
         """Slot id of the slot that begins in a word: slots are packed at 4 KiB."""
         self._next_stamp = 1
@@ -312,7 +317,12 @@ class Slots:
         """Give the pool a free slab. False: there is none."""
         if not self._slabs_free:
             return False
-        slab = self._slabs_free.popleft()
+        pool.free[:0] = self._form(self._slabs_free.popleft(), pool)[::-1].tolist()
+        pool.is_starved = False
+        return True
+
+    def _form(self, slab: int, pool: Pool) -> Words:
+        """Cut a slab into a pool's slots; returns their words."""
         self._pool_of_slab[slab] = pool
         self._slot_bytes_of_slab[slab] = pool.slot_bytes
         pool.slabs.add(slab)
@@ -321,9 +331,7 @@ class Slots:
         )
         words = pages // PAGES_PER_GENERATION
         self._slot[words] = pages
-        pool.free[:0] = words[::-1].tolist()
-        pool.is_starved = False
-        return True
+        return words
 
     def words_in(self, slab: int) -> Words:
         """Words of all slots of a slab that has a pool."""
@@ -382,3 +390,31 @@ class Slots:
     def of_writer(self, writer: int) -> Words:
         """Slots that this connection may still write."""
         return np.flatnonzero(self.writer == writer) if writer else NONE
+
+    # ── taken over ───────────────────────────────────────────────────────────────────────────────
+
+    def adopt(self, found: Found, prints: Prints) -> None:
+        """Take the slots over as another process left them: sealed, or granted to processes whose
+        sockets are gone. Nothing else may have happened yet. What is right in the journal stays as
+        it is: this process may die at any moment, too."""
+        used = np.unique(np.concatenate([found.words, found.held]) // self._words_per_slab)
+        if len(used):
+            self.ready((int(used[-1]) + 1) * self.slab_bytes)
+        sizes, taken = self._slot_bytes_of_slab, set(used.tolist())
+        sizes[[slab for slab in range(self.slab_count) if slab not in taken]] = 0
+        for slab in used.tolist():
+            self._form(slab, self.pool(int(sizes[slab])))
+        self._slabs_free = deque(slab for slab in self._slabs_free if slab not in taken)
+        self.state[found.words] = SlotState.SEALED
+        self.state[found.held] = SlotState.QUARANTINED
+        self.stamps[self.state != SlotState.SEALED] = 0
+        in_use = np.concatenate([found.words, found.held])
+        for size, pool in self.pools.items():
+            words = self._words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)
+            pool.free = words[self.state[words] == SlotState.FREE][::-1].tolist()
+            its = in_use[sizes[in_use // self._words_per_slab] == size]
+            counts = np.bincount(self.group[its], minlength=len(self.quotas.held))
+            self.quotas.held += counts * size
+            mine = np.flatnonzero(sizes[found.words // self._words_per_slab] == size)
+            mine = mine[np.argsort(found.stamps[mine], kind="stable")]
+            pool.policy.insert(found.words[mine], self._take_stamps(len(mine)), prints[mine])

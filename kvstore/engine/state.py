@@ -12,6 +12,7 @@ import numpy as np
 
 from kvstore.engine.counters import Counters
 from kvstore.engine.events import Changed, Command, Hangup, RaiseGenerations, Send
+from kvstore.engine.journal import Journal
 from kvstore.engine.leases import Leases
 from kvstore.engine.owners import Connection, Owner, OwnerKey
 from kvstore.engine.paces import Paces
@@ -37,6 +38,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation_bytes: int
     """Size of the generation page's memfd, for Welcome."""
     block_count_max: int
+    first_generation: int = 1
+    """Of every slot: higher than any that an earlier process gave it."""
+    restarts: int = 0
+    """Earlier processes of this node."""
     file_bytes: int = 0
     """Size of the file tier; 0: there is none."""
     learned: Learned = Learned()
@@ -76,19 +81,23 @@ class KnownSpace(msgspec.Struct, frozen=True):
 class State:
     """All state of one node's engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, journal: Journal) -> None:
         self.config = config
+        self.journal = journal
         self.counters = Counters()
         self.slots = Slots(
             arena_bytes=config.arena_bytes,
             slab_bytes=config.slab_bytes,
             policy=config.policy,
             quotas=config.quotas,
+            first_generation=config.first_generation,
+            journal=journal,
         )
         self.residency = Residency(
             block_count_max=config.block_count_max,
             word_count=len(self.slots.state),
             tell_changes=config.tell_changes,
+            journal=journal,
         )
         self.leases = Leases(
             self.slots, ttl_ns=config.lease_ttl_ms * NS_PER_MS, count_max=config.lease_count_max

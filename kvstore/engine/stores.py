@@ -24,6 +24,7 @@ from kvstore.wire.messages import (
     Grant,
     HelloRank,
     Seal,
+    Verified,
     checksums_array,
     generations_array,
     keys_array,
@@ -104,6 +105,18 @@ class Stores:
     def distrust(self, connection: Connection, message: Distrust) -> None:
         """Forget copies whose bytes failed their checksum. Only those that this engine could read
         count: another model's or tenant's cache is not its to empty."""
+        words = self._readable(connection, message)
+        self._state.counters.blocks_distrusted += len(words)
+        self._state.empty(words, self._state.stamp(Why.DISTRUSTED))
+
+    def verified(self, connection: Connection, message: Verified) -> None:
+        """These copies are what they were when they were stored. The same rule."""
+        words = self._readable(connection, message)
+        self._state.counters.blocks_verified += int(self._state.residency.unverified[words].sum())
+        self._state.residency.unverified[words] = False
+
+    def _readable(self, connection: Connection, message: Distrust | Verified) -> Words:
+        """Of the copies that are named, those that are still there and the engine's to read."""
         words, known = self._state.slots.words_of(slots_array(message.slots))
         bad = (
             known
@@ -113,9 +126,7 @@ class Stores:
         words = np.unique(words[bad])
         rows = self._state.residency.row_of_word[words]
         own = np.isin(self._state.residency.table.scopes[rows], connection.owner.scopes)
-        words = words[own]
-        self._state.counters.blocks_distrusted += len(words)
-        self._state.empty(words, self._state.stamp(Why.DISTRUSTED))
+        return words[own]
 
     def grant_all(self) -> None:
         """Top up credits of sessions that used half of theirs."""

@@ -103,6 +103,8 @@ METRICS: Final = (
         Metric(f"kvstore_{name}_total", "counter", "", (), text)
         for name, text in (
             ("blocks_distrusted", "Blocks forgotten because a reader's checksum failed."),
+            ("blocks_kept", "Block shards in memory taken over from the process before this one."),
+            ("blocks_verified", "Blocks kept over a restart and found right by their reader."),
             ("blocks_granted", "Credits given: blocks an engine may store."),
             ("blocks_hit", "Blocks looked up and leased."),
             ("blocks_missed", "Blocks looked up and not there."),

@@ -17,20 +17,24 @@ class NodesReply(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[NodeReport, _Mapping]]] = ...) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("incarnation", "connections", "owners", "sessions", "leases", "blocks")
+    __slots__ = ("incarnation", "connections", "owners", "sessions", "leases", "blocks", "restarts", "blocks_kept")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_KEPT_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     connections: int
     owners: int
     sessions: int
     leases: int
     blocks: int
-    def __init__(self, incarnation: _Optional[str] = ..., connections: _Optional[int] = ..., owners: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    restarts: int
+    blocks_kept: int
+    def __init__(self, incarnation: _Optional[str] = ..., connections: _Optional[int] = ..., owners: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., restarts: _Optional[int] = ..., blocks_kept: _Optional[int] = ...) -> None: ...
 
 class TiersRequest(_message.Message):
     __slots__ = ()

@@ -9,7 +9,7 @@ Control only: the bytes of blocks never pass through a socket.
       │                              │── Quiesce(session, column) ────▶│   drain own copies …
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
-      │ Hint, LeaseAsk, Renew, Release│◀── Seal, Drop, Distrust ───────│
+      │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
       │ Measured, Story ────────────▶│                                │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
@@ -207,6 +207,13 @@ class Distrust(Message, frozen=True):
     generations: bytes
 
 
+class Verified(Message, frozen=True):
+    """Rank: the bytes in these slots were compared with their checksum, and are right."""
+
+    slots: bytes
+    generations: bytes
+
+
 # ── node → engine ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -275,6 +282,7 @@ class LeaseReply(Message, frozen=True):
     slots: bytes
     generations: bytes
     checksums: bytes = b""
+    """[n][S] too, or none. What has one is verified while it is loaded; 16 bytes 0: not needed."""
     promoting: U64 = 0
     """So many blocks behind these are on their way to dram: LeaseMore brings them."""
     promoting_ms: U64 = 0
@@ -317,6 +325,7 @@ EngineMessage = (
     | Seal
     | Drop
     | Distrust
+    | Verified
 )
 NodeMessage = (
     Welcome
@@ -358,7 +367,7 @@ def decode_from_engine(datagram: bytes | memoryview) -> EngineMessage:
             _same(n, _elements(message.slots, 4, "slots"), "slots")
             _same(n, _elements(message.generations, 8, "generations"), "generations")
             _same(n, _elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
-        case Drop() | Distrust():
+        case Drop() | Distrust() | Verified():
             n = _elements(message.slots, 4, "slots")
             _same(n, _elements(message.generations, 8, "generations"), "generations")
         case _:

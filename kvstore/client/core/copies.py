@@ -9,6 +9,8 @@ which job runs when and what is said about it (`kvstore.client.core.rank`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from kvstore.client.core.plan import LoadJob, StoreJob
@@ -30,7 +32,8 @@ class LoadBlock(msgspec.Struct, frozen=True):
     header: bytes
     """What the checksum covers before the payload (`kvstore.wire.record`)."""
     checksum: bytes | None
-    """16 bytes to compare with, or None: the bytes crossed no medium, do not verify."""
+    """16 bytes to compare with, or None: the bytes crossed no medium and no restart of the node,
+    do not verify."""
 
 
 class StoreBlock(msgspec.Struct, frozen=True):
@@ -91,14 +94,20 @@ class Job:
         words = generations_array(plan.generations).reshape(n, shards)[:, column]
         self.generations: list[int] = words.tolist()
         step, first = shards * CHECKSUM_BYTES, column * CHECKSUM_BYTES
-        self.checksums = [
-            checksums[at : at + CHECKSUM_BYTES] for at in range(first, len(checksums), step)
-        ]
+        every = [checksums[at : at + CHECKSUM_BYTES] for at in range(first, len(checksums), step)]
+        self.checksums = [checksum if any(checksum) else None for checksum in every]
+        """Of each block, None where nothing is to verify; empty when that is so for all."""
 
     @property
     def remaining(self) -> tuple[int, ...]:
         """Engine blocks from the next one on."""
         return self.plan.block_ids[self.index :]
+
+    def places(self, indexes: Iterable[int]) -> tuple[bytes, bytes]:
+        """Slots and generations of these blocks, as they travel."""
+        places = [(self.slots[i], self.generations[i]) for i in indexes]
+        slots = b"".join(slot.to_bytes(4, "little") for slot, _ in places)
+        return slots, b"".join(generation.to_bytes(8, "little") for _, generation in places)
 
     def key(self, index: int) -> BlockKey:
         return BlockKey(self.plan.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
@@ -113,6 +122,11 @@ class RunningLoad(Job):
     def __init__(self, plan: LoadJob, *, column: int, prefix: bytes) -> None:
         super().__init__(plan, column=column, prefix=prefix)
         self.duration_ns = 0
+
+    def verified(self) -> list[int]:
+        """Indexes of the blocks that were copied and compared with their checksum."""
+        done = self.checksums[: self.index]
+        return [i for i, checksum in enumerate(done) if checksum is not None]
 
     def copy(self) -> LoadBlock:
         i, key = self.index, self.key(self.index)

@@ -253,7 +253,7 @@ class Lookups:
             reply,
             slots=reply.slots + more.slots,
             generations=reply.generations + more.generations,
-            checksums=reply.checksums + more.checksums,
+            checksums=joined_checksums([reply, more]),
         )
         part.promoting = more.promoting
         part.file_blocks += more.from_file
@@ -306,7 +306,6 @@ class Lookups:
         end = begin + len(block_ids)
         assert 0 <= begin < end <= lookup.found_blocks, (begin, end, lookup.found_blocks)
         replies = [part.reply for part in lookup.parts if part.reply is not None]
-        verified = all(r.checksums for r in replies if r.slots)
 
         def cut(arrays: list[bytes], size: int) -> bytes:
             return b"".join(arrays)[begin * shards * size : end * shards * size]
@@ -322,7 +321,7 @@ class Lookups:
             keys=b"".join(keys[first_block : first_block + len(block_ids)]),
             slots=cut([r.slots for r in replies], 4),
             generations=cut([r.generations for r in replies], 8),
-            checksums=cut([r.checksums for r in replies], CHECKSUM_BYTES) if verified else b"",
+            checksums=cut([joined_checksums(replies)], CHECKSUM_BYTES),
         )
 
     def reported(self, result: LoadResult, now_ns: int) -> Lookup | None:
@@ -413,3 +412,12 @@ class Lookups:
     def _miss(self, lookup: Lookup, reason: str) -> Miss:
         lookup.miss_reason = reason
         return Miss(reason)
+
+
+def joined_checksums(replies: Sequence[LeaseReply | LeaseMore]) -> bytes:
+    """Those of all, one for each slot, if any of them has some: 0 where nothing is to verify."""
+    if not any(reply.checksums for reply in replies):
+        return b""
+    return b"".join(
+        reply.checksums or bytes(len(reply.slots) // 4 * CHECKSUM_BYTES) for reply in replies
+    )

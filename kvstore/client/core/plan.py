@@ -23,7 +23,7 @@ class LoadJob(msgspec.Struct, frozen=True):
     slots: bytes
     generations: bytes
     checksums: bytes = b""
-    """[n][S] of 16 bytes; when present the rank verifies every block of this job."""
+    """[n][S] of 16 bytes, or none; the rank verifies every block whose checksum is not 0."""
 
 
 class StoreJob(msgspec.Struct, frozen=True):

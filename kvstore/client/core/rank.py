@@ -51,6 +51,7 @@ from kvstore.wire.messages import (
     Quiet,
     Refused,
     Seal,
+    Verified,
     Welcome,
 )
 from kvstore.wire.record import header_prefix
@@ -307,12 +308,13 @@ class RankCore:
                 self._close_load(job, outcome.reason)
             case Mismatch():
                 if self._attached:
-                    slot, generation = job.slots[job.index], job.generations[job.index]
-                    self._outbox.append(Distrust(_u32([slot]), _u64([generation])))
+                    self._outbox.append(Distrust(*job.places([job.index])))
                 self._close_load(job, "the checksum of a block does not match")
 
     def _close_load(self, job: RunningLoad, reason: str) -> None:
         self._loads.remove(job)
+        for batch in _batches(job.verified()) if self._attached else ():
+            self._outbox.append(Verified(*job.places(batch)))
         self._load_result(
             job.plan,
             loaded=job.index,
@@ -379,25 +381,20 @@ class RankCore:
 
     def _say_seals(self, job: RunningStore, indexes: list[int]) -> None:
         for batch in _batches(indexes):
+            slots, generations = job.places(batch)
             self._outbox.append(
                 Seal(
                     session=job.plan.session,
                     keys=b"".join(job.key(i) for i in batch),
-                    slots=_u32(job.slots[i] for i in batch),
-                    generations=_u64(job.generations[i] for i in batch),
+                    slots=slots,
+                    generations=generations,
                     checksums=b"".join(job.sealed[i] for i in batch),
                 )
             )
 
     def _say_drops(self, job: RunningStore, indexes: list[int]) -> None:
         for batch in _batches(indexes):
-            self._outbox.append(
-                Drop(
-                    session=job.plan.session,
-                    slots=_u32(job.slots[i] for i in batch),
-                    generations=_u64(job.generations[i] for i in batch),
-                )
-            )
+            self._outbox.append(Drop(job.plan.session, *job.places(batch)))
 
     def _unread(self, block_ids: Iterable[int]) -> None:
         for block in block_ids:
@@ -467,14 +464,6 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
 def _batches(indexes: list[int]) -> Iterable[list[int]]:
     step = KEYS_PER_DATAGRAM_MAX
     return (indexes[at : at + step] for at in range(0, len(indexes), step))
-
-
-def _u32(values: Iterable[int]) -> bytes:
-    return b"".join(value.to_bytes(4, "little") for value in values)
-
-
-def _u64(values: Iterable[int]) -> bytes:
-    return b"".join(value.to_bytes(8, "little") for value in values)
 
 
 __all__ = [

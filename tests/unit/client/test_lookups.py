@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvstore.client.core.lookups import joined_checksums
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
@@ -282,6 +283,17 @@ def test_every_nth_load_is_verified() -> None:
         load(node, f"r{i}", keys, [1, 2, 3], 3)
         (job,) = node.core.plan((), node.now_ns).loads
         assert len(job.checksums) == (48 if i % 3 == 2 else 0)
+
+
+def test_what_the_node_wants_verified_is_whatever_came_with_it() -> None:
+    """Checksums that nobody asked for, with some of several answers only."""
+
+    def reply(count: int, checksums: bytes) -> m.LeaseMore:
+        return m.LeaseMore(lease=1, slots=bytes(4 * count), generations=b"", checksums=checksums)
+
+    none, some = reply(2, b""), reply(1, b"x" * 16)
+    assert joined_checksums([none, none]) == b""
+    assert joined_checksums([none, some, none]) == bytes(32) + b"x" * 16 + bytes(32)
 
 
 @pytest.mark.parametrize("lie", [b"", b"\0" * 400])

@@ -18,6 +18,7 @@ from kvstore.wire.messages import (
     Refused,
     Seal,
     SessionOpen,
+    Verified,
     Welcome,
     decode_from_engine,
     encode,
@@ -95,6 +96,31 @@ def test_a_bad_block_fails_the_load_from_there_on(outcome: Outcome) -> None:
         Distrust(int(bad.slot).to_bytes(4, "little"), int(bad.generation).to_bytes(8, "little"))
     ]
     assert core.take_outbox() == (distrust if outcome == Mismatch() else [])
+
+
+def test_what_was_verified_is_told_block_by_block() -> None:
+    core = serving()
+    sums = [bytes(16), bytes(16), SUM, SUM, bytes(16), bytes(16), SUM, SUM]  # shard minor
+    core.submit(plan(load(5, 0, 4, checksums=b"".join(sums))))
+    copies = run(core)
+    assert [copy.checksum for copy in copies if isinstance(copy, LoadBlock)] == [
+        *(None, SUM, None, SUM)
+    ]
+    (said,) = core.take_outbox()
+    assert isinstance(said, Verified)
+    assert slots_array(said.slots).tolist() == [copies[1].slot, copies[3].slot]
+    assert generations_array(said.generations).tolist() == [
+        *(copies[1].generation, copies[3].generation)
+    ]
+
+
+def test_of_a_load_that_fails_what_was_verified_before_is_told() -> None:
+    core = serving()
+    core.submit(plan(load(5, 0, 3, checksums=SUM * 6)))
+    run(core, lambda copy: Void() if copy.block_id == 1 else Copied(SUM, 10))
+    (said,) = core.take_outbox()
+    assert isinstance(said, Verified)
+    assert len(slots_array(said.slots)) == 1
 
 
 def test_store_seals_what_was_copied_and_drops_the_rest() -> None:
@@ -252,12 +278,12 @@ def test_refused_is_kept_until_welcome() -> None:
 @pytest.mark.parametrize("column", [0, 1])
 def test_the_column_is_the_nodes_word_whatever_the_rank_number(column: int) -> None:
     core = serving(column=column)
-    checksums = b"".join(bytes([c]) * 16 for c in (0, 1, 2, 3))
+    checksums = b"".join(bytes([c]) * 16 for c in (1, 2, 3, 4))
     core.submit(plan(load(5, 0, 2, checksums=checksums), store(5, 10, 1)))
     copies = run(core, lambda copy: Copied(SUM))
     assert [copy.slot for copy in copies] == [16 * (c + column) for c in (0, 2, 20)]
     loads = [copy for copy in copies if isinstance(copy, LoadBlock)]
-    assert [copy.checksum for copy in loads] == [bytes([column]) * 16, bytes([2 + column]) * 16]
+    assert [copy.checksum for copy in loads] == [bytes([c + column]) * 16 for c in (1, 3)]
 
 
 def test_a_replica_loads_but_stores_and_seals_nothing() -> None:

@@ -16,6 +16,7 @@ from kvstore.wire.messages import (
     Quiesce,
     Quiet,
     Seal,
+    Verified,
     generations_array,
     slots_array,
 )
@@ -40,6 +41,7 @@ class RankMachine(CountedMachine):
         self.copy: Copy | None = None
         self.owed_loads: dict[int, LoadJob] = {}
         self.owed_stores: dict[int, StoreJob] = {}
+        self.compared: set[int] = set()
         self.copied: dict[int, bytes] = {}  # slot → checksum of a finished store
         self.accepted: dict[int, set[int]] = {}  # session → slots of stores that were accepted
         self.acknowledged: set[tuple[int, int]] = set()
@@ -123,6 +125,8 @@ class RankMachine(CountedMachine):
             outcome = Mismatch()
         elif isinstance(self.copy, StoreBlock):
             self.copied[self.copy.slot] = int(self.copy.slot).to_bytes(16, "big")
+        elif self.copy.checksum is not None:
+            self.compared.add(self.copy.slot)
         copy, self.copy = self.copy, None
         self.core.finished(copy, outcome)
 
@@ -167,6 +171,11 @@ class RankMachine(CountedMachine):
                     assert message.checksums == b"".join(self.copied[s] for s in slots)
             case Distrust():
                 pass
+            case Verified():
+                slots = slots_array(message.slots).tolist()
+                assert set(slots) <= self.compared, "nobody looked at it"
+                words = generations_array(message.generations).tolist()
+                assert words == [slot + 1 for slot in slots]
             case _:
                 raise AssertionError(message)
 

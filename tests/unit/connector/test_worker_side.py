@@ -279,7 +279,7 @@ def test_blocks_go_to_the_node_and_come_back(
 
 def test_a_failed_load_is_told_once_with_its_blocks(node: ScriptedNode, side: WorkerSide) -> None:
     node.open_session(5)
-    load = job(LoadJob, (2, 4), request="r", lease=1, checksums=bytes(32))
+    load = job(LoadJob, (2, 4), request="r", lease=1, checksums=b"\1" * 32)
     side.start_load_kv(StepPlan(loads=(load,)))
     finished, errors, reports = finish(side)
     assert (finished, errors) == ({"r"}, {2, 4})

@@ -28,6 +28,7 @@ from kvstore.engine.events import (
     Send,
     Tick,
 )
+from kvstore.engine.journal import Journal
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
@@ -139,15 +140,14 @@ class Node:
             "policy": DEFAULTS.policy,
             "tell_changes": True,
         } | config
-        self.engine = Engine(
-            EngineConfig(
-                incarnation=7,
-                arena_bytes=arena,
-                slab_bytes=slab_slots * SLOT_BYTES_MIN,
-                generation_bytes=4096 + 8 * slots,
-                **fixed,
-            )
+        self.config = EngineConfig(
+            incarnation=7,
+            arena_bytes=arena,
+            slab_bytes=slab_slots * SLOT_BYTES_MIN,
+            generation_bytes=4096 + 8 * slots,
+            **fixed,
         )
+        self.engine = Engine(self.config, self.journal())
         self.now_ns = 10**9
         self.sent: dict[int, list[Message]] = defaultdict(list)
         self.hangups: dict[int, str] = {}
@@ -158,6 +158,10 @@ class Node:
         self.raised: dict[int, int] = {}
         self._connections = 0
         self.step(Ready(arena if ready_slots is None else ready_slots * SLOT_BYTES_MIN))
+
+    def journal(self) -> Journal | None:
+        """What the engine keeps its journal in."""
+        return None
 
     def step(self, *events: Event) -> list[Command]:
         """Take events; what was said is sorted into `sent`, `hangups` and so on.

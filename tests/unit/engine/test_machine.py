@@ -12,6 +12,7 @@ bytes each (slot, generation) was given. Hypothesis chooses what happens next. A
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis
 import pytest
@@ -68,7 +69,7 @@ class Machine(CountedMachine):
     def start(
         self, slots: int, share: float, kinds: list[Kind], promised: tuple[tuple[str, int], ...]
     ) -> None:
-        self.node = Node(
+        self.node = self.make_node(
             slots=slots,
             credit_share=share,
             lease_ttl_ms=TTL_MS,
@@ -85,6 +86,9 @@ class Machine(CountedMachine):
         self.next_lease = 1
         for owner in self.owners:
             self.settles(owner)
+
+    def make_node(self, **config: Any) -> Node:
+        return Node(**config)
 
     def generation(self, place: Place) -> int:
         return self.generations.get(place[0] // PAGES_PER_GENERATION, 1)

@@ -19,7 +19,7 @@ def node() -> Node:
 
 
 def test_an_empty_node(node: Node) -> None:
-    assert node.engine.nodes() == [report.NodeReport("0000000000000007", 0, 0, 0, 0, 0)]
+    assert node.engine.nodes() == [report.NodeReport("0000000000000007", 0, 0, 0, 0, 0, 0, 0)]
     dram, file = node.engine.tiers()
     assert (dram.tier, dram.capacity_bytes, dram.ready_bytes, dram.used_bytes) == (
         "dram",
@@ -43,7 +43,7 @@ def test_nodes_and_tiers_count_what_is_there(node: Node) -> None:
     two.seal(1, rank=0)
     one.lease(1, 1, 2)
     two.node.end(two.ranks[1])
-    assert node.engine.nodes() == [report.NodeReport("0000000000000007", 4, 2, 1, 1, 3)]
+    assert node.engine.nodes() == [report.NodeReport("0000000000000007", 4, 2, 1, 1, 3, 0, 0)]
     dram = node.engine.tiers()[0]
     assert (dram.blocks, dram.slots_sealed, dram.slots_leased) == (3, 3, 2)
     assert dram.used_bytes == 3 * SLOT_BYTES_MIN

@@ -63,7 +63,7 @@ def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None
 
 
 ROWS: list[Row] = [
-    NodeReport("ff", 1, 2, 3, 4, 5),
+    NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
     TierReport("dram", 2**40, 2, 3, 4, 5, 6, 7, 8, "lru", 9, NO_BUDGET),
     SpaceReport("ab", "t", "model", 1, 2, 3, 4),
     BlockReport("k", "s", "t", "layers 0-1 heads 0-1", "dram", -1, 2**63, 3),

@@ -1,0 +1,320 @@
+"""The journal and what goes on with it: rows that are believed, order, quotas, marks, disk."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.engine import journal as journal_module
+from kvstore.engine.events import Ended, Exited, FileKnown
+from kvstore.engine.journal import Journal, JournalUnusable
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
+from kvstore.wire.messages import Grant, Quiesce, Quiet, Verified
+from kvstore.wire.space import fingerprint
+from tests.unit.engine.harness import (
+    HALVES,
+    SMALL,
+    WHOLE,
+    Peer,
+    arrays,
+    checksum,
+    key,
+    keys,
+    pairs,
+)
+from tests.unit.engine.mortal import MortalNode, tape
+
+SPACE = SpaceId(fingerprint(SMALL, weights_epoch=""))
+
+
+def reborn(node: MortalNode) -> MortalNode:
+    """The process died between two steps, and another goes on."""
+    node.restart(node.memory)
+    return node
+
+
+def moved(node: MortalNode, **changes: int) -> Journal:
+    """The node's journal, as somebody with other sizes would see it."""
+    sizes = {"arena_bytes": node.config.arena_bytes, "slab_bytes": node.config.slab_bytes}
+    return Journal(node.memory, **(sizes | changes))
+
+
+# ── what is believed ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_row_with_any_bit_flipped_is_a_miss() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    peer.seal(1)
+    journal = moved(node)
+    (word,) = journal.published()
+    random = np.random.default_rng(1)
+    for column in range(8):
+        for bit in random.choice(64, 8, replace=False).tolist():
+            row = journal._rows[word]
+            row[column] ^= np.uint64(1 << bit)
+            found = journal.examine(quotas=[], writers=set(node.registry))
+            assert len(found.words) == 0, (column, bit)
+            row[column] ^= np.uint64(1 << bit)
+    assert journal.examine(quotas=[], writers=set(node.registry)).words.tolist() == [word]
+
+
+def test_a_row_in_another_slot_is_a_miss() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    peer.seal(1)
+    journal = moved(node)
+    (word,) = journal.published()
+    journal.writers[word + 1] = 0
+    journal._rows[word + 1] = journal._rows[word]
+    journal._rows[word, 7] = 0
+    assert len(journal.examine(quotas=[], writers=set(node.registry)).words) == 0
+
+
+def test_the_same_block_twice_counts_once() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    peer.seal(1, 2)
+    journal = moved(node)
+    one, two = journal.published()
+    row = journal._rows[one : one + 1].copy()
+    row[:, 7] = journal_module._checks(np.array([two]), row)
+    journal._rows[two] = row
+    assert journal.examine(quotas=[], writers=set(node.registry)).words.tolist() == [one]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_another_layout_is_not_believed(at: int) -> None:
+    node = MortalNode()
+    Peer(node).seal(1)
+    node.memory[at] += np.uint64(1)
+    with pytest.raises(JournalUnusable, match="another version"):
+        moved(node).examine(quotas=[], writers=set(node.registry))
+
+
+def test_a_writer_whom_nobody_knows_makes_all_of_it_unusable() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    with pytest.raises(JournalUnusable, match="1 writers that nobody knows"):
+        moved(node).examine(quotas=[], writers={peer.scheduler})
+
+
+def test_slots_of_a_size_that_cannot_be_make_all_of_it_unusable() -> None:
+    node = MortalNode()
+    Peer(node).seal(1)
+    journal = moved(node)
+    journal.slabs[0] = 5
+    with pytest.raises(JournalUnusable, match="of a size that there is not"):
+        journal.examine(quotas=[], writers=set(node.registry))
+
+
+def test_names_of_all_lengths_and_a_torn_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = tape(Journal.size_bytes(8 * SLOT_BYTES_MIN, 2 * SLOT_BYTES_MIN))
+    sizes = {"arena_bytes": 8 * SLOT_BYTES_MIN, "slab_bytes": 2 * SLOT_BYTES_MIN}
+    journal = Journal.fresh(**sizes, memory=memory)
+    journal.slabs[:] = SLOT_BYTES_MIN
+    tenants = ["t", "x" * 255, "é" * 127]
+    sums = np.ones((1, 2), np.uint64)
+    for number, tenant in enumerate(tenants, start=1):
+        block = np.frombuffer(key(number), np.uint64).reshape(1, 4)
+        address = (tenant, SPACE, Shard(2**30, 2**31, 2**30, 2**31))
+        journal.publish(np.array([number]), number, address, block, sums)
+    found = Journal(memory, **sizes).examine(quotas=[], writers=set())
+    assert [found.addresses[int(id)][0] for id in found.scopes] == tenants
+    journal._entries[1, 3] ^= np.uint64(1)
+    found = Journal(memory, **sizes).examine(quotas=[], writers=set())
+    assert found.words.tolist() == [1, 3]
+
+
+def test_scopes_without_room_are_not_kept_until_there_is_some() -> None:
+    sizes = {"arena_bytes": 8 * SLOT_BYTES_MIN, "slab_bytes": 2 * SLOT_BYTES_MIN}
+    journal = Journal.fresh(**sizes)
+    journal._indexes = [0]
+    block = np.frombuffer(key(1), np.uint64).reshape(1, 4)
+    sums = np.ones((1, 2), np.uint64)
+    journal.publish(np.array([0]), 1, ("a", SPACE, WHOLE), block, sums)
+    journal.publish(np.array([1]), 2, ("b", SPACE, WHOLE), block, sums)
+    assert journal.published().tolist() == [0]
+    assert journal.is_published(np.array([1]), 2, block, sums), "nothing is expected of it"
+    journal.retract(np.array([0]))
+    journal.forget_scope(1)
+    journal.publish(np.array([1]), 2, ("b", SPACE, WHOLE), block, sums)
+    assert journal.published().tolist() == [1]
+
+
+# ── what is kept ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_blocks_are_there_again_and_their_readers_are_told_to_verify() -> None:
+    node = MortalNode()
+    places = Peer(node).seal(1, 2, 3)
+    reborn(node)
+    peer = Peer(node, "f")
+    reply = peer.lease(1, 1, 2, 3, 4)
+    again = pairs(reply)
+    assert [slot for slot, _ in again] == [slot for slot, _ in places]
+    assert all(new > old for (_, new), (_, old) in zip(again, places, strict=True))
+    assert reply.checksums == b"".join(checksum(n) for n in (1, 2, 3))
+    assert node.engine.counters.blocks_kept == 3
+
+
+def test_what_was_verified_once_is_not_verified_again_but_what_was_not_is() -> None:
+    node = MortalNode()
+    Peer(node).seal(1, 2)
+    reborn(node)
+    peer = Peer(node, "f")
+    places = pairs(peer.lease(1, 1, 2))
+    peer.seal(3)
+    node.hear(peer.ranks[0], Verified(*arrays(places[:1])))
+    assert peer.lease(2, 1, 2, 3).checksums == bytes(16) + checksum(2) + bytes(16)
+    node.hear(peer.ranks[0], Verified(*arrays(places)))
+    assert peer.lease(3, 1, 2, 3).checksums == b""
+    assert node.engine.counters.blocks_verified == 2
+    assert peer.lease(4, 1, with_checksums=True).checksums == checksum(1)
+
+
+def test_only_who_can_read_a_copy_vouches_for_it() -> None:
+    node = MortalNode(slots=64)
+    Peer(node).seal(1)
+    reborn(node)
+    mine, other = Peer(node, "f"), Peer(node, "g", tenant="u")
+    (place,) = pairs(mine.lease(1, 1))
+    node.hear(other.ranks[0], Verified(*arrays([place])))
+    node.hear(mine.ranks[0], Verified(*arrays([(place[0], place[1] - 1)])))
+    assert mine.lease(2, 1).checksums == checksum(1)
+
+
+def test_a_slot_that_is_given_another_block_needs_no_verifying() -> None:
+    node = MortalNode()
+    Peer(node).seal(1)
+    reborn(node)
+    peer = Peer(node, "f")
+    peer.distrust(*pairs(peer.lease(1, 1)))
+    peer.seal(1)
+    assert peer.lease(2, 1).checksums == b""
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
+def test_the_order_of_use_is_kept(policy: str) -> None:
+    node = MortalNode(slots=8, policy=policy, credit_share=0.25)
+    peer = Peer(node)
+    for number in range(6):
+        peer.seal(number)
+    peer.hint(0)
+    peer.hint(1)
+    node.end(peer.scheduler, *peer.ranks)
+    node.step(Exited(ConnectionId(peer.ranks[0])))
+    reborn(node)
+    again = Peer(node, "f")
+    for number in range(10, 14):
+        again.seal(number)
+    left = [n for n in range(6) if again.hint(n) == [True]]
+    assert left[:2] == [0, 1], "what was asked for last goes last"
+    assert 2 not in left
+
+
+def test_quotas_count_what_was_kept() -> None:
+    quotas = (("e", 12 * SLOT_BYTES_MIN),)
+    node = MortalNode(quotas=quotas)
+    Peer(node).seal(1, 2)
+    held = node.engine._state.slots.quotas.held.tolist()
+    reborn(node)
+    assert node.engine._state.slots.quotas.held.tolist() == held
+    node.quotas = ["another"]
+    reborn(node)
+    assert node.engine._state.slots.quotas.held.tolist() == [sum(held), 0]
+
+
+def test_a_block_on_disk_too_is_one_block() -> None:
+    node = MortalNode(file_bytes=1 << 30)
+    Peer(node).seal(1, 2)
+    reborn(node)
+    places = np.array([7, 8], dtype="<u8").tobytes()
+    sums = checksum(1) + checksum(9)
+    node.step(FileKnown("t", SPACE, WHOLE, keys(1, 2), places, sums))
+    assert node.blocks() == {key(1)[:4].hex(): "dram+file", key(2)[:4].hex(): "dram"}
+
+
+def test_a_space_is_kept_over_two_deaths() -> None:
+    node = MortalNode(slots=128)  # credits of the dead stay out
+    Peer(node, shards=HALVES).store(1, 2)
+    for life in range(2):
+        reborn(node)
+        peer = Peer(node, f"f{life}", shards=HALVES)
+        assert len(pairs(peer.lease(1, 1, 2))) == 4
+        peer.store(10 + life)
+    reborn(node)
+    assert len(pairs(Peer(node, "g", shards=HALVES).lease(1, 10))) == 2
+
+
+# ── who may write ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_granted_is_quarantined_until_its_rank_attaches_again() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    granted = node.granted()
+    assert granted > 0
+    reborn(node)
+    assert (node.granted(), node.quarantined()) == (0, granted)
+    node.connect(peer.scheduler_hello())
+    assert node.quarantined() == granted, "a scheduler writes nothing"
+    node.connect(peer.rank_hello(0, process="another"))
+    assert node.quarantined() == granted, "another process of the same rank"
+    node.connect(peer.rank_hello(0))
+    assert node.quarantined() == 0
+    assert peer.ranks[0] in node.released
+
+
+def test_or_until_its_process_is_gone() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    reborn(node)
+    assert node.quarantined() > 0
+    node.step(Exited(ConnectionId(peer.ranks[0])))
+    assert node.quarantined() == 0
+    assert peer.ranks[0] in node.released
+
+
+def test_who_died_while_there_was_no_node_is_heard_of() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    node.dead.add(peer.ranks[0])
+    reborn(node)
+    assert node.quarantined() == 0
+
+
+def test_a_writer_who_had_hung_up_is_still_one_after_two_deaths() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    node.step(Ended(ConnectionId(peer.ranks[0])))
+    held = node.quarantined()
+    assert held > 0
+    reborn(reborn(node))
+    assert node.quarantined() == held
+    node.connect(peer.rank_hello(0))
+    assert node.quarantined() == 0
+
+
+def test_ranks_that_hold_nothing_are_let_go_of() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    peer.drop(*peer.unused())
+    node.end(peer.scheduler)
+    node.hear(peer.ranks[0], Quiet(node.last(peer.ranks[0], Quiesce).session))
+    assert node.granted() == 0
+    reborn(node)
+    assert peer.ranks[0] in node.released
+    assert node.registry == {}
+
+
+def test_credits_of_the_dead_process_are_no_good() -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    (place, *_) = peer.unused()
+    reborn(node)
+    again = Peer(node)
+    granted = [p for m in node.sent[again.scheduler] if isinstance(m, Grant) for p in pairs(m)]
+    assert place not in granted
+    again.seal(1, places=[place])
+    assert node.blocks() == {}
