@@ -22,15 +22,27 @@ import numpy as np
 
 from kvstore.arena import ArenaView, GenerationView
 from kvstore.client.core.attachment import GONE_TIMES
-from kvstore.client.core.copies import Copied, Copy, LoadBlock, Mismatch, Outcome, Void
+from kvstore.client.core.copies import (
+    CompareBlock,
+    Compared,
+    Copied,
+    Copy,
+    LoadBlock,
+    Mismatch,
+    Outcome,
+    Void,
+)
 from kvstore.client.link import Link, Lost
 from kvstore.connector.handoff import Handoff
 from kvstore.errors import AttachError, ProtocolError
+from kvstore.kernels.compare import BOUNDS
 from kvstore.kernels.pack import PagedCache
+from kvstore.kernels.reference import Bytes
 from kvstore.obs.logs import RateLimit
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import Message, NodeMessage, Refused, Welcome
+from kvstore.wire.record import payload_checksum
 
 logger = logging.getLogger("vllm.kvstore.rank")
 logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second
@@ -67,12 +79,25 @@ class Copier:
     """See the module. Everything but `start` and `join` runs on its thread."""
 
     def __init__(
-        self, handoff: Handoff, cache: PagedCache, *, socket: str, heartbeat_timeout_ms: int
+        self,
+        handoff: Handoff,
+        cache: PagedCache,
+        *,
+        socket: str,
+        heartbeat_timeout_ms: int,
+        values: str = "",
     ) -> None:
+        """Args:
+        handoff, cache: whose jobs, whose blocks.
+        socket: the node's.
+        heartbeat_timeout_ms: a node silent for longer is away.
+        values: type of the numbers in the cache, for comparing; empty: they cannot be compared.
+        """
         self._handoff = handoff
         self._cache = cache
         self._socket = socket
         self._gone_ns = GONE_TIMES * heartbeat_timeout_ms * NS_PER_MS
+        self._values = values
         self._link: Link | None = None
         self._arena: ArenaView | None = None
         self._generations: GenerationView | None = None
@@ -235,6 +260,8 @@ class Copier:
         if not self._is_current(copy):
             return Void()
         slot = self._arena.array[begin:end]
+        if isinstance(copy, CompareBlock):
+            return self._compare(copy, slot)
         begin_ns = time.perf_counter_ns()
         checksum = b""
         if not isinstance(copy, LoadBlock):
@@ -249,6 +276,17 @@ class Copier:
         if isinstance(copy, LoadBlock) and copy.checksum not in (None, checksum):
             return Mismatch()
         return Copied(checksum, duration_ns)
+
+    def _compare(self, copy: CompareBlock, slot: Bytes) -> Outcome:
+        if not self._values:
+            return Void("values of this type cannot be compared")
+        error = self._cache.error(copy.block_id, slot, values=self._values)
+        diverged = error > BOUNDS[self._values]
+        # What is damaged is found by its checksum and is no word against the space.
+        damaged = diverged and payload_checksum(copy.header, slot.data) != copy.checksum
+        if not self._is_current(copy):
+            return Void()
+        return Mismatch() if damaged else Compared(error, diverged)
 
     def _is_current(self, copy: Copy) -> bool:
         assert self._generations is not None

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from kvstore.kernels.compare import BOUNDS
 from kvstore.types import Shard
 from kvstore.wire.layout import Geometry
 from kvstore.wire.space import Space
@@ -123,6 +124,14 @@ def cache_arrays(
     if len({array.shape for array in arrays}) != 1:
         return NotServed("the layers' pages differ in size")
     return arrays
+
+
+def value_type(kv_caches: Mapping[str, torch.Tensor]) -> str:
+    """Type of the numbers in the cache, a key of `compare.BOUNDS`; empty: another one, such as
+    8 bit, which says little without its scales."""
+    types = {str(cache.dtype).removeprefix("torch.") for cache in kv_caches.values()}
+    name = types.pop() if len(types) == 1 else ""
+    return name if name in BOUNDS else ""
 
 
 def describe(

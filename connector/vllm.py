@@ -354,4 +354,5 @@ def _core_config(config: ConnectorConfig, vllm_config: VllmConfig) -> SchedulerC
         min_load_tokens=config.min_load_tokens,
         store_decode=config.store == "all",
         verify_every=config.verify_every,
+        shadow_every=config.shadow_every,
     )

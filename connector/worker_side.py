@@ -19,7 +19,7 @@ from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.client.core.rank import RankConfig, RankCore, refuse
 from kvstore.connector.copier import Copier
 from kvstore.connector.handoff import Handoff
-from kvstore.connector.mapping import NotServed, cache_arrays, describe
+from kvstore.connector.mapping import NotServed, cache_arrays, describe, value_type
 from kvstore.connector.weights import NoDigest, digest_weights
 from kvstore.kernels.pack import PagedCache
 
@@ -73,6 +73,7 @@ class WorkerSide:
             cache,
             socket=self._config.socket,
             heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
+            values=value_type(kv_caches),
         )
         self._copier.start()
 
@@ -197,6 +198,7 @@ def _join(first: RankReport | None, second: RankReport) -> RankReport:
         session=second.session,
         loads=first.loads + second.loads,
         store_jobs_done=first.store_jobs_done + second.store_jobs_done,
+        compared=first.compared + second.compared,
         blocks_sealed=first.blocks_sealed + second.blocks_sealed,
         blocks_dropped=first.blocks_dropped + second.blocks_dropped,
         store_bytes=first.store_bytes + second.store_bytes,

@@ -26,6 +26,7 @@ import xxhash
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from kvstore.kernels.compare import error_of
 from kvstore.kernels.reference import Bytes
 
 PIECE_BYTES = 256 << 10
@@ -95,6 +96,13 @@ class PagedCache:
             np.copyto(pages[block], part.reshape(pages.shape[1:]))
             digest.update(part.data)
         return digest.digest()
+
+    def error(self, block: int, slot: Bytes, *, values: str) -> float:
+        """How far a block lies from what the slot holds (`compare.error_of`); copies nothing."""
+        self._check(block, slot)
+        size = self.page_bytes
+        cached = [slot[at : at + size] for at in range(0, self.block_bytes, size)]
+        return error_of([layer[block] for layer in self._layers], cached, values=values)
 
     def _check(self, block: int, slot: Bytes) -> None:
         assert 0 <= block < self.block_count, f"block {block} of {self.block_count}"

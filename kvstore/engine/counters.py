@@ -14,6 +14,7 @@ class Counters:
         "blocks_missed",
         "blocks_verified",
         "evictions",
+        "file_blocks_damaged",
         "file_blocks_not_admitted",
         "file_blocks_over_budget",
         "file_blocks_read",
@@ -26,6 +27,8 @@ class Counters:
         "leases_expired",
         "protocol_refusals",
         "sessions_opened",
+        "shadow_blocks",
+        "shadow_blocks_diverged",
         "slots_quarantined",
         "stale_slots",
         "stores_dropped",
@@ -41,6 +44,7 @@ class Counters:
         self.blocks_missed = 0
         self.blocks_verified = 0
         self.evictions = 0
+        self.file_blocks_damaged = 0
         self.file_blocks_not_admitted = 0
         self.file_blocks_over_budget = 0
         self.file_blocks_read = 0
@@ -53,6 +57,8 @@ class Counters:
         self.leases_expired = 0
         self.protocol_refusals = 0
         self.sessions_opened = 0
+        self.shadow_blocks = 0
+        self.shadow_blocks_diverged = 0
         self.slots_quarantined = 0
         self.stale_slots = 0
         self.stores_dropped = 0

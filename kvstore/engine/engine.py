@@ -34,6 +34,7 @@ from kvstore.engine.events import (
     Ready,
     Received,
     Release,
+    Scrubbed,
     Tick,
 )
 from kvstore.engine.explain import Explain
@@ -42,13 +43,16 @@ from kvstore.engine.findings import Findings
 from kvstore.engine.journal import Journal
 from kvstore.engine.lookups import Lookups
 from kvstore.engine.owners import Connection
+from kvstore.engine.scrubs import Scrubs, Sealed
 from kvstore.engine.sessions import Sessions
 from kvstore.engine.state import EngineConfig, State
 from kvstore.engine.stores import Stores
+from kvstore.engine.switches import Switches
 from kvstore.engine.tombstones import Why
-from kvstore.types import ConnectionId, SpaceId
+from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.messages import (
+    Compared,
     Distrust,
     Drop,
     EngineMessage,
@@ -71,7 +75,7 @@ CLEAR_ROWS_MAX = 32_768
 """Rows of one Clear, about 10 ms: whoever clears asks again until fewer were there."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
-_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story)
+_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared)
 
 
 class Engine:
@@ -96,6 +100,8 @@ class Engine:
         self._stores = Stores(self._state, admission, self._files.writes)
         self._findings = Findings(self._state)
         self._lookups = Lookups(self._state, self._files, self._findings)
+        self._switches = Switches(self._state, self._findings)
+        self._scrubs = Scrubs(self._state)
         self.explain = Explain(self._state, self._findings)
         """Why recent requests hit or missed."""
 
@@ -132,18 +138,23 @@ class Engine:
             case Ready(ready_bytes=ready_bytes):
                 state.slots.ready(ready_bytes)
                 state.credits_due = True
-            case Tick(file_used_bytes=used_bytes):
-                state.file_used_bytes = used_bytes
+            case Tick(file_used_bytes=used_bytes, file_breakers=breakers):
+                state.file_used_bytes, state.file_breakers = used_bytes, breakers
                 state.counters.leases_expired += state.leases.expire(state.now_ns)
                 state.slots.retry_starved()
                 state.credits_due = True
                 self._findings.tick()
+                self._empty_what_is_off()
             case Adopt():
                 adopt(state, event)
             case Clear(space=space, tenant=tenant):
-                count = self._clear(space, tenant)
+                count = self._clear(space, tenant, Why.CLEARED)
+                if count < CLEAR_ROWS_MAX:
+                    self._switches.clear(tenant, space)
                 state.publish_generations()
                 state.say(Cleared(count))
+            case Scrubbed():
+                self._scrubs.take(event)
             case _:
                 self._take_file_event(event)
 
@@ -197,6 +208,9 @@ class Engine:
                 self._lookups.hint(connection, message)
             case Story():
                 self.explain.tell(connection, message)
+            case Compared():
+                self._switches.take(connection, message)
+                self._empty_what_is_off()
             case LeaseRenew(leases=leases):
                 state.leases.renew(session, leases, state.now_ns)
             case LeaseRelease(leases=leases):
@@ -222,7 +236,16 @@ class Engine:
 
     # ── all blocks ───────────────────────────────────────────────────────────────────────────────
 
-    def _clear(self, space: bytes | None, tenant: str | None) -> int:
+    def _empty_what_is_off(self) -> None:
+        """A slice of it."""
+        address = self._switches.to_empty()
+        if address is not None:
+            tenant, space = address
+            if self._clear(space, tenant, Why.DIVERGED) < CLEAR_ROWS_MAX:
+                self._switches.emptied(address)
+            self._state.publish_generations()
+
+    def _clear(self, space: bytes | None, tenant: str | None, why: Why) -> int:
         """Forget up to CLEAR_ROWS_MAX blocks in every tier. Credits stay out; readers see
         generations change."""
         residency = self._state.residency
@@ -234,7 +257,7 @@ class Engine:
         rows = residency.rows_in(scopes)[:CLEAR_ROWS_MAX]
         in_file = rows[residency.file[rows] != 0]
         words = residency.words(rows)
-        stamp = self._state.stamp(Why.CLEARED)
+        stamp = self._state.stamp(why)
         residency.drop_file(in_file, stamp)
         self._state.empty(words[words >= 0], stamp)
         if len(rows) < CLEAR_ROWS_MAX:
@@ -270,7 +293,12 @@ class Engine:
 
     def tiers(self) -> list[report.TierReport]:
         """One row per tier."""
-        return report.tiers(self._state, self._files.writes.budget_left_bytes())
+        budget_left_bytes = self._files.writes.budget_left_bytes()
+        return report.tiers(self._state, budget_left_bytes, self._scrubs.tiers)
+
+    def sealed(self, first_word: int) -> Sealed:
+        """Blocks in dram to be verified, from a word of the arena on: see `Scrubs.sealed`."""
+        return self._scrubs.sealed(first_word)
 
     def spaces(self) -> list[report.SpaceReport]:
         """One row per (tenant, space)."""
@@ -278,7 +306,19 @@ class Engine:
 
     def space_ids(self) -> list[SpaceId]:
         """Full ids of the spaces that hold a block or have had an engine."""
-        return sorted({space for _, space, _ in self._state.residency.scopes()})
+        state = self._state
+        return sorted(
+            {space for _, space, _ in state.residency.scopes()} | {space for _, space in state.off}
+        )
+
+    def spaces_off(self) -> list[tuple[str, SpaceId, Tier | None]]:
+        """(tenant, space, tier or all) of what a shadow check switched off."""
+        return [(*address, off.tier) for address, off in self._state.off.items()]
+
+    @property
+    def worst_shadow_error(self) -> float:
+        """Largest relative error that a shadow check found since the start."""
+        return self._switches.worst_error
 
     def blocks(self, *, limit: int = 1000, space: str = "") -> list[report.BlockReport]:
         """Up to `limit` blocks whose space begins with the hex digits `space`."""

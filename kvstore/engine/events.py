@@ -56,6 +56,26 @@ class Tick(msgspec.Struct, frozen=True):
 
     file_used_bytes: int = 0
     """What the file tier takes of its capacity."""
+    file_breakers: tuple[str, str] = ("closed", "closed")
+    """State of those of its reads and of its writes."""
+
+
+class Scrubbed(msgspec.Struct, frozen=True):
+    """A background scrub verified so much of a tier since it last said so.
+
+    What is bad on disk is told by FileGone beside it; of dram it is here: `slots` u32 each with
+    their `generations` u64, whose bytes did not match their checksums.
+    """
+
+    tier: Tier
+    blocks: int
+    size_bytes: int
+    bad_blocks: int = 0
+    """On disk."""
+    slots: bytes = b""
+    generations: bytes = b""
+    pass_ended: bool = False
+    """Everything that the tier held was looked at once more."""
 
 
 class Clear(msgspec.Struct, frozen=True):
@@ -95,6 +115,8 @@ class FileGone(msgspec.Struct, frozen=True):
     shard: Shard
     keys: bytes
     locations: bytes = b""
+    damaged: bool = False
+    """They were read, and are not what was stored there."""
 
 
 class FileWritten(msgspec.Struct, frozen=True):
@@ -138,7 +160,7 @@ class FileReclaim(msgspec.Struct, frozen=True):
 
 
 FileEvent = FileKnown | FileMoved | FileGone | FileWritten | FileRead | FileLate | FileReclaim
-Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | FileEvent
+Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | Scrubbed | FileEvent
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -231,6 +253,19 @@ class ReclaimFile(msgspec.Struct, frozen=True):
     cause: int
 
 
+class SwitchedOff(msgspec.Struct, frozen=True):
+    """To be told to people: a shadow check found other values than this space holds."""
+
+    tenant: str
+    space: SpaceId
+    tier: Tier | None
+    """Which one is off for it; None: all."""
+    engine: str
+    blocks: int
+    diverged: int
+    error_ppm: int
+
+
 class Changed(msgspec.Struct, frozen=True, gc=False):
     """A tier holds these blocks since now, or no more. Only if EngineConfig.tell_changes."""
 
@@ -247,4 +282,14 @@ class Changed(msgspec.Struct, frozen=True, gc=False):
 
 
 FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
-Command = Send | Admit | Hangup | RaiseGenerations | Release | Cleared | Changed | FileCommand
+Command = (
+    Send
+    | Admit
+    | Hangup
+    | RaiseGenerations
+    | Release
+    | Cleared
+    | SwitchedOff
+    | Changed
+    | FileCommand
+)

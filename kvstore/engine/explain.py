@@ -98,6 +98,7 @@ _OUTCOMES: Final = {
     "not stored": "the node did not hold the first block asked for",
     "deadline": "the node's answer took longer than lookup_deadline_ms",
     "load failed": "the load failed and the rest was computed",
+    "shadow check": "a hit, computed all the same to compare it with the cache (shadow_every)",
     "adapter": "requests with a LoRA adapter are neither stored nor loaded",
     "not asked": "the engine never asked: it ended early, or must not read a cache",
 }
@@ -109,13 +110,20 @@ _LEFT: Final = {
     Why.CROWDED: ("evicted", "dropped from disk because the node's table was full"),
     Why.CLEARED: ("cleared", "cleared"),
     Why.DISTRUSTED: ("failed check", "dropped because its bytes in dram failed their checksum"),
+    Why.SCRUBBED: ("failed check", "dropped because the scrub found its bytes in dram changed"),
+    Why.DIVERGED: ("switched off", "dropped when its space was switched off by a shadow check"),
     Why.FILE_LOST: ("failed check", "its record on disk was damaged or went away"),
 }
+SWITCHED_OFF: Final = (
+    "its space is switched off: a shadow check computed other values than were held; "
+    "kvstore inspect spaces names it, kvstore clear --space switches it on again"
+)
 _ABSENT: Final = {
     Found.NOT_READ: ("file", "not read", "on disk; the disk was busy with other reads"),
     Found.BEHIND_DRAM: ("dram", "behind a gap", "held, but a block before it is missing"),
     Found.BEHIND_FILE: ("file", "behind a gap", "on disk, but a block before it is missing"),
     Found.SOME_SHARDS: ("", "not all shards", "some ranks' parts of it are there, others not"),
+    Found.SWITCHED_OFF: ("", "switched off", SWITCHED_OFF),
     Found.NEVER: ("", "never stored", "never stored since the node started"),
     Found.FORGOTTEN: ("", "never stored", "never stored, or gone for longer than is remembered"),
     Found.UNEXAMINED: ("", "not known", "not held; too many lookups at once to see why"),

@@ -47,7 +47,7 @@ from kvstore.engine.state import State
 from kvstore.engine.table import NO_ROWS, Keys, Rows
 from kvstore.engine.tombstones import Why
 from kvstore.engine.writes import JOB_BYTES_MAX, MOVING_SHARE, Writes
-from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.types import KEY_BYTES, SpaceId, Tier
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, LeaseMore, keys_array
 
@@ -131,7 +131,7 @@ class Files:
         many of them, from the first on, are in dram or on their way, or REPEATED: then nothing was
         begun. `held`: rows of the first shard that the same question has leased already."""
         state = self._state
-        if not self.enabled:
+        if not self.enabled or (owner.known and state.is_off(*owner.known, Tier.FILE)):
             return 0
         keys = keys[: PROMOTED_BLOCKS_MAX // max(len(owner.scopes), 1)]
         space = owner.rank_hellos()[0].space
@@ -343,6 +343,8 @@ class Files:
     def known(self, event: FileKnown) -> None:
         """The tier holds these blocks. Of two places the later written one counts."""
         state = self._state
+        if state.is_off(event.tenant, SpaceId(event.space), Tier.FILE):
+            return
         state.forget_unused_scopes()
         scope = state.residency.scope(event.tenant, SpaceId(event.space), event.shard)
         _, first = np.unique(np.frombuffer(event.keys, dtype="V32"), return_index=True)
@@ -381,6 +383,8 @@ class Files:
         there = rows >= 0
         if locations:
             there[there] = residency.file[rows[there]] == np.frombuffer(locations, "<u8")[there]
+        if event.damaged:
+            self._state.counters.file_blocks_damaged += len(event.keys) // KEY_BYTES
         residency.drop_file(np.unique(rows[there]), self._state.stamp(Why.FILE_LOST))
 
     def reclaim(self, event: FileReclaim) -> None:

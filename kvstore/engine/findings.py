@@ -70,6 +70,8 @@ class Found(enum.IntEnum):
     """Not there; nobody looked why, because there were too many lookups."""
     MIXED = 13
     """Behind SPANS_MAX spans."""
+    SWITCHED_OFF = 14
+    """Nobody looked: the space is switched off."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -132,6 +134,19 @@ class Finding:
         rest = len(self.keys) if self.keys is not None else sum(s.blocks for s in self.spans)
         return self.held + rest
 
+    def was_switched_off(self) -> Finding:
+        """Nothing was looked for."""
+        assert self.keys is not None
+        _close(self, [Span(len(self.keys), Found.SWITCHED_OFF)])
+        return self
+
+    def from_disk(self) -> Flags:
+        """Which of the leased blocks came from disk for this lookup."""
+        flags = np.zeros(self.held + self.arrived, dtype=bool)
+        for begin, some in self.came_from_disk:
+            flags[begin : begin + len(some)] = some
+        return flags
+
     def brought(self, begin: int, flags: Flags | None) -> None:
         """Some of the leased blocks from `begin` on came from disk."""
         if flags is not None:
@@ -139,9 +154,7 @@ class Finding:
 
     def every_span(self) -> list[Span]:
         """What was found, then what was not. It must have been examined."""
-        flags = np.zeros(self.held + self.arrived, dtype=bool)
-        for begin, some in self.came_from_disk:
-            flags[begin : begin + len(some)] = some
+        flags = self.from_disk()
         codes = np.where(flags, int(Found.FILE), int(Found.DRAM)).astype(np.int64)
         found = spans(codes, np.zeros(len(codes), dtype=np.uint64))
         rest, skip = [], self.arrived

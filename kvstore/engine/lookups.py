@@ -37,6 +37,8 @@ class Lookups:
         keys = keys_array(ask.keys)[: KEYS_PER_DATAGRAM_MAX // max(len(owner.scopes), 1)]
         if not session or not state.leases.may_add(session, ask.lease):
             keys = keys[:0]
+        if session and owner.known and state.is_off(*owner.known):
+            return self._refuse(connection, ask, session)
         run = leading_run(state, owner.scopes, keys)
         if run.repeats():
             return "a LeaseAsk that names a key twice"
@@ -78,12 +80,27 @@ class Lookups:
             self._files.wait(Wait(connection, ask.lease, held, rest, ask.with_checksums, finding))
         return ""
 
+    def _refuse(self, connection: Connection, ask: LeaseAsk, session: int) -> str:
+        """Nothing of this space is lent; explain says why."""
+        state, keys = self._state, keys_array(ask.keys)
+        state.counters.blocks_missed += len(keys)
+        nothing = LeaseReply(
+            lease=ask.lease, ttl_ms=state.config.lease_ttl_ms, slots=b"", generations=b""
+        )
+        state.send(connection, nothing)
+        if len(keys):
+            run = leading_run(state, connection.owner.scopes, keys[:0])
+            finding = Finding(connection, run, keys, 0, state.now_ns).was_switched_off()
+            self._findings.add(session, ask.lease, finding)
+        return ""
+
     def hint(self, connection: Connection, hint: Hint) -> None:
         """Touch what is held, and say what is known."""
         state, owner = self._state, connection.owner
         keys = keys_array(hint.keys)
-        present = np.full(len(keys), bool(owner.open_session))
-        if owner.open_session:
+        is_off = bool(owner.known and state.is_off(*owner.known))
+        present = np.full(len(keys), bool(owner.open_session) and not is_off)
+        if owner.open_session and not is_off:
             space = owner.rank_hellos()[0].space
             for size, scope in zip(owner.slot_sizes, owner.scopes, strict=True):
                 rows = state.residency.find(scope, keys)

@@ -13,6 +13,9 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import HelloRank, HelloScheduler
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvstore.engine.scrubs import TierScrub
     from kvstore.engine.state import State
 
 ROWS_MAX = 10_000
@@ -52,6 +55,16 @@ class TierReport(msgspec.Struct, frozen=True):
     """Times a block was not written: seen once only, or the budget was used up."""
     budget_left_bytes: int
     """What may be written to disk now; NO_BUDGET: any amount."""
+    reads: str
+    """Whether they are tried: closed (as ever), open (not now), half-open (one, to see)."""
+    writes: str
+    scrubbed_blocks: int
+    """Verified in the background since the start."""
+    scrubbed_bytes: int
+    scrub_bad: int
+    """Of those: not what was stored, and dropped."""
+    scrub_age_ms: int
+    """Since everything was verified once more; -1: not yet."""
 
 
 class SpaceReport(msgspec.Struct, frozen=True):
@@ -64,6 +77,8 @@ class SpaceReport(msgspec.Struct, frozen=True):
     blocks_file: int
     bytes_dram: int
     engines: int
+    off: str
+    """Switched off by a shadow check in this tier, or in all; empty: it is not."""
 
 
 class BlockReport(msgspec.Struct, frozen=True):
@@ -117,8 +132,11 @@ def nodes(state: State) -> list[NodeReport]:
     ]
 
 
-def tiers(state: State, budget_left_bytes: int | None) -> list[TierReport]:
+def tiers(
+    state: State, budget_left_bytes: int | None, scrubs: Mapping[Tier, TierScrub]
+) -> list[TierReport]:
     """One row per tier."""
+    dram_scrub, file_scrub = scrubs[Tier.DRAM], scrubs[Tier.FILE]
     counters = state.counters
     slots = state.slots
     # Whole columns at once: a scrape must not hold up the loop, however large the arena is.
@@ -139,6 +157,12 @@ def tiers(state: State, budget_left_bytes: int | None) -> list[TierReport]:
             policy=state.config.policy,
             not_admitted=0,
             budget_left_bytes=NO_BUDGET,
+            reads="closed",
+            writes="closed",
+            scrubbed_blocks=dram_scrub.blocks,
+            scrubbed_bytes=dram_scrub.size_bytes,
+            scrub_bad=dram_scrub.bad,
+            scrub_age_ms=dram_scrub.age_ms(state.now_ns),
         ),
         TierReport(
             tier="file",
@@ -153,6 +177,12 @@ def tiers(state: State, budget_left_bytes: int | None) -> list[TierReport]:
             policy=state.config.file_admission.value,
             not_admitted=counters.file_blocks_not_admitted + counters.file_blocks_over_budget,
             budget_left_bytes=NO_BUDGET if budget_left_bytes is None else budget_left_bytes,
+            reads=state.file_breakers[0],
+            writes=state.file_breakers[1],
+            scrubbed_blocks=file_scrub.blocks,
+            scrubbed_bytes=file_scrub.size_bytes,
+            scrub_bad=file_scrub.bad,
+            scrub_age_ms=file_scrub.age_ms(state.now_ns),
         ),
     ]
 
@@ -173,6 +203,12 @@ def spaces(state: State) -> list[SpaceReport]:
             hello = owner.scheduler.hello
             assert isinstance(hello, HelloScheduler)
             labels[tenant, space.hex()] = hello.label
+    off = {
+        (t, space.hex()): (o.tier.name.lower() if o.tier else "all")
+        for (t, space), o in state.off.items()
+    }
+    for address in off:
+        found.setdefault(address, [0, 0, 0, 0])
     # Counted over whole columns: no pass per scope.
     in_dram = np.bincount(scopes[words >= 0])
     in_file = np.bincount(scopes[residency.file[used] != 0], minlength=len(in_dram))
@@ -194,6 +230,7 @@ def spaces(state: State) -> list[SpaceReport]:
             blocks_file=row[1],
             bytes_dram=row[2],
             engines=row[3],
+            off=off.get((tenant, space), ""),
         )
         for (tenant, space), row in sorted(found.items())
     ]

@@ -21,7 +21,7 @@ from kvstore.engine.policy.port import Words
 from kvstore.engine.residency import Change, Residency
 from kvstore.engine.slots import Slots
 from kvstore.engine.tombstones import Names, Why, stamp
-from kvstore.types import ConnectionId, SpaceId
+from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
@@ -78,6 +78,15 @@ class KnownSpace(msgspec.Struct, frozen=True):
     label: str
 
 
+class Off(msgspec.Struct, frozen=True):
+    """A space that is switched off (`switches`)."""
+
+    tier: Tier | None
+    """In which; None: in all."""
+    is_empty: bool = False
+    """Nothing of it is held any more."""
+
+
 class State:
     """All state of one node's engine."""
 
@@ -107,6 +116,8 @@ class State:
         self.connections: dict[ConnectionId, Connection] = {}
         self.known: dict[tuple[str, SpaceId], KnownSpace] = {}
         """By tenant and space, the latest session's; at most KNOWN_SPACES_MAX."""
+        self.off: dict[tuple[str, SpaceId], Off] = {}
+        """By tenant and space."""
         self.names = Names()
         """Of engines and spaces, for tombstones."""
         self.room_for = (Why.UNKNOWN, 0)
@@ -114,6 +125,8 @@ class State:
         self.now_ns = 0
         self.file_used_bytes = 0
         """As the tier told last."""
+        self.file_breakers = ("closed", "closed")
+        """Of its reads and its writes, as it told last."""
         self.cause = 0
         """Number of the event being taken."""
         self.commands: list[Command] = []
@@ -171,6 +184,18 @@ class State:
         self.known[address] = known
         if len(self.known) > KNOWN_SPACES_MAX:
             del self.known[next(iter(self.known))]
+
+    def is_off(self, tenant: str, space: SpaceId, tier: Tier = Tier.DRAM) -> bool:
+        """Whether nothing of this space is to be lent from, or stored in, a tier."""
+        off = self.off.get((tenant, space)) if self.off else None
+        return off is not None and (off.tier in (None, tier) or not off.is_empty)
+
+    def is_scope_off(self, scope: int, tier: Tier = Tier.DRAM) -> bool:
+        """The same of a scope's space."""
+        if not self.off:
+            return False
+        tenant, space, _ = self.residency.address(scope)
+        return self.is_off(tenant, space, tier)
 
     def forget_unused_scopes(self) -> None:
         """Before a scope is made: those that neither blocks nor sessions use go, when many."""

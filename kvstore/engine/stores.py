@@ -78,6 +78,10 @@ class Stores:
             return ""
         if hello.rank not in owner.writers:
             return "a Seal from a rank that does not write its shard"
+        if owner.known and self._state.is_off(*owner.known):
+            self._ungrant(owner, words[valid], message.session)
+            self._state.counters.stores_dropped += int(valid.sum())
+            return ""
         words, keys = words[valid], keys[valid]
         checksums = checksums_array(message.checksums)[valid]
         scope = owner.scopes[owner.writers.index(hello.rank)]
@@ -137,6 +141,8 @@ class Stores:
         active = {size for owner in sessions for size in owner.slot_sizes}
         self._state.slots.forget_pools(keep=active)
         for owner in sessions:
+            if owner.known and self._state.is_off(*owner.known):
+                continue
             pools = [self._state.slots.pools[size] for size in owner.slot_sizes]
             sharing = sum(
                 set(other.slot_sizes) & set(owner.slot_sizes) != set() for other in sessions

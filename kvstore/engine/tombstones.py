@@ -49,6 +49,10 @@ class Why(enum.IntEnum):
     """Its bytes in dram failed their checksum."""
     FILE_LOST = 7
     """Its record on disk is damaged or gone."""
+    SCRUBBED = 8
+    """Its bytes in dram had changed: the background scrub saw it."""
+    DIVERGED = 9
+    """Its space was switched off: an engine computed other values."""
 
 
 class Departure(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from kvstore.engine.policy.port import NONE, Words, prints
 from kvstore.engine.runs import has_repeats
 from kvstore.engine.state import State
 from kvstore.engine.table import Rows
-from kvstore.types import PAGE_BYTES
+from kvstore.types import PAGE_BYTES, Tier
 from kvstore.wire.record import payload_pages
 
 JOB_BYTES_MAX = 64 << 20
@@ -84,7 +84,7 @@ class Writes:
         """Of these blocks in dram, in chain order, write what is in no file, worth it, and fits."""
         state = self._state
         rows = rows[state.residency.file[rows] == 0]
-        if len(rows) == 0:
+        if len(rows) == 0 or state.is_scope_off(scope, Tier.FILE):
             return
         named = prints(scope, state.residency.table.keys[rows])
         admitted = self._admission.admit(named, state.now_ns)

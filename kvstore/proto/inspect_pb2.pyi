@@ -47,7 +47,7 @@ class TiersReply(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ...) -> None: ...
 
 class TierReport(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "ready_bytes", "used_bytes", "blocks", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased", "policy", "not_admitted", "budget_left_bytes")
+    __slots__ = ("tier", "capacity_bytes", "ready_bytes", "used_bytes", "blocks", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased", "policy", "not_admitted", "budget_left_bytes", "reads", "writes", "scrubbed_blocks", "scrubbed_bytes", "scrub_bad", "scrub_age_ms")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,12 @@ class TierReport(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READS_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SCRUBBED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_BAD_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     capacity_bytes: int
     ready_bytes: int
@@ -72,7 +78,13 @@ class TierReport(_message.Message):
     policy: str
     not_admitted: int
     budget_left_bytes: int
-    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., slots_sealed: _Optional[int] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., slots_leased: _Optional[int] = ..., policy: _Optional[str] = ..., not_admitted: _Optional[int] = ..., budget_left_bytes: _Optional[int] = ...) -> None: ...
+    reads: str
+    writes: str
+    scrubbed_blocks: int
+    scrubbed_bytes: int
+    scrub_bad: int
+    scrub_age_ms: int
+    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., slots_sealed: _Optional[int] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., slots_leased: _Optional[int] = ..., policy: _Optional[str] = ..., not_admitted: _Optional[int] = ..., budget_left_bytes: _Optional[int] = ..., reads: _Optional[str] = ..., writes: _Optional[str] = ..., scrubbed_blocks: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_bad: _Optional[int] = ..., scrub_age_ms: _Optional[int] = ...) -> None: ...
 
 class SpacesRequest(_message.Message):
     __slots__ = ()
@@ -85,7 +97,7 @@ class SpacesReply(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[SpaceReport, _Mapping]]] = ...) -> None: ...
 
 class SpaceReport(_message.Message):
-    __slots__ = ("space", "tenant", "label", "blocks_dram", "blocks_file", "bytes_dram", "engines")
+    __slots__ = ("space", "tenant", "label", "blocks_dram", "blocks_file", "bytes_dram", "engines", "off")
     SPACE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +105,7 @@ class SpaceReport(_message.Message):
     BLOCKS_FILE_FIELD_NUMBER: _ClassVar[int]
     BYTES_DRAM_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    OFF_FIELD_NUMBER: _ClassVar[int]
     space: str
     tenant: str
     label: str
@@ -100,7 +113,8 @@ class SpaceReport(_message.Message):
     blocks_file: int
     bytes_dram: int
     engines: int
-    def __init__(self, space: _Optional[str] = ..., tenant: _Optional[str] = ..., label: _Optional[str] = ..., blocks_dram: _Optional[int] = ..., blocks_file: _Optional[int] = ..., bytes_dram: _Optional[int] = ..., engines: _Optional[int] = ...) -> None: ...
+    off: str
+    def __init__(self, space: _Optional[str] = ..., tenant: _Optional[str] = ..., label: _Optional[str] = ..., blocks_dram: _Optional[int] = ..., blocks_file: _Optional[int] = ..., bytes_dram: _Optional[int] = ..., engines: _Optional[int] = ..., off: _Optional[str] = ...) -> None: ...
 
 class BlocksRequest(_message.Message):
     __slots__ = ("limit", "space")

@@ -24,6 +24,7 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
+from kvstore.engine.scrubs import NO_PASS
 from kvstore.errors import AttachError
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, from_message
@@ -130,7 +131,10 @@ def _call(call: Callable[..., Any], request: Any) -> Any:
 
 # ── what it looks like ───────────────────────────────────────────────────────────────────────────
 
-_SIZES = ("capacity_bytes", "ready_bytes", "used_bytes", "bytes_dram", "budget_left_bytes")
+_SIZES = (
+    *("capacity_bytes", "ready_bytes", "used_bytes", "bytes_dram", "budget_left_bytes"),
+    "scrubbed_bytes",
+)
 _EMPTY = {
     "spaces": "no engine has stored anything yet",
     "blocks": "no blocks",
@@ -181,13 +185,13 @@ def _table(topic: str, rows: Sequence[Row]) -> Table:
 
 
 def _cell(name: str, value: object) -> Text:
-    if name == "budget_left_bytes" and value == NO_BUDGET:
+    if (name, value) in (("budget_left_bytes", NO_BUDGET), ("scrub_age_ms", NO_PASS)):
         return Text("-")
     if name in _SIZES and isinstance(value, int):
         return Text(format_size(value))
     if isinstance(value, bool):
         return Text("yes" if value else "no")
-    if name == "slots_quarantined" and value:
+    if name in ("slots_quarantined", "scrub_bad") and value:
         return Text(str(value), style="yellow")
     return printable("-" if value in ("", None) else str(value))
 

@@ -8,8 +8,8 @@ Ways to be wrong, each a ConfigError that says how to mend it: unknown key; valu
 text that is no size; dram larger than the memory there is; slab larger than dram; an address
 beyond loopback without the opt-in; events on what is no address; quotas
 that are no shares, or more than there is; a file tier that is no PATH:SIZE
-or too small; a policy or admission that does not exist; limits of writes without a file tier, or
-too small for a block.
+or too small; a scrub that is no rate; a policy or admission that does not exist; limits of writes
+without a file tier, or too small for a block.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ from kvstore.engine.writes import MOVING_SHARE
 from kvstore.errors import ConfigError
 from kvstore.serve.machine import available_memory, file_system_bytes
 from kvstore.tiers.file import FileConfig
+from kvstore.tiers.scrub import AUTO, ScrubRate
 from kvstore.types import SLOT_BYTES_MIN
-from kvstore.units import MIB, format_size, parse_size
+from kvstore.units import KIB, MIB, format_size, parse_size
 
 DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
 DEFAULT_METRICS: Final = "127.0.0.1:9464"
@@ -46,6 +47,7 @@ HASH_FORMS: Final = ("int", "bytes")
 PORT_MAX: Final = 65535
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
+SCRUB_BYTES_MIN: Final = 64 * KIB
 SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
 """The kernel's limit for a unix socket path, less the longest suffix we add."""
 KIND_NAMES: Final = {
@@ -101,6 +103,8 @@ class NodeConfig:
     """Which blocks are written to the file tier."""
     file_day_bytes: int
     """What may be written to it in a day; 0: any amount."""
+    scrub: ScrubRate | None
+    """How fast dram and file are verified in the background, each; None: not at all."""
     http: HttpConfig | None
     events: EventsConfig | None
     quotas: tuple[tuple[str, int], ...]
@@ -123,6 +127,7 @@ class Settings(
     file_writes_per_day: str | int | None = None
     node_name: str | None = None
     slab: str | int = "auto"
+    scrub: str | int | bool = "auto"
     metrics: str | bool = DEFAULT_METRICS
     metrics_beyond_loopback: bool = False
     events: str | bool = "off"
@@ -202,6 +207,7 @@ def _resolve(settings: Settings) -> NodeConfig:
     if settings.policy not in POLICIES:
         raise ConfigError(f"policy {settings.policy!r} is unknown: use {' or '.join(POLICIES)}")
     slab_bytes = _slab(settings.slab, dram_bytes)
+    scrub = _scrub(settings.scrub)
     if settings.node_name is not None and not _has_use_for_a_name(settings):
         raise ConfigError(
             "node-name is for a shared directory and for events: add ',shared' to --file, or"
@@ -213,9 +219,10 @@ def _resolve(settings: Settings) -> NodeConfig:
         dram_note=note,
         slab_bytes=slab_bytes,
         policy=settings.policy,
-        file=_file(settings.file, settings.node_name, dram_bytes=dram_bytes),
+        file=_file(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub),
         file_admission=_file_admission(settings),
         file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
+        scrub=scrub,
         http=_http(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         events=_events(settings),
         quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes),
@@ -229,7 +236,9 @@ def _has_use_for_a_name(settings: Settings) -> bool:
     return has_events or (settings.file or "").endswith(",shared")
 
 
-def _file(text: str | None, node_name: str | None, *, dram_bytes: int) -> FileConfig | None:
+def _file(
+    text: str | None, node_name: str | None, *, dram_bytes: int, scrub: ScrubRate | None
+) -> FileConfig | None:
     """PATH:SIZE of the file tier, with ,shared behind it for a directory of several nodes."""
     if text is None:
         return None
@@ -255,7 +264,26 @@ def _file(text: str | None, node_name: str | None, *, dram_bytes: int) -> FileCo
         node=node_name or platform.node(),
         # As much as the engine core may have in motion each way.
         queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
+        scrub=scrub,
     )
+
+
+def _scrub(text: str | int | bool) -> ScrubRate | None:
+    """auto, off, or a size: so much a second, of each tier."""
+    if text is False or text == "off":  # YAML reads a bare off as false
+        return None
+    if text == "auto":
+        return AUTO
+    try:
+        size = parse_size(str(text))
+    except ValueError:
+        size = 0
+    if size < SCRUB_BYTES_MIN:
+        raise ConfigError(
+            f"scrub {text!r} must be what is read a second of each tier, at least"
+            f" {format_size(SCRUB_BYTES_MIN)}, such as 64MiB, or auto, or off"
+        )
+    return ScrubRate(size, daily=False)
 
 
 def _file_admission(settings: Settings) -> AdmissionMode:

@@ -120,6 +120,14 @@ class Driver:
         """
         return self._on_loop(lambda: ask(self._engine), timeout_s)
 
+    def tell(self, event: Event, *, timeout_s: float) -> None:
+        """Let the engine take an event that another thread brings.
+
+        Raises:
+            NodeBusy: it was not taken within `timeout_s`, or it is not known whether it was.
+        """
+        self._on_loop(lambda: self._step([event]), timeout_s)
+
     def clear(self, *, space: bytes | None, tenant: str | None, timeout_s: float) -> int:
         """Forget blocks: of a space, a tenant, both, or all. Returns how many.
 
@@ -202,7 +210,8 @@ class Driver:
         self._tick_ns = now_ns
         try:
             self._attach.expire(now_ns)
-            events: list[Event] = [Tick(self._files.used_bytes if self._files else 0)]
+            files = self._files
+            events: list[Event] = [Tick(files.used_bytes, files.breakers) if files else Tick()]
             ready_bytes = self._tier.ready_bytes
             if ready_bytes != self._ready_bytes:
                 self._ready_bytes = ready_bytes

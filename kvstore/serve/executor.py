@@ -22,7 +22,9 @@ from kvstore.engine.events import (
     RaiseGenerations,
     Release,
     Send,
+    SwitchedOff,
 )
+from kvstore.engine.findings import SPACE_DIGITS
 from kvstore.ports import Tier
 from kvstore.serve.attach import Attach, Sent
 from kvstore.serve.files import FileEnd
@@ -99,6 +101,8 @@ class Executor:
                     self._attach.release(number)
                 case Cleared(blocks=blocks):
                     cleared_blocks += blocks
+                case SwitchedOff():
+                    _tell_what_is_off(command)
                 case Changed():
                     assert self._publish is not None, "a change that nobody asked for"
                     self._publish(command)
@@ -118,3 +122,20 @@ class Executor:
             _log.warning("connection %d does not read: the node hangs up", number)
             self._attach.hang_up(number, "overflow")
             events.append(Ended(number))
+
+
+def _tell_what_is_off(off: SwitchedOff) -> None:
+    digits = off.space.hex()[:SPACE_DIGITS]
+    _log.error(
+        "space %s of tenant %s is switched off in %s: %s computed %d of its blocks again, and %d"
+        " hold other values (error %.2f); look at its engines' models and settings, then"
+        " 'kvstore clear --space %s' switches it on again",
+        digits,
+        off.tenant,
+        f"the {off.tier.name.lower()} tier" if off.tier is not None else "all tiers",
+        off.engine,
+        off.blocks,
+        off.diverged,
+        off.error_ppm / 1e6,
+        digits,
+    )

@@ -28,6 +28,8 @@ from kvstore.engine.events import (
     VoidFile,
     WriteFile,
 )
+from kvstore.engine.events import Scrubbed as TierScrubbed
+from kvstore.serve.passes import PassLog
 from kvstore.tiers.file import (
     FileEvent,
     FileTier,
@@ -39,10 +41,11 @@ from kvstore.tiers.file import (
     Reclaim,
     RecoveryDone,
     Resumed,
+    Scrubbed,
     Suspended,
     Written,
 )
-from kvstore.types import KEY_BYTES
+from kvstore.types import KEY_BYTES, Tier
 from kvstore.wire.learned import Learned, NotLearned, decode_learned, encode_learned
 from kvstore.wire.record import Scope
 
@@ -58,8 +61,9 @@ class FileEnd:
         self._waiting: deque[FileEvent] = deque()
         self.learned = _learned(tier.note)
         """By an earlier start, as it is kept now."""
-        self.trouble = ""
-        """What the tier does not do at present, and why; empty while all is well."""
+        self._trouble: dict[bool, str] = {}
+        """By whether it is about writes only."""
+        self._scrub_log = PassLog("file")
 
     def remember(self, learned: Learned) -> None:
         """Keep this for the next start, if it is news."""
@@ -71,6 +75,17 @@ class FileEnd:
     def used_bytes(self) -> int:
         """What the tier takes of its capacity."""
         return self._tier.taken_bytes
+
+    @property
+    def trouble(self) -> str:
+        """What the tier does not do at present, and why; empty while all is well."""
+        return self._trouble.get(False) or self._trouble.get(True, "")
+
+    @property
+    def breakers(self) -> tuple[str, str]:
+        """State of those of reads and of writes."""
+        reads, writes = self._tier.breakers
+        return reads.value, writes.value
 
     def wait_for_voids(self, timeout_s: float) -> bool:
         """Whether what was cleared stays away after a restart; from any thread."""
@@ -129,8 +144,12 @@ class FileEnd:
                 return [FileKnown(s.tenant, s.space, s.shard, keys, locations, checksums)]
             case Moved(scope=s, keys=keys, old_locations=old, locations=locations):
                 return [FileMoved(s.tenant, s.space, s.shard, keys, old, locations)]
-            case Gone(scope=s, keys=keys, locations=locations):
-                return [FileGone(s.tenant, s.space, s.shard, keys, locations)]
+            case Gone(scope=s, keys=keys, locations=locations, damaged=damaged):
+                return [FileGone(s.tenant, s.space, s.shard, keys, locations, damaged)]
+            case Scrubbed(blocks=blocks, size_bytes=size, bad_key=key, pass_ended=ended):
+                bad = int(key != b"")
+                self._scrub_log.add(blocks, size, bad=bad, bad_key=key, ended=ended)
+                return [TierScrubbed(Tier.FILE, blocks, size, bad, pass_ended=ended)]
             case Written(job=job, locations=locations):
                 return [FileWritten(job, locations)]
             case Read(job=job, good=good):
@@ -152,11 +171,13 @@ class FileEnd:
                 return [FileReclaim(segment, parts)]
             case Suspended(reason=reason, writes_only=writes_only):
                 what = "writes" if writes_only else "reads and writes"
-                self.trouble = f"the file tier in {self.path} takes no {what}: {reason}"
-                _log.warning("%s", self.trouble)
-            case Resumed():
-                self.trouble = ""
-                _log.info("the file tier in %s works again", self.path)
+                trouble = f"the file tier in {self.path} takes no {what}: {reason}"
+                self._trouble[writes_only] = trouble
+                _log.warning("%s", trouble)
+            case Resumed(writes_only=writes_only):
+                self._trouble.pop(writes_only, None)
+                if not self._trouble:
+                    _log.info("the file tier in %s works again", self.path)
             case RecoveryDone():
                 _log.info("all records of the file tier are known")
         return []

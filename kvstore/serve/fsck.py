@@ -5,21 +5,27 @@
     sys.exit(report.status)          # 0 clean, 1 damage found, 2 not a store
 
 Without `quarantine` nothing is written, and a node may be running: what it appends meanwhile counts
-as torn. With it the directory's lock is needed: the good records of a damaged segment are
-appended to a new one, then the damaged one is moved to `quarantine/`.
+as torn, and what looks wrong where it appends is looked at again before it is called so. With it
+the directory's lock is needed: the good records of a damaged segment are appended to a new one,
+then the damaged one is moved to `quarantine/`.
 
 A torn end is no damage: a process or machine stopped while it was writing, and the records before
-it are whole. Does not cover: the directories of other nodes in a shared parent; name each.
+it are whole. Records are verified by the code of the background scrub (`tiers.file.verify`).
+Of a shared parent, `stores_in` names the directories of its nodes, each a store of its own.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from kvstore.errors import ConfigError
@@ -32,21 +38,18 @@ from kvstore.tiers.file.directory import (
     segment_name,
     segment_number,
 )
-from kvstore.tiers.file.disk import Disk, Pages, PosixDisk, open_regular, read_all, read_bytes
+from kvstore.tiers.file.disk import Disk, Pages, PosixDisk, open_regular, read_bytes
 from kvstore.tiers.file.recovery import read_footer, read_head, scan
+from kvstore.tiers.file.verify import Record, is_intact, records
 from kvstore.tiers.file.writer import Batch, Payloads, Writer
 from kvstore.types import PAGE_BYTES
-from kvstore.units import format_size
-from kvstore.wire.record import (
-    BlockPage,
-    Void,
-    block_checksum,
-    parse_page,
-    payload_pages,
-    record_pages,
-)
-from kvstore.wire.segment import SegmentHead, Table, parse_store_page, place_of
+from kvstore.units import MIB, format_size
+from kvstore.wire.record import Void
+from kvstore.wire.segment import SegmentHead, Table, parse_store_page
 
+_PIECE_BYTES = 4 * MIB
+_LOOKS_MAX, _LOOK_PAUSE_S = 5, 0.2
+"""At a segment that a node appends to: a run of records takes a moment to be whole."""
 _QUARANTINE_BYTES_MAX = 1 << 62
 """Here a person asked for it: nothing is deleted for want of room."""
 
@@ -114,6 +117,33 @@ class Report:
         """One file has something wrong."""
         self.problems[reason] += count
         self.lines.append(f"{name}: {count} {reason}" if count > 1 else f"{name}: {reason}")
+
+
+def stores_in(directory: Path) -> list[Path]:
+    """The directory itself, or if several nodes share it, that of each."""
+    return parts_of(directory) or [directory]
+
+
+def reports_as_json(reports: Sequence[Report]) -> str:
+    """One object: a list with a row for each directory."""
+    rows = [
+        {
+            "directory": str(report.directory),
+            "status": report.status,
+            "segments": report.segments,
+            "records": report.records,
+            "record_bytes": report.record_bytes,
+            "file_bytes": report.file_bytes,
+            "torn": report.torn,
+            "problems": dict(report.problems),
+            "files": report.lines,
+            "moved": report.moved,
+            "quarantine_bytes": report.aside_bytes,
+            "node_runs": report.node_runs,
+        }
+        for report in reports
+    ]
+    return msgspec.json.format(msgspec.json.encode({"directories": rows})).decode()
 
 
 @dataclass
@@ -256,11 +286,16 @@ def _check(
     report.segments += 1
     report.file_bytes += size
     table, skipped = read_footer(disk, fd, size, head), 0
-    if table is None:
-        found = scan(disk, fd, size, head)
-        table, skipped = found.table(), found.skipped_pages
+    if table is not None:
+        bad = _bad_rows(disk, fd, head, table)
+    else:
         report.torn += 1
-    bad = _bad_rows(disk, fd, head, table)
+        table, skipped, bad = _check_open(disk, fd, size, head)
+        for _ in range(_LOOKS_MAX if report.node_runs else 0):
+            if not (bad or skipped):
+                break
+            threading.Event().wait(_LOOK_PAUSE_S)
+            table, skipped, bad = _check_open(disk, fd, size, head)
     report.records += len(table.pages) - len(bad)
     lengths = np.array([scope.block_bytes for scope in table.scopes], np.int64)
     if len(table.pages):
@@ -273,30 +308,30 @@ def _check(
     return _Checked(number, size, head, table, bad, skipped)
 
 
+def _check_open(disk: Disk, fd: int, size: int, head: SegmentHead) -> tuple[Table, int, list[int]]:
+    """A segment without a footer: what it holds, pages that are no record, bad rows."""
+    found = scan(disk, fd, size, head)
+    table = found.table()
+    return table, found.skipped_pages, _bad_rows(disk, fd, head, table)
+
+
 def _bad_rows(disk: Disk, fd: int, head: SegmentHead, table: Table) -> list[int]:
-    prefixes = [scope.prefix() for scope in table.scopes]
+    buffer = Pages(_PIECE_BYTES)
     return [
         row
-        for row in range(len(table.pages))
-        if _payload(disk, fd, head, table, row, prefixes[int(table.scope_of[row])]) is None
+        for row, record in enumerate(records(table))
+        if not _is_readable(disk, fd, head, record, buffer)
     ]
 
 
-def _payload(
-    disk: Disk, fd: int, head: SegmentHead, table: Table, row: int, prefix: bytes
-) -> Pages | None:
-    """The verified payload of a record, None if anything about it is wrong."""
-    scope, page = table.scopes[int(table.scope_of[row])], int(table.pages[row])
-    whole = Pages(record_pages(scope) * PAGE_BYTES)
-    if read_all(disk, fd, [whole.view], page * PAGE_BYTES) != len(whole.view):
-        return None
-    place = place_of(head.number, page)
-    found = parse_page(whole.page(0), segment_id=head.segment_id, place=place)
-    key, checksum = table.keys[row].tobytes(), table.checksums[row].tobytes()
-    if found != BlockPage(scope, key, checksum):
-        return None
-    payload = whole.view[PAGE_BYTES : PAGE_BYTES + scope.block_bytes]
-    return whole if block_checksum(prefix, key, payload) == checksum else None
+def _is_readable(disk: Disk, fd: int, head: SegmentHead, record: Record, buffer: Pages) -> bool:
+    """One bad sector is one bad record."""
+    try:
+        return is_intact(disk, fd, head, record, buffer)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return False
 
 
 def _move_aside(
@@ -340,18 +375,14 @@ def _save(
     """Append the good records of a segment; the failure, if there was one."""
     table, bad = checked.table, set(checked.bad)
     alive = table.living(checked.number, voids)
-    prefixes = [scope.prefix() for scope in table.scopes]
-    for row in range(len(table.pages)):
+    for row, record in enumerate(records(table)):
         if row in bad or not alive[row]:
             continue
-        index = int(table.scope_of[row])
-        scope = table.scopes[index]
-        whole = _payload(disk, fd, checked.head, table, row, prefixes[index])
-        if whole is None:
+        whole = Pages(record.size_bytes)
+        if not _is_readable(disk, fd, checked.head, record, whole):
             continue
-        assert len(whole.view) == (1 + payload_pages(scope.block_bytes)) * PAGE_BYTES
         payloads = Payloads(whole.view, np.ones(1, np.uint32))
-        batch = Batch(scope, table.keys[row].tobytes(), table.checksums[row].tobytes(), payloads)
+        batch = Batch(record.scope, record.key, record.checksum, payloads)
         outcome = writer.append(batch)
         if outcome.error is not None:
             return outcome.error

@@ -29,6 +29,7 @@ from kvstore.serve.config import (
 )
 from kvstore.serve.executor import Poisoned
 from kvstore.serve.fsck import fsck as check_directory
+from kvstore.serve.fsck import reports_as_json, stores_in
 from kvstore.serve.inspect import BLOCK_ROWS_MAX, REQUEST_ROWS_MAX
 from kvstore.serve.node import run_node
 from kvstore.serve.prefix import choose, look_up, read_tokens, tokenize
@@ -98,6 +99,12 @@ def cli() -> None:
 )
 @click.option(
     "--slab", metavar="SIZE|auto", help="Unit in which dram goes to block sizes.  [default: auto]"
+)
+@click.option(
+    "--scrub",
+    metavar="auto|SIZE|off",
+    help="Verify what memory and disk hold in the background: once a day, at most 32MiB a second;"
+    " or all the time, so much a second of each.  [default: auto]",
 )
 @click.option(
     "--metrics",
@@ -373,25 +380,35 @@ def clear(socket: Path, space: str | None) -> None:
     is_flag=True,
     help="Save the good records of damaged segments and move those aside; no node may be running.",
 )
-def fsck(directory: Path, *, quarantine: bool) -> None:
+@click.option("--json", "json_", is_flag=True, help="One JSON object: a list of directories.")
+def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
     """Read every byte of a file tier's DIRECTORY and say what is wrong with it.
 
-    The exit status is 0 when all is well, 1 when there is damage, 2 when it is no file tier. Of a
-    shared directory name one node's part.
+    A node may be running, unless --quarantine is given. Of a directory that several nodes share,
+    the part of each is read. The exit status is 0 when all is well, 1 when there is damage, 2 when
+    it is no file tier.
 
     \b
     Examples:
       kvstore fsck /var/lib/kvstore
       kvstore fsck /var/lib/kvstore --quarantine
+      kvstore fsck /mnt/shared --json | jq '.directories[] | select(.status > 0)'
     """
+    stores = stores_in(directory)
     try:
-        report = check_directory(directory, quarantine=quarantine)
+        reports = [check_directory(store, quarantine=quarantine) for store in stores]
     except ConfigError as error:
         fail(str(error), code=2)
-    if not report.is_store:
-        fail(report.text(), code=report.status)
-    click.echo(report.text())
-    sys.exit(report.status)
+    if json_:
+        click.echo(reports_as_json(reports))
+    else:
+        for report in reports:
+            if not report.is_store:
+                fail(report.text(), code=report.status)
+            if len(reports) > 1:
+                click.echo(f"{report.directory}:")
+            click.echo(report.text())
+    sys.exit(max(report.status for report in reports))
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

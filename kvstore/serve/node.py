@@ -34,6 +34,7 @@ from kvstore.serve.http import HttpServer
 from kvstore.serve.inspect import InspectServer
 from kvstore.serve.listener import Listener
 from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
+from kvstore.serve.scrub import DramScrub
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file import FileTier
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
@@ -149,6 +150,10 @@ def _assemble(
     rpc = InspectServer(config.socket, driver)
     stack.callback(rpc.close)
     tier.start()
+    if config.scrub is not None:
+        scrub = DramScrub(driver, tier, config.scrub)
+        stack.callback(scrub.close)
+        scrub.start()
     if publisher is not None:
         _start_publisher(publisher, driver)
     return driver, _running(config, arena, incarnation, url, publisher)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry
@@ -10,7 +10,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.report import NO_BUDGET
+from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.engine.report import NO_BUDGET, TierReport
 from kvstore.obs.metrics import Family, family, histogram
 from kvstore.ports import Tier
 from kvstore.serve.attach import Attach
@@ -18,11 +19,15 @@ from kvstore.serve.driver import STEP_BUCKETS_NS, Driver, NodeBusy
 from kvstore.serve.files import FileEnd
 from kvstore.serve.http import Page, text_page
 from kvstore.serve.listener import Listener
-from kvstore.types import Incarnation
+from kvstore.types import Incarnation, SpaceId
+from kvstore.types import Tier as TierName
 from kvstore.units import NS_PER_S
 
 HEALTH_TIMEOUT_S: Final = 0.25
 METRICS_TIMEOUT_S: Final = 1.0
+MS_PER_S: Final = 1000
+OFF_LABELS: Final = {"file": TierName.FILE, "all": None}
+BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
 
 class EventCounters:
@@ -117,6 +122,8 @@ def _engine_families(engine: Engine) -> list[Family]:
         family(
             "kvstore_file_budget_left_bytes", [((), file.budget_left_bytes)] if has_budget else []
         ),
+        *_integrity_families(tiers, engine.spaces_off()),
+        family("kvstore_shadow_error_max", [((), engine.worst_shadow_error)]),
         family("kvstore_sessions", [((), node.sessions)]),
         family("kvstore_leases", [((), node.leases)]),
         *(
@@ -124,6 +131,44 @@ def _engine_families(engine: Engine) -> list[Family]:
             for name in counters.__slots__
         ),
     ]
+
+
+def _integrity_families(
+    tiers: Sequence[TierReport], spaces_off: Sequence[tuple[str, SpaceId, TierName | None]]
+) -> list[Family]:
+    off = {name: sum(tier is kind for *_, tier in spaces_off) for name, kind in OFF_LABELS.items()}
+    ages = [((tier.tier,), tier.scrub_age_ms / MS_PER_S) for tier in tiers]
+    file = tiers[1]
+    return [
+        family("kvstore_scrubbed_blocks_total", [((t.tier,), t.scrubbed_blocks) for t in tiers]),
+        family("kvstore_scrubbed_bytes_total", [((t.tier,), t.scrubbed_bytes) for t in tiers]),
+        family("kvstore_scrub_bad_total", [((t.tier,), t.scrub_bad) for t in tiers]),
+        family("kvstore_scrub_age_seconds", [age for age in ages if age[1] >= 0]),
+        family("kvstore_spaces_off", [((name,), float(count)) for name, count in off.items()]),
+        family(
+            "kvstore_breaker_open",
+            [
+                (("file", "reads"), BREAKER_LEVELS[file.reads]),
+                (("file", "writes"), BREAKER_LEVELS[file.writes]),
+            ],
+        ),
+    ]
+
+
+def _trouble(engine: Engine, files: FileEnd | None) -> str:
+    """What a healthy node lacks."""
+    found = [files.trouble] if files is not None and files.trouble else []
+    off = engine.spaces_off()
+    if off:
+        tenant, space, tier = off[0]
+        digits = space.hex()[:SPACE_DIGITS]
+        where = f"the {tier.name.lower()} tier" if tier is not None else "all tiers"
+        more = f" (and {len(off) - 1} more)" if len(off) > 1 else ""
+        found.append(
+            f"space {digits} of tenant {tenant}{more} is switched off in {where}, since a shadow"
+            f" check found other values: 'kvstore clear --space {digits}' switches it on again"
+        )
+    return "; ".join(found)
 
 
 def make_pages(
@@ -143,7 +188,7 @@ def make_pages(
     def health() -> Page:
         try:
             trouble = driver.query(
-                lambda _: files.trouble if files else "", timeout_s=HEALTH_TIMEOUT_S
+                lambda engine: _trouble(engine, files), timeout_s=HEALTH_TIMEOUT_S
             )
         except NodeBusy as error:
             return text_page(503, str(error))

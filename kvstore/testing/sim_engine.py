@@ -90,6 +90,7 @@ class SimEngine:
                 verify_every=1
                 if "byte flipped" in world.enabled
                 else world.random.choice((0, 0, 3)),
+                shadow_every=knobs.shadow_every,
             )
         )
         self.ranks = [

@@ -1,7 +1,8 @@
 """One node process of the world: the real engine, its arena, its file tier; what the driver does.
 
 Checked all the time: `Engine.check()`; what is known to be bad is not asked for again, neither a
-copy in dram that failed its checksum nor a record that the file tier called gone.
+copy in dram that failed its checksum nor a record that the file tier called gone; no shadow check
+finds another block.
 
 Does not cover: sockets (`sim_sockets`), the disk (`sim_disk`).
 """
@@ -31,6 +32,7 @@ from kvstore.engine.events import (
     Received,
     Release,
     Send,
+    SwitchedOff,
     Tick,
 )
 from kvstore.testing.sim_disk import SimFiles
@@ -107,6 +109,8 @@ class SimNode:
                     return [Ended(ConnectionId(connection))]
             case Release() | Cleared() | Changed():
                 pass
+            case SwitchedOff():
+                raise Violation("a space was switched off where each key has one block")
             case _:
                 assert self.files is not None, "a file command without a file tier"
                 if isinstance(command, ReadFile):

@@ -87,6 +87,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     prefill_ns_per_token: int = 20_000_000
     """What the engine thinks that computing costs; steps of the world take milliseconds."""
     cooldown_ms: int = 1000
+    shadow_every: int = 0
+    """Every n-th hit is computed, and compared."""
 
     @property
     def arena_bytes(self) -> int:

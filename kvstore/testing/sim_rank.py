@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from kvstore.client.core.copies import CompareBlock, Compared, Copy
 from kvstore.client.core.rank import (
     Copied,
     LoadBlock,
     Mismatch,
     RankConfig,
     RankCore,
-    StoreBlock,
     Void,
 )
 from kvstore.testing.sim_parts import TORN, SimMemory
@@ -75,7 +75,7 @@ class SimRank:
         self.pool: list[bytes | None] = [None] * blocks
         self.memory: SimMemory | None = None
         self.socket = 0
-        self.copying: tuple[LoadBlock | StoreBlock, bytes | None] | None = None
+        self.copying: tuple[Copy, bytes | None] | None = None
         self.stalled_until_ns = 0
         self.disturbed_ns = 0
         """When it last lost its socket."""
@@ -156,6 +156,8 @@ class SimRank:
             self.pool[copy.block_id] = TORN
             if "copy stalls" in self.world.enabled and self.world.random.random() < 0.1:
                 self.stall()
+        elif isinstance(copy, CompareBlock):
+            self.copying = (copy, self.pool[copy.block_id])
         else:
             self.copying = (copy, self.pool[copy.block_id])
             self._ticket = memory.begin_write(copy.slot, self._slot_pages, self.block_bytes)
@@ -165,7 +167,7 @@ class SimRank:
         """A copy under way takes its time."""
         self.stalled_until_ns = self.world.now_ns + self.world.random.randint(10, 1500) * NS_PER_MS
 
-    def holds(self, copy: LoadBlock | StoreBlock) -> bool:
+    def holds(self, copy: Copy) -> bool:
         """Whether the slot still has the generation that the copy was ordered for."""
         assert self.memory is not None
         return self.memory.tier.generation(copy.slot) == copy.generation
@@ -183,6 +185,9 @@ class SimRank:
         if isinstance(copy, LoadBlock):
             self.core.finished(copy, self._end_load(copy, memory, begun_with))
             return
+        if isinstance(copy, CompareBlock):
+            self.core.finished(copy, self._end_compare(copy, memory))
+            return
         word = self.pool[copy.block_id]
         if word != begun_with or word is None:
             word = TORN
@@ -191,6 +196,15 @@ class SimRank:
             raise Violation(f"{self.name}: another wrote to a slot of its while it wrote")
         self.stored_blocks += 1
         self.core.finished(copy, Copied(checksum(copy.header, data)))
+
+    def _end_compare(self, copy: CompareBlock, memory: SimMemory) -> Compared | Void | Mismatch:
+        data = memory.read(copy.slot, self.block_bytes)
+        differs = self.world.words.word(data) != self.pool[copy.block_id]
+        if not self.holds(copy):
+            return Void()
+        if differs and checksum(copy.header, data) != copy.checksum:
+            return Mismatch()
+        return Compared(1.4 if differs else 0.0, differs)
 
     def _end_load(
         self, copy: LoadBlock, memory: SimMemory, begun_with: bytes | None

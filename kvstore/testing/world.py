@@ -33,6 +33,8 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.errors import ConfigError
@@ -108,7 +110,9 @@ class World:
         self.fault_rate = self.random.choice((0.02, 0.02, 0.06))
         drawn = {name for name in FAULTS if self.random.random() < FAULT_SHARE}
         self.enabled = drawn if faults is None else drawn & set(faults)
-        seeds_own = draw_knobs(self.random)
+        seeds_own = msgspec.structs.replace(
+            draw_knobs(self.random), shadow_every=2 if seed % 5 == 3 else 0
+        )
         self.knobs = knobs or seeds_own
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._directories: list[Path] = []

@@ -10,7 +10,7 @@ Control only: the bytes of blocks never pass through a socket.
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
-      │ Measured, Story ────────────▶│                                │
+      │ Measured, Story, Compared ──▶│                                 │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
 
@@ -182,6 +182,19 @@ class Story(Message, frozen=True):
     """Leading blocks that were stored, or known to be."""
 
 
+class Compared(Message, frozen=True):
+    """Scheduler: blocks under this lease were computed all the same, and compared. Not answered."""
+
+    session: U64
+    lease: U64
+    blocks: U64
+    """So many were compared."""
+    diverged: Annotated[bytes, msgspec.Meta(max_length=4 * KEYS_PER_DATAGRAM_MAX)] = b""
+    """Which of the lease's blocks hold other values, u32 each, in chain order."""
+    error_ppm: U64 = 0
+    """The worst of them: its distance from what was computed, relative to either's size."""
+
+
 class Seal(Message, frozen=True):
     """Rank that writes: these slots hold complete bytes of these keys and will not change."""
 
@@ -322,6 +335,7 @@ EngineMessage = (
     | LeaseRelease
     | Measured
     | Story
+    | Compared
     | Seal
     | Drop
     | Distrust
@@ -367,6 +381,8 @@ def decode_from_engine(datagram: bytes | memoryview) -> EngineMessage:
             _same(n, _elements(message.slots, 4, "slots"), "slots")
             _same(n, _elements(message.generations, 8, "generations"), "generations")
             _same(n, _elements(message.checksums, CHECKSUM_BYTES, "checksums"), "checksums")
+        case Compared():
+            _elements(message.diverged, 4, "diverged")
         case Drop() | Distrust() | Verified():
             n = _elements(message.slots, 4, "slots")
             _same(n, _elements(message.generations, 8, "generations"), "generations")

@@ -223,6 +223,11 @@ def parse_page(
 
 def block_checksum(prefix: bytes, key: bytes, payload: memoryview) -> bytes:
     """The checksum of a block, as the rank that stored it made it. Runs without the GIL."""
-    digest = xxhash.xxh3_128(prefix + key)
+    return payload_checksum(prefix + key, payload)
+
+
+def payload_checksum(its_header: bytes, payload: memoryview) -> bytes:
+    """The same, of a `header` that is made already."""
+    digest = xxhash.xxh3_128(its_header)
     digest.update(payload)
     return digest.digest()

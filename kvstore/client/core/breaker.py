@@ -29,6 +29,10 @@ class Breaker:
         """True between the failure that opened it and the next success."""
         return self._failures >= self._failures_max
 
+    def may_allow(self, now_ns: int) -> bool:
+        """What `allows` would answer; takes no probe."""
+        return not self.is_open or now_ns >= self._probe_due_ns
+
     def allows(self, now_ns: int) -> bool:
         """Whether a lookup may be tried now. While half-open this grants one probe a cooldown."""
         if not self.is_open:

@@ -31,6 +31,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Store blocks that fill during decoding, too."""
     verify_every: int = 64
     """Every n-th load is checked against its checksums; 1 checks all, 0 none."""
+    shadow_every: int = 0
+    """Every n-th hit is computed all the same, and compared; 0: none."""
     breaker_failures_max: int = 3
     breaker_cooldown_ms: int = 1000
     recent_keys_max: int = 65_536

@@ -1,22 +1,31 @@
 """A job of one rank while it runs, and the block copies that it consists of.
 
-    LoadJob, StoreJob ──▶ RunningLoad, RunningStore ──copy()──▶ LoadBlock, StoreBlock
-                                                     ◀─────────  Copied | Void | Mismatch
+    LoadJob ─────────▶ RunningLoad  ──copy()──▶ LoadBlock       Copied | Void | Mismatch
+    StoreJob ────────▶ RunningStore ──copy()──▶ StoreBlock      Copied | Void
+      with `compare` ▶ RunningCheck ──copy()──▶ CompareBlock    Compared | Void | Mismatch
 
-Covers: unpacking a plan's arrays, which block is next, what the driver answers. Does not cover:
-which job runs when and what is said about it (`kvstore.client.core.rank`).
+Covers: unpacking a plan's arrays, which block is next, what the driver answers, the datagrams that
+say so. Does not cover: which job runs when and what is said about it (`kvstore.client.core.rank`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from kvstore.client.core.plan import LoadJob, StoreJob
+from kvstore.client.core.plan import CompareResult, LoadJob, StoreJob
 from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Generation, SlotId
-from kvstore.wire.messages import generations_array, slots_array
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    Distrust,
+    Drop,
+    Seal,
+    Verified,
+    generations_array,
+    slots_array,
+)
 from kvstore.wire.record import header
 
 PLAN_MALFORMED = "the plan's arrays do not fit together"
@@ -46,6 +55,18 @@ class StoreBlock(msgspec.Struct, frozen=True):
     header: bytes
 
 
+class CompareBlock(msgspec.Struct, frozen=True):
+    """Copy nothing: compare an engine block with a slot, if that still has this generation."""
+
+    block_id: int
+    slot: SlotId
+    generation: Generation
+    key: BlockKey
+    header: bytes
+    checksum: bytes | None
+    """16 bytes. Where values differ: without a match the slot's bytes are damaged, nothing more."""
+
+
 class Copied(msgspec.Struct, frozen=True):
     """The copy is complete and its generation was valid to the end."""
 
@@ -61,11 +82,20 @@ class Void(msgspec.Struct, frozen=True):
 
 
 class Mismatch(msgspec.Struct, frozen=True):
-    """Load: generation valid, checksum wrong."""
+    """Load or compare: generation valid, checksum wrong."""
 
 
-Copy = LoadBlock | StoreBlock
-Outcome = Copied | Void | Mismatch
+class Compared(msgspec.Struct, frozen=True):
+    """The slot held the block to the end, and its bytes are those that were stored."""
+
+    error: float
+    """Relative distance of the values in the two."""
+    diverged: bool
+    """More than the way of computing explains: another block, model or prompt."""
+
+
+Copy = LoadBlock | StoreBlock | CompareBlock
+Outcome = Copied | Void | Mismatch | Compared
 
 
 class Job:
@@ -80,7 +110,7 @@ class Job:
         self.abandoned = ""
         """Why the job ends with its copy in flight; empty while it goes on."""
         n = len(plan.block_ids)
-        checksums = plan.checksums if isinstance(plan, LoadJob) else b""
+        checksums = plan.checksums
         shards, rest = divmod(len(plan.slots), 4 * n)
         if (
             rest
@@ -106,8 +136,7 @@ class Job:
     def places(self, indexes: Iterable[int]) -> tuple[bytes, bytes]:
         """Slots and generations of these blocks, as they travel."""
         places = [(self.slots[i], self.generations[i]) for i in indexes]
-        slots = b"".join(slot.to_bytes(4, "little") for slot, _ in places)
-        return slots, b"".join(generation.to_bytes(8, "little") for _, generation in places)
+        return _u32(slot for slot, _ in places), _u64(generation for _, generation in places)
 
     def key(self, index: int) -> BlockKey:
         return BlockKey(self.plan.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES])
@@ -160,3 +189,84 @@ class RunningStore(Job):
             key=key,
             header=header(self.prefix, key),
         )
+
+
+class RunningCheck(Job):
+    """Engine blocks beside slots; nothing is written anywhere."""
+
+    __slots__ = ("compared", "diverged", "worst")
+    plan: StoreJob
+
+    def __init__(self, plan: StoreJob, *, column: int, prefix: bytes) -> None:
+        super().__init__(plan, column=column, prefix=prefix)
+        self.compared = 0
+        self.diverged: list[int] = []
+        self.worst = 0.0
+
+    def copy(self) -> CompareBlock:
+        i, key = self.index, self.key(self.index)
+        return CompareBlock(
+            block_id=self.plan.block_ids[i],
+            slot=SlotId(self.slots[i]),
+            generation=Generation(self.generations[i]),
+            key=key,
+            header=header(self.prefix, key),
+            checksum=self.checksums[i] if self.checksums else None,
+        )
+
+    def take(self, outcome: Outcome) -> None:
+        """What became of the block at `index`."""
+        if isinstance(outcome, Compared):
+            self.compared += 1
+            self.worst = max(self.worst, outcome.error)
+            if outcome.diverged:
+                self.diverged.append(self.index)
+
+    def result(self) -> CompareResult:
+        return CompareResult(self.plan.job, self.compared, tuple(self.diverged), self.worst)
+
+
+# ── what the node is told ────────────────────────────────────────────────────────────────────────
+
+
+def seals(job: RunningStore, indexes: list[int]) -> Iterator[Seal]:
+    """These blocks of a job are complete."""
+    for batch in _batches(indexes):
+        slots, generations = job.places(batch)
+        yield Seal(
+            session=job.plan.session,
+            keys=b"".join(job.key(i) for i in batch),
+            slots=slots,
+            generations=generations,
+            checksums=b"".join(job.sealed[i] for i in batch),
+        )
+
+
+def drops(job: RunningStore, indexes: list[int]) -> Iterator[Drop]:
+    """The slots of these blocks were not written."""
+    for batch in _batches(indexes):
+        yield Drop(job.plan.session, *job.places(batch))
+
+
+def verified(job: RunningLoad) -> Iterator[Verified]:
+    """The bytes of these blocks are what was stored."""
+    for batch in _batches(job.verified()):
+        yield Verified(*job.places(batch))
+
+
+def distrust(job: Job) -> Distrust:
+    """The bytes of the block at hand are damaged."""
+    return Distrust(*job.places([job.index]))
+
+
+def _batches(indexes: list[int]) -> Iterator[list[int]]:
+    step = KEYS_PER_DATAGRAM_MAX
+    return (indexes[at : at + step] for at in range(0, len(indexes), step))
+
+
+def _u32(values: Iterable[int]) -> bytes:
+    return b"".join(value.to_bytes(4, "little") for value in values)
+
+
+def _u64(values: Iterable[int]) -> bytes:
+    return b"".join(value.to_bytes(8, "little") for value in values)

@@ -5,12 +5,14 @@
                     │   │ more comes │ ▼
                     │   ▼ from disk  │ NONE
                     │  PROMOTING ────┘ all came, or it takes too long
-                    ▼ deadline
+                    ▼ deadline         HELD ──every n-th hit──▶ SHADOW ──compared, finished──▶ NONE
                   NONE (late reply is released)
 
 Rules. 1: a lease that was asked for is released exactly once, or dies with its session. 2: a
-request whose load failed is answered 0 for ever. 3: nothing here waits.
-Does not cover: stores (`stores.py`), the connection (`attachment.py`).
+request whose load failed is answered 0 for ever; so is one whose hit is computed to be compared.
+3: nothing here waits. 4: of the loads that begin, every n-th is verified, whatever lookups come
+between; hits are chosen for a shadow check in the same way.
+Does not cover: comparing (`shadow.py`), stores (`stores.py`), the connection (`attachment.py`).
 """
 
 from __future__ import annotations
@@ -60,6 +62,10 @@ Outcome = Pending | Hit | Miss
 PENDING = Pending()
 
 
+SHADOW_CHECK = "shadow check"
+"""Why a hit that is computed to be compared is a miss."""
+
+
 class Stage(enum.Enum):
     """Where the lookup of one request stands; see the module."""
 
@@ -68,13 +74,14 @@ class Stage(enum.Enum):
     HELD = 2
     LOADING = 3
     PROMOTING = 4
+    SHADOW = 5
 
 
 WAITING_STAGES = (Stage.ASKED, Stage.PROMOTING, Stage.HELD)
 """The node may hold leases, and no load has begun."""
 
 
-class _Part:
+class Part:
     """One LeaseAsk of a request; long prompts need several."""
 
     __slots__ = ("count", "file_blocks", "lease", "promoting", "renew_at_ns", "reply", "ttl_ns")
@@ -102,6 +109,8 @@ class Lookup:
         "first_block",
         "found_blocks",
         "is_probe",
+        "is_shadow",
+        "is_verified",
         "load_reports",
         "miss_reason",
         "parts",
@@ -129,8 +138,12 @@ class Lookup:
         self.found_blocks = 0
         self.is_probe = False
         """Loads do not pay: this one loads the least there is, to see."""
+        self.is_shadow = False
+        """If it is a hit, it may be computed and compared."""
+        self.is_verified = False
+        """If it is loaded, every block is compared with its checksum."""
         self.asked_at_ns = 0
-        self.parts: list[_Part] = []
+        self.parts: list[Part] = []
         self.promoted_until_ns = 0
         self.load_reports = 0
         self.miss_reason = ""
@@ -156,11 +169,19 @@ class Lookups:
         self._config = config
         self._attachment = attachment
         self._breaker = breaker
+        """Of the node's answers."""
+        self._copies = Breaker(
+            failures_max=config.breaker_failures_max, cooldown_ms=config.breaker_cooldown_ms
+        )
+        """Of loads: a node that answers well may lend what cannot be had."""
         self._stats = stats
         self._next_lease = 1
-        self._loads_planned = 0
+        self._loads_unverified = 0
+        """Begun since the last one that is verified."""
+        self._hits_unchecked = 0
+        """Since the last one that is computed to be compared."""
         self._costs = costs
-        self._by_lease: dict[int, tuple[Lookup, _Part]] = {}
+        self._by_lease: dict[int, tuple[Lookup, Part]] = {}
 
     @property
     def leases_open(self) -> int:
@@ -197,7 +218,7 @@ class Lookups:
             if now_ns - lookup.asked_at_ns < self._costs.answer_ns(wanted):
                 return PENDING
             self.release(lookup)
-            self._breaker.failed(now_ns)
+            self._count_failure(self._breaker, now_ns)
             lookup.failed = "deadline"
             return self._miss(lookup, lookup.failed)
         if lookup.stage is Stage.PROMOTING:
@@ -211,6 +232,11 @@ class Lookups:
         if tokens < max(self._config.min_load_tokens, 1):
             self.release(lookup)
             return self._miss(lookup, "cost gate" if tokens > 0 else "not stored")
+        if lookup.is_shadow and self._is_due(self._hits_unchecked, self._config.shadow_every):
+            self._hits_unchecked = 0
+            lookup.stage = Stage.SHADOW
+            lookup.failed = SHADOW_CHECK
+            return self._miss(lookup, lookup.failed)
         lookup.miss_reason = ""
         return Hit(min(tokens, self._costs.least_tokens) if lookup.is_probe else tokens)
 
@@ -265,7 +291,7 @@ class Lookups:
     def _count_found(self, lookup: Lookup) -> None:
         lookup.found_blocks = 0
         for part in lookup.parts:
-            found = self._found(part)
+            found = self.found_blocks(part)
             lookup.found_blocks += found
             if found < part.count:
                 break
@@ -275,7 +301,7 @@ class Lookups:
         coming = 0
         for part in lookup.parts:
             coming += part.promoting
-            if self._found(part) + part.promoting < part.count:
+            if self.found_blocks(part) + part.promoting < part.count:
                 break
         return coming
 
@@ -306,6 +332,8 @@ class Lookups:
         end = begin + len(block_ids)
         assert 0 <= begin < end <= lookup.found_blocks, (begin, end, lookup.found_blocks)
         replies = [part.reply for part in lookup.parts if part.reply is not None]
+        self._loads_unverified = 0 if lookup.is_verified else self._loads_unverified + 1
+        self._hits_unchecked += 1
 
         def cut(arrays: list[bytes], size: int) -> bytes:
             return b"".join(arrays)[begin * shards * size : end * shards * size]
@@ -335,10 +363,13 @@ class Lookups:
             lookup.failed = lookup.miss_reason = "load failed"
             lookup.detail = result.reason
             if lookup.session == self._attachment.session:
-                self._breaker.failed(now_ns)  # not for a session that ended under its loads
+                # Not for a session that ended under its loads.
+                self._count_failure(self._copies, now_ns)
         lookup.load_reports += 1
         if lookup.load_reports < self._config.rank_count:
             return None
+        if not lookup.failed:
+            self._copies.succeeded()
         self.release(lookup)
         return lookup
 
@@ -380,11 +411,14 @@ class Lookups:
         lookup.is_probe = not self._costs.loads_pay
         if lookup.is_probe and not self._costs.may_probe(wanted * self._config.block_tokens):
             return self._miss(lookup, "cost gate")
-        if not self._breaker.allows(now_ns):
+        # Both or none: a probe that is not sent would never come back.
+        if not (self._breaker.may_allow(now_ns) and self._copies.may_allow(now_ns)):
             return self._miss(lookup, "breaker open")
-        self._loads_planned += 1
-        verify_every = self._config.verify_every
-        verify = verify_every > 0 and self._loads_planned % verify_every == 0
+        self._breaker.allows(now_ns)
+        self._copies.allows(now_ns)
+        lookup.is_shadow = self._is_due(self._hits_unchecked, self._config.shadow_every)
+        due = self._is_due(self._loads_unverified, self._config.verify_every)
+        lookup.is_verified = due or lookup.is_shadow
         keys_per_ask = max(1, KEYS_PER_DATAGRAM_MAX // attachment.shard_count)
         lookup.session = attachment.session
         lookup.first_block = first_block
@@ -395,17 +429,36 @@ class Lookups:
         end = min(len(keys), first_block + keys_per_ask * ASKS_PER_LOOKUP_MAX)
         for begin in range(first_block, end, keys_per_ask):
             batch = keys[begin : min(begin + keys_per_ask, end)]
-            part = _Part(self._next_lease, len(batch))
+            part = Part(self._next_lease, len(batch))
             self._next_lease += 1
             lookup.parts.append(part)
             lookup.asked_leases.append(part.lease)
             self._by_lease[part.lease] = (lookup, part)
             attachment.outbox.append(
-                LeaseAsk(lease=part.lease, keys=b"".join(batch), with_checksums=verify)
+                LeaseAsk(
+                    lease=part.lease,
+                    keys=b"".join(batch),
+                    with_checksums=lookup.is_verified,
+                )
             )
         return None
 
-    def _found(self, part: _Part) -> int:
+    @property
+    def is_breaker_open(self) -> bool:
+        """Whether lookups are left alone for a moment, after failures of either kind."""
+        return self._breaker.is_open or self._copies.is_open
+
+    def _count_failure(self, breaker: Breaker, now_ns: int) -> None:
+        if breaker.failed(now_ns):
+            self._stats.add("breaker_openings")
+
+    @staticmethod
+    def _is_due(since: int, every: int) -> bool:
+        """Whether the next one is the `every`-th; 0: never."""
+        return 0 < every <= since + 1
+
+    def found_blocks(self, part: Part) -> int:
+        """Blocks that the answer to one question lends."""
         assert part.reply is not None
         return min(len(part.reply.slots) // (4 * self._attachment.shard_count), part.count)
 

@@ -38,6 +38,10 @@ class StoreJob(msgspec.Struct, frozen=True):
     keys: bytes
     slots: bytes
     generations: bytes
+    compare: bool = False
+    """Write nothing: compare the blocks with what lies in the slots. Every rank does."""
+    checksums: bytes = b""
+    """To compare: [n][S] of 16 bytes, so that what is damaged is not taken for another block."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -68,6 +72,18 @@ class LoadResult(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class CompareResult(msgspec.Struct, frozen=True):
+    """What one rank found in a StoreJob with `compare`."""
+
+    job: int
+    compared: int
+    """Blocks; less than in the job where slots were reused meanwhile, or bytes damaged."""
+    diverged: tuple[int, ...]
+    """Indices in the job of blocks that hold other values."""
+    worst: float
+    """Largest relative error of a block."""
+
+
 class RankReport(msgspec.Struct, frozen=True):
     """What one rank did since its last report."""
 
@@ -76,8 +92,10 @@ class RankReport(msgspec.Struct, frozen=True):
     """The session this rank serves now; 0 when none."""
     loads: tuple[LoadResult, ...] = ()
     store_jobs_done: tuple[int, ...] = ()
-    """Jobs whose source blocks are no longer read, whether sealed or dropped."""
+    """Jobs whose source blocks are no longer read, whether sealed, dropped or compared."""
     blocks_sealed: int = 0
     blocks_dropped: int = 0
     store_bytes: int = 0
     store_ns: int = 0
+    compared: tuple[CompareResult, ...] = ()
+    """Of some of the store jobs that are done."""

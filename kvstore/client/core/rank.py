@@ -12,6 +12,7 @@ Rules:
    again (the arena may be another one then).
 6. Which column of a plan is this rank's, and whether it writes, is the node's word in Quiesce and
    holds for that session. A replica that does not write begins no store and never seals or drops.
+7. A store that only compares is a store in all but its end: it reads engine blocks, and is fenced.
 
 Covers: order of copies, seals, drops, reports, fences. Does not cover: one job's arrays
 (`kvstore.client.core.copies`), copying and generations
@@ -26,32 +27,40 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from kvstore.client.core.copies import (
+    CompareBlock,
     Copied,
     Copy,
     LoadBlock,
     Mismatch,
     Outcome,
+    RunningCheck,
     RunningLoad,
     RunningStore,
     StoreBlock,
     Void,
+    distrust,
+    drops,
+    seals,
+    verified,
 )
-from kvstore.client.core.plan import LoadJob, LoadResult, RankReport, StepPlan, StoreJob
+from kvstore.client.core.plan import (
+    CompareResult,
+    LoadJob,
+    LoadResult,
+    RankReport,
+    StepPlan,
+    StoreJob,
+)
 from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES, Shard
 from kvstore.wire.messages import (
-    KEYS_PER_DATAGRAM_MAX,
     PROTOCOL_VERSION,
-    Distrust,
-    Drop,
     HelloRank,
     Message,
     NodeMessage,
     Quiesce,
     Quiet,
     Refused,
-    Seal,
-    Verified,
     Welcome,
 )
 from kvstore.wire.record import header_prefix
@@ -87,8 +96,8 @@ class RankCore:
         """Said by the node while a copy was in flight; answered when that ends."""
         self._prefix = b""
         self._loads: deque[RunningLoad] = deque()
-        self._stores: deque[RunningStore] = deque()
-        self._current: tuple[RunningLoad, LoadBlock] | tuple[RunningStore, StoreBlock] | None = None
+        self._stores: deque[RunningStore | RunningCheck] = deque()
+        self._current: tuple[RunningLoad | RunningStore | RunningCheck, Copy] | None = None
         self._reading: Counter[int] = Counter()
         """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
@@ -98,6 +107,7 @@ class RankCore:
         self._refused: Refused | None = None
         self._load_results: list[LoadResult] = []
         self._stores_done: list[int] = []
+        self._compared: list[CompareResult] = []
         self._blocks_sealed = self._blocks_dropped = self._store_bytes = self._store_ns = 0
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────
@@ -251,13 +261,13 @@ class RankCore:
         """End the stores that have yet to read one of these blocks, which may be overwritten from
         now on: of a copy in flight that reads one, the result is not used."""
         fenced = frozenset(block_ids)
-        if self._current is not None and isinstance(self._current[1], StoreBlock):
+        if self._current is not None and isinstance(self._current[1], StoreBlock | CompareBlock):
             self._spoiled = self._spoiled or self._current[1].block_id in fenced
         for job in [job for job in self._stores if self._reads(job, fenced)]:
             self._abandon(job, "fenced off")
 
     @staticmethod
-    def _reads(job: RunningStore, blocks: frozenset[int]) -> bool:
+    def _reads(job: RunningStore | RunningCheck, blocks: frozenset[int]) -> bool:
         return bool(blocks) and not blocks.isdisjoint(job.remaining)
 
     # ── the report ───────────────────────────────────────────────────────────────────────────────
@@ -269,12 +279,13 @@ class RankCore:
             session=self._session if self._attached else 0,
             loads=tuple(self._load_results),
             store_jobs_done=tuple(self._stores_done),
+            compared=tuple(self._compared),
             blocks_sealed=self._blocks_sealed,
             blocks_dropped=self._blocks_dropped,
             store_bytes=self._store_bytes,
             store_ns=self._store_ns,
         )
-        self._load_results, self._stores_done = [], []
+        self._load_results, self._stores_done, self._compared = [], [], []
         self._blocks_sealed = self._blocks_dropped = self._store_bytes = self._store_ns = 0
         return report
 
@@ -307,14 +318,17 @@ class RankCore:
             case Void():
                 self._close_load(job, outcome.reason)
             case Mismatch():
-                if self._attached:
-                    self._outbox.append(Distrust(*job.places([job.index])))
+                self._distrust(job)
                 self._close_load(job, "the checksum of a block does not match")
+
+    def _distrust(self, job: RunningLoad | RunningCheck) -> None:
+        if self._attached:
+            self._outbox.append(distrust(job))
 
     def _close_load(self, job: RunningLoad, reason: str) -> None:
         self._loads.remove(job)
-        for batch in _batches(job.verified()) if self._attached else ():
-            self._outbox.append(Verified(*job.places(batch)))
+        if self._attached:
+            self._outbox += verified(job)
         self._load_result(
             job.plan,
             loaded=job.index,
@@ -341,20 +355,24 @@ class RankCore:
         try:
             if not (self._attached and self._serves(plan) and plan.block_ids):
                 raise ProtocolError(SESSION_OVER)
-            if not self._writes:
+            if not (self._writes or plan.compare):
                 self._stores_done.append(plan.job)
                 return
-            job = RunningStore(plan, column=self._column, prefix=self._prefix)
+            kind = RunningCheck if plan.compare else RunningStore
+            job = kind(plan, column=self._column, prefix=self._prefix)
         except ProtocolError:
             self._stores_done.append(plan.job)
-            self._blocks_dropped += len(plan.block_ids)
+            self._blocks_dropped += 0 if plan.compare else len(plan.block_ids)
         else:
             self._stores.append(job)
             self._reading.update(plan.block_ids)
 
-    def _store_finished(self, job: RunningStore, outcome: Outcome) -> None:
-        assert not isinstance(outcome, Mismatch), "a store has nothing to compare with"
-        if isinstance(outcome, Copied):
+    def _store_finished(self, job: RunningStore | RunningCheck, outcome: Outcome) -> None:
+        if isinstance(job, RunningCheck):
+            job.take(outcome)
+            if isinstance(outcome, Mismatch):
+                self._distrust(job)
+        elif isinstance(outcome, Copied):
             assert len(outcome.checksum) == CHECKSUM_BYTES
             job.sealed[job.index] = outcome.checksum
             self._store_ns += outcome.duration_ns
@@ -364,37 +382,23 @@ class RankCore:
         if job.abandoned or not job.remaining:
             self._close_store(job)
 
-    def _close_store(self, job: RunningStore) -> None:
+    def _close_store(self, job: RunningStore | RunningCheck) -> None:
         """Seal what was copied, drop the rest; of another session neither is said."""
         self._stores.remove(job)
         self._unread(job.remaining)
+        self._stores_done.append(job.plan.job)
+        if isinstance(job, RunningCheck):
+            self._compared.append(job.result())
+            return
         indexes = range(len(job.plan.block_ids))
         sealed = [i for i in indexes if i in job.sealed]
         if not self._attached or job.plan.session != self._session:
             sealed = []
         else:
-            self._say_seals(job, sealed)
-            self._say_drops(job, [i for i in indexes if i not in job.sealed])
+            self._outbox += seals(job, sealed)
+            self._outbox += drops(job, [i for i in indexes if i not in job.sealed])
         self._blocks_sealed += len(sealed)
         self._blocks_dropped += len(indexes) - len(sealed)
-        self._stores_done.append(job.plan.job)
-
-    def _say_seals(self, job: RunningStore, indexes: list[int]) -> None:
-        for batch in _batches(indexes):
-            slots, generations = job.places(batch)
-            self._outbox.append(
-                Seal(
-                    session=job.plan.session,
-                    keys=b"".join(job.key(i) for i in batch),
-                    slots=slots,
-                    generations=generations,
-                    checksums=b"".join(job.sealed[i] for i in batch),
-                )
-            )
-
-    def _say_drops(self, job: RunningStore, indexes: list[int]) -> None:
-        for batch in _batches(indexes):
-            self._outbox.append(Drop(job.plan.session, *job.places(batch)))
 
     def _unread(self, block_ids: Iterable[int]) -> None:
         for block in block_ids:
@@ -413,7 +417,7 @@ class RankCore:
         for store in list(self._stores):
             self._abandon(store, SESSION_OVER)
 
-    def _abandon(self, job: RunningLoad | RunningStore, reason: str) -> None:
+    def _abandon(self, job: RunningLoad | RunningStore | RunningCheck, reason: str) -> None:
         if self._current is not None and self._current[0] is job:
             job.abandoned = reason  # closed by `finished`, rule 3
         elif isinstance(job, RunningLoad):
@@ -457,13 +461,8 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
             for load in plan.loads
         ),
         store_jobs_done=tuple(store.job for store in plan.stores),
-        blocks_dropped=sum(len(store.block_ids) for store in plan.stores),
+        blocks_dropped=sum(len(s.block_ids) for s in plan.stores if not s.compare),
     )
-
-
-def _batches(indexes: list[int]) -> Iterable[list[int]]:
-    step = KEYS_PER_DATAGRAM_MAX
-    return (indexes[at : at + step] for at in range(0, len(indexes), step))
 
 
 __all__ = [

@@ -30,6 +30,7 @@ from kvstore.client.core.lookups import (
     Stage,
 )
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
+from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.client.core.stores import HINT_KEYS_MAX, StoreProgress, Stores
 from kvstore.wire.messages import (
@@ -95,6 +96,7 @@ class SchedulerCore:
         self.costs = Costs(config)
         self._lookups = Lookups(config, self.attachment, self._breaker, self.stats, self.costs)
         self._stores = Stores(config, self.attachment, self.stats)
+        self._shadows = Shadows(config, self.attachment, self._lookups, self._stores, self.stats)
         self._requests: dict[str, _Request] = {}
         self._by_tag: dict[int, _Request] = {}
         self._next_tag = 1
@@ -246,7 +248,7 @@ class SchedulerCore:
 
     def full_blocks(self, request: str, *, computed_tokens: int, known_tokens: int) -> int:
         """Blocks of the request that will be complete and verified after this step, or 0 when
-        nothing is left to store: the cheap question asked for every running request.
+        nothing is left to store or compare: the cheap question asked for every running request.
 
         Args:
             request: its id.
@@ -260,19 +262,28 @@ class SchedulerCore:
         if not self.config.store_decode:
             tokens = min(tokens, entry.prompt_tokens)
         full = tokens // self.config.block_tokens
-        return full if self._stores.has_work(entry.progress, full) else 0
+        has_work = self._stores.has_work(entry.progress, full)
+        return full if has_work or self._shadows.has_work(entry.lookup, full) else 0
 
     def fill(
         self, request: str, keys: Sequence[bytes], *, block_ids: Sequence[int], full_blocks: int
     ) -> None:
-        """Store what this step completes. Call after `full_blocks` said there is something."""
+        """Store, or compare, what this step completes. Call after `full_blocks` said there is
+        something."""
         entry = self._requests[request]
+        full_blocks = min(full_blocks, len(keys), len(block_ids))
+        if self._shadows.has_work(entry.lookup, full_blocks):
+            self._shadows.bind(
+                entry.lookup, keys=keys, block_ids=block_ids, full_blocks=full_blocks
+            )
+        if not self._stores.has_work(entry.progress, full_blocks):
+            return
         loaded_end = entry.local_blocks + entry.loaded_tokens // self.config.block_tokens
         self._stores.bind(
             entry.progress,
             keys=keys,
             block_ids=block_ids,
-            full_blocks=min(full_blocks, len(keys), len(block_ids)),
+            full_blocks=full_blocks,
             local_blocks=loaded_end,
         )
 
@@ -299,6 +310,7 @@ class SchedulerCore:
         lookup = entry.lookup
         if lookup.stage in WAITING_STAGES:
             self._lookups.release(lookup)
+        self._shadows.ended(lookup)
         story = _story(request, entry)
         self._tell(story)
         return story
@@ -375,7 +387,10 @@ class SchedulerCore:
                     entry.file_tokens = min(entry.file_tokens, entry.loaded_tokens)
             if self._lookups.reported(result, now_ns) is not None:
                 self._loads_running -= 1
-        self._stores.reported(report.store_jobs_done)
+        for compared in report.compared:
+            self._shadows.reported(compared)
+        for job in self._stores.reported(report.store_jobs_done):
+            self._shadows.finished(job)
         self.stats.add("store_blocks_sealed", report.blocks_sealed)
         self.stats.add("store_blocks_dropped", report.blocks_dropped)
         self.stats.add("store_bytes", report.store_bytes)
@@ -387,8 +402,8 @@ class SchedulerCore:
 
     @property
     def is_serving(self) -> bool:
-        """Attached, session open, breaker closed."""
-        return self.attachment.state is State.OPEN and not self._breaker.is_open
+        """Attached, session open, breakers closed."""
+        return self.attachment.state is State.OPEN and not self._lookups.is_breaker_open
 
     @property
     def leases_open(self) -> int:

@@ -38,11 +38,10 @@ class StoreProgress:
 
 
 class _Outstanding:
-    __slots__ = ("block_ids", "keys", "reports")
+    __slots__ = ("block_ids", "reports")
 
-    def __init__(self, block_ids: tuple[int, ...], keys: list[bytes]) -> None:
+    def __init__(self, block_ids: tuple[int, ...]) -> None:
         self.block_ids = block_ids
-        self.keys = keys
         self.reports = 0
 
 
@@ -64,6 +63,7 @@ class Stores:
         self._batch_blocks: list[int] = []
         self._batch_keys: list[bytes] = []
         self._batch_credits: list[Credit] = []
+        self._comparing: list[StoreJob] = []
 
     def new_progress(self) -> StoreProgress:
         """The state of a request whose hint is sent now."""
@@ -108,9 +108,12 @@ class Stores:
             progress.next_block = i + 1
 
     def take_jobs(self, now_ns: int) -> tuple[StoreJob, ...]:
-        """The step's job, if anything was bound."""
+        """The step's jobs: what was bound, what is to be compared."""
+        comparing, self._comparing = tuple(self._comparing), []
+        for job in comparing:
+            self._begin(job)
         if not self._batch_keys:
-            return ()
+            return comparing
         slots, generations = credit_arrays(self._batch_credits)
         job = StoreJob(
             job=self._next_job,
@@ -120,13 +123,42 @@ class Stores:
             slots=slots,
             generations=generations,
         )
-        self._outstanding[job.job] = _Outstanding(job.block_ids, self._batch_keys)
-        self._source_blocks.update(job.block_ids)
+        self._begin(job)
         self._stats.add("store_blocks_submitted", len(job.block_ids))
         self._next_job += 1
         self._last_submit_ns = now_ns
         self._batch_blocks, self._batch_keys, self._batch_credits = [], [], []
-        return (job,)
+        return (job, *comparing)
+
+    def _begin(self, job: StoreJob) -> None:
+        self._outstanding[job.job] = _Outstanding(job.block_ids)
+        self._source_blocks.update(job.block_ids)
+
+    def compare(
+        self,
+        block_ids: Sequence[int],
+        *,
+        keys: list[bytes],
+        slots: bytes,
+        generations: bytes,
+        checksums: bytes,
+    ) -> int:
+        """With this step's jobs: read these engine blocks, complete by then, beside these slots.
+        Returns the job's number; it ends like a store, and its blocks are fenced like a store's."""
+        self._comparing.append(
+            StoreJob(
+                job=self._next_job,
+                session=self._attachment.session,
+                block_ids=tuple(block_ids),
+                keys=b"".join(keys),
+                slots=slots,
+                generations=generations,
+                compare=True,
+                checksums=checksums,
+            )
+        )
+        self._next_job += 1
+        return self._next_job - 1
 
     def fence(self, new_blocks: Iterable[int]) -> tuple[int, ...]:
         """Those of the newly handed out blocks whose copy may still run."""
@@ -134,8 +166,10 @@ class Stores:
             return ()
         return tuple(sorted({b for b in new_blocks if b in self._source_blocks}))
 
-    def reported(self, job_ids: Iterable[int]) -> None:
-        """One rank reads these jobs' blocks no more; when all ranks said so they are free."""
+    def reported(self, job_ids: Iterable[int]) -> list[int]:
+        """One rank reads these jobs' blocks no more; when all ranks said so they are free. Returns
+        jobs of which all have said so now."""
+        ended = []
         for job_id in job_ids:
             entry = self._outstanding.get(job_id)
             if entry is None:
@@ -143,10 +177,12 @@ class Stores:
             entry.reports += 1
             if entry.reports >= self._config.rank_count:
                 del self._outstanding[job_id]
+                ended.append(job_id)
                 self._source_blocks.subtract(entry.block_ids)
                 for block in entry.block_ids:
                     if self._source_blocks[block] <= 0:
                         del self._source_blocks[block]
+        return ended
 
     def forget_recent(self) -> None:
         """The node may have lost everything: nothing counts as stored any more."""

@@ -6,11 +6,12 @@
 | `tier.py` | `FileTier`: queues, deadlines, threads; all that others call |
 | `writer.py` | the log's end: append, close, void, copy what a reclaimed segment keeps |
 | `reader.py` | runs of neighbouring records into slots, each block verified |
+| `verify.py`, `scrub.py` | whether a record is still what was stored; asking that all the time |
 | `recovery.py` | what a segment holds: its footer, or record by record |
 | `shared.py` | segments of other nodes in the same parent directory |
 | `catalog.py` | which segments there are, and what they take of the capacity |
 | `directory.py` | one directory: identity, lock, names, quarantine |
-| `breaker.py` (pure) | when a failing disk is left alone |
+| `breaker.py` (pure), `health.py` | when a failing disk is left alone |
 | `disk.py` | the system calls, as a small port |
 
 Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment
@@ -30,6 +31,7 @@ from kvstore.tiers.file.events import (
     RecordSet,
     RecoveryDone,
     Resumed,
+    Scrubbed,
     Suspended,
     Written,
 )
@@ -48,6 +50,7 @@ __all__ = [
     "RecordSet",
     "RecoveryDone",
     "Resumed",
+    "Scrubbed",
     "Suspended",
     "Written",
 ]

@@ -1,25 +1,42 @@
 """The breaker of a tier: after repeated failures its disk is left alone for a while, then probed.
 
+    CLOSED ──failures_max failures in a row──▶ OPEN ──cool-down──▶ HALF_OPEN (one probe is out)
+       ▲                                        ▲                     │ failed: cool-down doubles
+       │ succeeded                              └─────────────────────┤
+       └──────────────────────────────────────────────────────────────┘ succeeded
+
 Pure: time is an argument. Covers when I/O is allowed; does not cover what counts as a failure
-(`tier.py`).
+(`health.py`, `tier.py`).
 """
 
 from __future__ import annotations
+
+import enum
 
 from kvstore.units import NS_PER_MS
 
 _DOUBLINGS_MAX = 5
 
 
-class Breaker:
-    """Closed → `failures_max` in a row → open for a cool-down → one probe → closed or open again.
+class BreakerState(enum.Enum):
+    """What may be tried."""
 
-    Each failed probe doubles the cool-down, up to 32 times the first.
+    CLOSED = "closed"
+    HALF_OPEN = "half-open"
+    OPEN = "open"
+
+
+class Breaker:
+    """See the module. Each failed probe doubles the cool-down, up to 32 times the first.
+
+    One probe is out at a time, until it failed or succeeded. A probe that says neither (what it
+    wanted had gone by then) is given up after `patience_ms`, which no I/O outlasts unnoticed.
     """
 
-    def __init__(self, *, failures_max: int, cooldown_ms: int) -> None:
+    def __init__(self, *, failures_max: int, cooldown_ms: int, patience_ms: int = 0) -> None:
         self._failures_max = failures_max
         self._cooldown_ns = cooldown_ms * NS_PER_MS
+        self._patience_ns = patience_ms * NS_PER_MS
         self._failures = 0
         self._doublings = 0
         self._probe_due_ns = 0
@@ -30,13 +47,23 @@ class Breaker:
         """True from the failure that opened it until the next success."""
         return self._failures >= self._failures_max
 
+    @property
+    def state(self) -> BreakerState:
+        if not self.is_open:
+            return BreakerState.CLOSED
+        return BreakerState.HALF_OPEN if self._probe_is_out else BreakerState.OPEN
+
+    def may_allow(self, now_ns: int) -> bool:
+        """What `allows` would answer; takes no probe."""
+        return not self.is_open or now_ns >= self._probe_due_ns
+
     def allows(self, now_ns: int) -> bool:
-        """Whether I/O may be tried now. While open, this grants one probe a cool-down."""
+        """Whether I/O may be tried now. While open, this grants one probe after each cool-down."""
         if not self.is_open:
             return True
         if now_ns < self._probe_due_ns:
             return False
-        self._probe_due_ns = now_ns + (self._cooldown_ns << self._doublings)
+        self._probe_due_ns = now_ns + max(self._cooldown_ns << self._doublings, self._patience_ns)
         self._probe_is_out = True
         return True
 

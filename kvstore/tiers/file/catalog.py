@@ -126,6 +126,11 @@ class Catalog:
             own = [n for n in self._segments if n < FOREIGN_BASE]
             return min([*own, *self._unread], default=0)
 
+    def own_numbers(self) -> list[int]:
+        """Of own segments, oldest first."""
+        with self._lock:
+            return sorted(n for n in self._segments if n < FOREIGN_BASE)
+
     def own_count(self) -> int:
         with self._lock:
             return sum(not s.is_foreign for s in self._segments.values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.scrub import ScrubRate
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB, MIB, format_size
 
@@ -55,6 +56,8 @@ class FileConfig:
     grace_ms: int = 10_000
     """Shared mode: a deleted segment stays readable for whoever has just found it."""
     foreign_segments_max: int = 65_536
+    scrub: ScrubRate | None = None
+    """How fast records are read and verified in the background; None: not at all."""
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < CAPACITY_BYTES_MIN:

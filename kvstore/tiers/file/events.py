@@ -79,21 +79,44 @@ class Gone(msgspec.Struct, frozen=True):
     scope: Scope
     keys: bytes
     locations: bytes
+    damaged: bool = False
+    """They were read, and are not what was stored there."""
+
+
+class Scrubbed(msgspec.Struct, frozen=True):
+    """The background scrub verified so much since it last spoke; what is bad is told as `Gone`."""
+
+    blocks: int
+    size_bytes: int
+    bad_key: bytes
+    """Of the one block that is not what was stored there; empty: all are good."""
+    pass_ended: bool
+    """Everything was looked at once more."""
 
 
 class Suspended(msgspec.Struct, frozen=True):
-    """Calls are refused at once from now on, but for one probe per cool-down: keep asking."""
+    """Calls are refused at once from now on, but for one probe at a time: keep asking."""
 
     reason: str
     writes_only: bool
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """A probe succeeded."""
+    """A probe succeeded: what a `Suspended` with the same `writes_only` said is over."""
 
     writes_only: bool
 
 
 FileEvent = (
-    Known | RecoveryDone | Written | Read | Late | Reclaim | Moved | Gone | Suspended | Resumed
+    Known
+    | RecoveryDone
+    | Written
+    | Read
+    | Late
+    | Reclaim
+    | Moved
+    | Gone
+    | Scrubbed
+    | Suspended
+    | Resumed
 )

@@ -1,14 +1,21 @@
 """Whether the disk may be asked, and what the driver is told when that changes.
 
-Two breakers: one for failures and lateness, which stops reads and writes alike, and one for want of
-room on the file system, which stops writes only. Not thread safe: `FileTier` holds its lock.
+Three breakers. Not thread safe: `FileTier` holds its lock.
+
+| breaker | opened by | while it is open |
+|---|---|---|
+| reads | reads that fail or are late | neither is tried: whoever cannot read need not write |
+| writes | writes that fail or are late | loads go on: a slow disk loses stores before loads |
+| room | want of room on the file system | loads go on |
+
+A write that is let through goes as the probe of all that are open; if it succeeds, the disk works.
 """
 
 from __future__ import annotations
 
 import errno
 
-from kvstore.tiers.file.breaker import Breaker
+from kvstore.tiers.file.breaker import Breaker, BreakerState
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.events import FileEvent, Resumed, Suspended
 
@@ -21,39 +28,91 @@ class Health:
     """Fed with what I/O came to; answers what may be tried."""
 
     def __init__(self, config: FileConfig) -> None:
-        self._disk = Breaker(failures_max=config.failures_max, cooldown_ms=config.cooldown_ms)
-        self._room = Breaker(failures_max=1, cooldown_ms=config.cooldown_ms)
+        def breaker(deadline_ms: int) -> Breaker:
+            return Breaker(
+                failures_max=config.failures_max,
+                cooldown_ms=config.cooldown_ms,
+                patience_ms=deadline_ms,
+            )
+
+        self._reads = breaker(config.read_deadline_ms)
+        self._writes = breaker(config.write_deadline_ms)
+        self._room = Breaker(
+            failures_max=1, cooldown_ms=config.cooldown_ms, patience_ms=config.write_deadline_ms
+        )
+
+    @property
+    def is_well(self) -> bool:
+        """Whether reads are served as ever."""
+        return not self._reads.is_open
+
+    @property
+    def reads(self) -> BreakerState:
+        return self._reads.state
+
+    @property
+    def writes(self) -> BreakerState:
+        """Of the breakers that writes need, the one that is furthest from closed."""
+        states = [breaker.state for breaker in (self._room, self._writes, self._reads)]
+        order = (BreakerState.OPEN, BreakerState.HALF_OPEN)
+        return next((state for state in order if state in states), BreakerState.CLOSED)
 
     def allows_read(self, now_ns: int) -> bool:
-        return self._disk.allows(now_ns)
+        return self._reads.allows(now_ns)
 
     def allows_write(self, now_ns: int) -> bool:
-        return self._room.allows(now_ns) and self._disk.allows(now_ns)
+        needed = (self._room, self._writes, self._reads)
+        # All or none: a probe that is not sent would never come back.
+        if not all(breaker.may_allow(now_ns) for breaker in needed):
+            return False
+        return all(breaker.allows(now_ns) for breaker in needed)
 
-    def failed(self, now_ns: int, error: OSError) -> list[FileEvent]:
-        """A call failed."""
+    def failed_reading(self, now_ns: int, error: OSError) -> list[FileEvent]:
+        """A read failed."""
+        return self._count_read(now_ns, _failing(error))
+
+    def failed_writing(self, now_ns: int, error: OSError) -> list[FileEvent]:
+        """A write failed."""
         if error.errno in _NO_ROOM:
-            if self._room.failed(now_ns):
-                return [Suspended(_FULL, writes_only=True)]
-            return []
-        return self._count(now_ns, f"the disk fails ({error.strerror or error}): {_LOOK}")
+            self._answer_probe_of_reads(now_ns)
+            return [Suspended(_FULL, writes_only=True)] if self._room.failed(now_ns) else []
+        return self._count_write(now_ns, _failing(error))
 
-    def late(self, now_ns: int) -> list[FileEvent]:
-        """A job passed its deadline."""
-        return self._count(now_ns, f"the disk does not answer in time: {_LOOK}")
+    def late_reading(self, now_ns: int) -> list[FileEvent]:
+        """A read passed its deadline."""
+        return self._count_read(now_ns, f"the disk does not answer in time: {_LOOK}")
+
+    def late_writing(self, now_ns: int) -> list[FileEvent]:
+        """A write passed its deadline."""
+        return self._count_write(now_ns, f"the disk does not write in time: {_LOOK}")
 
     def read(self) -> list[FileEvent]:
         """A read went well."""
-        return [Resumed(writes_only=False)] if self._disk.succeeded() else []
+        return [Resumed(writes_only=False)] if self._reads.succeeded() else []
 
     def wrote(self) -> list[FileEvent]:
         """A write went well."""
-        events: list[FileEvent] = [Resumed(writes_only=True)] if self._room.succeeded() else []
+        closed = [breaker.succeeded() for breaker in (self._room, self._writes)]
+        events: list[FileEvent] = [Resumed(writes_only=True)] if any(closed) else []
         return events + self.read()
 
     def room_again(self) -> list[FileEvent]:
         """A segment was deleted."""
-        return [Resumed(writes_only=True)] if self._room.succeeded() else []
+        if not self._room.succeeded() or self._writes.is_open:
+            return []
+        return [Resumed(writes_only=True)]
 
-    def _count(self, now_ns: int, reason: str) -> list[FileEvent]:
-        return [Suspended(reason, writes_only=False)] if self._disk.failed(now_ns) else []
+    def _count_read(self, now_ns: int, reason: str) -> list[FileEvent]:
+        return [Suspended(reason, writes_only=False)] if self._reads.failed(now_ns) else []
+
+    def _count_write(self, now_ns: int, reason: str) -> list[FileEvent]:
+        self._answer_probe_of_reads(now_ns)
+        return [Suspended(reason, writes_only=True)] if self._writes.failed(now_ns) else []
+
+    def _answer_probe_of_reads(self, now_ns: int) -> None:
+        if self._reads.is_open:
+            self._reads.failed(now_ns)
+
+
+def _failing(error: OSError) -> str:
+    return f"the disk fails ({error.strerror or error}): {_LOOK}"

@@ -33,6 +33,7 @@ from kvstore.tiers.file.writer import Outcome, Writer
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import Void
+from kvstore.wire.segment import Table
 
 _BUG: Final = "a bug of the node ended its writing: see the log, and restart the node"
 
@@ -99,6 +100,21 @@ class LogThread:
         self._lock.notify_all()
         return True
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a write waits or runs."""
+        return bool(self._jobs)
+
+    @property
+    def voids(self) -> tuple[Void, ...]:
+        """What was cleared, as far as it may still lie there. From any thread."""
+        return self._writer.voids
+
+    def table_of(self, number: int) -> Table | None:
+        """What has been written to the segment that is appended to, if it is that. From any
+        thread."""
+        return self._writer.table_of(number)
+
     def void(self, job: VoidJob) -> None:
         self._queue.append(job)
         self._voids_waiting += 1
@@ -140,7 +156,7 @@ class LogThread:
         for job in [job for job in self._jobs.values() if job.deadline_ns <= now_ns]:
             if job.running and not job.late:
                 job.late = True
-                self._outbox.put([*self._health.late(now_ns), Late(job.job)])
+                self._outbox.put([*self._health.late_writing(now_ns), Late(job.job)])
             elif not job.running:
                 self._queue.remove(job)
                 self._end(job)
@@ -289,7 +305,7 @@ class LogThread:
     def _report(self, outcome: Outcome) -> None:
         if outcome.error is not None:
             with self._lock:
-                self._outbox.put(self._health.failed(self._clock.now_ns(), outcome.error))
+                self._outbox.put(self._health.failed_writing(self._clock.now_ns(), outcome.error))
         for lost in outcome.lost:
             self._outbox.put([Gone(lost.scope, lost.keys, lost.locations)])
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvstore.tiers.file.disk import Disk, read_bytes
 from kvstore.tiers.file.events import RecordSet
-from kvstore.types import PAGE_BYTES
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import PAGE_MAGIC, Scope, Void, parse_page, record_pages
 from kvstore.wire.segment import (
     PAGE_SHIFT,
@@ -69,6 +69,20 @@ class Gathered:
         self.scope_of.append(self.scopes.setdefault(scope, len(self.scopes)))
         self.keys += key
         self.checksums += checksum
+
+    def snapshot(self) -> Table:
+        """What is there so far; from any thread, while another one adds."""
+        # `add` puts checksums last, so all else is there for as many.
+        checksums = bytes(self.checksums)
+        count = len(checksums) // CHECKSUM_BYTES
+        return build_table(
+            tuple(self.scopes),
+            tuple(self.voids),
+            pages=self.pages[:count],
+            scope_of=self.scope_of[:count],
+            keys=bytes(self.keys[: count * KEY_BYTES]),
+            checksums=checksums,
+        )
 
     def table(self) -> Table:
         return build_table(

@@ -6,8 +6,8 @@
 
 The engine decides what is written, read and kept; this moves bytes and finds them again. No call
 blocks. Threads: one writer (`log_thread.py`), some readers, one that recovers and then looks after
-other nodes' segments, one that watches deadlines. One lock guards queues and jobs; no I/O happens
-under it.
+other nodes' segments, one that watches deadlines, one that scrubs (`scrub.py`). One lock guards
+queues and jobs; no I/O happens under it.
 
 Slots belong to the tier from `write` or `read` until the job's `Written` or `Read`. A job that is
 late (`Late`) keeps them: the kernel may still write to them at any time.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.ports import Clock
+from kvstore.tiers.file.breaker import BreakerState
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.directory import Directory, refuse_other_mode
@@ -46,6 +47,7 @@ from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reader import Reader, RunResult, Verdict
 from kvstore.tiers.file.restart import Restart
+from kvstore.tiers.file.scrub import Scrub
 from kvstore.tiers.file.shared import Peers
 from kvstore.tiers.file.writer import Batch, Payloads
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
@@ -116,6 +118,8 @@ class FileTier:
                 for r in readers
             ),
         ]
+        if (scrub := self._make_scrub(disk)) is not None:
+            self._threads.append(threading.Thread(target=scrub.run, name="file-scrub", daemon=True))
 
     @classmethod
     def open(
@@ -168,6 +172,11 @@ class FileTier:
     def is_direct(self) -> bool:
         """Whether I/O goes round the page cache."""
         return self._directory.direct
+
+    @property
+    def breakers(self) -> tuple[BreakerState, BreakerState]:
+        """Of reads and of writes."""
+        return self._health.reads, self._health.writes
 
     def write(self, job: int, scope: Scope, keys: bytes, slots: Any, checksums: bytes) -> bool:
         """Store blocks of one scope.
@@ -306,6 +315,24 @@ class FileTier:
             segments_max=self._config.foreign_segments_max,
         )
 
+    def _make_scrub(self, disk: Disk) -> Scrub | None:
+        if self._config.scrub is None:
+            return None
+        return Scrub(
+            self._config.scrub,
+            self._catalog,
+            disk,
+            self._clock,
+            outbox=self._outbox,
+            health=self._health,
+            lock=self._lock,
+            leaving=self._leaving,
+            is_wanted=lambda: bool(self._reads) or self._log.is_wanted,
+            voids=lambda: self._log.voids,
+            table_of=self._log.table_of,
+            direct=self._directory.direct,
+        )
+
     def expire(self) -> None:
         """Act on deadlines that have passed. The watching thread calls it; a test may too."""
         with self._lock:
@@ -362,22 +389,25 @@ class FileTier:
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
 
     def _account(self, run: Run, result: RunResult) -> None:
-        job, lost = run.job, []
+        job = run.job
         with self._lock:
+            lost: dict[Verdict, list[int]] = {Verdict.DAMAGED: []}
+            if result.error is None:
+                lost[Verdict.UNREAD] = []
             for index, verdict in zip(run.indices, result.verdicts, strict=True):
                 job.good[index] = verdict is Verdict.GOOD
-                if verdict is Verdict.DAMAGED or (
-                    verdict is Verdict.UNREAD and result.error is None
-                ):
-                    lost.append(index)
+                if verdict in lost:
+                    lost[verdict].append(index)
             now_ns = self._clock.now_ns()
             if result.error is not None:
-                self._outbox.put(self._health.failed(now_ns, result.error))
+                self._outbox.put(self._health.failed_reading(now_ns, result.error))
             elif Verdict.GOOD in result.verdicts and not job.late:
                 self._outbox.put(self._health.read())
-            if lost:
-                keys = b"".join(job.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in lost)
-                self._outbox.put([Gone(job.scope, keys, job.locations[lost].tobytes())])
+            for verdict, indices in lost.items():
+                if indices:
+                    keys = b"".join(job.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in indices)
+                    places = job.locations[indices].tobytes()
+                    self._outbox.put([Gone(job.scope, keys, places, verdict is Verdict.DAMAGED)])
             job.runs_left -= 1
             self._end_if_done(job)
 
@@ -388,7 +418,7 @@ class FileTier:
             self._runs = deque(run for run in self._runs if run.job is not job)
             job.runs_left -= len(waiting)
         job.late = True
-        self._outbox.put(self._health.late(now_ns))
+        self._outbox.put(self._health.late_reading(now_ns))
         if job.runs_left:
             self._outbox.put([Late(job.job)])
         self._end_if_done(job)

@@ -53,6 +53,7 @@ from kvstore.wire.segment import (
     ID_BYTES,
     PAGE_SHIFT,
     SegmentHead,
+    Table,
     footer,
     footer_bytes_max,
     place_of,
@@ -149,6 +150,13 @@ class Writer:
     def voids(self) -> tuple[Void, ...]:
         """Those that may still cover something, oldest first."""
         return tuple(self._voids)
+
+    def table_of(self, number: int) -> Table | None:
+        """What has been written to this segment, if it is the open one; from any thread."""
+        opened = self._open
+        if opened is None or opened.segment.number != number:
+            return None
+        return opened.found.snapshot()
 
     def _has_room(self, *, spare: bool) -> bool:
         """Whether another segment may be begun."""

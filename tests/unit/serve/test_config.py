@@ -14,6 +14,7 @@ from kvstore.serve import config as config_module
 from kvstore.serve import machine
 from kvstore.serve.config import EventsConfig, HttpConfig, load_config
 from kvstore.serve.machine import available_memory, file_system_bytes
+from kvstore.tiers.scrub import AUTO, ScrubRate
 from kvstore.units import GIB, KIB, MIB
 
 LEAST = {"dram": "1MiB", "metrics": "off"}
@@ -104,6 +105,24 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
 
 
 @pytest.mark.parametrize(
+    ("scrub", "rate"),
+    [
+        ("auto", AUTO),
+        ("64MiB", ScrubRate(64 * MIB, daily=False)),
+        (1 << 20, ScrubRate(MIB, daily=False)),
+        ("off", None),
+        (False, None),
+    ],
+)
+def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None) -> None:
+    config = load_config(None, LEAST | {"scrub": scrub, "file": "/x:1GiB"})
+    assert config.scrub == rate
+    assert config.file is not None
+    assert config.file.scrub == rate
+    assert load_config(None, LEAST).scrub == AUTO
+
+
+@pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
         ({"dram": "9GiB"}, "more than the 8 GiB that the machine has available: choose a smaller"),
@@ -118,6 +137,9 @@ def test_sizes(dram: str | int, slab: str, dram_bytes: int, slab_bytes: int) -> 
         ({"slab": "2MiB"}, "must be a multiple of 64 KiB and at most dram, 1 MiB"),
         ({"slab": "65KiB"}, "must be a multiple of 64 KiB"),
         ({"slab": "0"}, "must be a multiple of 64 KiB"),
+        ({"scrub": "fast"}, "scrub 'fast' must be what is read a second of each tier, at least 64"),
+        ({"scrub": "1KiB"}, "at least 64 KiB, such as 64MiB, or auto, or off"),
+        ({"scrub": True}, "such as 64MiB, or auto, or off"),
         ({"file": "/x:1GiB,mine"}, "ends in 'mine': only 'shared' may stand there"),
         ({"file": "/x:1MiB"}, "the file tier needs at least 2 MiB"),
         ({"file": "/x:5TiB"}, "more than the 4 TiB that the file system of /x has"),

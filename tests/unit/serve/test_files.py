@@ -25,6 +25,7 @@ from kvstore.engine.events import (
     VoidFile,
     WriteFile,
 )
+from kvstore.engine.events import Scrubbed as TierScrubbed
 from kvstore.serve.files import FileEnd
 from kvstore.tiers.file import (
     FileEvent,
@@ -38,10 +39,11 @@ from kvstore.tiers.file import (
     RecordSet,
     RecoveryDone,
     Resumed,
+    Scrubbed,
     Suspended,
     Written,
 )
-from kvstore.types import Shard
+from kvstore.types import Shard, Tier
 from kvstore.wire.learned import Learned, SpacePace, encode_learned
 from kvstore.wire.record import Scope
 
@@ -181,9 +183,29 @@ def test_trouble_is_told_with_the_place_until_it_is_over(
     sentence = "the file tier in /var/lib/kvstore takes no reads and writes: the disk fails"
     assert end.trouble == sentence
     assert caplog.messages == [sentence]
-    tier.events = [Suspended("no room", writes_only=True), Resumed(writes_only=True)]
+    tier.events = [Suspended("no room", writes_only=True), Resumed(writes_only=False)]
+    end.read(0)
+    assert end.trouble == "the file tier in /var/lib/kvstore takes no writes: no room"
+    tier.events = [Resumed(writes_only=True)]
     end.read(0)
     assert end.trouble == ""
+
+
+def test_what_the_scrub_found_is_told_to_the_engine_and_the_log(
+    tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier.events = [
+        Gone(SCOPE, KEYS[:32], PLACES[:8], damaged=True),
+        Scrubbed(3, 300, KEYS[:32], pass_ended=False),
+        Scrubbed(2, 200, b"", pass_ended=True),
+    ]
+    assert end.read(0) == [FileGone("t", b"s" * 32, SHARD, KEYS[:32], PLACES[:8], damaged=True)]
+    assert end.read(0) == [
+        TierScrubbed(Tier.FILE, 3, 300, bad_blocks=1),
+        TierScrubbed(Tier.FILE, 2, 200, pass_ended=True),
+    ]
+    assert "a pass over 5 blocks" in caplog.text
+    assert "dropped 1 (first: 6b6b6b6b)" in caplog.text
 
 
 # ── what was learned ─────────────────────────────────────────────────────────────────────────────

@@ -25,6 +25,7 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
+from kvstore.engine.scrubs import NO_PASS
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import MESSAGES, Row, from_message, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectStub
@@ -64,8 +65,11 @@ def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None
 
 ROWS: list[Row] = [
     NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
-    TierReport("dram", 2**40, 2, 3, 4, 5, 6, 7, 8, "lru", 9, NO_BUDGET),
-    SpaceReport("ab", "t", "model", 1, 2, 3, 4),
+    TierReport(
+        *("dram", 2**40, 2, 3, 4, 5, 6, 7, 8, "lru", 9, NO_BUDGET),
+        *("closed", "half-open", 10, 11, 12, NO_PASS),
+    ),
+    SpaceReport("ab", "t", "model", 1, 2, 3, 4, "file"),
     BlockReport("k", "s", "t", "layers 0-1 heads 0-1", "dram", -1, 2**63, 3),
     LeaseReport("e", 1, 2, 3, 4, -5),
     JobReport("e", 1, 2, True, 3, 4),

@@ -10,17 +10,22 @@ import pytest
 from kvstore.serve.driver import NodeBusy
 from kvstore.serve.http import Page
 from kvstore.serve.pages import make_pages
+from kvstore.types import SpaceId, Tier
 
 
 class ScriptedDriver:
     def __init__(self) -> None:
         self.busy = False
+        self.off: list[tuple[str, SpaceId, Tier | None]] = []
 
     def query(self, ask: Any, *, timeout_s: float) -> Any:
         assert timeout_s > 0
         if self.busy:
             raise NodeBusy("the node is busy")
-        return ask(None)
+        return ask(self)
+
+    def spaces_off(self) -> list[tuple[str, SpaceId, Tier | None]]:
+        return self.off
 
 
 class EmptyCollector:
@@ -42,4 +47,16 @@ def test_a_node_without_its_disk_is_healthy_and_says_what_it_lacks(trouble: str)
     assert pages["/healthz"]().status == 503
     assert make_pages(*cast("Any", (collector, ScriptedDriver(), listener)))["/healthz"]().body == (
         b"ok\n"
+    )
+
+
+def test_a_space_that_is_off_is_named_with_what_to_do() -> None:
+    driver, listener = ScriptedDriver(), SimpleNamespace(is_in_place=True, path="/run/n")
+    files = SimpleNamespace(trouble="the disk is full")
+    pages = make_pages(*cast("Any", (EmptyCollector(), driver, listener, files)))
+    driver.off = [("t", SpaceId(b"\xab" * 32), Tier.FILE), ("u", SpaceId(bytes(32)), None)]
+    assert pages["/healthz"]().body.decode() == (
+        "ok, but the disk is full; space abababababababab of tenant t (and 1 more) is switched off"
+        " in the file tier, since a shadow check found other values:"
+        " 'kvstore clear --space abababababababab' switches it on again\n"
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.serve.fsck import fsck
+from kvstore.serve.fsck import fsck, reports_as_json, stores_in
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.file.health import Health
 from kvstore.units import MIB
@@ -126,12 +127,14 @@ def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
 
 def test_what_suspends_the_disk_says_what_to_do(tmp_path: Path) -> None:
     config = FileConfig(tmp_path, 8 * MIB, failures_max=1)
-    (full,) = Health(config).failed(1, NO_ROOM)
+    (full,) = Health(config).failed_writing(1, NO_ROOM)
     assert "make some, or restart with a smaller --file" in str(full)
-    (broken,) = Health(config).failed(1, OSError(errno.EIO, "Input/output error"))
+    (broken,) = Health(config).failed_reading(1, OSError(errno.EIO, "Input/output error"))
     assert "the disk fails (Input/output error): the kernel's log may say why" in str(broken)
-    (slow,) = Health(config).late(1)
+    (slow,) = Health(config).late_reading(1)
     assert "does not answer in time: the kernel's log may say why" in str(slow)
+    (slow,) = Health(config).late_writing(1)
+    assert "does not write in time: the kernel's log may say why" in str(slow)
 
 
 # ── fsck ─────────────────────────────────────────────────────────────────────────────────────────
@@ -185,5 +188,45 @@ def test_fsck_of_a_shared_directory_names_its_parts(tmp_path: Path) -> None:
     assert report.text() == (
         f"{tmp_path} is shared by several nodes: name one of {tmp_path / 'a'}, {tmp_path / 'b'}"
     )
+    assert stores_in(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+    assert stores_in(tmp_path / "a") == [tmp_path / "a"]
     assert fsck(tmp_path / "a").status == 0
     assert "is not a store of kvstore" in fsck(tmp_path / "a" / "quarantine").text()
+
+
+def test_fsck_for_a_program(tmp_path: Path) -> None:
+    store = damaged(tmp_path)
+    report = fsck(store)
+    (row,) = json.loads(reports_as_json([report]))["directories"]
+    assert row["directory"] == str(store)
+    assert (row["status"], row["records"], row["problems"]) == (1, 1, {"damaged records": 1})
+    assert row["files"] == ["seg-00000001.kv: damaged records"]
+
+
+def test_fsck_calls_nothing_damaged_that_is_only_being_written(tmp_path: Path) -> None:
+    """It looks again at where a node appends; damage stays, what was under way does not."""
+    driver = Driver(tmp_path / "store").recovered()
+    (place,) = driver.write([1])
+    (segment,) = (tmp_path / "store").glob("*.kv")
+    at = (place & 0xFFFF_FFFF) * 4096 + 5000
+    whole = segment.read_bytes()
+
+    class Settling(FaultyDisk):
+        looks = 0
+
+        def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+            if offset == (place & 0xFFFF_FFFF) * 4096 and len(buffers[0]) > 4096:
+                self.looks += 1
+                if self.looks == 3:
+                    segment.write_bytes(whole)
+            return super().preadv(fd, buffers, offset)
+
+    with segment.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\0not yet\0")
+    assert fsck(tmp_path / "store", disk=Settling()).status == 0
+    with segment.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\0never\0")
+    assert dict(fsck(tmp_path / "store").problems) == {"damaged records": 1}
+    driver.close()

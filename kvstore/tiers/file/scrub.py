@@ -1,0 +1,185 @@
+"""The background scrub of this node's own segments: every record is verified, over and over.
+
+    segments in order, from a random one on ─▶ records in order ─▶ pieces of PIECE_BYTES
+                     before each piece: its share of the bandwidth has passed, nobody else wants the
+                     disk, and the breaker is closed
+
+A pass is not remembered across a restart; beginning anywhere serves as well, and a node that is
+restarted often still reads everything in the long run. A bad record is told as `Gone` and counted
+once; it stays on disk until its segment is reclaimed or fsck puts that aside, and is told again
+after a restart, by whoever reads it first. Records of other nodes are for those to scrub.
+
+Does not cover: how a record is verified (`verify.py`), how fast (`kvstore.tiers.scrub`).
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvstore.ports import Clock
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.disk import Disk, Pages, forget_cached
+from kvstore.tiers.file.events import Gone, Scrubbed
+from kvstore.tiers.file.health import Health
+from kvstore.tiers.file.outbox import Outbox
+from kvstore.tiers.file.recovery import read_footer, scan
+from kvstore.tiers.file.verify import Record, is_intact, record_at
+from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
+from kvstore.types import PAGE_BYTES
+from kvstore.units import MIB
+from kvstore.wire.record import Void
+from kvstore.wire.segment import Table, place_of
+
+PIECE_BYTES: Final = MIB
+"""A load waits for no more than this of the scrub: half a millisecond of an NVMe disk."""
+TELL_BYTES: Final = 64 * MIB
+"""So much is verified between two words of progress."""
+KNOWN_BAD_MAX: Final = 65_536
+YIELD_S: Final = 0.2
+"""How often a scrub that waits for others looks whether the breaker has closed."""
+
+
+class Leaving(Exception):
+    """The tier is being closed."""
+
+
+class Scrub:
+    """Body of the scrubbing thread. `lock` is the tier's, which is notified when jobs end."""
+
+    def __init__(
+        self,
+        rate: ScrubRate,
+        catalog: Catalog,
+        disk: Disk,
+        clock: Clock,
+        *,
+        outbox: Outbox,
+        health: Health,
+        lock: threading.Condition,
+        leaving: threading.Event,
+        is_wanted: Callable[[], bool],
+        voids: Callable[[], Sequence[Void]],
+        table_of: Callable[[int], Table | None],
+        direct: bool,
+    ) -> None:
+        """Args:
+        rate, catalog, disk, clock: how fast, what, with what.
+        outbox, health, lock: of the tier.
+        leaving: set when the tier is being closed.
+        is_wanted: whether a read or write waits or runs; asked with the lock held.
+        voids: what was cleared, which may lie there in whatever state.
+        table_of: what has been written to a segment, if that is the one appended to.
+        direct: the segments are opened so that the page cache is no part of it.
+        """
+        self._rate = rate
+        self._catalog = catalog
+        self._disk = disk
+        self._clock = clock
+        self._outbox = outbox
+        self._health = health
+        self._lock = lock
+        self._leaving = leaving
+        self._is_wanted = is_wanted
+        self._voids = voids
+        self._table_of = table_of
+        self._direct = direct
+        self._buffer = Pages(PIECE_BYTES)
+        self._known_bad: set[int] = set()
+        self._blocks = 0
+        self._bytes = 0
+
+    def run(self) -> None:
+        """Pass after pass until the tier is closed."""
+        try:
+            while True:
+                self.run_pass()
+                self._wait(PASS_PAUSE_S)
+        except Leaving:
+            return
+
+    def run_pass(self) -> None:
+        """Verify all records that are there now. Raises Leaving."""
+        numbers = self._catalog.own_numbers()
+        first = secrets.randbelow(len(numbers)) if numbers else 0
+        for number in numbers[first:] + numbers[:first]:
+            segment = self._catalog.get(number)
+            if segment is not None:
+                self._scrub(segment)
+        self._tell(pass_ended=True)
+
+    def _scrub(self, segment: Segment) -> None:
+        try:
+            with self._catalog.reading(segment) as fd:
+                table = self._table(segment, fd)
+                if table is None:
+                    return
+                alive = table.living(segment.number, self._voids())
+                for row in alive.nonzero()[0].tolist():
+                    if self._catalog.get(segment.number) is not segment:
+                        return  # reclaimed meanwhile
+                    self._verify(segment, fd, record_at(table, row))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._failed(error)
+
+    def _table(self, segment: Segment, fd: int) -> Table | None:
+        """What the segment holds; None: it is being closed, and looked at in the next pass."""
+        if segment.appending:
+            return self._table_of(segment.number)
+        self._take_turn(PIECE_BYTES)
+        size = segment.taken_bytes
+        table = read_footer(self._disk, fd, size, segment.head)
+        return scan(self._disk, fd, size, segment.head).table() if table is None else table
+
+    def _verify(self, segment: Segment, fd: int, record: Record) -> None:
+        try:
+            good = is_intact(
+                self._disk, fd, segment.head, record, self._buffer, before_read=self._take_turn
+            )
+        except OSError as error:
+            self._failed(error)
+            if error.errno != errno.EIO:
+                return  # not this record's fault
+            good = False
+        if not self._direct:
+            forget_cached(fd, record.page * PAGE_BYTES, record.size_bytes)
+        self._blocks += 1
+        self._bytes += record.size_bytes
+        place = place_of(segment.number, record.page)
+        is_news = not good and place not in self._known_bad
+        if is_news and self._catalog.get(segment.number) is segment:
+            if len(self._known_bad) < KNOWN_BAD_MAX:
+                self._known_bad.add(place)
+            packed = place.to_bytes(8, "little")
+            self._outbox.put([Gone(record.scope, record.key, packed, damaged=True)])
+            self._tell(bad_key=record.key)
+        elif self._bytes >= TELL_BYTES:
+            self._tell()
+
+    def _tell(self, *, bad_key: bytes = b"", pass_ended: bool = False) -> None:
+        self._outbox.put([Scrubbed(self._blocks, self._bytes, bad_key, pass_ended)])
+        self._blocks = self._bytes = 0
+
+    def _failed(self, error: OSError) -> None:
+        with self._lock:
+            self._outbox.put(self._health.failed_reading(self._clock.now_ns(), error))
+
+    # ── turns ────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_turn(self, size_bytes: int) -> None:
+        """Wait until so much may be read, and nobody else wants the disk. Raises Leaving."""
+        self._wait(self._rate.seconds(size_bytes, held_bytes=self._catalog.taken_bytes))
+        with self._lock:
+            while not self._leaving.is_set() and (self._is_wanted() or not self._health.is_well):
+                self._lock.wait(YIELD_S)
+        if self._leaving.is_set():
+            raise Leaving
+
+    def _wait(self, seconds: float) -> None:
+        if self._leaving.wait(seconds):
+            raise Leaving

@@ -1,0 +1,84 @@
+"""Whether a record on disk is what was stored there: the one answer for scrub and fsck.
+
+Read piece by piece, so that whoever else wants the disk waits for one piece at most, and a block of
+any size is verified in little memory. Does not cover: reading for use (`reader.py`, which verifies
+by the same checksums), what becomes of a bad record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import xxhash
+
+from kvstore.tiers.file.disk import Disk, Pages, read_all
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.record import BlockPage, Scope, parse_page, record_pages
+from kvstore.wire.segment import SegmentHead, Table, place_of
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Where a block lies in its segment, and what should be there."""
+
+    scope: Scope
+    page: int
+    key: bytes
+    checksum: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its header's page and its payload."""
+        return record_pages(self.scope) * PAGE_BYTES
+
+
+def record_at(table: Table, row: int) -> Record:
+    """A row of a segment's table."""
+    return Record(
+        table.scopes[int(table.scope_of[row])],
+        int(table.pages[row]),
+        table.keys[row].tobytes(),
+        table.checksums[row].tobytes(),
+    )
+
+
+def records(table: Table) -> Iterator[Record]:
+    """All of them, in the order in which they lie."""
+    return (record_at(table, row) for row in range(len(table.pages)))
+
+
+def is_intact(
+    disk: Disk,
+    fd: int,
+    head: SegmentHead,
+    record: Record,
+    buffer: Pages,
+    *,
+    before_read: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Whether the record is there, every byte of it.
+
+    Args:
+        disk, fd: its segment.
+        head: what the segment's page 0 said.
+        record: what should be there.
+        buffer: for a piece, at least a page; a record that fits it is in there afterwards.
+        before_read: called with the size of each piece before it is read.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    digest = xxhash.xxh3_128(record.scope.prefix() + record.key)
+    payload_end = PAGE_BYTES + record.scope.block_bytes
+    for begin in range(0, record.size_bytes, len(buffer.view)):
+        piece = buffer.view[: min(len(buffer.view), record.size_bytes - begin)]
+        before_read(len(piece))
+        if read_all(disk, fd, [piece], record.page * PAGE_BYTES + begin) != len(piece):
+            return False
+        if begin == 0:
+            place = place_of(head.number, record.page)
+            page = parse_page(piece[:PAGE_BYTES], segment_id=head.segment_id, place=place)
+            if page != BlockPage(record.scope, record.key, record.checksum):
+                return False
+        digest.update(piece[max(0, PAGE_BYTES - begin) : payload_end - begin])
+    return digest.digest() == record.checksum

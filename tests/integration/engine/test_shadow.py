@@ -1,0 +1,163 @@
+"""Shadow checks on a real engine: no false alarm over honest prompts, and a planted identity bug.
+
+The bug: weights change, and the fingerprint stays. It is planted by a test-only patch that every
+process of the engine imports at its start.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from kvstore.kernels.compare import BOUNDS
+from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.models import build_model
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.fixtures import MAX_TOKENS, SEED
+from tests.integration.engine.support import (
+    BLOCK_TOKENS,
+    PATIENT,
+    blocks_in_dram,
+    inspect,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+SHADOWED: dict[str, object] = {**PATIENT, "shadow_every": 1}
+PROMPT_COUNT = 48
+COMPARED = "kvstore_shadow_blocks_total"
+DIVERGED = "kvstore_shadow_blocks_diverged_total"
+WORST = "kvstore_shadow_error_max"
+
+SAME_DIGEST = """
+import kvstore.connector.weights as weights
+
+weights.digest_weights = lambda config: weights.WeightsDigest("same", 1, 1)
+"""
+
+
+def metric(node: NodeProcess, name: str) -> float:
+    with urllib.request.urlopen(node.metrics_url) as page:
+        lines = page.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith(name + " ")]
+    return float(line.split()[-1])
+
+
+def health(node: NodeProcess) -> str:
+    with urllib.request.urlopen(node.metrics_url.removesuffix("metrics") + "healthz") as page:
+        return str(page.read().decode())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_honest_prompts_raise_no_alarm(
+    tiny_model: Path,
+    encode: Encode,
+    tmp_path: Path,
+    dtype: Literal["float32", "bfloat16"],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Stored eight at a time and in one piece, computed again three at a time and in chunks."""
+    rng = random.Random(SEED + 30)
+    lengths = [rng.randint(1, 8) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPT_COUNT)]
+    prompts = [text_tokens(rng, encode, length) for length in lengths]
+    blocks = sum(length // BLOCK_TOKENS for length in lengths)
+    with NodeProcess.start(tmp_path, dram="512MiB") as node:
+        config = EngineConfig(
+            model=tiny_model, dtype=dtype, socket=node.socket, connector_extra=SHADOWED
+        )
+        with Engine.start(config, log=tmp_path / "first.log") as engine:
+            engine.complete_many(prompts, max_tokens=1, concurrency=8)
+            wait_until(lambda: blocks_in_dram(node) == blocks, "every block is stored")
+        config = EngineConfig(
+            model=tiny_model,
+            dtype=dtype,
+            socket=node.socket,
+            connector_extra=SHADOWED,
+            max_model_len=1280,
+            arguments=("--max-num-batched-tokens", "200"),
+        )
+        with Engine.start(config, log=tmp_path / "second.log") as engine:
+            done = engine.complete_many(prompts, max_tokens=1, concurrency=3)
+            assert engine.hits().external_hits == 0, "every hit is computed"
+            assert [answer.cached_tokens for answer in done] == [0] * len(prompts)
+            wait_until(lambda: metric(node, COMPARED) == blocks, "every block is compared")
+        assert metric(node, DIVERGED) == 0
+        worst = metric(node, WORST)
+        record_property(f"worst error of {blocks} blocks in {dtype}", worst)
+        assert worst < BOUNDS[dtype] / 4, "the bound is near what honest computing gives"
+        assert not any(space["off"] for space in inspect(node, "spaces"))
+        assert health(node) == "ok"
+
+
+def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
+    encode: Encode, tmp_path: Path
+) -> None:
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text(SAME_DIGEST)
+    prompts = [text_tokens(random.Random(n), encode, 4 * BLOCK_TOKENS + 9) for n in range(4)]
+    with NodeProcess.start(tmp_path, dram="256MiB") as node:
+        for seed in (1, 2):
+            model = build_model(tmp_path / f"model{seed}", size="tiny", weights_seed=seed)
+            config = EngineConfig(
+                model=model,
+                socket=node.socket,
+                connector_extra=SHADOWED,
+                environment={"PYTHONPATH": str(patch)},
+            )
+            with Engine.start(config, log=tmp_path / f"{seed}.log") as engine:
+                if seed == 1:
+                    engine.complete_many(prompts, max_tokens=1, concurrency=4)
+                    wait_until(lambda: blocks_in_dram(node) == 16, "every block is stored")
+                else:
+                    _check_caught(node, engine, prompts)
+
+
+def _check_caught(node: NodeProcess, engine: Engine, prompts: list[tuple[int, ...]]) -> None:
+    assert engine.complete(prompts[0], max_tokens=MAX_TOKENS).cached_tokens == 0
+    wait_until(lambda: metric(node, DIVERGED) == 4, "all four blocks of it differ")
+    assert metric(node, WORST) > 0.5
+    (space,) = inspect(node, "spaces")
+    assert space["off"] == "all"
+    digits = space["space"]
+    assert blocks_in_dram(node) == 0
+    assert f"space {digits} of tenant default is switched off in all tiers" in node.log
+    advice = f"'kvstore clear --space {digits}' switches it on again"
+    assert advice in node.log
+    assert advice in health(node)
+    engine.forget()
+    for prompt in prompts:  # nothing of the other model is ever served
+        assert engine.complete(prompt, max_tokens=1).cached_tokens == 0
+    assert blocks_in_dram(node) == 0, "nor is anything stored"
+    _clear(node, digits)
+    assert health(node) == "ok"
+    engine.forget()
+    engine.complete(prompts[1], max_tokens=1)
+    wait_until(lambda: blocks_in_dram(node) == 4, "it is on again")
+    engine.forget()
+    engine.complete(prompts[1], max_tokens=1)
+    wait_until(lambda: metric(node, COMPARED) == 8, "what is stored now is compared")
+    assert metric(node, DIVERGED) == 4, "and it is its own"
+
+
+def _clear(node: NodeProcess, digits: str) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvstore.serve.main", "clear"),
+            *("--space", digits, "--socket", str(node.socket)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "0 blocks forgotten" in done.stdout

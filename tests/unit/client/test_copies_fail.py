@@ -1,0 +1,82 @@
+"""The breaker of loads: a node that answers well but lends what cannot be had is left alone."""
+
+from __future__ import annotations
+
+from kvstore.client.core.scheduler import Hit, Miss
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.test_lookups import arrive, ask, ended, load
+from tests.unit.client.test_shadow import lookup
+
+HIT = Hit(3 * BLOCK_TOKENS)
+
+
+def begin(node: ScriptedNode, name: str) -> int:
+    """A hit whose load has begun; its lease."""
+    keys = chain(name, 3)
+    node.keys |= set(keys)
+    assert lookup(node, name, keys) == HIT
+    load(node, name, keys, [1, 2, 3], 3)
+    (job,) = node.core.plan((), node.now_ns).loads
+    return job.lease
+
+
+def fail(node: ScriptedNode, name: str) -> None:
+    ended(node, name, begin(node, name), failed=(1, 2, 3))
+
+
+def answer(node: ScriptedNode, name: str) -> object:
+    keys = chain(name, 3)
+    node.keys |= set(keys)
+    arrive(node, name, keys)
+    ask(node, name, keys)
+    node.exchange()
+    return ask(node, name, keys)
+
+
+def test_three_failed_loads_open_it_though_every_question_was_answered(node: ScriptedNode) -> None:
+    node.attach()
+    for i in range(3):
+        assert node.core.is_serving
+        fail(node, f"r{i}")
+        assert answer(node, f"s{i}") == (HIT if i < 2 else Miss("breaker open"))
+        node.core.finished(f"s{i}")
+    assert not node.core.is_serving
+    assert node.core.stats.take()["breaker_openings"] == 1
+
+
+def test_loads_that_succeed_between_failures_keep_it_closed(node: ScriptedNode) -> None:
+    node.attach()
+    for i in range(6):
+        fail(node, f"r{i}")
+        if i % 2:
+            ended(node, f"g{i}", begin(node, f"g{i}"))
+    assert node.core.is_serving
+
+
+def test_one_load_is_the_probe_and_its_end_decides(node: ScriptedNode) -> None:
+    node.attach()
+    for i in range(3):
+        fail(node, f"r{i}")
+    node.wait(1001)
+    lease = begin(node, "probe")
+    assert answer(node, "other") == Miss("breaker open"), "one at a time"
+    ended(node, "probe", lease, failed=(1, 2, 3))
+    node.wait(1999)
+    assert answer(node, "early") == Miss("breaker open"), "the wait doubled"
+    node.wait(2)
+    ended(node, "again", begin(node, "again"))
+    assert node.core.is_serving
+    assert answer(node, "after") == HIT
+
+
+def test_both_breakers_must_agree_and_neither_loses_its_probe(node: ScriptedNode) -> None:
+    node.attach()
+    for i in range(3):
+        fail(node, f"r{i}")
+    node.wait(500)
+    for _ in range(3):  # lookups under way when the loads failed run into their deadline
+        node.core._lookups._breaker.failed(node.now_ns)
+    node.wait(600)
+    assert answer(node, "early") == Miss("breaker open"), "loads may be tried, lookups not yet"
+    node.wait(500)
+    assert answer(node, "probe") == HIT

@@ -1,0 +1,253 @@
+"""Hits that are computed all the same: which, what is compared, what the node hears, the ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.client.core.plan import CompareResult, RankReport, StoreJob
+from kvstore.client.core.scheduler import PENDING, Hit, Miss
+from kvstore.client.core.shadow import BLOCKS_MAX
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.test_lookups import arrive, ask, load
+
+SHADOW = Miss("shadow check")
+
+
+def lookup(node: ScriptedNode, request: str, keys: list[bytes], *, local: int = 0) -> object:
+    """Ask until there is an answer."""
+    arrive(node, request, keys)
+    node.exchange()
+    assert ask(node, request, keys, local) is PENDING
+    node.exchange()
+    return ask(node, request, keys, local)
+
+
+def shadowed(
+    count: int = 4, *, held: int | None = None, local: int = 0, **changes: object
+) -> tuple[ScriptedNode, list[bytes]]:
+    """Request r is a hit that is computed; it has been admitted."""
+    node = ScriptedNode(shadow_every=1, **changes)
+    keys = chain("a", count)
+    node.keys = set(keys[:held])
+    node.attach()
+    assert lookup(node, "r", keys, local=local) == SHADOW
+    load(node, "r", keys, list(range(100, 100 + count)), 0)
+    return node, keys
+
+
+def compute(
+    node: ScriptedNode, keys: list[bytes], blocks: int, *, new: tuple[int, ...] = ()
+) -> list[StoreJob]:
+    """A step after which so many blocks are complete; the jobs that compare."""
+    tokens = blocks * BLOCK_TOKENS
+    full = node.core.full_blocks("r", computed_tokens=tokens, known_tokens=tokens)
+    if full:
+        table = list(range(100, 100 + len(keys)))
+        node.core.fill("r", keys, block_ids=table, full_blocks=full)
+    return [job for job in node.core.plan(new, node.now_ns).stores if job.compare]
+
+
+def done(
+    node: ScriptedNode,
+    job: StoreJob,
+    *diverged: int,
+    rank: int = 0,
+    compared: int | None = None,
+    worst: float = 0.001,
+) -> None:
+    count = len(job.block_ids) if compared is None else compared
+    result = CompareResult(job.job, count, diverged, worst)
+    report = RankReport(rank=rank, session=1, store_jobs_done=(job.job,), compared=(result,))
+    node.core.reported(report, node.now_ns)
+
+
+def verdicts(node: ScriptedNode) -> list[tuple[int, list[int], int]]:
+    return [
+        (s.blocks, m.slots_array(s.diverged).tolist(), s.error_ppm)
+        for s in node.exchange()
+        if isinstance(s, m.Compared)
+    ]
+
+
+# ── which ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_nth_hit_is_computed_whatever_misses_come_between() -> None:
+    node = ScriptedNode(shadow_every=3)
+    node.attach()
+    answers = []
+    for i in range(9):
+        keys, unknown = chain(f"k{i}", 3), chain(f"u{i}", 3)
+        assert lookup(node, f"u{i}", unknown) == Miss("not stored")
+        node.keys |= set(keys)
+        answers.append(lookup(node, f"r{i}", keys))
+        loaded = 3 if isinstance(answers[-1], Hit) else 0
+        load(node, f"r{i}", keys, [1, 2, 3], loaded)
+        node.core.plan((), node.now_ns)
+    hit = Hit(3 * BLOCK_TOKENS)
+    assert answers == [hit, hit, SHADOW] * 3
+
+
+def test_by_default_nothing_is_computed_for_that() -> None:
+    node = ScriptedNode()
+    node.attach()
+    for i in range(50):
+        keys = chain(f"k{i}", 3)
+        node.keys = set(keys)
+        assert lookup(node, f"r{i}", keys) == Hit(3 * BLOCK_TOKENS)
+
+
+def test_of_hits_at_the_same_time_one_is_chosen() -> None:
+    node = ScriptedNode(shadow_every=2)
+    node.attach()
+    first = chain("first", 3)
+    node.keys = set(first)
+    assert lookup(node, "first", first) == Hit(3 * BLOCK_TOKENS)
+    load(node, "first", first, [1, 2, 3], 3)
+    chains = [chain(f"k{i}", 3) for i in range(4)]
+    node.keys = {key for keys in chains for key in keys}
+    for i, keys in enumerate(chains):
+        arrive(node, f"r{i}", keys)
+        ask(node, f"r{i}", keys)
+    node.exchange()
+    answers = [ask(node, f"r{i}", keys) for i, keys in enumerate(chains)]
+    assert answers.count(SHADOW) == 1
+
+
+def test_it_asks_for_checksums_and_repeats_its_answer() -> None:
+    node, keys = shadowed()
+    (asked,) = node.of(m.LeaseAsk)
+    assert isinstance(asked, m.LeaseAsk)
+    assert asked.with_checksums
+    assert [ask(node, "r", keys) for _ in range(3)] == [SHADOW] * 3
+    assert node.core.leases_open == 1
+    assert node.core.stats.take()["misses_shadow_check"] == 1
+
+
+# ── what ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_blocks_are_compared_in_the_step_that_completes_them() -> None:
+    node, keys = shadowed(5, held=4)
+    assert compute(node, keys, 1)[0].block_ids == (100,)
+    assert compute(node, keys, 1) == []
+    (job,) = compute(node, keys, 5)
+    assert job.block_ids == (101, 102, 103), "the fifth is not held"
+    assert job.keys == b"".join(keys[1:4])
+    assert m.slots_array(job.slots).tolist() == [16, 32, 48]
+    assert m.generations_array(job.generations).tolist() == [5, 5, 5]
+    assert len(job.checksums) == 3 * 16
+
+
+def test_behind_the_engines_own_hit_the_slots_are_counted_from_there() -> None:
+    node, keys = shadowed(5, local=2)
+    (job,) = compute(node, keys, 5)
+    assert job.block_ids == (102, 103, 104)
+    assert m.slots_array(job.slots).tolist() == [0, 16, 32]
+
+
+def test_of_a_long_prompt_some_blocks_are_compared_all_over_it() -> None:
+    node, keys = shadowed(10 * BLOCKS_MAX)
+    jobs = compute(node, keys, 10 * BLOCKS_MAX)
+    (job,) = jobs
+    assert len(job.block_ids) == BLOCKS_MAX
+    assert set(np.diff(job.block_ids).tolist()) == {10}
+
+
+def test_what_is_compared_is_fenced_like_a_store() -> None:
+    node, keys = shadowed()
+    (job,) = compute(node, keys, 4)
+    assert node.core.plan((103, 7), node.now_ns).fence_blocks == (103,)
+    done(node, job)
+    assert node.core.plan((103, 7), node.now_ns).fence_blocks == ()
+
+
+def test_nothing_is_stored_again_and_nothing_needs_a_credit() -> None:
+    node, keys = shadowed()
+    assert not node.core.attachment.credits
+    assert len(compute(node, keys, 4)) == 1
+    assert "store_blocks_without_credit" not in node.core.stats.take()
+
+
+# ── the verdict ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_node_hears_what_was_compared_and_gets_its_lease_back() -> None:
+    node, keys = shadowed()
+    (first,) = compute(node, keys, 2)
+    (second,) = compute(node, keys, 4)
+    done(node, first)
+    assert verdicts(node) == [(2, [], 1000)]
+    assert node.core.leases_open == 1
+    done(node, second, 1, worst=1.5)
+    assert verdicts(node) == [(2, [3], 1_500_000)], "counted from the start of the lease"
+    assert node.core.leases_open == 0
+    assert any(isinstance(s, m.LeaseRelease) for s in node.sent)
+    counts = node.core.stats.take()
+    assert (counts["shadow_blocks"], counts["shadow_blocks_diverged"]) == (4, 1)
+
+
+def test_any_rank_that_differs_counts_and_the_word_waits_for_all() -> None:
+    node, keys = shadowed(3, rank_count=2)
+    (job,) = compute(node, keys, 3)
+    done(node, job, 2, rank=1, worst=2.0)
+    assert verdicts(node) == []
+    done(node, job, rank=0, compared=1)
+    assert verdicts(node) == [(1, [2], 2_000_000)]
+
+
+def test_what_could_not_be_compared_is_no_verdict() -> None:
+    node, keys = shadowed(3)
+    (job,) = compute(node, keys, 3)
+    done(node, job, compared=0)
+    assert verdicts(node) == []
+    assert node.core.leases_open == 0
+
+
+# ── ends ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_request_that_ends_early_gives_its_lease_back() -> None:
+    for blocks in (0, 2, 4):
+        node, keys = shadowed()
+        jobs = compute(node, keys, blocks)
+        node.core.finished("r")
+        assert node.core.leases_open == 0
+        for job in jobs:
+            done(node, job)
+        assert len(verdicts(node)) == (1 if blocks else 0), "what was compared still counts"
+        assert node.core.leases_open == 0
+
+
+def test_after_a_new_session_nothing_of_the_old_one_is_compared() -> None:
+    node, keys = shadowed()
+    (job,) = compute(node, keys, 2)
+    node.give(m.SessionClosed(session=1, reason="a rank left"))
+    node.session = 2
+    node.give(m.SessionOpen(session=2, shard_count=1))
+    node.exchange()
+    assert compute(node, keys, 4) == []
+    done(node, job, 1)
+    assert verdicts(node) == []
+    assert node.core.leases_open == 0
+
+
+def test_a_preempted_request_goes_on_where_it_was() -> None:
+    node, keys = shadowed()
+    (first,) = compute(node, keys, 2)
+    done(node, first)
+    assert ask(node, "r", keys) == SHADOW  # it is admitted again
+    load(node, "r", keys, [], 0)
+    assert compute(node, keys, 1) == []
+    (job,) = compute(node, keys, 4)
+    assert job.block_ids == (102, 103)
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_its_story_says_why_it_was_computed(count: int) -> None:
+    node, _ = shadowed(count)
+    node.core.finished("r")
+    (story,) = [s for s in node.exchange() if isinstance(s, m.Story)]
+    assert story.outcome == "shadow check"

@@ -1,0 +1,156 @@
+"""What the engine lists for the scrub of dram, and what it does with what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvstore.engine import scrubs
+from kvstore.engine.events import Clear, Scrubbed, Tick
+from kvstore.engine.scrubs import NO_PASS, Sealed
+from kvstore.types import Tier
+from kvstore.units import NS_PER_MS
+from tests.unit.engine.disk import SPACE, DiskNode
+from tests.unit.engine.harness import (
+    HALVES,
+    SMALL,
+    WHOLE,
+    Node,
+    Peer,
+    arrays,
+    checksum,
+    key,
+    pairs,
+)
+
+
+def listed(node: Node) -> list[Sealed]:
+    """All looks of a pass."""
+    looks = [node.engine.sealed(0)]
+    while looks[-1].next_word:
+        looks.append(node.engine.sealed(looks[-1].next_word))
+    return looks
+
+
+def bad(places: Sequence[tuple[int, int]]) -> Scrubbed:
+    slots, generations = arrays(places)
+    return Scrubbed(Tier.DRAM, len(places), 100, slots=slots, generations=generations)
+
+
+def test_every_sealed_block_is_listed_with_its_address_and_checksum() -> None:
+    node = Node()
+    peer = Peer(node)
+    places = dict(zip((1, 2, 3), peer.seal(1, 2, 3), strict=True))
+    (look,) = listed(node)
+    assert [scope.space for scope in look.scopes] == [SPACE]
+    assert [(s.tenant, s.shard, s.block_bytes) for s in look.scopes] == [
+        ("t", WHOLE, SMALL.layer_count * SMALL.kv_head_count * 16 * SMALL.token_bytes)
+    ]
+    found = {
+        k.tobytes(): ((int(s), int(g)), c.tobytes())
+        for k, s, g, c in zip(look.keys, look.slots, look.generations, look.checksums, strict=True)
+    }
+    assert found == {key(n): (place, checksum(n)) for n, place in places.items()}
+
+
+def test_looks_are_short_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrubs, "BLOCKS_PER_LOOK", 2)
+    monkeypatch.setattr(scrubs, "WORDS_PER_LOOK", 5)
+    node = Node()
+    one, other = Peer(node, "one"), Peer(node, "other", tenant="u", shards=HALVES)
+    one.store(1, 2, 3, 4, 5)
+    other.store(1, 2)
+    looks = listed(node)
+    assert all(len(look.slots) <= 2 for look in looks)
+    found = [
+        (look.scopes[int(which)].tenant, name.tobytes())
+        for look in looks
+        for which, name in zip(look.scope_of, look.keys, strict=True)
+    ]
+    expected = [("t", key(n)) for n in (1, 2, 3, 4, 5)] + [("u", key(n)) for n in (1, 1, 2, 2)]
+    assert sorted(found) == sorted(expected)
+
+
+def test_a_bad_copy_is_dropped_and_counted() -> None:
+    node = Node()
+    peer = Peer(node)
+    one, two = peer.seal(1, 2)
+    node.step(bad([two]))
+    assert set(node.blocks()) == {key(1).hex()[:8]}
+    assert node.raised[two[0]] == two[1] + 1, "readers see it"
+    row = node.engine.tiers()[0]
+    assert (row.scrubbed_blocks, row.scrubbed_bytes, row.scrub_bad) == (1, 100, 1)
+    assert pairs(peer.lease(1, 1)) == [one]
+
+
+def test_a_slot_that_was_reused_meanwhile_is_nobodys_fault() -> None:
+    node = Node()
+    peer = Peer(node)
+    (place,) = peer.seal(1)
+    node.step(Clear(space=None, tenant=None))
+    node.step(bad([place, (1 << 20, 1), (0, 99)]))
+    peer.seal(2)
+    node.step(bad([place]))
+    assert set(node.blocks()) == {key(2).hex()[:8]}
+    assert node.engine.tiers()[0].scrub_bad == 0
+
+
+def test_a_bad_copy_in_dram_is_read_again_from_disk() -> None:
+    node = DiskNode()
+    peer = Peer(node)
+    (place,) = peer.seal(1)
+    node.write_all()
+    node.step(bad([place]))
+    assert node.blocks() == {key(1).hex()[:8]: "file"}
+    assert peer.lease(1, 1).promoting == 1
+    node.read_all()
+    assert node.blocks() == {key(1).hex()[:8]: "dram+file"}
+
+
+def test_a_bad_copy_that_is_being_written_to_disk_is_not_believed_there() -> None:
+    node = DiskNode()
+    peer = Peer(node)
+    (place,) = peer.seal(1)
+    node.step(bad([place]))
+    node.write_all()
+    assert node.blocks() == {}
+
+
+def test_explain_says_what_the_scrub_dropped() -> None:
+    node = Node()
+    peer = Peer(node)
+    (place,) = peer.seal(1)
+    node.step(bad([place]))
+    (row,) = node.engine.explain.prefix("t", SPACE, key(1))
+    assert row.reason == "failed check"
+    assert "scrub" in row.text
+
+
+def test_passes_age() -> None:
+    node = DiskNode()
+    assert [row.scrub_age_ms for row in node.engine.tiers()] == [NO_PASS, NO_PASS]
+    node.step(Scrubbed(Tier.FILE, 3, 300, bad_blocks=1, pass_ended=True))
+    node.now_ns += 5 * NS_PER_MS
+    node.step(Tick())
+    dram, file = node.engine.tiers()
+    assert (dram.scrub_age_ms, file.scrub_age_ms) == (NO_PASS, 5)
+    assert (file.scrubbed_blocks, file.scrubbed_bytes, file.scrub_bad) == (3, 300, 1)
+
+
+def test_what_the_disk_refuses_is_told() -> None:
+    node = DiskNode()
+    node.step(Tick(file_breakers=("half-open", "open")))
+    assert (node.engine.tiers()[1].reads, node.engine.tiers()[1].writes) == ("half-open", "open")
+
+
+def test_blocks_of_a_space_that_nobody_has_named_are_left_out() -> None:
+    """Their length is not known."""
+    node = Node()
+    peer = Peer(node)
+    peer.seal(1)
+    node.engine._state.known.clear()
+    (look,) = listed(node)
+    assert (len(look.slots), look.scopes) == (0, ())
+    assert np.asarray(look.slots).dtype == np.uint32
