@@ -197,18 +197,19 @@ def order(rounds: int, policy: str) -> dict[str, Any]:
         return result
 
     prints = random.integers(2**64, size=BLOCKS, dtype=np.uint64)
-    chosen.insert(np.arange(BLOCKS), stamp, prints)
+    chosen.insert(np.arange(BLOCKS), np.arange(stamp, stamp + BLOCKS), prints)
     stamp += BLOCKS
-    chosen.use(random.permutation(BLOCKS)[: BLOCKS // 8], stamp)
+    used = random.permutation(BLOCKS)[: BLOCKS // 8]
+    chosen.use(used, np.arange(stamp, stamp + len(used)))
     stamp += BLOCKS // 8
     for _ in range(rounds):
         used = random.choice(BLOCKS, size=BATCH, replace=False)
-        timed("use", lambda used=used, at=stamp: chosen.use(used, at))  # type: ignore[misc]
-        stamp += BATCH
+        stamps_of = np.arange(stamp, stamp + 2 * BATCH)
+        stamp += 2 * BATCH
+        timed("use", lambda used=used, at=stamps_of[:BATCH]: chosen.use(used, at))  # type: ignore[misc]
         words = timed("pop", lambda: chosen.pop(BATCH, lambda at: everywhere[at]))
         new = random.integers(2**64, size=len(words), dtype=np.uint64)
-        timed("insert", lambda w=words, at=stamp, new=new: chosen.insert(w, at, new))  # type: ignore[misc]
-        stamp += BATCH
+        timed("insert", lambda w=words, at=stamps_of[BATCH:], new=new: chosen.insert(w, at, new))  # type: ignore[misc]
     means = {f"{name}_512_us_mean": round(float(np.mean(us)), 1) for name, us in times.items()}
     return means | {f"{name}_512_us": summary(us) for name, us in times.items()}
 

@@ -34,23 +34,23 @@ class S3Fifo:
         self._ghost = RecentKeys(key_count=slot_count_max, seed=1)
         self._next = 1
 
-    def insert(self, words: Words, first_stamp: int, prints: Prints) -> None:
+    def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         self._prints[words] = prints
         self._is_main[words] = self._ghost.may_contain(prints)
         self._uses[words] = 0
         self._enter(words)
-        self.touch(words, first_stamp)
+        self.touch(words, stamps)
 
     def _enter(self, words: Words) -> None:
         self._entered[words] = np.arange(self._next, self._next + len(words))
         self._next += len(words)
 
-    def use(self, words: Words, first_stamp: int) -> None:
+    def use(self, words: Words, stamps: Stamps) -> None:
         self._uses[words] = np.minimum(self._uses[words] + 1, USES_MAX)
-        self.touch(words, first_stamp)
+        self.touch(words, stamps)
 
-    def touch(self, words: Words, first_stamp: int) -> None:
-        self._stamps[words] = np.arange(first_stamp, first_stamp + len(words))
+    def touch(self, words: Words, stamps: Stamps) -> None:
+        self._stamps[words] = stamps
 
     def forget(self, words: Words) -> None:
         self._stamps[words] = 0

@@ -248,10 +248,7 @@ class Files:
         wanted = good & (rows >= 0) & (state.residency.words(rows) < 0)
         taken, words = rows[wanted], job.words[wanted]
         state.residency.put_dram(taken, words, job.checksums[wanted])
-        state.slots.seal(words, prints(job.scope, job.keys[wanted]), state.cause)
-        if len(words):
-            # Read because it was asked for: for dram that is its second use, not its first.
-            state.slots.use(state.slots.pool_of(int(words[0])), words)
+        state.slots.seal_read(words, prints(job.scope, job.keys[wanted]), state.cause)
         self._read_generation[words] = state.slots.generation[words]
         state.free(job.words[~wanted])
         state.counters.file_blocks_read += int(good.sum())

@@ -7,6 +7,7 @@ import numpy as np
 from kvstore.engine.files import REPEATED, Files, Wait
 from kvstore.engine.findings import Finding, Findings
 from kvstore.engine.owners import Connection
+from kvstore.engine.policy.port import prints
 from kvstore.engine.runs import leading_run
 from kvstore.engine.state import State
 from kvstore.wire.layout import shard_bytes
@@ -106,7 +107,7 @@ class Lookups:
                 rows = state.residency.find(scope, keys)
                 present &= rows >= 0
                 words = state.residency.words(rows)
-                state.slots.use(state.slots.pools[size], words[words >= 0])
+                state.slots.use(state.slots.pools[size], words, prints(scope, keys))
                 block_bytes = shard_bytes(space, state.residency.address(scope)[2])
                 self._files.writes.asked_again(scope, rows, block_bytes=block_bytes)
             self._files.promote(owner, keys)

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from kvstore.engine.journal import Found, Journal
 from kvstore.engine.policy.choose import maker
-from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Words
+from kvstore.engine.policy.expected import Expected
+from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Stamps, Words
 from kvstore.engine.quotas import OTHERS, GroupId, Quotas
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
@@ -128,6 +129,7 @@ class Slots:
         self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
         """Slot id of the slot that begins in a word: slots are packed at 4 KiB."""
         self._next_stamp = 1
+        self._expected = Expected(key_count=word_count)
         self._make_policy = maker(policy, self.stamps)
         self.pools: dict[int, Pool] = {}
         self._history: deque[tuple[int, SlotEvent, Words]] = deque(maxlen=_HISTORY_BATCHES)
@@ -191,13 +193,26 @@ class Slots:
         return words
 
     def seal(self, words: Words, prints: Prints, cause: int) -> None:
-        """Slots of one pool are complete and readable from now on."""
+        """Slots of one pool are complete and readable from now on. A block that a request has named
+        takes the place in the order of use that it got then."""
+        if len(words):
+            pool = self._sealed(words, cause)
+            pool.policy.insert(words[::-1], self._places(prints)[::-1], prints[::-1])
+
+    def seal_read(self, words: Words, prints: Prints, cause: int) -> None:
+        """The same for blocks that are brought because they were asked for: here that is their
+        second use, not their first."""
+        if len(words):
+            pool = self._sealed(words, cause)
+            pool.policy.insert(words[::-1], self._new_stamps(len(words)), prints[::-1])
+            pool.policy.use(words[::-1], self._places(prints)[::-1])
+
+    def _sealed(self, words: Words, cause: int) -> Pool:
         self._change(words, SlotEvent.SEAL, cause)
         self.writer[words] = 0
-        if len(words):
-            pool = self.pool_of(int(words[0]))
-            pool.is_starved = False
-            pool.policy.insert(words[::-1], self._take_stamps(len(words)), prints[::-1])
+        pool = self.pool_of(int(words[0]))
+        pool.is_starved = False
+        return pool
 
     def lose(self, words: Words, cause: int) -> None:
         """The writer's socket ended; its process may still write."""
@@ -225,21 +240,31 @@ class Slots:
 
     # ── order of use ─────────────────────────────────────────────────────────────────────────────
 
-    def _take_stamps(self, count: int) -> int:
+    def _new_stamps(self, count: int) -> Stamps:
+        """Newer than all, ascending."""
         first = self._next_stamp
         self._next_stamp += count
-        return first
+        return np.arange(first, self._next_stamp)
 
-    def use(self, pool: Pool, words: Words) -> None:
-        """A request came that these slots of one pool serve; the first of `words` counts as used
-        last, so that a chain loses its end before its start."""
-        if len(words):
-            pool.policy.use(words[::-1], self._take_stamps(len(words)))
+    def _places(self, prints: Prints) -> Stamps:
+        """Stamps of blocks that come in now, in chain order: those they got when they were named,
+        or else new ones."""
+        kept = self._expected.take(prints)
+        return np.where(kept, kept, self._new_stamps(len(prints))[::-1])
+
+    def use(self, pool: Pool, words: Words, prints: Prints) -> None:
+        """A request came that names these blocks: their slots, of one pool, or -1 for what is not
+        there. The first counts as used last, so that a chain loses its end before its start, also
+        when parts of it come later."""
+        stamps, there = self._new_stamps(len(words))[::-1], words >= 0
+        if there.any():
+            pool.policy.use(words[there][::-1], stamps[there][::-1])
+        self._expected.keep(prints[~there][::-1], stamps[~there][::-1])
 
     def touch(self, pool: Pool, words: Words) -> None:
-        """The same for a request that came before."""
+        """The same request again, of what is there."""
         if len(words):
-            pool.policy.touch(words[::-1], self._take_stamps(len(words)))
+            pool.policy.touch(words[::-1], self._new_stamps(len(words)))
 
     def victims(self, pool: Pool, count: int) -> Words:
         """Sealed, unleased slots to free, in the order of the policy; at most `count`."""

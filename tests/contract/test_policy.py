@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.policy import oldest, reuse
 from kvstore.engine.policy.choose import POLICIES, maker
-from kvstore.engine.policy.port import Policy, Words
+from kvstore.engine.policy.port import Policy, Stamps, Words
 from kvstore.errors import ConfigError
 
 WORDS = 24
@@ -29,16 +29,16 @@ class Held:
         self.held: set[int] = set()
         self.pinned: set[int] = set()
 
-    def _batch(self, words: list[int]) -> tuple[Words, int]:
-        """A chain from its end to its start, as `Slots` passes it, and its first stamp."""
+    def _batch(self, words: list[int]) -> tuple[Words, Stamps]:
+        """A chain from its end to its start, as `Slots` passes it, and its stamps."""
         first, self.next_stamp = self.next_stamp, self.next_stamp + len(words)
-        return np.array(words[::-1], dtype=np.int64), first
+        return np.array(words[::-1], dtype=np.int64), np.arange(first, self.next_stamp)
 
     def insert(self, *words: int, prints: list[int] | None = None) -> None:
         assert not self.held & set(words)
-        batch, first = self._batch(list(words))
+        batch, stamps = self._batch(list(words))
         numbers = [w + 1000 * self.next_stamp for w in words] if prints is None else prints
-        self.policy.insert(batch, first, np.array(numbers[::-1], dtype=np.uint64))
+        self.policy.insert(batch, stamps, np.array(numbers[::-1], dtype=np.uint64))
         self.held |= set(words)
 
     def use(self, *words: int) -> None:
@@ -150,6 +150,21 @@ def test_a_chain_whose_end_lies_behind_what_was_looked_at_keeps_its_start(held: 
     held.touch(10, 12)
     held.use(10)
     assert 10 not in held.pop(6) or 11 not in held.held
+
+
+def test_what_comes_in_with_an_older_stamp_goes_before_what_is_younger(held: Held) -> None:
+    held.next_stamp = 100
+    held.insert(*range(6))
+    assert held.pop(1) == [5]
+    held.next_stamp = 50
+    held.insert(10, 11)
+    assert held.pop(2) == [11, 10]
+    held.next_stamp = 60
+    held.insert(10)
+    held.use(10)
+    held.next_stamp = 200
+    held.use(0, 1, 2, 3, 4)
+    assert held.pop(1) == [10]
 
 
 def test_slots_of_other_pools_are_left_alone(held: Held) -> None:

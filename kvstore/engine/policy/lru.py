@@ -25,14 +25,15 @@ class Lru:
         self._members = members
         self._oldest = OldestFirst(stamps, among=members)
 
-    def insert(self, words: Words, first_stamp: int, prints: Prints) -> None:
-        self.touch(words, first_stamp)
+    def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
+        self.use(words, stamps)
 
-    def use(self, words: Words, first_stamp: int) -> None:
-        self.touch(words, first_stamp)
+    def use(self, words: Words, stamps: Stamps) -> None:
+        self.touch(words, stamps)
+        self._oldest.note(words, stamps)
 
-    def touch(self, words: Words, first_stamp: int) -> None:
-        self._stamps[words] = np.arange(first_stamp, first_stamp + len(words))
+    def touch(self, words: Words, stamps: Stamps) -> None:
+        self._stamps[words] = stamps
 
     def forget(self, words: Words) -> None:
         self._stamps[words] = 0

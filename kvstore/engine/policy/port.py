@@ -10,6 +10,7 @@ What every policy keeps, and `tests/contract/test_policy.py` runs on each of the
 - The same between batches: where every use and touch of a block comes with all blocks before it in
   its chain, and stamps after its own, the block goes before them.
 - A slot that may not go now (leased) is passed over and nothing of it is forgotten.
+- What comes in with a stamp older than others' goes before them.
 - All that is wanted or all there is: `pop` returns fewer than `count` only when no more may go.
 
 Cost: arrays in and out, no object per block, and no look at all slots in `insert`, `use`, `touch`
@@ -49,18 +50,19 @@ def prints(scope: int, keys: NDArray[np.uint64]) -> Prints:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Order of one pool's slots. Stamps come from the caller; words are distinct within a batch,
-    but for `use` and `touch`, where a hint may name one twice."""
+    """Order of one pool's slots. Stamps come from the caller, one per word, each only once; those
+    of `touch` are newer than all before. Words are distinct within a batch, but for `use` and
+    `touch`, where a hint may name one twice."""
 
-    def insert(self, words: Words, first_stamp: int, prints: Prints) -> None:
-        """These slots, which held nothing, hold blocks now; takes len(words) stamps."""
+    def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
+        """These slots, which held nothing, hold blocks now."""
         ...
 
-    def use(self, words: Words, first_stamp: int) -> None:
+    def use(self, words: Words, stamps: Stamps) -> None:
         """A request came that these blocks serve: once per request and block."""
         ...
 
-    def touch(self, words: Words, first_stamp: int) -> None:
+    def touch(self, words: Words, stamps: Stamps) -> None:
         """The same request again: they are wanted now, but by nobody new."""
         ...
 

@@ -67,14 +67,16 @@ class Reuse:
         self._reused_count = 0
         self._now = 0
 
-    def insert(self, words: Words, first_stamp: int, prints: Prints) -> None:
+    def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         self._prints[words] = prints
         came_back = self._gone.may_contain(prints)
         self._is_reused[words] = came_back
         self._count(+1, came_back)
-        self.touch(words, first_stamp)
+        self.touch(words, stamps)
+        self._fresh.note(words[~came_back], stamps[~came_back])
+        self._reused.note(words[came_back], stamps[came_back])
 
-    def use(self, words: Words, first_stamp: int) -> None:
+    def use(self, words: Words, stamps: Stamps) -> None:
         new = words[~self._is_reused[words]]
         if len(new):
             # A hint may name a key twice; the counts must not believe it.
@@ -82,11 +84,12 @@ class Reuse:
             self._fresh_count -= first_time
             self._reused_count += first_time
             self._is_reused[new] = True
-        self.touch(words, first_stamp)
+        self.touch(words, stamps)
+        self._reused.note(words, stamps)
 
-    def touch(self, words: Words, first_stamp: int) -> None:
-        self._now = first_stamp + len(words)
-        self._stamps[words] = np.arange(first_stamp, self._now)
+    def touch(self, words: Words, stamps: Stamps) -> None:
+        self._now = max(self._now, int(stamps.max(initial=0)) + 1)
+        self._stamps[words] = stamps
 
     def forget(self, words: Words) -> None:
         self._count(-1, self._is_reused[words[self._stamps[words] != 0]])

@@ -32,7 +32,7 @@ class Checked:
         self.pinned_since_use: set[int] = set()
 
     def touch(self, *words: int) -> None:
-        self.lru.touch(np.array(words, dtype=np.int64), self.next_stamp)
+        self.lru.touch(np.array(words, dtype=np.int64), self.next_stamp + np.arange(len(words)))
         self.next_stamp += len(words)
         self.order = [w for w in self.order if w not in words] + list(words)
         self.pinned_since_use -= set(words) - self.pinned
@@ -163,3 +163,27 @@ def test_behaves_like_a_list_in_order_of_use(todo: list[tuple[str, list[int]]]) 
             case _:
                 lru.forget(*words)
         lru.check_oldest()
+
+
+def test_one_that_was_passed_over_goes_before_what_is_younger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_QUEUE_MIN", 1024)
+    lru = Checked()
+    lru.touch(*range(WORDS))
+    assert lru.pop(1) == [0]
+    lru.pin(1)
+    assert lru.pop(1) == [2]
+    lru.pin()
+    assert lru.pop(2) == [1, 3]
+
+
+def test_the_queue_of_what_comes_in_old_and_goes_otherwise_does_not_grow_for_ever() -> None:
+    lru = Checked()
+    lru.touch(*range(WORDS // 2, WORDS))
+    assert lru.pop(1) == [WORDS // 2]
+    for stamp in range(-100 * WORDS, 0):
+        lru.lru.insert(np.array([1]), np.array([stamp]), np.zeros(1, dtype=np.uint64))
+        lru.forget(1)
+    assert len(lru.lru._oldest._queue) <= 2 * WORDS
+    assert lru.pop(1) == [WORDS // 2 + 1]

@@ -1,0 +1,110 @@
+"""A prompt that is stored piece by piece loses its end before its start, however long it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvstore.engine import files
+from kvstore.engine.policy.expected import KEYS_MIN, Expected
+from kvstore.types import SLOT_BYTES_MIN
+from tests.unit.engine.disk import DiskNode, known
+from tests.unit.engine.harness import Node, Peer, key
+
+SLOTS, PIECE = 64, 4
+LONG = 3 * SLOTS
+KEPT = SLOTS * 3 // 4
+"""What a lookup must find of it: all but what is lent for writing, and freed ahead of need."""
+POLICIES = ["lru", "reuse"]
+QUOTAS = [(), (("e", SLOTS * SLOT_BYTES_MIN * 7 // 8),)]
+
+
+def node(**config: Any) -> Node:
+    return Node(slots=SLOTS, slab_slots=16, credit_blocks_max=PIECE, **config)
+
+
+def pieces(numbers: Sequence[int]) -> list[Sequence[int]]:
+    return [numbers[at : at + PIECE] for at in range(0, len(numbers), PIECE)]
+
+
+def found(peer: Peer, lease: int, numbers: Sequence[int]) -> int:
+    return len(peer.lease(lease, *numbers).slots) // 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("quotas", QUOTAS, ids=["no quota", "quota"])
+def test_a_prompt_longer_than_dram_keeps_its_start(
+    policy: str, quotas: tuple[tuple[str, int], ...]
+) -> None:
+    peer = Peer(node(policy=policy, quotas=quotas, block_count_max=LONG))
+    peer.hint(*range(LONG))
+    for piece in pieces(range(LONG)):
+        peer.seal(*piece)
+    assert found(peer, 1, range(LONG)) >= KEPT
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_prompts_stored_in_turns_nothing_is_kept_that_cannot_be_hit(policy: str) -> None:
+    peer = Peer(node(policy=policy, block_count_max=LONG))
+    prompts = [range(1000 * n, 1000 * n + LONG) for n in range(3)]
+    for prompt in prompts:
+        peer.hint(*prompt)
+    for turn in zip(*map(pieces, prompts), strict=True):
+        for piece in turn:
+            peer.seal(*piece)
+    held = len(peer.node.blocks())
+    hits = [found(peer, number, prompt) for number, prompt in enumerate(prompts, 1)]
+    assert sum(hits) >= held - len(prompts) * PIECE, "the last pieces have no place before them"
+    assert max(hits) >= KEPT - len(prompts) * PIECE
+
+
+def test_an_old_prompt_that_fits_loses_its_end_first() -> None:
+    peer = Peer(node())
+    prompt = range(SLOTS // 2)
+    peer.hint(*prompt)
+    for piece in pieces(prompt):
+        peer.seal(*piece)
+    for number in range(1000, 1000 + SLOTS - 3 * PIECE):
+        peer.seal(number)
+    hit = found(peer, 1, prompt)
+    assert 0 < hit < len(prompt)
+    assert all(peer.hint(number) == [False] for number in prompt[hit:])
+
+
+def test_pieces_that_come_from_disk_are_placed_like_those_that_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files, "BLOCKS_PER_READ", 2)
+    disk = DiskNode(slots=SLOTS, slab_slots=16, credit_blocks_max=PIECE)
+    peer, prompt = Peer(disk), range(12)
+    disk.step(known(*prompt))
+    peer.hint(*prompt)
+    assert len(disk.reads) == len(prompt) // 2
+    disk.read_all()
+    for number in range(1000, 1000 + SLOTS - len(prompt) // 2 - PIECE):
+        peer.seal(number)
+        disk.write_nothing()
+    blocks = disk.blocks()
+    in_dram = ["dram" in blocks[key(number)[:4].hex()] for number in prompt]
+    assert 0 < sum(in_dram) < len(prompt)
+    assert in_dram == sorted(in_dram, reverse=True), "a later block outlived an earlier one"
+
+
+def test_a_place_is_taken_once() -> None:
+    kept = Expected(key_count=8)
+    prints = np.array([1, 2, 3], dtype=np.uint64)
+    kept.keep(prints[:2], np.array([20, 10]))
+    assert kept.take(prints).tolist() == [20, 10, 0]
+    assert kept.take(prints).tolist() == [0, 0, 0]
+
+
+def test_a_place_that_another_key_takes_is_no_more_than_forgotten() -> None:
+    kept = Expected(key_count=8)
+    both = np.array([5, 5 + KEYS_MIN], dtype=np.uint64)
+    kept.keep(both, np.array([1, 2]))
+    assert kept.take(both).tolist() == [0, 2]
+    kept.keep(both[::-1], np.array([1, 2]))
+    assert kept.take(both).tolist() == [2, 0]
