@@ -220,6 +220,18 @@ class Directory:
                 found[number] = info.st_size
         return found
 
+    def is_readable(self) -> bool:
+        """Whether the page that says whose this store is can be read from the disk now."""
+        try:
+            flags = os.O_RDONLY | (os.O_DIRECT if self.direct else 0)
+            fd, _ = open_regular(self._disk, _STORE, flags, self.fd)
+            try:
+                return len(read_bytes(self._disk, fd, PAGE_BYTES, 0)) == PAGE_BYTES
+            finally:
+                os.close(fd)
+        except OSError:
+            return False
+
     def put_aside(self, name: str, reason: str, *, keep_bytes: int) -> None:
         """Move a file that is not what it should be to quarantine, or delete it if that is full.
 

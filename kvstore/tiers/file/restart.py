@@ -3,6 +3,11 @@
 `survey` runs before anything else and is quick: names, sizes, and the number that the next segment
 gets. `recover` runs beside the first reads and writes.
 
+A segment that cannot be read is asked again after a while, in its turn: older ones may hold blocks
+that it says were cleared. When that does not help and the store's own page can be read, it is that
+file that is bad, and it is put aside. When that cannot be read either it is the disk, and recovery
+waits for it: nothing is moved or deleted because a cable was loose.
+
 Does not cover: segments of other nodes (`shared.py`).
 """
 
@@ -11,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import Final
 
 from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.directory import Directory, segment_name
@@ -21,6 +27,11 @@ from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void
 from kvstore.wire.segment import SegmentHead, Table
+
+PAUSES_S: Final = (0.1, 0.4, 1.5)
+"""Between attempts to read one segment."""
+DISK_PAUSE_S: Final = 5.0
+"""Between attempts to read anything at all."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +55,11 @@ class Restart:
     def _survey(self) -> int:
         """One more than the newest segment that is really ours; what claims more is put aside."""
         for number in sorted(self._sizes, reverse=True):
-            if self._head_of(number) is not None:
+            try:
+                if self._head_of(number) is not None:
+                    return number + 1
+            except OSError:
+                # Ours by its name, until it can be read: a gap in the numbers hurts nobody.
                 return number + 1
         return 1
 
@@ -71,15 +86,47 @@ class Restart:
                 self._directory.path / "quarantine",
             )
 
-    def recover(self, announce: Callable[[Known], bool]) -> bool:
-        """Announce what every segment holds. False: told to stop."""
-        for number in sorted(self._sizes, reverse=True):
+    def recover(self, announce: Callable[[Known], bool], leaving: Callable[[float], bool]) -> bool:
+        """Announce what every segment holds. False: told to stop.
+
+        Args:
+            announce: is told; False: stop.
+            leaving: waits so many seconds; True: stop.
+        """
+        return all(
+            self._recover_patiently(number, announce, leaving)
+            for number in sorted(self._sizes, reverse=True)
+        )
+
+    def _recover_patiently(
+        self, number: int, announce: Callable[[Known], bool], leaving: Callable[[float], bool]
+    ) -> bool:
+        pauses_s = iter(PAUSES_S)
+        while True:
             try:
-                if not self._recover_one(number, announce):
-                    return False
+                return self._recover_one(number, announce)
             except OSError as error:
-                self._aside(number, f"unreadable {error.errno}")
-        return True
+                reason = error
+            pause_s = next(pauses_s, None)
+            if pause_s is None:
+                if self._directory.is_readable():
+                    _log.warning(
+                        "%s cannot be read, though the disk can be: %s",
+                        self._directory.path / segment_name(number),
+                        reason.strerror,
+                    )
+                    self._aside(number, f"unreadable {reason.errno}")
+                    return True
+                _log.warning(
+                    "%s cannot be read at present: %s; it is tried again every %.0f s, and what it"
+                    " holds is not known until then",
+                    self._directory.path,
+                    reason.strerror,
+                    DISK_PAUSE_S,
+                )
+                pause_s = DISK_PAUSE_S
+            if leaving(pause_s):
+                return False
 
     def _recover_one(self, number: int, announce: Callable[[Known], bool]) -> bool:
         head = self._head_of(number)
@@ -110,21 +157,19 @@ class Restart:
 
     def _head_of(self, number: int) -> SegmentHead | None:
         """The header, if the file is a segment of this store under its own name; else it is put
-        aside (or deleted, when it is no more than a torn beginning)."""
+        aside (or deleted, when it is no more than a torn beginning).
+
+        Raises:
+            OSError: it cannot be read now.
+        """
         name = segment_name(number)
         try:
             fd, size = open_regular(self._disk, name, self._flags(), self._directory.fd)
         except FileNotFoundError:
             self._forget(number)
             return None
-        except OSError as error:
-            self._aside(number, f"unreadable {error.errno}")
-            return None
         try:
             head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
-        except OSError as error:
-            self._aside(number, f"unreadable {error.errno}")
-            return None
         finally:
             os.close(fd)
         if head is None and size <= PAGE_BYTES:

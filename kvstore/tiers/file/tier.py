@@ -356,7 +356,9 @@ class FileTier:
 
     def _recover(self) -> None:
         try:
-            if not self._restart.recover(lambda known: self._outbox.known(known, own=True)):
+            if not self._restart.recover(
+                lambda known: self._outbox.known(known, own=True), self._leaving.wait
+            ):
                 return
         finally:
             with self._lock:

@@ -1,0 +1,132 @@
+"""A start on a disk that cannot be read for a while, or not in one place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.tiers.file import restart
+from kvstore.tiers.file.disk import PosixDisk
+from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, key, reopen
+
+STORED = range(20)
+"""More than two segments."""
+
+
+class BadPlaces(PosixDisk):
+    """Reads of some files fail, so many times; `first` reads of a file are let through."""
+
+    def __init__(self, fails: dict[str, int], *, first: dict[str, int] | None = None) -> None:
+        self.fails = fails
+        self.first = first or {}
+        self.failed = threading.Semaphore(0)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        if self.first.get(name, 0) > 0:
+            self.first[name] -= 1
+        elif self.fails.get(name, 0) > 0:
+            self.fails[name] -= 1
+            self.failed.release()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().preadv(fd, buffers, offset)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A closed store with STORED in it."""
+    driver = Driver(tmp_path / "store").recovered()
+    for begin in range(0, len(STORED), 5):
+        driver.write(STORED[begin : begin + 5])
+    driver.close()
+    return tmp_path / "store"
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(restart, "DISK_PAUSE_S", 0.0)
+
+
+def segments(store: Path) -> list[str]:
+    return sorted(path.name for path in store.glob("seg-*.kv"))
+
+
+def put_aside(store: Path) -> list[str]:
+    return [path.name for path in (store / "quarantine").iterdir()]
+
+
+def found(driver: Driver) -> list[int]:
+    return [number for number in STORED if (SCOPE, key(number)) in driver.known]
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_an_error_that_passes_costs_nothing(store: Path, which: int) -> None:
+    names = segments(store)
+    driver = Driver(store, disk=BadPlaces({names[which]: 2})).recovered()
+    assert found(driver) == list(STORED)
+    assert put_aside(store) == []
+    assert driver.write([99]) != [0]
+    again = reopen(driver)
+    assert again.read([*STORED, 99]) == [True] * (len(STORED) + 1)
+    assert set(names) < set(segments(store)), "what came later has a name of its own"
+    again.close()
+
+
+def test_one_that_stays_costs_that_file_and_is_told(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = segments(store)[1]
+    driver = Driver(store, disk=BadPlaces({name: 1 << 30})).recovered()
+    assert [aside.startswith(f"{name}.unreadable-5.") for aside in put_aside(store)] == [True]
+    assert 0 < len(found(driver)) < len(STORED)
+    assert all(driver.read(found(driver)))
+    assert f"{store / name} cannot be read, though the disk can be: Input/output error" in (
+        caplog.messages
+    )
+    driver.close()
+
+
+def test_a_disk_that_is_away_is_waited_for(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = segments(store)
+    # The newest is asked for once more than it would be if nothing else could be read.
+    fails = dict.fromkeys(names, 2) | {names[-1]: 5, "store": 2}
+    disk = BadPlaces(fails, first={"store": 1})
+    driver = Driver(store, disk=disk).recovered()
+    assert found(driver) == list(STORED)
+    assert put_aside(store) == []
+    assert caplog.messages[0].startswith(f"{store} cannot be read at present: Input/output error")
+    driver.close()
+
+
+def test_who_waits_for_the_disk_can_be_stopped(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "DISK_PAUSE_S", 10 * PATIENCE_S)
+    names = segments(store)
+    always = dict.fromkeys([*names, "store"], 1 << 30)
+    disk = BadPlaces(always, first={"store": 1})
+    driver = Driver(store, disk=disk)
+    assert all(disk.failed.acquire(timeout=PATIENCE_S) for _ in range(5))
+    driver.close()
+    assert segments(store)[: len(names)] == names
+    assert put_aside(store) == []
+    again = Driver(store).recovered()
+    assert found(again) == list(STORED)
+    again.close()
+
+
+def test_what_was_cleared_stays_away_when_the_note_of_it_is_read_late(store: Path) -> None:
+    driver = Driver(store).recovered()
+    driver.tier.void(None, None)
+    assert driver.tier.wait_for_voids(PATIENCE_S)
+    driver.close()
+    newest = segments(store)[-1]
+    again = Driver(store, disk=BadPlaces({newest: 3})).recovered()
+    assert found(again) == []
+    again.close()
