@@ -5,6 +5,7 @@ own process; the node is sent keys only. Does not cover: what it looks like (`te
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,7 @@ from kvstore.serve.inspect import PREFIX_KEYS_MAX
 
 TOKENS_FILE_BYTES_MAX: Final = 64 << 20
 TOKEN_MAX: Final = 2**32 - 1
+TOKENIZER_TIMEOUT_S: Final = 60.0
 
 
 class PrefixReport(msgspec.Struct, frozen=True):
@@ -66,7 +68,8 @@ def tokenize(text: str, tokenizer: str) -> list[int]:
     """Token ids of a plain prompt, as the engine makes them for /v1/completions.
 
     Raises:
-        ConfigError: there is no such tokenizer, or nothing to load it with.
+        ConfigError: there is no such tokenizer, it does not come in time, or there is nothing to
+            load it with.
     """
     try:
         from transformers import AutoTokenizer
@@ -75,11 +78,32 @@ def tokenize(text: str, tokenizer: str) -> list[int]:
             "--text needs the package transformers, which comes with the engine: run this where "
             "the engine is installed, or give --tokens-file"
         ) from None
-    try:
-        return list(AutoTokenizer.from_pretrained(tokenizer)(text).input_ids)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"no tokenizer at {tokenizer!r}: {first}") from None
+    found: list[int] = []
+    problem = "it could not be loaded"
+    ended = threading.Event()
+
+    def load() -> None:
+        nonlocal problem
+        try:
+            found.extend(AutoTokenizer.from_pretrained(tokenizer)(text).input_ids)
+            problem = ""
+        except (OSError, ValueError) as error:
+            problem = str(error).strip().splitlines()[0]
+        finally:
+            ended.set()
+
+    # A hub that cannot be reached is asked for file after file, again and again: that is not
+    # waited for, and a thread that still asks keeps no program from ending.
+    threading.Thread(target=load, name="tokenizer", daemon=True).start()
+    if not ended.wait(TOKENIZER_TIMEOUT_S):
+        raise ConfigError(
+            f"no tokenizer at {tokenizer!r} within {TOKENIZER_TIMEOUT_S:.0f} s: the hub is slow or"
+            " not reachable; give --tokenizer a directory, or set HF_HUB_OFFLINE=1 to use what was"
+            " downloaded before"
+        )
+    if problem:
+        raise ConfigError(f"no tokenizer at {tokenizer!r}: {problem}")
+    return found
 
 
 def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> HashingReport:

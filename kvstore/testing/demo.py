@@ -380,11 +380,14 @@ def main(
 ) -> int:
     """Command line; returns the exit status. `finish` does more with the runs than to show them."""
     parser = argparse.ArgumentParser(
-        prog="kvstore demo", description="A real vLLM without and with kvstore."
+        prog="kvstore demo",
+        description="A real vLLM without and with kvstore, in a few minutes.",
+        epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --users 2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seed", type=int, default=PLAN.seed, help="of the conversations")
-    parser.add_argument("--users", type=_count, default=PLAN.users)
-    parser.add_argument("--rounds", type=_count, default=PLAN.rounds)
+    parser.add_argument("--users", type=_count, default=PLAN.users, help="who talk at once")
+    parser.add_argument("--rounds", type=_count, default=PLAN.rounds, help="that each of them asks")
     parser.add_argument("--keep", action="store_true", help="let all go on until Ctrl-C")
     chosen = parser.parse_args(arguments)
     plan = msgspec.structs.replace(PLAN, seed=chosen.seed, users=chosen.users, rounds=chosen.rounds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -18,6 +20,7 @@ from bench.peers.damage import judge
 from bench.peers.memory import memory_of, open_memfds, status
 from kvstore.testing.engine import Completion, Engine
 from kvstore.testing.workload import ConversationPlan
+from kvstore.units import MIB
 
 PLAN = ConversationPlan(
     seed=1,
@@ -90,6 +93,31 @@ def test_a_ratio_is_that_of_the_medians_and_lies_in_its_interval() -> None:
 
 def test_sizes_of_a_process() -> None:
     assert status("Name:\tcat\nRssAnon:\t  12 kB\nThreads:\t1\n") == {"RssAnon": 12 << 10}
+
+
+CHILD = """
+import mmap, sys
+heap, shared = bytearray(b"x" * {size}), mmap.mmap(-1, {size})
+shared.write(b"x" * {size})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_heap_of_descendants_is_private_memory_and_what_they_share_is_not() -> None:
+    size = 64 * MIB
+    command = [sys.executable, "-S", "-E", "-c", CHILD.format(size=size)]
+    before = memory_of(os.getpid(), shared=[]).private
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        own, family = (memory_of(pid, shared=[]) for pid in (child.pid, os.getpid()))
+        assert child.stdin is not None
+        child.stdin.close()
+    # An interpreter has some MiB of its own; what is shared would be as much again.
+    assert size <= own.private < size + size // 2
+    assert own.mapped < size // 2
+    assert family.private >= before // 2 + size, "descendants count"
 
 
 def test_shared_memory_is_counted_as_far_as_it_is_allocated() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
@@ -89,6 +92,61 @@ def test_without_the_engine_text_cannot_be_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="--text needs the package transformers"):
         tokenize("text", "model")
+
+
+def test_a_hub_that_does_not_answer_is_waited_for_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+
+    def answer_late(_: str) -> None:
+        over.wait()
+        raise OSError("too late")
+
+    hub = SimpleNamespace(from_pretrained=answer_late)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=hub))
+    monkeypatch.setattr(prefix, "TOKENIZER_TIMEOUT_S", 0.01)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"within 0 s: the hub .* not reachable; give --token"
+        ):
+            tokenize("text", "model")
+    finally:
+        over.set()
+        join_loading()
+
+
+def test_a_text_becomes_what_its_tokenizer_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_pretrained(name: str) -> Callable[[str], SimpleNamespace]:
+        return lambda text: SimpleNamespace(input_ids=[*f"{name}:{text}".encode()])
+
+    hub = SimpleNamespace(from_pretrained=from_pretrained)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=hub))
+    assert bytes(tokenize("text", "model")) == b"model:text"
+    join_loading()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(OSError("not here\nnor there"), "not here"), (None, "could not be loaded")]
+)
+def test_why_a_tokenizer_does_not_come_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
+) -> None:
+    def refuse(_: str) -> None:
+        raise error or RuntimeError
+
+    hub = SimpleNamespace(from_pretrained=refuse)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=hub))
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with pytest.raises(ConfigError, match=f"^no tokenizer at 'model': .*{said}$"):
+        tokenize("text", "model")
+    join_loading()
+
+
+def join_loading() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "tokenizer":
+            thread.join()
 
 
 @pytest.mark.engine

@@ -110,3 +110,11 @@ def test_without_an_engine_the_demo_says_what_is_missing(
         cli(["demo"], standalone_mode=False)
     assert stopped.value.code == 2
     assert "this Python has no vllm_that_is_not_there" in capsys.readouterr().err
+
+
+def test_help_has_examples_that_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--help"])
+    _, _, examples = capsys.readouterr().out.partition("examples:\n")
+    commands = [shlex.split(line) for line in examples.splitlines() if line]
+    assert [command[:2] for command in commands] == [["kvstore", "demo"]] * 3
