@@ -34,6 +34,7 @@ from kvstore.serve.http import HttpServer
 from kvstore.serve.inspect import InspectServer
 from kvstore.serve.listener import Listener
 from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
+from kvstore.serve.priority import prefer_this_thread
 from kvstore.serve.scrub import DramScrub
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file import FileTier
@@ -98,6 +99,8 @@ def run_node(config: NodeConfig, on_ready: Callable[[Running], None]) -> None:
         # Start-up objects live for ever: no collection needs to look at them again.
         gc.freeze()
         on_ready(running)
+        # Last: threads that are made before have the place of any other.
+        prefer_this_thread()
         driver.run()
     _log.info("stopped")
 

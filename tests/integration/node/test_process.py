@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ import pytest
 
 from kvstore.client.link import Lost
 from kvstore.obs.metrics import METRICS
+from kvstore.serve.priority import prefer_this_thread
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually
@@ -42,6 +44,33 @@ def page(node: NodeProcess, path: str) -> tuple[int, str]:
 def sample(metrics: str, name: str) -> float:
     (line,) = [line for line in metrics.splitlines() if line.startswith(name + " ")]
     return float(line.split()[-1])
+
+
+def place_of(thread: int) -> tuple[int, int]:
+    """Its class among threads, and its nice value."""
+    return os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)
+
+
+def preferred() -> tuple[int, int]:
+    """The place that the kernel gives here to who asks, tried in a thread that ends."""
+    found = []
+
+    def ask() -> None:
+        prefer_this_thread()
+        found.append(place_of(threading.get_native_id()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join()
+    return found[0]
+
+
+def test_the_loop_is_preferred_and_no_other_thread(node: NodeProcess) -> None:
+    assert get(node.metrics_url)[0] == 200  # the threads that answer are there
+    assert eventually(lambda: place_of(node.pid) == preferred())
+    threads = {int(task.name) for task in Path(f"/proc/{node.pid}/task").iterdir()} - {node.pid}
+    assert len(threads) > 3
+    assert {place_of(thread) for thread in threads} == {place_of(0)}
 
 
 # ── stopping ─────────────────────────────────────────────────────────────────────────────────────
