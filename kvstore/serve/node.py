@@ -146,7 +146,7 @@ def _assemble(
             version=version("kvstore"),
             events=publisher.counters if publisher else EventCounters(),
         )
-        http = HttpServer(config.http, make_pages(collector, driver, listener, files))
+        http = HttpServer(config.http, make_pages(collector, driver, listener, files, publisher))
         stack.callback(http.close)
         http.start()
         url = http.url + "/metrics"

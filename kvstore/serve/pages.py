@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -22,6 +22,9 @@ from kvstore.serve.listener import Listener
 from kvstore.types import Incarnation, SpaceId
 from kvstore.types import Tier as TierName
 from kvstore.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvstore.serve.publish import Publisher
 
 HEALTH_TIMEOUT_S: Final = 0.25
 METRICS_TIMEOUT_S: Final = 1.0
@@ -172,10 +175,14 @@ def _trouble(engine: Engine, files: FileEnd | None) -> str:
 
 
 def make_pages(
-    collector: NodeCollector, driver: Driver, listener: Listener, files: FileEnd | None = None
+    collector: NodeCollector,
+    driver: Driver,
+    listener: Listener,
+    files: FileEnd | None = None,
+    publisher: Publisher | None = None,
 ) -> dict[str, Callable[[], Page]]:
-    """The pages of a node by path. A node whose disk is in trouble serves from memory: it is
-    healthy, and says what it lacks."""
+    """The pages of a node by path. A node whose disk or events are in trouble serves from memory:
+    it is healthy, and says what it lacks."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
 
@@ -187,13 +194,14 @@ def make_pages(
 
     def health() -> Page:
         try:
-            trouble = driver.query(
-                lambda engine: _trouble(engine, files), timeout_s=HEALTH_TIMEOUT_S
-            )
+            troubles = [
+                driver.query(lambda engine: _trouble(engine, files), timeout_s=HEALTH_TIMEOUT_S),
+                publisher.trouble if publisher else "",
+            ]
         except NodeBusy as error:
             return text_page(503, str(error))
         if not listener.is_in_place:
             return text_page(503, f"{listener.path} is not this node's socket any more: restart it")
-        return text_page(200, f"ok, but {trouble}" if trouble else "ok")
+        return text_page(200, ", but ".join(["ok", *filter(None, troubles)]))
 
     return {"/metrics": metrics, "/healthz": health}

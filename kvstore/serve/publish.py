@@ -11,7 +11,8 @@ last batch that they include: go on with the live stream after that number.
 
 Everything is bounded. What does not fit the list is dropped and its number is used up, so that
 subscribers see the gap. A subscriber that does not read loses batches by ZeroMQ's high-water mark,
-and one that does not take its replay is given up.
+and one that does not take its replay is given up. Who asks again before he has his answer has no
+use for it: it ends there, and the next begins when nobody else is being answered.
 
 Covers: sockets, numbers, what is kept. Does not cover: the form (`kvstore.wire.kv_events`).
 """
@@ -52,6 +53,8 @@ REPLY_BATCHES_MAX: Final = 64
 REQUEST_BYTES_MAX: Final = 256
 REPLAY_COUNT_MAX: Final = 4
 """At once; other requests wait their turn."""
+ASKED_COUNT_MAX: Final = 64
+"""Clients whose requests were read and wait; those of others wait in ZeroMQ's queues."""
 REPLAY_STUCK_NS: Final = 5 * NS_PER_S
 _TURN_BATCHES: Final = 16
 _STUCK_POLL_MS: Final = 10
@@ -64,6 +67,13 @@ _Frames = tuple[bytes, bytes]
 class _Batch(NamedTuple):
     topic: bytes
     payload: bytes
+
+
+class _Request(NamedTuple):
+    first: bytes
+    """Number that it asks from, or END for a snapshot."""
+    again: bool
+    """It came before its client had the answer to the one before."""
 
 
 class _Reply:
@@ -96,8 +106,10 @@ class Publisher:
         self._kept_bytes = 0
         self._next_number = 0
         self._replies: dict[bytes, _Reply] = {}
+        self._asked: dict[bytes, _Request] = {}
+        """Of each client the last one, in the order in which they come up."""
         self._closing = False
-        self._files: list[str] = []
+        self._files: dict[str, os.stat_result | None] = {}
         """Of ipc:// sockets, which ZeroMQ leaves behind."""
         self._ask: Callable[[int], Held] | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -137,8 +149,18 @@ class Publisher:
         finally:
             os.umask(mask)
         if endpoint.startswith(_IPC):
-            self._files.append(endpoint.removeprefix(_IPC))
+            file = endpoint.removeprefix(_IPC)
+            self._files[file] = _stat(file)
         return made
+
+    @property
+    def trouble(self) -> str:
+        """Why nobody new reaches this publisher; empty while all is well. Any thread."""
+        for file, made in self._files.items():
+            found = _stat(file)
+            if found is None or made is None or not os.path.samestat(found, made):
+                return f"{file} is not this node's events socket any more: restart the node"
+        return ""
 
     # ── of the loop ──────────────────────────────────────────────────────────────────────────────
 
@@ -179,20 +201,25 @@ class Publisher:
         cleared = wire.AllBlocksCleared(kvstore=self._who)
         self._publish(_Batch(self._topic(""), wire.encode_batch(time.time(), [cleared])))
         while not self._closing:
-            ready = self._poll()
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
-                self._publish_waiting()
-            if self._router in ready:
-                self._take_request()
-            for client, reply in list(self._replies.items()):
-                if not self._advance(client, reply):
-                    del self._replies[client]
+            self._turn()
+
+    def _turn(self) -> None:
+        ready = self._poll()
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+            self._publish_waiting()
+        if self._router in ready:
+            self._take_request()
+        for client, reply in list(self._replies.items()):
+            if not self._advance(client, reply):
+                del self._replies[client]
+        # Last: whoever waits while nobody is answered would wait for ever.
+        self._begin()
 
     def _poll(self) -> set[object]:
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
-        if len(self._replies) < REPLAY_COUNT_MAX:
+        if len(self._asked) < ASKED_COUNT_MAX:
             poller.register(self._router, zmq.POLLIN)
         wait_ms = None
         if self._replies:
@@ -266,12 +293,23 @@ class Publisher:
 
     def _take_request(self) -> None:
         match self._router.recv_multipart():
-            case [client, b"", request] if len(request) == wire.SEQUENCE_BYTES:
-                wanted = self._snapshot() if request == wire.END else self._replay(request)
-                self._replies[client] = _Reply(wanted, self._clock.now_ns())
+            case [client, b"", first] if len(first) == wire.SEQUENCE_BYTES:
+                cut = self._replies.pop(client, None) is not None
+                again = cut or self._asked.pop(client, None) is not None
+                self._asked[client] = _Request(first, again)
                 self.counters.replays += 1
             case _:
                 self.counters.requests_refused += 1
+
+    def _begin(self) -> None:
+        """Begin to answer who waits, as far as there is room."""
+        for client, request in list(self._asked.items()):
+            if len(self._replies) >= (1 if request.again else REPLAY_COUNT_MAX):
+                continue
+            del self._asked[client]
+            first = request.first
+            wanted = self._snapshot() if first == wire.END else self._replay(first)
+            self._replies[client] = _Reply(wanted, self._clock.now_ns())
 
     def _replay(self, request: bytes) -> Iterator[_Frames]:
         first = int.from_bytes(request, "big")
@@ -312,6 +350,13 @@ class Publisher:
                 return False  # it is gone
             reply.unsent, reply.moved_ns = None, now_ns
         return True
+
+
+def _stat(file: str) -> os.stat_result | None:
+    try:
+        return os.stat(file)
+    except OSError:
+        return None
 
 
 def _sequence(number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""/healthz: a node whose disk is in trouble is healthy and says so."""
+"""/healthz: a node whose disk or events are in trouble is healthy and says so."""
 
 from __future__ import annotations
 
@@ -43,6 +43,10 @@ def test_a_node_without_its_disk_is_healthy_and_says_what_it_lacks(trouble: str)
     pages = make_pages(*cast("Any", (collector, driver, listener, files)))
     expected = f"ok, but {trouble}\n" if trouble else "ok\n"
     assert pages["/healthz"]() == Page(200, "text/plain; charset=utf-8", expected.encode())
+    publisher = SimpleNamespace(trouble="/e is gone")
+    pages = make_pages(*cast("Any", (collector, driver, listener, files, publisher)))
+    both = [f"ok, but {trouble}"] if trouble else ["ok"]
+    assert pages["/healthz"]().body.decode() == ", but ".join([*both, "/e is gone\n"])
     driver.busy = True
     assert pages["/healthz"]().status == 503
     assert make_pages(*cast("Any", (collector, ScriptedDriver(), listener)))["/healthz"]().body == (

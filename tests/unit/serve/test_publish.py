@@ -281,6 +281,61 @@ def test_who_does_not_take_his_replay_is_given_up(
             context.destroy(linger=0)
 
 
+def test_who_asks_again_and_again_delays_nobody_else(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "BATCH_KEYS_MAX", 1)
+    publisher, context, batches = make(ask=None), zmq.Context(), 2000
+    publisher.put(change(*make_keys(batches)))
+    clients = {name: context.socket(zmq.DEALER) for name in (b"honest", b"flooder")}
+
+    def ask(name: bytes) -> None:
+        clients[name].send_multipart([b"", bytes(SEQUENCE_BYTES)])
+        before = publisher.counters.replays
+        while publisher.counters.replays == before:
+            publisher._turn()
+
+    try:
+        for name, client in clients.items():
+            client.setsockopt(zmq.RCVHWM, 0)
+            client.setsockopt(zmq.IDENTITY, name)
+            client.connect(publisher.replay_endpoint)
+            ask(name)
+        while b"honest" in publisher._replies:
+            ask(b"flooder")
+            publisher._turn()
+        while publisher._replies or publisher._asked:
+            publisher._turn()
+        told = {name: received(client) for name, client in clients.items()}
+    finally:
+        context.destroy(linger=0)
+    assert (len(told[b"honest"]), told[b"honest"][-1]) == (batches + 1, END)
+    assert told[b"flooder"][-(batches + 1) :] == told[b"honest"], "the last question is answered"
+    assert told[b"flooder"].count(END) == 1
+    begun = len(told[b"flooder"]) - (batches + 1)
+    assert begun < batches // 4, "of the first answer, until he asked again, and of no other"
+
+
+def received(client: zmq.Socket[bytes]) -> list[bytes]:
+    """Sequence numbers of all that came, up to the end of an answer."""
+    told: list[bytes] = []
+    while not told or told[-1] != END:
+        assert client.poll(WAIT_MS)
+        told.append(client.recv_multipart()[1])
+    return told
+
+
+def test_a_socket_that_somebody_took_away_is_named(make: Make, tmp_path: Path) -> None:
+    publisher = make(ask=None)
+    assert publisher.trouble == ""
+    (tmp_path / "events.replay").rename(tmp_path / "elsewhere")
+    assert publisher.trouble == (
+        f"{tmp_path}/events.replay is not this node's events socket any more: restart the node"
+    )
+    (tmp_path / "events.replay").touch()
+    assert "events.replay is not" in publisher.trouble
+
+
 def test_a_place_that_cannot_be_had_is_one_sentence(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"events cannot be published on .*; choose another"):
         make(place="absent/events")
