@@ -300,6 +300,10 @@ class Engine:
         """Blocks in dram to be verified, from a word of the arena on: see `Scrubs.sealed`."""
         return self._scrubs.sealed(first_word)
 
+    def quotas(self) -> list[report.QuotaReport]:
+        """One row per quota and one for all others; none without quotas."""
+        return report.quotas(self._state)
+
     def spaces(self) -> list[report.SpaceReport]:
         """One row per (tenant, space)."""
         return report.spaces(self._state)

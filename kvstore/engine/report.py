@@ -10,7 +10,7 @@ import numpy as np
 from kvstore.engine.slots import SlotState
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
-from kvstore.wire.messages import HelloRank, HelloScheduler
+from kvstore.wire.messages import HelloRank
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +52,9 @@ class TierReport(msgspec.Struct, frozen=True):
     policy: str
     """What goes first out of dram; what is written to disk."""
     not_admitted: int
-    """Times a block was not written: seen once only, or the budget was used up."""
+    """Times a block was not written because it was seen for the first time."""
+    over_budget: int
+    """Times a block was not written, or not kept, because the day's budget was used up."""
     budget_left_bytes: int
     """What may be written to disk now; NO_BUDGET: any amount."""
     reads: str
@@ -65,6 +67,16 @@ class TierReport(msgspec.Struct, frozen=True):
     """Of those: not what was stored, and dropped."""
     scrub_age_ms: int
     """Since everything was verified once more; -1: not yet."""
+
+
+class QuotaReport(msgspec.Struct, frozen=True):
+    """What one quota promises of dram, and what its engines have."""
+
+    quota: str
+    """Name of a model or tenant; empty: all others together."""
+    promised_bytes: int
+    used_bytes: int
+    """Slots that hold its blocks or are lent to it; may be more: a promise is no wall."""
 
 
 class SpaceReport(msgspec.Struct, frozen=True):
@@ -156,6 +168,7 @@ def tiers(
             slots_leased=leased,
             policy=state.config.policy,
             not_admitted=0,
+            over_budget=0,
             budget_left_bytes=NO_BUDGET,
             reads="closed",
             writes="closed",
@@ -175,7 +188,8 @@ def tiers(
             slots_quarantined=0,
             slots_leased=0,
             policy=state.config.file_admission.value,
-            not_admitted=counters.file_blocks_not_admitted + counters.file_blocks_over_budget,
+            not_admitted=counters.file_blocks_not_admitted,
+            over_budget=counters.file_blocks_over_budget,
             budget_left_bytes=NO_BUDGET if budget_left_bytes is None else budget_left_bytes,
             reads=state.file_breakers[0],
             writes=state.file_breakers[1],
@@ -187,6 +201,16 @@ def tiers(
     ]
 
 
+def quotas(state: State) -> list[QuotaReport]:
+    """One row per quota and one for all others; none without quotas."""
+    table = state.slots.quotas
+    if not table.any:
+        return []
+    rows = zip(table.names, table.share.tolist(), table.held.tolist(), strict=True)
+    others, *named = (QuotaReport(name, share, held) for name, share, held in rows)
+    return [*named, others]
+
+
 def spaces(state: State) -> list[SpaceReport]:
     """One row per (tenant, space) that holds a block or has an engine."""
     residency = state.residency
@@ -194,15 +218,13 @@ def spaces(state: State) -> list[SpaceReport]:
     scopes = residency.table.scopes[used]
     words = residency.words(used)
     found: dict[tuple[str, str], list[int]] = {}
-    labels: dict[tuple[str, str], str] = {}
+    # Of the latest engine, also when it is gone.
+    labels = {(tenant, space.hex()): known.label for (tenant, space), known in state.known.items()}
     for owner in state.owners.values():
-        if owner.open_session and owner.scheduler is not None:
+        if owner.open_session:
             tenant, space, _ = residency.address(owner.scopes[0])
             row = found.setdefault((tenant, space.hex()), [0, 0, 0, 0])
             row[3] += 1
-            hello = owner.scheduler.hello
-            assert isinstance(hello, HelloScheduler)
-            labels[tenant, space.hex()] = hello.label
     off = {
         (t, space.hex()): (o.tier.name.lower() if o.tier else "all")
         for (t, space), o in state.off.items()

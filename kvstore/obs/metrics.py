@@ -148,6 +148,13 @@ METRICS: Final = (
         "Whether reads or writes are refused for a while, after failures: 0 no, 1 yes, 0.5 while"
         " one is tried.",
     ),
+    *(
+        Metric(f"kvstore_quota_{name}_bytes", "gauge", "bytes", ("quota",), text)
+        for name, text in (
+            ("promised", "What --quota promises of dram, by model or tenant."),
+            ("used", "Slots of dram that its engines have; may be more than is promised."),
+        )
+    ),
     Metric("kvstore_sessions", "gauge", "", (), "Engines whose ranks are all attached."),
     Metric("kvstore_leases", "gauge", "", (), "Runs of blocks that engines are reading."),
     *(

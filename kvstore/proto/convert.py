@@ -13,6 +13,7 @@ from kvstore.engine.report import (
     JobReport,
     LeaseReport,
     NodeReport,
+    QuotaReport,
     SpaceReport,
     TierReport,
 )
@@ -21,6 +22,7 @@ from kvstore.proto import inspect_pb2 as pb
 Row = (
     NodeReport
     | TierReport
+    | QuotaReport
     | SpaceReport
     | BlockReport
     | LeaseReport
@@ -33,6 +35,7 @@ Row = (
 MESSAGES: Final[dict[type[Row], type[Message]]] = {
     NodeReport: pb.NodeReport,
     TierReport: pb.TierReport,
+    QuotaReport: pb.QuotaReport,
     SpaceReport: pb.SpaceReport,
     BlockReport: pb.BlockReport,
     LeaseReport: pb.LeaseReport,

@@ -47,7 +47,7 @@ class TiersReply(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ...) -> None: ...
 
 class TierReport(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "ready_bytes", "used_bytes", "blocks", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased", "policy", "not_admitted", "budget_left_bytes", "reads", "writes", "scrubbed_blocks", "scrubbed_bytes", "scrub_bad", "scrub_age_ms")
+    __slots__ = ("tier", "capacity_bytes", "ready_bytes", "used_bytes", "blocks", "slots_sealed", "slots_granted", "slots_quarantined", "slots_leased", "policy", "not_admitted", "over_budget", "budget_left_bytes", "reads", "writes", "scrubbed_blocks", "scrubbed_bytes", "scrub_bad", "scrub_age_ms")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class TierReport(_message.Message):
     SLOTS_LEASED_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     NOT_ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    OVER_BUDGET_FIELD_NUMBER: _ClassVar[int]
     BUDGET_LEFT_BYTES_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
     WRITES_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +78,7 @@ class TierReport(_message.Message):
     slots_leased: int
     policy: str
     not_admitted: int
+    over_budget: int
     budget_left_bytes: int
     reads: str
     writes: str
@@ -84,7 +86,27 @@ class TierReport(_message.Message):
     scrubbed_bytes: int
     scrub_bad: int
     scrub_age_ms: int
-    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., slots_sealed: _Optional[int] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., slots_leased: _Optional[int] = ..., policy: _Optional[str] = ..., not_admitted: _Optional[int] = ..., budget_left_bytes: _Optional[int] = ..., reads: _Optional[str] = ..., writes: _Optional[str] = ..., scrubbed_blocks: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_bad: _Optional[int] = ..., scrub_age_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, tier: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., slots_sealed: _Optional[int] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., slots_leased: _Optional[int] = ..., policy: _Optional[str] = ..., not_admitted: _Optional[int] = ..., over_budget: _Optional[int] = ..., budget_left_bytes: _Optional[int] = ..., reads: _Optional[str] = ..., writes: _Optional[str] = ..., scrubbed_blocks: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., scrub_bad: _Optional[int] = ..., scrub_age_ms: _Optional[int] = ...) -> None: ...
+
+class QuotasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class QuotasReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[QuotaReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[QuotaReport, _Mapping]]] = ...) -> None: ...
+
+class QuotaReport(_message.Message):
+    __slots__ = ("quota", "promised_bytes", "used_bytes")
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    quota: str
+    promised_bytes: int
+    used_bytes: int
+    def __init__(self, quota: _Optional[str] = ..., promised_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
 
 class SpacesRequest(_message.Message):
     __slots__ = ()

@@ -44,6 +44,11 @@ class InspectStub:
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.TiersRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.TiersReply.FromString,
                 _registered_method=True)
+        self.Quotas = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Quotas',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.QuotasRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.QuotasReply.FromString,
+                _registered_method=True)
         self.Spaces = channel.unary_unary(
                 '/kvstore.inspect.v1.Inspect/Spaces',
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.SpacesRequest.SerializeToString,
@@ -102,6 +107,13 @@ class InspectServicer:
 
     def Tiers(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Quotas(self, request, context):
+        """What is promised of dram to whom; nothing without quotas.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -177,6 +189,11 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.Tiers,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.TiersRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.TiersReply.SerializeToString,
+            ),
+            'Quotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.Quotas,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.QuotasRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.QuotasReply.SerializeToString,
             ),
             'Spaces': grpc.unary_unary_rpc_method_handler(
                     servicer.Spaces,
@@ -278,6 +295,33 @@ class Inspect:
             '/kvstore.inspect.v1.Inspect/Tiers',
             kvstore_dot_proto_dot_inspect__pb2.TiersRequest.SerializeToString,
             kvstore_dot_proto_dot_inspect__pb2.TiersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Quotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Quotas',
+            kvstore_dot_proto_dot_inspect__pb2.QuotasRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.QuotasReply.FromString,
             options,
             channel_credentials,
             insecure,

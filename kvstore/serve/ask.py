@@ -21,6 +21,7 @@ from kvstore.engine.report import (
     JobReport,
     LeaseReport,
     NodeReport,
+    QuotaReport,
     SpaceReport,
     TierReport,
 )
@@ -34,7 +35,8 @@ from kvstore.units import format_size
 
 TIMEOUT_S: Final = 5.0
 TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "prefix")
-SUMMARY: Final = ("nodes", "tiers", "spaces", "leases", "jobs")
+SUMMARY: Final = ("nodes", "tiers", "quotas", "spaces", "leases", "jobs")
+"""Quotas come with tiers, where there are any."""
 WIDE_COLUMNS: Final = 240
 """Of output that is no terminal: scripts must not see a line break in a row."""
 
@@ -62,6 +64,7 @@ class NodeClient:
         kinds: dict[str, tuple[Any, Any, type[Any]]] = {
             "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
             "tiers": (stub.Tiers, pb.TiersRequest(), TierReport),
+            "quotas": (stub.Quotas, pb.QuotasRequest(), QuotaReport),
             "spaces": (stub.Spaces, pb.SpacesRequest(), SpaceReport),
             "blocks": (stub.Blocks, pb.BlocksRequest(limit=limit, space=space), BlockReport),
             "leases": (stub.Leases, pb.LeasesRequest(), LeaseReport),
@@ -132,9 +135,16 @@ def _call(call: Callable[..., Any], request: Any) -> Any:
 # ── what it looks like ───────────────────────────────────────────────────────────────────────────
 
 _SIZES = (
-    *("capacity_bytes", "ready_bytes", "used_bytes", "bytes_dram", "budget_left_bytes"),
+    "capacity_bytes",
+    "ready_bytes",
+    "used_bytes",
+    "promised_bytes",
+    "bytes_dram",
+    "budget_left_bytes",
     "scrubbed_bytes",
 )
+_OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
+_OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
 _EMPTY = {
     "spaces": "no engine has stored anything yet",
     "blocks": "no blocks",
@@ -156,7 +166,7 @@ def show(found: dict[str, list[Row]]) -> None:
         if number:
             out.print()
         if rows:
-            out.print(_table(topic, rows))
+            out.print(_columns(topic, rows) if topic == "tiers" else _table(topic, rows))
         else:
             out.print(Text(topic, style="bold"), Text(_EMPTY.get(topic, "none"), style="dim"))
 
@@ -173,20 +183,50 @@ def _is_absent(row: Row) -> bool:
 
 
 def _table(topic: str, rows: Sequence[Row]) -> Table:
+    """One line a row."""
     table = Table(title=topic, title_justify="left", title_style="bold", box=None, pad_edge=False)
     values = [msgspec.structs.asdict(row) for row in rows]
     for name, value in values[0].items():
-        title = name.removesuffix("_bytes").replace("_", " ")
         number = isinstance(value, int) and not isinstance(value, bool)
-        table.add_column(title, justify="right" if number else "left", header_style="dim")
+        table.add_column(_title(name), justify="right" if number else "left", header_style="dim")
     for row in values:
         table.add_row(*(_cell(name, value) for name, value in row.items()))
     return table
 
 
+def _columns(topic: str, rows: Sequence[Row]) -> Table:
+    """One column a row: of few rows with many fields, each for some of them only."""
+    table = Table(title=topic, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    (_, *names), values = rows[0].__struct_fields__, [msgspec.structs.asdict(row) for row in rows]
+    table.add_column("", style="dim")
+    for value in values:
+        table.add_column(value["tier"], justify="right", header_style="dim")
+    for name in names:
+        cells = [
+            Text("-") if name in _elsewhere(value["tier"]) else _cell(name, value[name])
+            for value in values
+        ]
+        if any(cell.plain != "-" for cell in cells):
+            table.add_row(_title(name), *cells)
+    return table
+
+
+def _elsewhere(tier: str) -> tuple[str, ...]:
+    """Fields that mean nothing for a tier."""
+    return _OF_FILE if tier == "dram" else _OF_DRAM
+
+
+def _title(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
+
+
 def _cell(name: str, value: object) -> Text:
-    if (name, value) in (("budget_left_bytes", NO_BUDGET), ("scrub_age_ms", NO_PASS)):
+    if (name, value) == ("budget_left_bytes", NO_BUDGET):
+        return Text("any")
+    if (name, value) == ("scrub_age_ms", NO_PASS):
         return Text("-")
+    if name == "quota" and not value:
+        return Text("(all others)")
     if name in _SIZES and isinstance(value, int):
         return Text(format_size(value))
     if isinstance(value, bool):

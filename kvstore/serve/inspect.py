@@ -57,6 +57,9 @@ class InspectService(InspectServicer):
     def Tiers(self, request: pb.TiersRequest, context: grpc.ServicerContext) -> pb.TiersReply:
         return pb.TiersReply(rows=self._rows(context, lambda engine: engine.tiers()))
 
+    def Quotas(self, request: pb.QuotasRequest, context: grpc.ServicerContext) -> pb.QuotasReply:
+        return pb.QuotasReply(rows=self._rows(context, lambda engine: engine.quotas()))
+
     def Spaces(self, request: pb.SpacesRequest, context: grpc.ServicerContext) -> pb.SpacesReply:
         return pb.SpacesReply(rows=self._rows(context, lambda engine: engine.spaces()))
 

@@ -231,7 +231,7 @@ def inspect(
     \b
     Topics:
       nodes    who is attached, how much is cached
-      tiers    memory: capacity, in use, being written, leased
+      tiers    memory: capacity, in use, being written, leased; and quotas, if there are any
       spaces   models: what their engines share
       blocks   single blocks
       leases   what is being read
@@ -254,10 +254,12 @@ def inspect(
         raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
     if topic != "blocks" and (limit is not None or space is not None):
         raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
-    topics = SUMMARY if topic is None else (topic,)
+    topics = {None: SUMMARY, "tiers": ("tiers", "quotas")}.get(topic, (str(topic),))
     shown = limit or BLOCKS_LISTED
     with _client(socket) as client:
         found = {name: client.rows(name, limit=shown + 1, space=space or "") for name in topics}
+    if not found.get("quotas", True):
+        del found["quotas"]
     left_out = len(found.get("blocks", ())) > shown
     if left_out:
         found["blocks"] = found["blocks"][:shown]

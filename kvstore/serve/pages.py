@@ -109,6 +109,7 @@ class NodeCollector(Collector):
 def _engine_families(engine: Engine) -> list[Family]:
     (node,), tiers, counters = engine.nodes(), engine.tiers(), engine.counters
     dram, file = tiers
+    quotas = engine.quotas()
     has_budget = file.budget_left_bytes != NO_BUDGET
     return [
         family("kvstore_blocks", [((tier.tier,), tier.blocks) for tier in tiers]),
@@ -127,6 +128,13 @@ def _engine_families(engine: Engine) -> list[Family]:
         ),
         *_integrity_families(tiers, engine.spaces_off()),
         family("kvstore_shadow_error_max", [((), engine.worst_shadow_error)]),
+        *(
+            family(
+                f"kvstore_quota_{name}_bytes",
+                [((row.quota,), getattr(row, f"{name}_bytes")) for row in quotas if row.quota],
+            )
+            for name in ("promised", "used")
+        ),
         family("kvstore_sessions", [((), node.sessions)]),
         family("kvstore_leases", [((), node.leases)]),
         *(

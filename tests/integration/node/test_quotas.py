@@ -8,6 +8,8 @@ import pytest
 
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
+from tests.integration.node.test_inspect import inspected
+from tests.integration.node.test_process import page, sample
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +37,13 @@ def test_a_greedy_model_leaves_another_its_share(tmp_path: Path, name: str) -> N
         reply = modest.lease(mine)
         assert len(reply.slots) == 4 * len(mine)
         assert modest.read(reply) == [key * (modest.block_bytes // 32) for key in mine]
+        own, others = inspected(node, "tiers")["quotas"]
+        assert (own["quota"], own["promised_bytes"]) == (name, 2 << 20)
+        assert own["used_bytes"] >= 24 * modest.block_bytes
+        assert (others["quota"], others["promised_bytes"]) == ("", 2 << 20)
+        metrics = page(node, "/metrics")[1]
+        assert sample(metrics, f'kvstore_quota_promised_bytes{{quota="{name}"}}') == 2 << 20
+        assert sample(metrics, f'kvstore_quota_used_bytes{{quota="{name}"}}') == own["used_bytes"]
 
 
 def test_without_a_quota_the_greedy_one_takes_it_all(tmp_path: Path) -> None:
@@ -50,6 +59,7 @@ def test_without_a_quota_the_greedy_one_takes_it_all(tmp_path: Path) -> None:
         modest.store(mine)
         modest.release(modest.lease_stored(mine))
         greedy.store(make_keys(5 * BLOCKS, seed="g"))
+        assert "quotas" not in inspected(node, "tiers")
         assert len(modest.lease(mine).slots) < 4 * len(mine)
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvstore.engine import report
-from kvstore.engine.events import FileKnown
-from kvstore.types import SLOT_BYTES_MIN
+from kvstore.engine.events import Exited, FileKnown
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, checksum, key, keys
 
@@ -67,6 +67,30 @@ def test_spaces_name_tenant_label_and_size(node: Node) -> None:
         report.SpaceReport(name, "u", "b", 0, 0, 0, 1, ""),
     ]
     assert node.engine.space_ids() == [space_id]
+
+
+def test_a_model_whose_engine_is_gone_keeps_its_name(node: Node) -> None:
+    peer = Peer(node, "llama")
+    peer.seal(1)
+    node.end(peer.scheduler, *peer.ranks)
+    node.step(*(Exited(ConnectionId(c)) for c in (peer.scheduler, *peer.ranks)))
+    (row,) = node.engine.spaces()
+    assert (row.label, row.blocks_dram, row.engines) == ("llama", 1, 0)
+
+
+def test_quotas_say_what_is_promised_and_used() -> None:
+    promised = 12 * SLOT_BYTES_MIN
+    node = Node(slots=32, quotas=(("llama", promised), ("team", SLOT_BYTES_MIN)))
+    llama, other = Peer(node, "llama"), Peer(node, "other")
+    llama.seal(1, 2)
+    other.seal(3)
+    lent = {peer: len(peer.unused()) for peer in (llama, other)}
+    assert node.engine.quotas() == [
+        report.QuotaReport("llama", promised, (2 + lent[llama]) * SLOT_BYTES_MIN),
+        report.QuotaReport("team", SLOT_BYTES_MIN, 0),
+        report.QuotaReport("", 19 * SLOT_BYTES_MIN, (1 + lent[other]) * SLOT_BYTES_MIN),
+    ]
+    assert Node().engine.quotas() == []
 
 
 def test_blocks_say_where_they_are_and_show_eight_digits_of_the_key(node: Node) -> None:

@@ -22,6 +22,7 @@ from kvstore.engine.report import (
     JobReport,
     LeaseReport,
     NodeReport,
+    QuotaReport,
     SpaceReport,
     TierReport,
 )
@@ -66,9 +67,10 @@ def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None
 ROWS: list[Row] = [
     NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
     TierReport(
-        *("dram", 2**40, 2, 3, 4, 5, 6, 7, 8, "lru", 9, NO_BUDGET),
+        *("dram", 2**40, 2, 3, 4, 5, 6, 7, 8, "lru", 9, 10, NO_BUDGET),
         *("closed", "half-open", 10, 11, 12, NO_PASS),
     ),
+    QuotaReport("llama", 2**40, 2),
     SpaceReport("ab", "t", "model", 1, 2, 3, 4, "file"),
     BlockReport("k", "s", "t", "layers 0-1 heads 0-1", "dram", -1, 2**63, 3),
     LeaseReport("e", 1, 2, 3, 4, -5),

@@ -1,0 +1,72 @@
+"""What inspect looks like in a terminal: every figure with its name, on one line, in 80 columns."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvstore.engine.report import NO_BUDGET, QuotaReport, TierReport
+from kvstore.proto.convert import Row
+from kvstore.serve import ask
+
+GIB = 1 << 30
+DRAM = TierReport(
+    *("dram", 64 * GIB, 64 * GIB, 63 * GIB, 1_234_567, 1_234_567, 500, 3, 12_345),
+    *("reuse", 0, 0, NO_BUDGET),
+)
+FILE = TierReport(
+    *("file", 2048 * GIB, 2048 * GIB, 1999 * GIB, 9_876_543, 0, 0, 0, 0),
+    *("second-sight", 1_234_567, 7_654_321, 17 * GIB),
+)
+ABSENT = TierReport("file", 0, 0, 0, 0, 0, 0, 0, 0, "all", 0, 0, NO_BUDGET)
+QUOTAS = [QuotaReport("llama", 20 * GIB, 30 * GIB), QuotaReport("", 44 * GIB, 0)]
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[Row]]) -> list[list[str]]:
+    """Each line, by columns."""
+    page = io.StringIO()
+    out = Console(file=page, width=80, highlight=False)
+    monkeypatch.setattr(ask, "console", lambda: out)
+    ask.show(found)
+    lines = page.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+def test_tiers_and_quotas_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, {"tiers": [DRAM, FILE], "quotas": [*QUOTAS]}) == [
+        ["tiers"],
+        ["dram", "file"],
+        ["capacity", "64 GiB", "2 TiB"],
+        ["ready", "64 GiB", "2 TiB"],
+        ["used", "63 GiB", "1.952 TiB"],
+        ["blocks", "1234567", "9876543"],
+        ["slots sealed", "1234567", "-"],
+        ["slots granted", "500", "-"],
+        ["slots quarantined", "3", "-"],
+        ["slots leased", "12345", "-"],
+        ["policy", "reuse", "second-sight"],
+        ["not admitted", "-", "1234567"],
+        ["over budget", "-", "7654321"],
+        ["budget left", "-", "17 GiB"],
+        [],
+        ["quotas"],
+        ["quota", "promised", "used"],
+        ["llama", "20 GiB", "30 GiB"],
+        ["(all others)", "44 GiB", "0 B"],
+    ]
+
+
+def test_a_node_without_a_disk_says_nothing_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(monkeypatch, {"tiers": [DRAM, ABSENT]})
+    assert lines[1] == ["dram"]
+    assert lines[-1] == ["policy", "reuse"]
+
+
+def test_no_budget_is_any_amount(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = msgspec.structs.replace(FILE, budget_left_bytes=NO_BUDGET)
+    lines = shown(monkeypatch, {"tiers": [DRAM, file]})
+    assert lines[-1] == ["budget left", "-", "any"]
