@@ -279,6 +279,10 @@ class Engine:
         disk = self._files.pace.measured_ns_per_mib or self.config.learned.disk_ns_per_mib
         return within_bounds(Learned(disk, self._state.paces.all()))
 
+    def spent_bytes(self) -> int:
+        """What is used up of the day's budget of disk writes; 0 without one."""
+        return self._files.writes.spent_bytes()
+
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def check(self) -> None:

@@ -60,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which blocks are written to the file tier."""
     file_day_bytes: int = 0
     """What may be written to it in a day; 0: any amount."""
+    file_spent_bytes: int = 0
+    """Of that, used up at the start."""
     quotas: tuple[tuple[str, int], ...] = ()
     """Bytes of dram promised to (model label or tenant); not more in all than there is."""
     tell_changes: bool = False

@@ -59,6 +59,7 @@ class Writes:
             day_bytes=config.file_day_bytes,
             key_count=config.block_count_max,
             seed=config.incarnation,
+            spent_bytes=config.file_spent_bytes,
         )
         self._jobs: dict[int, _Write] = {}
         self._job_of_word = np.zeros(len(state.slots.state), dtype=np.int64)
@@ -161,6 +162,11 @@ class Writes:
     def budget_left_bytes(self) -> int | None:
         """What may be written now; None without a budget."""
         return self._admission.left_bytes(self._state.now_ns)
+
+    def spent_bytes(self) -> int:
+        """What is used up of the day's budget; 0 without one."""
+        left = self.budget_left_bytes()
+        return 0 if left is None else max(0, self._state.config.file_day_bytes - left)
 
 
 def _record_bytes(block_bytes: int) -> int:

@@ -217,15 +217,23 @@ class Driver:
                 self._ready_bytes = ready_bytes
                 events.insert(0, Ready(ready_bytes))
             self._step(events)
-            if now_ns - self._remember_ns >= REMEMBER_NS:
-                self._remember(now_ns)
+            self._look_after_files(now_ns)
         except Exception as error:
             self._recover(error, None)
+
+    def _look_after_files(self, now_ns: int) -> None:
+        if self._files is None:
+            return
+        engine = self._engine
+        self._files.tell_budget(engine.counters.file_blocks_over_budget, now_ns)
+        is_due = now_ns - self._remember_ns >= REMEMBER_NS
+        if is_due or self._files.should_remember(engine.spent_bytes()):
+            self._remember(now_ns)
 
     def _remember(self, now_ns: int) -> None:
         self._remember_ns = now_ns
         if self._files is not None:
-            self._files.remember(self._engine.learned())
+            self._files.remember(self._engine.learned(), self._engine.spent_bytes())
 
     def _step(self, events: list[Event]) -> int:
         """Step until nothing follows. Returns how many blocks were cleared."""

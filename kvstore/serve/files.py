@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from kvstore.engine.events import (
     Event,
@@ -46,18 +50,42 @@ from kvstore.tiers.file import (
     Written,
 )
 from kvstore.types import KEY_BYTES, Tier
-from kvstore.wire.learned import Learned, NotLearned, decode_learned, encode_learned
+from kvstore.units import NS_PER_S, format_size
+from kvstore.wire.learned import (
+    Learned,
+    NotLearned,
+    Spent,
+    decode_learned,
+    encode_learned,
+    still_spent,
+)
 from kvstore.wire.record import Scope
 
 LOCATION_BYTES = 8
+SPENT_SHARE = 64
+"""One part in so many of a day's budget is written before that is kept: what a kill loses."""
+TOLD_NS = 86_400 * NS_PER_S
+"""That the budget is used up is said once in so long."""
 _log = logging.getLogger(__name__)
 
 
 class FileEnd:
-    """The driver's end of one file tier. One thread."""
+    """The driver's end of one file tier. One thread.
 
-    def __init__(self, tier: FileTier) -> None:
+    Args:
+        tier: which.
+        day_bytes: what may be written to it in a day; 0: any amount.
+        wall_s: seconds of the wall clock: the only one that goes on while no node runs.
+    """
+
+    def __init__(
+        self, tier: FileTier, *, day_bytes: int = 0, wall_s: Callable[[], float] = time.time
+    ) -> None:
         self._tier = tier
+        self._day_bytes = day_bytes
+        self._wall_s = wall_s
+        self._over_budget_blocks = 0
+        self._told_ns: int | None = None
         self._waiting: deque[FileEvent] = deque()
         self.learned = _learned(tier.note)
         """By an earlier start, as it is kept now."""
@@ -65,11 +93,43 @@ class FileEnd:
         """By whether it is about writes only."""
         self._scrub_log = PassLog("file")
 
-    def remember(self, learned: Learned) -> None:
+    def spent_bytes(self) -> int:
+        """Of the day's budget, used up by earlier starts."""
+        now_s = int(self._wall_s())
+        return still_spent(self.learned.spent, day_bytes=self._day_bytes, now_s=now_s)
+
+    def remember(self, learned: Learned, spent_bytes: int) -> None:
         """Keep this for the next start, if it is news."""
+        spent = self.learned.spent
+        if spent_bytes != spent.size_bytes:
+            spent = Spent(spent_bytes, int(self._wall_s()))
+        learned = msgspec.structs.replace(learned, spent=spent)
         if learned != self.learned:
             self.learned = learned
             self._tier.keep_note(encode_learned(learned))
+
+    def should_remember(self, spent_bytes: int) -> bool:
+        """Whether a node killed now would forget much of what it has written today."""
+        news_bytes = spent_bytes - self.learned.spent.size_bytes
+        return news_bytes * SPENT_SHARE > self._day_bytes
+
+    def tell_budget(self, over_budget_blocks: int, now_ns: int) -> None:
+        """Say, once a day, that blocks were not written because the budget is used up.
+
+        Args:
+            over_budget_blocks: how many, since the start.
+            now_ns: of the loop's clock.
+        """
+        is_news = over_budget_blocks > self._over_budget_blocks
+        self._over_budget_blocks = over_budget_blocks
+        if is_news and (self._told_ns is None or now_ns - self._told_ns >= TOLD_NS):
+            self._told_ns = now_ns
+            _log.warning(
+                "--file-writes-per-day %s is used up: blocks are written to %s as it refills, and"
+                " reading goes on; this is said once a day",
+                format_size(self._day_bytes),
+                self.path,
+            )
 
     @property
     def used_bytes(self) -> int:

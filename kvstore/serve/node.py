@@ -122,7 +122,7 @@ def _assemble(
     files = _open_files(config, arena, clock, stack)
     publisher = _open_publisher(config, incarnation, clock, stack)
     driver = Driver(
-        engine=_make_engine(config, arena, incarnation, files.learned if files else Learned()),
+        engine=_make_engine(config, arena, incarnation, files),
         tier=tier,
         attach=attach,
         executor=Executor(
@@ -235,11 +235,11 @@ def _open_files(
         return None
     tier = FileTier.open(config.file, arena.array, clock)
     stack.callback(tier.close)
-    return FileEnd(tier)
+    return FileEnd(tier, day_bytes=config.file_day_bytes)
 
 
 def _make_engine(
-    config: NodeConfig, arena: Arena, incarnation: Incarnation, learned: Learned
+    config: NodeConfig, arena: Arena, incarnation: Incarnation, files: FileEnd | None
 ) -> Engine:
     file_bytes = config.file.capacity_bytes if config.file else 0
     return Engine(
@@ -253,7 +253,8 @@ def _make_engine(
             policy=config.policy,
             file_admission=config.file_admission,
             file_day_bytes=config.file_day_bytes,
-            learned=learned,
+            file_spent_bytes=files.spent_bytes() if files else 0,
+            learned=files.learned if files else Learned(),
             connection_count_max=CONNECTION_COUNT_MAX,
             quotas=config.quotas,
             tell_changes=config.events is not None,

@@ -5,6 +5,10 @@
 The checksum is xxh3-128 of the bytes of `learned`. Only guesses to start from: a wrong one costs
 time and never a byte, and the first measurements replace it.
 
+What was written of a day's budget is kept with the wall clock's time, because only that goes on
+while no node runs. It may be wrong by any amount: set back, nothing is taken for refilled; set
+forward, a day's budget is, as if nothing had been kept. Leases and deadlines never see it.
+
 Ways to be broken: longer than LEARNED_BYTES_MAX; not JSON; another magic or version; a checksum
 that differs; a field of another type. Each means: nothing was learned. A number out of bounds is
 moved to the nearest bound, here and when an engine tells it.
@@ -23,6 +27,7 @@ LEARNED_BYTES_MAX: Final = 16 * PAGE_BYTES
 SPACES_MAX: Final = 32
 _MAGIC: Final = "kvstore learned"
 _VERSION: Final = 1
+_DAY_S: Final = 86_400
 
 COMPUTE_NS_MIN, COMPUTE_NS_MAX = 1_000, 100_000_000
 """Of a computed token: a million tokens a second, and ten."""
@@ -44,11 +49,20 @@ class SpacePace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_ns_per_token: int = 0
 
 
+class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was used up of the budget of disk writes, and when that was so."""
+
+    size_bytes: int = 0
+    at_s: int = 0
+    """Of the wall clock."""
+
+
 class Learned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of it; 0 and empty: nothing yet."""
 
     disk_ns_per_mib: int = 0
     spaces: tuple[SpacePace, ...] = ()
+    spent: Spent = Spent()
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +95,14 @@ def within_bounds(learned: Learned) -> Learned:
             )
             for pace in learned.spaces[:SPACES_MAX]
         ),
+        learned.spent,
     )
+
+
+def still_spent(spent: Spent, *, day_bytes: int, now_s: int) -> int:
+    """How much of a day's budget is used up now: what was then, less what came in since."""
+    passed_s = min(max(0, now_s - spent.at_s), _DAY_S)
+    return max(0, min(spent.size_bytes, day_bytes) - day_bytes * passed_s // _DAY_S)
 
 
 def encode_learned(learned: Learned) -> bytes:

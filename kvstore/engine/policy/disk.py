@@ -51,11 +51,20 @@ class DiskAdmission:
         day_bytes: what may be written in a day; 0: any amount.
         key_count: keys that it remembers about; as many as the disk can hold is plenty.
         seed: of the hashes; random per node, so that nobody can choose what collides.
+        spent_bytes: of the day's, already used up at the start.
     """
 
-    def __init__(self, mode: AdmissionMode, *, day_bytes: int, key_count: int, seed: int) -> None:
+    def __init__(
+        self,
+        mode: AdmissionMode,
+        *,
+        day_bytes: int,
+        key_count: int,
+        seed: int,
+        spent_bytes: int = 0,
+    ) -> None:
         self._mode = mode
-        self._budget = WriteBudget(day_bytes) if day_bytes else None
+        self._budget = WriteBudget(day_bytes, spent_bytes=spent_bytes) if day_bytes else None
         self._seen: RecentKeys | None = None
         if mode is AdmissionMode.SECOND_SIGHT or day_bytes:
             self._seen = RecentKeys(key_count=key_count, seed=seed)
@@ -90,20 +99,22 @@ class DiskAdmission:
 
 
 class WriteBudget:
-    """A bucket of bytes that fills at so many a day and holds a day's worth. Starts full: what was
-    written before a restart is not known.
+    """A bucket of bytes that fills at so many a day and holds a day's worth. Starts full but for
+    what an earlier start of the node is known to have written.
 
     Never more is written than a day's worth and what came in since; when it is empty, nothing is.
     Integers all through: nothing drifts, however often it is asked.
     """
 
-    def __init__(self, day_bytes: int) -> None:
+    def __init__(self, day_bytes: int, *, spent_bytes: int = 0) -> None:
         assert day_bytes > 0, "no budget is no WriteBudget"
+        assert 0 <= spent_bytes <= day_bytes, "more is spent than there was"
         self._day_bytes = day_bytes
         # In bytes times nanoseconds of a day, so that one nanosecond's part is a whole number.
         self._full = day_bytes * NS_PER_DAY
-        self._level = self._full
-        self._at_ns = 0
+        self._level = self._full - spent_bytes * NS_PER_DAY
+        self._at_ns: int | None = None
+        """Until then it is filled; None: nobody has asked yet."""
 
     def left_bytes(self, now_ns: int) -> int:
         """What may be written now."""
@@ -125,6 +136,7 @@ class WriteBudget:
         self._level += unwritten_bytes * NS_PER_DAY
 
     def _fill(self, now_ns: int) -> None:
-        passed_ns = max(0, now_ns - self._at_ns)
-        self._at_ns = max(now_ns, self._at_ns)
+        at_ns = now_ns if self._at_ns is None else self._at_ns
+        passed_ns = max(0, now_ns - at_ns)
+        self._at_ns = max(now_ns, at_ns)
         self._level = min(self._full, self._level + passed_ns * self._day_bytes)

@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
+from kvstore.wire.learned import decode_learned
 from tests.integration.node.conftest import eventually
 from tests.integration.node.test_process import page, sample
 
@@ -264,11 +265,12 @@ def test_second_sight_keeps_what_is_named_once_off_the_disk(tmp_path: Path) -> N
 
 def test_a_used_up_budget_stops_writes_and_no_loads(tmp_path: Path) -> None:
     keys, record, budget = make_keys(200), 68 << 10, 2 << 20
+    limit = ["--file-writes-per-day", "2MiB"]
     with (
         start(
             *(tmp_path / "a", tmp_path / "files"),
             dram="4MiB",
-            flags=["--slab", "1MiB", "--file-writes-per-day", "2MiB"],
+            flags=["--slab", "1MiB", *limit],
         ) as node,
         RawEngine(node.socket) as engine,
     ):
@@ -283,8 +285,19 @@ def test_a_used_up_budget_stops_writes_and_no_loads(tmp_path: Path) -> None:
             assert eventually(lambda count=begin + 10: dealt_with(count))  # type: ignore[misc]
         file = tiers(node)["file"]
         assert 3 * budget // 4 <= file["blocks"] * record <= budget
-        assert file["blocks"] + file["not_admitted"] == len(keys)
+        assert file["blocks"] + file["not_admitted"] + file["over_budget"] == len(keys)
+        assert file["not_admitted"] == metric(node, "file_blocks_not_admitted_total")
         left = metric(node, "file_budget_left_bytes")
         assert left == pytest.approx(budget - file["blocks"] * record, abs=record)
         # Dram lost them long ago.
         assert engine.read(engine.lease(keys[:10])) == whole(keys[:10], engine)
+        assert eventually(lambda: budget - spent(tmp_path / "files") <= left + budget // 32)
+        node.kill()
+    with start(tmp_path / "b", tmp_path / "files", flags=limit) as node:
+        assert metric(node, "file_budget_left_bytes") <= left + budget // 16, "a new day it is not"
+
+
+def spent(directory: Path) -> int:
+    """What the note beside the segments says was written of the day's budget."""
+    note = directory / "learned"
+    return decode_learned(note.read_bytes()).spent.size_bytes if note.exists() else 0

@@ -132,3 +132,9 @@ def test_never_more_than_a_day_and_what_came_in(day: int, asks: list[tuple[int, 
         assert allowed % unit == 0
         total += allowed
         assert total * NS_PER_DAY <= day * (NS_PER_DAY + now)
+
+
+def test_what_was_spent_before_the_start_is_missing_whatever_the_clock_says() -> None:
+    budget = WriteBudget(400, spent_bytes=300)
+    assert budget.left_bytes(9 * NS_PER_DAY) == 100
+    assert budget.left_bytes(9 * NS_PER_DAY + NS_PER_DAY // 4) == 200

@@ -177,6 +177,14 @@ def test_what_a_reclaimed_segment_keeps_is_paid_for() -> None:
     assert node.engine.counters.file_blocks_over_budget == 1
 
 
+def test_a_start_begins_with_what_an_earlier_one_has_left() -> None:
+    day = {"file_day_bytes": 4 * RECORD_BYTES, "block_count_max": 256}
+    node = DiskNode(file_spent_bytes=3 * RECORD_BYTES, **day)
+    assert file(node).budget_left_bytes == RECORD_BYTES
+    assert node.engine.spent_bytes() == 3 * RECORD_BYTES
+    assert DiskNode().engine.spent_bytes() == 0
+
+
 # ── what an operator sees ────────────────────────────────────────────────────────────────────────
 
 

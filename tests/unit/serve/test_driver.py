@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import cast
 
 import pytest
 
+from kvstore.engine.counters import Counters
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import (
     Clear,
@@ -40,10 +42,14 @@ from tests.unit.serve.conftest import MakeAttach, Peer, hello_rank, hello_schedu
 Connect = Callable[[], Peer]
 
 
+SPENT_BYTES = 77
+
+
 class ScriptedEngine:
     """Answers `Quiet(n)` as `answers[n]` says; keeps what it saw."""
 
     def __init__(self) -> None:
+        self.counters = Counters()
         self.seen: list[Event] = []
         self.answers: dict[int, Callable[[ConnectionId], list[Command]]] = {}
         self.decided: list[Command] = []
@@ -63,6 +69,12 @@ class ScriptedEngine:
                 case _:
                     pass
         return commands
+
+    def spent_bytes(self) -> int:
+        return SPENT_BYTES
+
+    def learned(self) -> str:
+        return "learned"
 
     def salvage(self) -> list[Command]:
         decided, self.decided = self.decided, []
@@ -308,11 +320,27 @@ def test_clear_adds_up_what_was_forgotten(loop: Loop) -> None:
 
 
 class Files:
-    """A file tier that takes note of a clear or not."""
+    """A file tier that takes note of a clear or not, and is told what to remember."""
 
     path = "/var/lib/kvstore"
     used_bytes = 0
     takes_note = True
+
+    def __init__(self) -> None:
+        self.has_spent_much = False
+        self.remembered: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def tell_budget(self, over_budget_blocks: int, now_ns: int) -> None:
+        assert now_ns > 0
+        self.told.put(over_budget_blocks)
+
+    def should_remember(self, spent_bytes: int) -> bool:
+        assert spent_bytes == SPENT_BYTES
+        return self.has_spent_much
+
+    def remember(self, learned: str, spent_bytes: int) -> None:
+        self.remembered.put((learned, spent_bytes))
 
     def wait_for_voids(self, timeout_s: float) -> bool:
         assert timeout_s == 5
@@ -326,6 +354,22 @@ def test_a_clear_of_which_the_disk_takes_no_note_says_so(loop: Loop) -> None:
     with pytest.raises(NotDurable, match="42 blocks are forgotten, but the disk of /var/lib/kv"):
         loop.driver.clear(space=None, tenant=None, timeout_s=5)
     loop.driver._files = None
+
+
+def test_what_a_kill_would_forget_is_remembered_at_once_and_the_rest_at_the_end(
+    loop: Loop,
+) -> None:
+    files = Files()
+    loop.engine.counters.file_blocks_over_budget = 3
+    loop.driver._files = cast("FileEnd", files)
+    assert [files.told.get(timeout=30) for _ in range(3)] == [3, 3, 3], "the loop ticks"
+    assert files.remembered.empty()
+    files.has_spent_much = True
+    assert files.remembered.get(timeout=30) == ("learned", SPENT_BYTES)
+    files.has_spent_much = False
+    loop.close()
+    assert files.remembered.qsize() >= 1, "once more at the end"
+    assert loop.driver.counters.failures == 0
 
 
 def test_clear_goes_on_until_a_slice_is_not_full(

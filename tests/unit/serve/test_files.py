@@ -217,7 +217,7 @@ def test_what_was_learned_is_kept_once_and_found_at_the_next_start(tier: Scripte
     end = FileEnd(cast("FileTier", tier))
     assert end.learned == Learned()
     for _ in range(2):
-        end.remember(LEARNED)
+        end.remember(LEARNED, 0)
     assert tier.calls == [("keep_note",)]
     assert FileEnd(cast("FileTier", tier)).learned == LEARNED
 
@@ -229,3 +229,76 @@ def test_what_is_damaged_is_not_learned_and_one_line_says_so(
     assert FileEnd(cast("FileTier", tier)).learned == Learned()
     (line,) = caplog.messages
     assert line == "what an earlier start learned is not used, it is learned anew: it is damaged"
+
+
+# ── the budget of writes ─────────────────────────────────────────────────────────────────────────
+
+DAY_S, DAY_BYTES = 86_400, 64_000
+
+
+class Wall:
+    """A wall clock that an operator sets."""
+
+    def __init__(self) -> None:
+        self.s = 10**9 + 0.5
+
+
+def budgeted(tier: ScriptedTier, wall: Wall) -> FileEnd:
+    return FileEnd(cast("FileTier", tier), day_bytes=DAY_BYTES, wall_s=lambda: wall.s)
+
+
+@pytest.mark.parametrize(
+    ("passed_s", "spent"),
+    [
+        (0, 48_000),
+        (DAY_S // 2, 16_000),
+        (DAY_S, 0),
+        (100 * DAY_S, 0),
+        (-(10**8), 48_000),
+    ],
+    ids=["at once", "half a day", "a day", "clock set forward", "clock set back"],
+)
+def test_a_start_begins_with_what_was_written_before(
+    tier: ScriptedTier, passed_s: int, spent: int
+) -> None:
+    wall = Wall()
+    budgeted(tier, wall).remember(LEARNED, 48_000)
+    wall.s += passed_s
+    again = budgeted(tier, wall)
+    assert again.spent_bytes() == spent
+    again.remember(LEARNED, spent)
+    assert budgeted(tier, wall).spent_bytes() == spent, "and so does the one after it"
+
+
+def test_a_budget_that_was_changed_counts_what_was_written(tier: ScriptedTier) -> None:
+    wall = Wall()
+    budgeted(tier, wall).remember(LEARNED, 48_000)
+    assert FileEnd(
+        cast("FileTier", tier), day_bytes=10_000, wall_s=lambda: wall.s
+    ).spent_bytes() == (10_000), "no more than there is"
+    assert FileEnd(cast("FileTier", tier)).spent_bytes() == 0, "without a budget nothing is spent"
+
+
+def test_what_a_kill_would_forget_is_a_small_part_of_a_day(tier: ScriptedTier) -> None:
+    wall = Wall()
+    end = budgeted(tier, wall)
+    assert not end.should_remember(1000)
+    assert end.should_remember(1001)
+    end.remember(LEARNED, 1001)
+    assert not end.should_remember(2001)
+    assert not end.should_remember(0)
+    assert not FileEnd(cast("FileTier", tier)).should_remember(0), "without a budget never"
+    end.remember(LEARNED, 1001)
+    assert tier.calls == [("keep_note",)], "only what is news"
+
+
+def test_a_budget_that_is_used_up_is_told_once_a_day(
+    tier: ScriptedTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    end, day_ns = budgeted(tier, Wall()), DAY_S * 10**9
+    for over_budget, now_ns in ((0, 5), (3, 6), (9, 7), (9, 6 + day_ns), (12, 5 + day_ns)):
+        end.tell_budget(over_budget, now_ns)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("--file-writes-per-day 62.5 KiB is used up: blocks are")
+    end.tell_budget(13, 6 + day_ns)
+    assert len(caplog.messages) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -18,12 +19,18 @@ from kvstore.wire.learned import (
     Learned,
     NotLearned,
     SpacePace,
+    Spent,
     decode_learned,
     encode_learned,
+    still_spent,
     within_bounds,
 )
 
-LEARNED = Learned(500_000, (SpacePace("t", "ab" * 32, 50_000, 900), SpacePace("u", "0f" * 32)))
+LEARNED = Learned(
+    500_000,
+    (SpacePace("t", "ab" * 32, 50_000, 900), SpacePace("u", "0f" * 32)),
+    Spent(3 << 30, 1_800_000_000),
+)
 
 
 def test_it_comes_back_as_it_was() -> None:
@@ -37,7 +44,7 @@ def test_the_longest_there_is_fits() -> None:
     spaces = tuple(
         SpacePace("\0" * 255, f"{n:064x}", 10**18, 10**18) for n in range(SPACES_MAX + 9)
     )
-    text = encode_learned(within_bounds(Learned(10**18, spaces)))
+    text = encode_learned(within_bounds(Learned(10**18, spaces, Spent(2**62, 2**62))))
     assert len(text) <= LEARNED_BYTES_MAX
     assert len(decode_learned(text).spaces) == SPACES_MAX
 
@@ -69,3 +76,22 @@ def test_absurd_numbers_are_moved_into_bounds() -> None:
     assert found == Learned(
         DISK_NS_PER_MIB_MAX, (SpacePace("t", "ab" * 32, COMPUTE_NS_MAX, LOAD_NS_MIN),)
     )
+
+
+def test_what_an_earlier_version_kept_is_read_without_what_it_did_not_know() -> None:
+    body = b'{"disk_ns_per_mib":500000,"spaces":[]}'
+    sum_ = xxhash.xxh3_128_hexdigest(body).encode()
+    text = b'{"magic":"kvstore learned","version":1,"checksum":"%s","learned":%s}' % (sum_, body)
+    assert decode_learned(text) == Learned(500_000)
+
+
+@given(
+    spent=st.builds(Spent, st.integers(-(2**62), 2**62), st.integers(-(2**62), 2**62)),
+    day_bytes=st.integers(0, 2**50),
+    now_s=st.integers(0, 2**40),
+)
+def test_whatever_was_kept_no_more_is_spent_than_there_is(
+    spent: Spent, day_bytes: int, now_s: int
+) -> None:
+    left = decode_learned(encode_learned(Learned(spent=spent))).spent
+    assert 0 <= still_spent(left, day_bytes=day_bytes, now_s=now_s) <= day_bytes
