@@ -1,0 +1,69 @@
+"""Every word of the attach protocol once: what mutations begin from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.wire.messages import (
+    Distrust,
+    Drop,
+    Grant,
+    Hint,
+    HintReply,
+    LeaseAsk,
+    LeaseMore,
+    LeaseRelease,
+    LeaseRenew,
+    LeaseReply,
+    Measured,
+    Message,
+    Quiesce,
+    Quiet,
+    Refused,
+    Seal,
+    SessionClosed,
+    SessionOpen,
+    Story,
+    Welcome,
+)
+from tests.unit.engine.harness import Hellos, arrays, keys
+
+
+def words(session: int, places: Sequence[tuple[int, int]]) -> list[Message]:
+    """What an engine says in a session, once each; in the words of a rank first."""
+    slots, generations = arrays(places)
+    sums = b"c" * 16 * len(places)
+    return [
+        Seal(session, keys(*range(len(places))), slots, generations, sums),
+        Drop(session, slots, generations),
+        Distrust(slots, generations),
+        Quiet(session),
+        Hint(1, keys(1, 2, 3)),
+        LeaseAsk(5, keys(1, 2, 3), True),
+        LeaseRenew([1, 2, 3]),
+        LeaseRelease([1, 2, 3]),
+        Measured(1_000, 10),
+        Story("r" * 40, session=session, leases=[1, 2], prompt_tokens=99, outcome="hit"),
+    ]
+
+
+def hellos() -> list[Message]:
+    """How the processes of a stranger introduce themselves."""
+    stranger = Hellos("stranger")
+    return [stranger.scheduler_hello(), stranger.rank_hello(0)]
+
+
+def answers() -> list[Message]:
+    """What a node says, once each."""
+    slots, generations = arrays([(0, 1), (16, 2)])
+    return [
+        Welcome(1, 2, 3, 4, 5),
+        Refused("no", permanent=True),
+        Quiesce(3),
+        SessionOpen(3, 1),
+        SessionClosed(3, "over"),
+        HintReply(1, b"\x07"),
+        LeaseReply(1, 2, slots, generations),
+        LeaseMore(1, slots, generations),
+        Grant(3, slots, generations),
+    ]
