@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import msgspec
@@ -145,7 +145,7 @@ def test_calls_beyond_the_limit_are_refused_and_the_others_answered(
             for _ in range(3 * CALL_COUNT_MAX)
         ]
         assert loop.waiting.acquire(timeout=PATIENCE_S)
-        ended: queue.Queue[grpc.Future] = queue.Queue()
+        ended: queue.Queue[Any] = queue.Queue()
         for call in calls:
             call.add_done_callback(ended.put)
         refused = ended.get(timeout=PATIENCE_S)
