@@ -442,4 +442,4 @@ class Slots:
             self.quotas.held += counts * size
             mine = np.flatnonzero(sizes[found.words // self._words_per_slab] == size)
             mine = mine[np.argsort(found.stamps[mine], kind="stable")]
-            pool.policy.insert(found.words[mine], self._take_stamps(len(mine)), prints[mine])
+            pool.policy.insert(found.words[mine], self._new_stamps(len(mine)), prints[mine])

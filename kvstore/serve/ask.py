@@ -143,6 +143,7 @@ _SIZES = (
     "budget_left_bytes",
     "scrubbed_bytes",
 )
+MS_PER_HOUR: Final = 3_600_000
 _OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
 _OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
 _EMPTY = {
@@ -217,14 +218,14 @@ def _elsewhere(tier: str) -> tuple[str, ...]:
 
 
 def _title(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
+    return name.removesuffix("_bytes").removesuffix("_ms").replace("_", " ")
 
 
 def _cell(name: str, value: object) -> Text:
     if (name, value) == ("budget_left_bytes", NO_BUDGET):
         return Text("any")
-    if (name, value) == ("scrub_age_ms", NO_PASS):
-        return Text("-")
+    if name == "scrub_age_ms" and isinstance(value, int):
+        return Text("-" if value == NO_PASS else f"{value / MS_PER_HOUR:.1f} h")
     if name == "quota" and not value:
         return Text("(all others)")
     if name in _SIZES and isinstance(value, int):

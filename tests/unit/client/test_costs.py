@@ -198,7 +198,7 @@ def test_a_deadline_beyond_the_heartbeats_limit_is_kept() -> None:
     assert waited_ms(attached(lookup_deadline_ms=1000), chain("p", 20)) == 1000
 
 
-def silent(**changes: object) -> ScriptedNode:
+def silent(**changes: int) -> ScriptedNode:
     """A node that was heard of 251 ms ago."""
     node = attached(**changes)
     node.core.attachment.watch(node.now_ns, node.now_ns)

@@ -24,6 +24,9 @@ from tests.unit.engine.harness import (
 )
 from tests.unit.engine.mortal import MortalNode, tape
 
+SLAB_BYTES = 2 * SLOT_BYTES_MIN
+ARENA_BYTES = 4 * SLAB_BYTES
+
 SPACE = SpaceId(fingerprint(SMALL, weights_epoch=""))
 
 
@@ -110,8 +113,8 @@ def test_slots_of_a_size_that_cannot_be_make_all_of_it_unusable() -> None:
 
 def test_names_of_all_lengths_and_a_torn_one(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = tape(Journal.size_bytes(8 * SLOT_BYTES_MIN, 2 * SLOT_BYTES_MIN))
-    sizes = {"arena_bytes": 8 * SLOT_BYTES_MIN, "slab_bytes": 2 * SLOT_BYTES_MIN}
-    journal = Journal.fresh(**sizes, memory=memory)
+    journal = Journal.fresh(arena_bytes=ARENA_BYTES, slab_bytes=SLAB_BYTES, memory=memory)
+    again = Journal(memory, arena_bytes=ARENA_BYTES, slab_bytes=SLAB_BYTES)
     journal.slabs[:] = SLOT_BYTES_MIN
     tenants = ["t", "x" * 255, "é" * 127]
     sums = np.ones((1, 2), np.uint64)
@@ -119,16 +122,15 @@ def test_names_of_all_lengths_and_a_torn_one(monkeypatch: pytest.MonkeyPatch) ->
         block = np.frombuffer(key(number), np.uint64).reshape(1, 4)
         address = (tenant, SPACE, Shard(2**30, 2**31, 2**30, 2**31))
         journal.publish(np.array([number]), number, address, block, sums)
-    found = Journal(memory, **sizes).examine(quotas=[], writers=set())
+    found = again.examine(quotas=[], writers=set())
     assert [found.addresses[int(id)][0] for id in found.scopes] == tenants
     journal._entries[1, 3] ^= np.uint64(1)
-    found = Journal(memory, **sizes).examine(quotas=[], writers=set())
+    found = again.examine(quotas=[], writers=set())
     assert found.words.tolist() == [1, 3]
 
 
 def test_scopes_without_room_are_not_kept_until_there_is_some() -> None:
-    sizes = {"arena_bytes": 8 * SLOT_BYTES_MIN, "slab_bytes": 2 * SLOT_BYTES_MIN}
-    journal = Journal.fresh(**sizes)
+    journal = Journal.fresh(arena_bytes=ARENA_BYTES, slab_bytes=SLAB_BYTES)
     journal._indexes = [0]
     block = np.frombuffer(key(1), np.uint64).reshape(1, 4)
     sums = np.ones((1, 2), np.uint64)

@@ -9,19 +9,21 @@ import pytest
 from rich.console import Console
 
 from kvstore.engine.report import NO_BUDGET, QuotaReport, TierReport
+from kvstore.engine.scrubs import NO_PASS
 from kvstore.proto.convert import Row
 from kvstore.serve import ask
 
 GIB = 1 << 30
+NEVER = ("closed", "closed", 0, 0, 0, NO_PASS)
 DRAM = TierReport(
-    *("dram", 64 * GIB, 64 * GIB, 63 * GIB, 1_234_567, 1_234_567, 500, 3, 12_345),
-    *("reuse", 0, 0, NO_BUDGET),
+    *("dram", 64 * GIB, 64 * GIB, 63 * GIB, 1_234_567, 1_234_567, 500, 3, 12_345, "reuse", 0, 0),
+    *(NO_BUDGET, "closed", "closed", 1_000_000, 50 * GIB, 0, 86_400_000),
 )
 FILE = TierReport(
-    *("file", 2048 * GIB, 2048 * GIB, 1999 * GIB, 9_876_543, 0, 0, 0, 0),
-    *("second-sight", 1_234_567, 7_654_321, 17 * GIB),
+    *("file", 2048 * GIB, 2048 * GIB, 1999 * GIB, 9_876_543, 0, 0, 0, 0, "second-sight", 1_234_567),
+    *(7_654_321, 17 * GIB, "half-open", "closed", 9_000_000, 1024 * GIB, 3, NO_PASS),
 )
-ABSENT = TierReport("file", 0, 0, 0, 0, 0, 0, 0, 0, "all", 0, 0, NO_BUDGET)
+ABSENT = TierReport(*("file", 0, 0, 0, 0, 0, 0, 0, 0, "all", 0, 0, NO_BUDGET), *NEVER)
 QUOTAS = [QuotaReport("llama", 20 * GIB, 30 * GIB), QuotaReport("", 44 * GIB, 0)]
 
 
@@ -52,6 +54,12 @@ def test_tiers_and_quotas_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
         ["not admitted", "-", "1234567"],
         ["over budget", "-", "7654321"],
         ["budget left", "-", "17 GiB"],
+        ["reads", "-", "half-open"],
+        ["writes", "-", "closed"],
+        ["scrubbed blocks", "1000000", "9000000"],
+        ["scrubbed", "50 GiB", "1 TiB"],
+        ["scrub bad", "0", "3"],
+        ["scrub age", "24.0 h", "-"],
         [],
         ["quotas"],
         ["quota", "promised", "used"],
@@ -63,10 +71,11 @@ def test_tiers_and_quotas_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_node_without_a_disk_says_nothing_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown(monkeypatch, {"tiers": [DRAM, ABSENT]})
     assert lines[1] == ["dram"]
-    assert lines[-1] == ["policy", "reuse"]
+    assert ["policy", "reuse"] in lines
+    assert all(len(line) == 2 for line in lines[2:])
 
 
 def test_no_budget_is_any_amount(monkeypatch: pytest.MonkeyPatch) -> None:
     file = msgspec.structs.replace(FILE, budget_left_bytes=NO_BUDGET)
     lines = shown(monkeypatch, {"tiers": [DRAM, file]})
-    assert lines[-1] == ["budget left", "-", "any"]
+    assert ["budget left", "-", "any"] in lines
