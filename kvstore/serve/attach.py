@@ -13,6 +13,7 @@ seal sent before a lookup is seen by it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno
 import logging
@@ -155,8 +156,8 @@ class Attach:
 
     def watch(self, fd: int, source: Source) -> None:
         """Have `ready` return `source` whenever `fd` can be read."""
-        self._sources[fd] = source
         self._epoll.register(fd, select.EPOLLIN)
+        self._sources[fd] = source
 
     def ready(self, timeout_s: float) -> list[tuple[int, int]]:
         """(descriptor, epoll mask) of what is ready, in the order in which to `read` it."""
@@ -279,18 +280,25 @@ class Attach:
         return []
 
     def _admit(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            _, uid, _ = _CREDENTIALS.unpack(
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            self._epoll.register(sock, select.EPOLLIN)
+        except OSError as error:
+            # Before anything knows of it: whose uid was not seen is never listened to.
+            _log.warning("a connection cannot be admitted: %s", error.strerror)
+            sock.close()
+            return
         number = ConnectionId(self._next_number)
         self._next_number += 1
         connection = Connection(number, sock, deadline_ns=self._clock.now_ns() + HELLO_DEADLINE_NS)
         self._connections[number] = connection
         self._socket_count += 1
         self.counters.accepted += 1
-        self.watch(sock.fileno(), Source(TURN_NEWCOMER, number, self._reader(connection)))
-        _, uid, _ = _CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        self._sources[sock.fileno()] = Source(TURN_NEWCOMER, number, self._reader(connection))
         if uid not in self._allow_uids:
             self._refuse(connection, "uid", f"uid {uid} is not allowed: start with --allow-uid")
         elif (
@@ -332,6 +340,8 @@ class Attach:
             )
             if len(descriptors) != 1 or not vouches_for(descriptors[0], peer_pid):
                 raise ProtocolError("hello came without the pidfd of its process")
+            # Where that fails, as with too many watches of a user, nothing holds the pidfd.
+            self._epoll.register(descriptors[0], select.EPOLLIN)
             connection.pidfd = descriptors.pop()
         except BlockingIOError:
             return []
@@ -348,8 +358,8 @@ class Attach:
         number = connection.number
         turn = TURN_RANK if connection.is_rank else TURN_SCHEDULER
         self._sources[sock.fileno()] = Source(turn, number, self._reader(connection))
-        self.watch(
-            connection.pidfd, Source(TURN_PROCESS, number, lambda _: self._exited(connection))
+        self._sources[connection.pidfd] = Source(
+            TURN_PROCESS, number, lambda _: self._exited(connection)
         )
         self.counters.datagrams_received += 1
         return [Received(number, hello)]
@@ -436,8 +446,10 @@ class Attach:
         self._epoll.modify(sock, select.EPOLLIN)
 
     def _forget(self, fd: int) -> None:
+        """Before it is closed, which must happen in any case."""
         if self._sources.pop(fd, None) is not None:
-            self._epoll.unregister(fd)
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
 
 
 def pid_of(fd: int) -> int | None:

@@ -8,7 +8,6 @@ known at once, and the loop must serve engines in between. Does not cover: what 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -49,6 +48,7 @@ from kvstore.tiers.file import (
     Suspended,
     Written,
 )
+from kvstore.tiers.file.outbox import ring
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_S, format_size
 from kvstore.wire.learned import (
@@ -195,7 +195,7 @@ class FileEnd:
             if isinstance(event, Known | Moved | Gone | Reclaim):
                 break
         if self._waiting:
-            os.eventfd_write(self._tier.fileno(), 1)
+            ring(self._tier.fileno())
         return events
 
     def _translate(self, event: FileEvent) -> list[Event]:

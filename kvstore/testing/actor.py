@@ -86,9 +86,9 @@ class Attach(Order, frozen=True):
 
 
 class Look(Order, frozen=True):
-    """Hear what has arrived. With `wait`, until a session is open. → State."""
+    """Hear what has arrived, and wait so long for a session to be open. → State."""
 
-    wait: bool = False
+    wait_s: float = 0.0
 
 
 class Take(Order, frozen=True):
@@ -142,6 +142,7 @@ class State(Answer, frozen=True):
 
     session: int
     credits: int
+    attached: bool
 
 
 class Credits(Answer, frozen=True):
@@ -237,11 +238,11 @@ class Actor:
         match order:
             case Attach():
                 self._attach(order)
-            case Look(wait=wait):
+            case Look(wait_s=wait_s):
                 self._hear()
-                if wait:
+                if wait_s:
                     self._failure = ""  # a session that is over may be followed by another
-                    self._until(lambda: self._session != 0)
+                    self._until(lambda: self._session != 0, wait_s)
             case Take(count=count):
                 return self._take(count)
             case Ask():
@@ -256,7 +257,8 @@ class Actor:
                 return self._read(order)
             case Go():
                 raise _Cannot("it did not halt")
-        return State(self._session, len(self._credits))
+        attached = self._link is not None and not self._link.closed
+        return State(self._session, len(self._credits), attached)
 
     # ── the node ─────────────────────────────────────────────────────────────────────────────────
 
@@ -270,9 +272,9 @@ class Actor:
         self._link = Link.connect(order.socket, order.hello)
         self._until(lambda: self._link is not None and self._link.generations is not None)
 
-    def _until(self, done: Callable[[], bool]) -> None:
+    def _until(self, done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
         """Serve the node until `done`. Raises _Cannot."""
-        deadline_s = time.monotonic() + WAIT_S
+        deadline_s = time.monotonic() + wait_s
         while not done():
             if self._failure:
                 raise _Cannot(self._failure)

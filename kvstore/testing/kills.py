@@ -327,8 +327,6 @@ class KillCycles:
                     member.kill()
             case _:
                 self._host.parts[victim]()
-                for each in self._engines:
-                    each.lost()
 
     def _press(self, engine: SplitEngine) -> None:
         """The others store more than dram holds while this one's ranks are halted in a copy."""

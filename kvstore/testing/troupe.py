@@ -71,9 +71,10 @@ class Member:
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
         self.pid = pid
+        self.name = f"{pid}-{secrets.token_hex(4)}"
+        """For its Hello: the same for all its life."""
         self._pidfd = os.pidfd_open(pid)
         self._socket = sock
-        self.attached = False
 
     def tell(self, order: OrderMessage) -> None:
         """Give an order; `hear` has the answer."""
@@ -94,6 +95,12 @@ class Member:
         return self.hear()
 
     @property
+    def attached(self) -> bool:
+        """Whether the node has not hung up on it."""
+        found = self.ask(Look())
+        return isinstance(found, State) and found.attached
+
+    @property
     def alive(self) -> bool:
         return not select.select([self._pidfd], [], [], 0)[0]
 
@@ -102,7 +109,6 @@ class Member:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         select.select([self._pidfd], [], [], ANSWER_TIMEOUT_S)
-        self.attached = False
 
     def close(self) -> None:
         """Kill it and forget it."""
@@ -200,6 +206,10 @@ class SplitEngine:
     def alive(self) -> list[Member]:
         return [member for member in self.members if member.alive]
 
+    @property
+    def attached(self) -> list[Member]:
+        return [member for member in self.members if member.attached]
+
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     def replace_the_dead(self) -> None:
@@ -216,22 +226,26 @@ class SplitEngine:
             self.members[index] = self._troupe.member()
         self._nonce = secrets.token_hex(4)
 
-    def introduce(self, socket_path: Path, *, members: Sequence[int] | None = None) -> None:
-        """Attach those that are not, or only these of them. Failures show in `open`."""
+    def introduce(
+        self, socket_path: Path, *, members: Sequence[int] | None = None, anew: bool = False
+    ) -> None:
+        """Attach those that are not, or only these of them, or `anew` those that are, too. Who was
+        refused is not `attached` afterwards."""
         chosen = range(len(self.members)) if members is None else members
-        told = [n for n in chosen if self.members[n].alive and not self.members[n].attached]
+        told = [
+            number
+            for number in chosen
+            if self.members[number].alive and (anew or not self.members[number].attached)
+        ]
         for number in told:
             self.members[number].tell(Attach(str(socket_path), self._hello(number)))
         for number in told:
-            answer = self.members[number].hear()
-            self.members[number].attached = isinstance(answer, State)
+            self.members[number].hear()
 
-    def open(self) -> State | Failed:
+    def open(self, *, wait_s: float = actor.WAIT_S) -> State | Failed:
         """Wait until a session is open."""
-        found = self.scheduler.ask(Look(wait=True))
+        found = self.scheduler.ask(Look(wait_s))
         if isinstance(found, Failed):
-            # Each may have lost the node at another time: all attach again.
-            self.lost()
             return found
         assert isinstance(found, State), found
         return found
@@ -241,20 +255,15 @@ class SplitEngine:
         found: State | Failed = Failed("not tried")
         for _ in range(attempts):
             self.introduce(socket_path)
-            if all(member.attached for member in self.members):
-                found = self.open()
+            if len(self.attached) == len(self.members):
+                found = self.open(wait_s=2.0)
                 if isinstance(found, State):
                     return found
             threading.Event().wait(0.05)
         raise TimeoutError(f"{self._engine_id} gets no session: {found}")
 
-    def lost(self) -> None:
-        """The node is gone: everybody has to attach again."""
-        for member in self.members:
-            member.attached = False
-
     def _hello(self, number: int) -> HelloScheduler | HelloRank:
-        process = f"{self.members[number].pid}-{secrets.token_hex(4)}"
+        process = self.members[number].name
         if number == 0:
             return HelloScheduler(
                 protocol=PROTOCOL_VERSION,

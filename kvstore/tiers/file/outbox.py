@@ -94,4 +94,15 @@ class Outbox:
     def _add(self, events: list[FileEvent]) -> None:
         self._events += events
         if events and self.fd >= 0:
-            os.eventfd_write(self.fd, 1)
+            ring(self.fd)
+
+
+def ring(fd: int) -> None:
+    """Make an eventfd readable. Python tries every call again that a signal interrupted, but not
+    this one."""
+    while True:
+        try:
+            os.eventfd_write(fd, 1)
+        except InterruptedError:
+            continue
+        return
