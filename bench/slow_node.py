@@ -11,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from kvstore.serve.main import main
+from kvstore.serve import main, process
+from kvstore.serve.config import NodeConfig
+from kvstore.serve.supervisor import Supervisor, spawn_process
 from kvstore.tiers.file import tier
 from kvstore.tiers.file.disk import PosixDisk
 
@@ -41,7 +44,17 @@ class SlowDisk(PosixDisk):
             return count
 
 
+def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
+    """In this process: its node processes are this program again."""
+    program = (__file__, str(SlowDisk.pace_file), "process")
+    start = main.start_of(config, settings)
+    sys.exit(Supervisor(start, spawn=lambda: spawn_process(program)).run())
+
+
 if __name__ == "__main__":
     SlowDisk.pace_file = Path(sys.argv.pop(1))
-    setattr(tier, "PosixDisk", SlowDisk)  # noqa: B010 -- a name that it does not export
-    main()
+    if sys.argv[1] == "process":
+        setattr(tier, "PosixDisk", SlowDisk)  # noqa: B010 -- a name that it does not export
+        sys.exit(process.main(sys.argv[2:]))
+    setattr(main, "supervise", supervise)  # noqa: B010 -- it would replace this program
+    main.main()

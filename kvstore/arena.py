@@ -25,6 +25,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -111,8 +112,24 @@ class Arena:
     `array` is the arena, shape [arena_bytes] u8; nobody may touch bytes that are not populated.
     """
 
-    def __init__(self, *, arena_bytes: int, incarnation: Incarnation) -> None:
+    def __init__(
+        self,
+        *,
+        arena_bytes: int,
+        incarnation: Incarnation,
+        held_fd: int = -1,
+        first_generation: int = 1,
+        share_page: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Make both memories; no page of the arena is taken yet.
+
+        Args:
+            arena_bytes: size.
+            incarnation: of this process; the generation page is new with each.
+            held_fd: the arena of an earlier process, to go on with; this object's from now on.
+            first_generation: of every slot; higher than any before.
+            share_page: is shown the generation page before it is sealed, while it can still be
+                mapped writable.
 
         Raises:
             OSError: the kernel has no room for them.
@@ -122,12 +139,15 @@ class Arena:
         assert incarnation, "an incarnation is not zero"
         self.arena_bytes = arena_bytes
         self.generation_bytes = generation_page_bytes(arena_bytes)
-        self.arena_fd, arena, self.huge_pages = _make_arena(arena_bytes)
+        self.arena_fd, arena, self.huge_pages = (
+            _make_arena(arena_bytes) if held_fd < 0 else _take_arena(held_fd, arena_bytes)
+        )
         self.generation_fd = os.memfd_create(
             "kvstore-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         )
         os.ftruncate(self.generation_fd, self.generation_bytes)
-        # Ours is the last writable mapping that this file ever gets.
+        share_page(self.generation_fd)
+        # After this one nobody ever gets a writable mapping of this file.
         generations = _Mapping(self.generation_fd, self.generation_bytes, writable=True)
         fcntl.fcntl(self.generation_fd, fcntl.F_ADD_SEALS, GENERATION_SEALS)
         self._mapping: _Mapping | None = arena
@@ -135,7 +155,7 @@ class Arena:
         words = np.asarray(generations).view(np.uint64)
         self._header = words[: PAGE_BYTES // 8]
         self._generations = words[PAGE_BYTES // 8 :]
-        self._generations[:] = 1
+        self._generations[:] = first_generation
         self._header[:3] = MAGIC, LAYOUT_VERSION, incarnation
 
     def raise_generations(self, slots: NDArray[np.uint32], generations: NDArray[np.uint64]) -> None:
@@ -189,16 +209,56 @@ def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
         except OSError:  # the pool shrank, or a cgroup limit forbids it: ordinary pages then
             pass
     fd, mapping = _make_memfd(arena_bytes, 0)
+    return fd, mapping, _ask_for_huge_pages(mapping)
+
+
+def _take_arena(fd: int, arena_bytes: int) -> tuple[int, _Mapping, bool]:
+    """The arena of an earlier process."""
+    status = os.fstat(fd)
+    assert status.st_size == arena_bytes, "the arena that was held has another size"
+    mapping = _Mapping(fd, arena_bytes, writable=True)
+    return fd, mapping, status.st_blksize > PAGE_BYTES or _ask_for_huge_pages(mapping)
+
+
+def _ask_for_huge_pages(mapping: _Mapping) -> bool:
+    """Have the kernel use them where it can. False: it will not."""
     try:
         mapping.advise(mmap.MADV_HUGEPAGE)
-        huge = "[never]" not in _read(_SHMEM_ENABLED) and "[deny]" not in _read(_SHMEM_ENABLED)
     except OSError:  # a kernel without transparent huge pages
-        huge = False
-    return fd, mapping, huge
+        return False
+    return "[never]" not in _read(_SHMEM_ENABLED) and "[deny]" not in _read(_SHMEM_ENABLED)
 
 
-def _make_memfd(size_bytes: int, flags: int) -> tuple[int, _Mapping]:
-    fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+class JournalMemory:
+    """Memory for a journal, of one node and its supervisor only. `array`: shape [size / 8] u64."""
+
+    def __init__(self, size_bytes: int, *, held_fd: int = -1) -> None:
+        """New memory, all 0; or with `held_fd`, which is this object's from now on, that of an
+        earlier process.
+
+        Raises:
+            OSError: the kernel has no room for it, or what is held has another size.
+        """
+        if held_fd < 0:
+            self.fd, mapping = _make_memfd(size_bytes, 0, name="kvstore-journal")
+        else:
+            self.fd = held_fd
+            if os.fstat(held_fd).st_size != size_bytes:
+                os.close(held_fd)
+                raise OSError(errno.EINVAL, "it has another size")
+            mapping = _Mapping(held_fd, size_bytes, writable=True)
+        _ask_for_huge_pages(mapping)
+        self.array: NDArray[np.uint64] = np.asarray(mapping).view(np.uint64)
+
+    def close(self) -> None:
+        """Close the descriptor; the mapping lasts as long as an array over it."""
+        os.close(self.fd)
+
+
+def _make_memfd(
+    size_bytes: int, flags: int, *, name: str = "kvstore-arena"
+) -> tuple[int, _Mapping]:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size_bytes)
         mapping = _Mapping(fd, size_bytes, writable=True)

@@ -125,7 +125,7 @@ class KVStoreSide:
         disk.drop_page_cache(self.files)
 
     def memory(self) -> Memory:
-        return memory_of(self._node.pid, shared=open_memfds(self._node.pid))
+        return memory_of(self._node.process.pid, shared=open_memfds(self._node.pid))
 
 
 class LMCacheSide:

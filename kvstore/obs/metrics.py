@@ -81,6 +81,20 @@ METRICS: Final = (
         )
     ),
     Metric("kvstore_info", "gauge", "", ("version", "incarnation"), "Always 1."),
+    Metric(
+        "kvstore_restarts_total",
+        "counter",
+        "",
+        (),
+        "Node processes before this one: crashes, upgrades. Other counters begin with a process.",
+    ),
+    Metric(
+        "kvstore_away_seconds",
+        "gauge",
+        "seconds",
+        (),
+        "From the end of the process before this one until this one served; 0: it is the first.",
+    ),
     Metric("kvstore_blocks", "gauge", "", ("tier",), "Block shards held."),
     Metric(
         "kvstore_slots",

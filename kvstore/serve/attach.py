@@ -30,7 +30,7 @@ from kvstore.client.link import received_descriptors
 from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.errors import ProtocolError
 from kvstore.ports import Clock
-from kvstore.serve.listener import Listener
+from kvstore.serve.listener import Door
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (
@@ -84,9 +84,11 @@ class AttachCounters:
 class Connection:
     """One socket and, once it has introduced itself, the process behind it."""
 
-    def __init__(self, number: ConnectionId, sock: socket.socket, *, deadline_ns: int) -> None:
+    def __init__(
+        self, number: ConnectionId, sock: socket.socket | None, *, deadline_ns: int
+    ) -> None:
         self.number = number
-        self.socket: socket.socket | None = sock
+        self.socket = sock
         self.pidfd: int | None = None
         self.is_rank = False
         self.deadline_ns = deadline_ns
@@ -100,6 +102,7 @@ class Connection:
 
 
 Read = Callable[[int], list[Event]]
+Register = Callable[[ConnectionId, bytes, int], bool]
 
 
 class Source(NamedTuple):
@@ -130,13 +133,21 @@ class Attach:
 
     def __init__(
         self,
-        listener: Listener,
+        listener: Door,
         *,
         allow_uids: frozenset[int],
         connection_count_max: int,
         clock: Clock,
+        register: Register = lambda _number, _hello, _pidfd: True,
+        unregister: Callable[[ConnectionId], None] = lambda _: None,
+        first_number: int = 1,
     ) -> None:
+        """`register`: has a rank remembered beyond this process, given its Hello and pidfd, until
+        `unregister`; False: it cannot be. `first_number`: higher than any of earlier processes."""
         self.counters = AttachCounters()
+        self._register = register
+        self._unregister = unregister
+        self._registered: set[ConnectionId] = set()
         self._listener = listener
         self._allow_uids = allow_uids
         self._connection_count_max = connection_count_max
@@ -146,7 +157,7 @@ class Attach:
         self._connections: dict[ConnectionId, Connection] = {}
         """Everyone with an open socket or a pidfd that the engine still needs."""
         self._socket_count = 0
-        self._next_number = 1
+        self._next_number = first_number
         self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
         self._accept_again_ns: int | None = None
@@ -244,12 +255,30 @@ class Attach:
         """Forget a connection altogether: the engine has nothing left that its process holds."""
         self.hang_up(number)
         connection = self._connections.pop(number, None)
-        if connection is not None and connection.pidfd is not None:
+        if connection is not None:
+            self._let_go(connection)
+        if number in self._registered:
+            self._registered.remove(number)
+            self._unregister(number)
+
+    def adopt(self, number: ConnectionId, pidfd: int) -> None:
+        """A rank of an earlier process: its socket has ended, its process is watched."""
+        connection = Connection(number, None, deadline_ns=0)
+        connection.pidfd = pidfd
+        self._registered.add(number)
+        self._connections[number] = connection
+        self.watch(pidfd, Source(TURN_PROCESS, number, lambda _: self._exited(connection)))
+
+    def _let_go(self, connection: Connection) -> None:
+        """Watch its process no more."""
+        if connection.pidfd is not None:
             self._forget(connection.pidfd)
             os.close(connection.pidfd)
+            connection.pidfd = None
 
     def close(self) -> None:
-        """Close every socket and pidfd, and remove the socket file."""
+        """Close every socket and pidfd. What is registered stays so: the journal names it."""
+        self._registered.clear()
         for number in list(self._connections):
             self.release(number)
         self._listener.close()
@@ -342,6 +371,9 @@ class Attach:
                 raise ProtocolError("hello came without the pidfd of its process")
             # Where that fails, as with too many watches of a user, nothing holds the pidfd.
             self._epoll.register(descriptors[0], select.EPOLLIN)
+            connection.is_rank = isinstance(hello, HelloRank)
+            if connection.is_rank:
+                self._remember(connection.number, bytes(self._view[:size]), descriptors[0])
             connection.pidfd = descriptors.pop()
         except BlockingIOError:
             return []
@@ -354,7 +386,6 @@ class Attach:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        connection.is_rank = isinstance(hello, HelloRank)
         number = connection.number
         turn = TURN_RANK if connection.is_rank else TURN_SCHEDULER
         self._sources[sock.fileno()] = Source(turn, number, self._reader(connection))
@@ -363,6 +394,12 @@ class Attach:
         )
         self.counters.datagrams_received += 1
         return [Received(number, hello)]
+
+    def _remember(self, number: ConnectionId, hello: bytes, pidfd: int) -> None:
+        """Before the engine hears of a rank: what it is granted must outlive this process."""
+        if not self._register(number, hello, pidfd):
+            raise ProtocolError("the node's supervisor does not read")
+        self._registered.add(number)
 
     # ── datagrams ────────────────────────────────────────────────────────────────────────────────
 
@@ -422,10 +459,7 @@ class Attach:
         if connection.socket is not None:
             self.hang_up(connection.number, "exited")
             events.append(Ended(connection.number))
-        if connection.pidfd is not None:
-            self._forget(connection.pidfd)
-            os.close(connection.pidfd)
-            connection.pidfd = None
+        self._let_go(connection)
         self._connections.pop(connection.number, None)
         events.append(Exited(connection.number))
         return events

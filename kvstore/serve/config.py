@@ -138,21 +138,34 @@ class Settings(
     log_level: str = "info"
 
 
-def load_config(path: Path | None, flags: Mapping[str, Any]) -> NodeConfig:
-    """The configuration from a YAML file, if any, overridden by flags that are not None.
+def read_settings(path: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a YAML file, if any, overridden by flags that are not None.
 
     `flags` has the keys of `Settings` in YAML spelling.
 
     Raises:
-        ConfigError: one sentence: what is wrong and how to mend it.
+        ConfigError: the file cannot be read.
     """
     merged = {} if path is None else _read_yaml(path)
     merged.update({name: value for name, value in flags.items() if value is not None})
+    return merged
+
+
+def load_config(
+    path: Path | None, flags: Mapping[str, Any], *, arena: tuple[int, str] | None = None
+) -> NodeConfig:
+    """The configuration that the settings of `read_settings` mean.
+
+    `arena`: size and note of the dram, when that was chosen at an earlier start.
+
+    Raises:
+        ConfigError: one sentence: what is wrong and how to mend it.
+    """
     try:
-        settings = msgspec.convert(merged, Settings)
+        settings = msgspec.convert(read_settings(path, flags), Settings)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(error, path)) from None
-    return _resolve(settings)
+    return _resolve(settings, arena)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -199,8 +212,8 @@ def _explain(error: msgspec.ValidationError, path: Path | None) -> str:
     return f"{where}: {at.rstrip('`')} must be {wanted}, not {KIND_NAMES.get(kinds[2], kinds[2])}"
 
 
-def _resolve(settings: Settings) -> NodeConfig:
-    dram_bytes, note = _dram(settings.dram)
+def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
+    dram_bytes, note = arena or _dram(settings.dram)
     level = settings.log_level.lower()
     if level not in LOG_LEVELS:
         raise ConfigError(f"log-level {level!r} is unknown: use one of {', '.join(LOG_LEVELS)}")

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
-from kvstore.engine.events import Clear, Ended, Event, Ready, Tick
+from kvstore.engine.events import Adopt, Clear, Ended, Event, Ready, Tick
 from kvstore.errors import KVStoreError
 from kvstore.ports import Clock, Tier
 from kvstore.serve.attach import TURN_FILES, TURN_WAKE, Attach, Source
@@ -169,6 +169,12 @@ class Driver:
             raise NodeBusy(f"the node did not answer within {timeout_s} s") from None
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, adopt: Adopt | None) -> None:
+        """Before `run`: go on with what an earlier process left."""
+        if adopt is not None:
+            self._ready_bytes = self._tier.ready_bytes
+            self._step([Ready(self._ready_bytes), adopt])
 
     def run(self) -> None:
         """Serve until `stop`.

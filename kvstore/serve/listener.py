@@ -20,7 +20,31 @@ from kvstore.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-class Listener:
+class Door:
+    """A listening attach socket, made here or given: its files are another's then."""
+
+    def __init__(self, path: Path, sock: socket.socket) -> None:
+        self.path = path
+        self.socket = sock
+        self._file: os.stat_result | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.stat(path)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether engines that connect to the path still reach this socket. Any thread."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return self._file is not None and os.path.samestat(found, self._file)
+
+    def close(self) -> None:
+        """Accept nobody any more. Idempotent."""
+        self.socket.close()
+
+
+class Listener(Door):
     """The listening socket and the files that belong to it.
 
     A lock file beside it tells a living node from a socket file that a dead one left behind;
@@ -33,7 +57,6 @@ class Listener:
         Raises:
             ConfigError: the path is in use by a living node, or cannot be a socket.
         """
-        self.path = path
         try:
             path.parent.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True)
         except FileExistsError:
@@ -49,9 +72,10 @@ class Listener:
                 path.parent,
             )
         self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
-        self.socket = socket.socket(
+        sock = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         )
+        super().__init__(path, sock)
         try:
             remove_socket_file(path)
             # The mode is set before anyone can connect: until listen() nobody can.
@@ -67,14 +91,6 @@ class Listener:
         except ConfigError:
             self._give_up()
             raise
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether engines that connect to the path still reach this socket. Any thread."""
-        try:
-            return os.path.samestat(os.stat(self.path), self._file)
-        except OSError:
-            return False
 
     def close(self) -> None:
         """Stop listening and remove the files. Idempotent."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+import msgspec
 
 from kvstore.errors import AttachError, ConfigError
-from kvstore.obs import logs
 from kvstore.serve.ask import SUMMARY, TOPICS, NodeClient, as_json, show
 from kvstore.serve.config import (
     DEFAULT_METRICS,
@@ -25,14 +25,15 @@ from kvstore.serve.config import (
     EXAMPLE_EVENTS,
     HASH_FORMS,
     LOG_LEVELS,
+    NodeConfig,
     load_config,
+    read_settings,
 )
-from kvstore.serve.executor import Poisoned
 from kvstore.serve.fsck import fsck as check_directory
 from kvstore.serve.fsck import reports_as_json, stores_in
 from kvstore.serve.inspect import BLOCK_ROWS_MAX, REQUEST_ROWS_MAX
-from kvstore.serve.node import run_node
 from kvstore.serve.prefix import choose, look_up, read_tokens, tokenize
+from kvstore.serve.supervisor import Start
 from kvstore.serve.tell import (
     Story,
     prefix_as_json,
@@ -41,12 +42,11 @@ from kvstore.serve.tell import (
     show_story,
     stories_as_json,
 )
+from kvstore.serve.upgrade import UpgradeRefused, ask_for_upgrade
 
 BLOCKS_LISTED = 100
 DEMO_NEEDS = ("vllm", "psutil")
 REQUESTS_LISTED = 20
-EXIT_POISONED = 70
-"""EX_SOFTWARE: a bug of ours; a supervisor may start the node again."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -60,6 +60,7 @@ def cli() -> None:
       kvstore inspect                  what is cached, by whom
       kvstore explain                  why recent requests hit or missed
       kvstore clear                    forget it all
+      kvstore upgrade                  run the code that is installed now, keep the memory
     """
 
 
@@ -159,6 +160,9 @@ def node(
 ) -> None:
     """Run the cache of this machine until SIGTERM.
 
+    A supervisor holds the memory and starts the process that does the work, again when it ends:
+    what is in memory stays. 'kvstore upgrade' has it start the code that is installed now. Settings
+    are read once; to change them, and after the supervisor itself has ended, memory begins empty.
     \b
     Examples:
       kvstore node --socket /run/kvstore/node.sock --dram 64GiB
@@ -180,13 +184,32 @@ def node(
         name: share for name, _, share in (q.rpartition("=") for q in quota)
     } or None
     try:
-        config = load_config(config_path, settings)
-        logs.setup(config.log_level)
-        run_node(config, lambda running: click.echo(running.line()))
+        supervise(load_config(config_path, settings), read_settings(config_path, settings))
     except ConfigError as error:
         fail(str(error), code=2)
-    except Poisoned as error:
-        fail(f"stopped to protect readers: {error}", code=EXIT_POISONED)
+
+
+def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
+    """What a supervisor needs to know."""
+    return Start(
+        settings=settings,
+        socket=str(config.socket),
+        others_may_connect=bool(config.allow_uids - {0, os.geteuid()}),
+        dram_bytes=config.dram_bytes,
+        dram_note=config.dram_note,
+        log_level=config.log_level,
+    )
+
+
+def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
+    """Become the supervisor of a node: a process that needs little of what is loaded here."""
+    fd = os.memfd_create("kvstore-start", 0)
+    os.write(fd, msgspec.json.encode(start_of(config, settings)))
+    os.lseek(fd, 0, os.SEEK_SET)
+    # What was asked for follows, for people who look at the processes of a machine.
+    command = ["-P", "-m", "kvstore.serve.supervisor", str(fd), *sys.argv[1:]]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *command])  # noqa: S606
 
 
 SOCKET_OPTION = click.option(
@@ -373,6 +396,25 @@ def clear(socket: Path, space: str | None) -> None:
     with _client(socket) as client:
         blocks = client.clear(space=space or "")
     click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten")
+
+
+@cli.command()
+@SOCKET_OPTION
+def upgrade(socket: Path) -> None:
+    """Run the code that is installed now, and keep what is in memory. Engines go on.
+
+    The new code is loaded beside the old one, which serves until then; the node is away for less
+    than a second, in which requests are computed. Where the new code cannot go on with the memory,
+    or does not start, the old one stays: the exit status is 1. Settings stay as they were.
+
+    \b
+    Example:
+      pip install --upgrade kvstore && kvstore upgrade
+    """
+    try:
+        click.echo(ask_for_upgrade(socket))
+    except (AttachError, UpgradeRefused) as error:
+        fail(str(error), code=1)
 
 
 @cli.command()

@@ -1,45 +1,51 @@
 """Puts one node process together and takes it apart again.
 
-    config ─▶ arena ─▶ tier ─▶ engine ─▶ attach ─▶ executor ─▶ driver, with inspect and http beside
+    config, what the supervisor holds ─▶ arena, journal ─▶ tier ─▶ engine ─▶ attach ─▶ executor
+                                                    ─▶ driver, with inspect and http beside
 
-Covers: order of start and stop, limits of the process. Does not cover: any of the parts.
+Covers: order of start and stop, what is taken over from the process before. Does not cover: any of
+the parts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import dataclasses
 import gc
 import logging
-import os
-import resource
 import secrets
 import signal
+import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.arena import Arena
 from kvstore.engine.engine import Engine, EngineConfig
+from kvstore.engine.events import Event
 from kvstore.errors import ConfigError
 from kvstore.ports import Clock
-from kvstore.serve.attach import Attach
+from kvstore.serve.attach import TURN_WAKE, Attach, Source
 from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.config import NodeConfig
+from kvstore.serve.control import Places, Serving
 from kvstore.serve.driver import Driver
 from kvstore.serve.executor import Executor
 from kvstore.serve.files import FileEnd
-from kvstore.serve.http import HttpServer
+from kvstore.serve.handover import Handover
+from kvstore.serve.http import HttpServer, Page
 from kvstore.serve.inspect import InspectServer
-from kvstore.serve.listener import Listener
+from kvstore.serve.listener import Door
 from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
 from kvstore.serve.priority import prefer_this_thread
 from kvstore.serve.scrub import DramScrub
+from kvstore.serve.warm import Memory, take_memory
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file import FileTier
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
-from kvstore.units import format_size
+from kvstore.units import NS_PER_MS, format_size
 from kvstore.wire.learned import Learned
 
 if TYPE_CHECKING:
@@ -51,14 +57,14 @@ FILE_ROW_BYTES: Final = 256 << 10
 smaller ones a part of the tier stays unused."""
 HELD_TIMEOUT_S: Final = 1.0
 NEWCOMER_COUNT_MAX: Final = 16
-SWITCH_INTERVAL_S: Final = 0.0005
-_PR_SET_DUMPABLE: Final = 4
+CONNECTIONS_PER_LIFE: Final = 1 << 32
+"""Connections of one process have numbers that no other has."""
 
 _log = logging.getLogger(__name__)
 
 
 class Running(NamedTuple):
-    """A node that serves, as told to `on_ready`."""
+    """A node that serves, as an operator is told."""
 
     socket: str
     dram_bytes: int
@@ -85,44 +91,75 @@ class Running(NamedTuple):
         )
 
 
-def run_node(config: NodeConfig, on_ready: Callable[[Running], None]) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP (a closed terminal). Call it in the main thread.
+def run_node(config: NodeConfig, handover: Handover) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP (a closed terminal), or until the supervisor ends. Call
+    it in the main thread.
 
     Raises:
         ConfigError: the node cannot start with this configuration on this machine.
+        SupervisorGone: it ended.
     """
-    harden_process()
     with contextlib.ExitStack() as stack:
-        driver, running = _assemble(config, MonotonicClock(), stack)
+        node = _assemble(_in_place(config, handover.begin.places), handover, stack)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: driver.stop())
+            signal.signal(number, lambda *_: node.driver.stop())
         # Start-up objects live for ever: no collection needs to look at them again.
         gc.freeze()
-        on_ready(running)
+        handover.serving(node.serving)
+        if handover.begin.life == 0:
+            sys.stdout.write(node.running.line() + "\n")
+            sys.stdout.flush()
+        else:
+            away_ms = (time.monotonic_ns() - handover.begin.died_ns) // NS_PER_MS
+            node.collector.away_ns = away_ms * NS_PER_MS
+            _log.info(
+                "serves again after %d ms: %d blocks (%s) were kept in memory",
+                *(away_ms, node.serving.blocks, format_size(node.serving.size_bytes)),
+            )
         # Last: threads that are made before have the place of any other.
         prefer_this_thread()
-        driver.run()
+        node.driver.run()
     _log.info("stopped")
 
 
-def _assemble(
-    config: NodeConfig, clock: Clock, stack: contextlib.ExitStack
-) -> tuple[Driver, Running]:
+class _Node(NamedTuple):
+    driver: Driver
+    running: Running
+    serving: Serving
+    collector: NodeCollector
+
+
+def _in_place(config: NodeConfig, places: Places) -> NodeConfig:
+    """Where the process before could be reached, this one is."""
+    http, events = config.http, config.events
+    if http is not None and places.metrics_port:
+        http = dataclasses.replace(http, port=places.metrics_port)
+    if events is not None and places.events:
+        events = dataclasses.replace(
+            events, endpoint=places.events, replay_endpoint=places.events_replay
+        )
+    return dataclasses.replace(config, http=http, events=events)
+
+
+def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStack) -> _Node:
     """Make all parts, in order; `stack` takes them apart in the opposite one."""
+    clock, life = MonotonicClock(), handover.begin.life
     incarnation = Incarnation(secrets.randbelow(2**63 - 1) + 1)
-    listener = Listener(
-        config.socket, others_may_connect=bool(config.allow_uids - {0, os.geteuid()})
+    door = Door(config.socket, socket.socket(fileno=handover.listener_fd))
+    stack.callback(door.close)
+    memory = take_memory(config, incarnation, handover)
+    arena = memory.arena
+    tier = DramTier(
+        arena, ready_bytes=memory.journal.ready_bytes, on_ready=memory.journal.set_ready
     )
-    stack.callback(listener.close)
-    arena = _make_arena(config, incarnation)
-    tier = DramTier(arena)
     stack.callback(tier.close)
-    attach = _make_attach(config, listener, clock)
+    attach = _make_attach(config, door, handover, clock)
     stack.callback(attach.close)
     files = _open_files(config, arena, clock, stack)
     publisher = _open_publisher(config, incarnation, clock, stack)
+    engine = _make_engine(config, memory, life, files)
     driver = Driver(
-        engine=_make_engine(config, arena, incarnation, files),
+        engine=engine,
         tier=tier,
         attach=attach,
         executor=Executor(
@@ -136,20 +173,19 @@ def _assemble(
         clock=clock,
         files=files,
     )
-    url = ""
-    if config.http is not None:
-        collector = NodeCollector(
-            driver=driver,
-            attach=attach,
-            tier=tier,
-            incarnation=incarnation,
-            version=version("kvstore"),
-            events=publisher.counters if publisher else EventCounters(),
-        )
-        http = HttpServer(config.http, make_pages(collector, driver, listener, files, publisher))
-        stack.callback(http.close)
-        http.start()
-        url = http.url + "/metrics"
+    attach.watch(handover.fileno(), Source(TURN_WAKE, None, lambda _: _supervisor_ended(driver)))
+    for writer, pidfd in memory.writers:
+        attach.adopt(writer.connection, pidfd)
+    driver.begin(memory.adopt)
+    collector = NodeCollector(
+        driver=driver,
+        attach=attach,
+        tier=tier,
+        incarnation=incarnation,
+        version=version("kvstore"),
+        events=publisher.counters if publisher else EventCounters(),
+    )
+    http = _serve_pages(config, make_pages(collector, driver, door, files, publisher), stack)
     rpc = InspectServer(config.socket, driver)
     stack.callback(rpc.close)
     tier.start()
@@ -159,7 +195,52 @@ def _assemble(
         scrub.start()
     if publisher is not None:
         _start_publisher(publisher, driver)
-    return driver, _running(config, arena, incarnation, url, publisher)
+    return _Node(
+        driver,
+        _running(config, arena, incarnation, http.url + "/metrics" if http else "", publisher),
+        _serving(engine, http, publisher),
+        collector,
+    )
+
+
+def _make_attach(config: NodeConfig, door: Door, handover: Handover, clock: Clock) -> Attach:
+    return Attach(
+        door,
+        allow_uids=config.allow_uids,
+        # A process that attaches again holds two sockets for a moment.
+        connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
+        clock=clock,
+        register=handover.attached,
+        unregister=handover.released,
+        first_number=handover.begin.life * CONNECTIONS_PER_LIFE + 1,
+    )
+
+
+def _serving(engine: Engine, http: HttpServer | None, publisher: Publisher | None) -> Serving:
+    places = Places(
+        metrics_port=http.port if http else 0,
+        events=publisher.endpoint if publisher else "",
+        events_replay=publisher.replay_endpoint if publisher else "",
+    )
+    kept_bytes = engine.tiers()[0].used_bytes
+    return Serving(places, blocks=engine.counters.blocks_kept, size_bytes=kept_bytes)
+
+
+def _supervisor_ended(driver: Driver) -> list[Event]:
+    _log.warning("the supervisor has ended: so does its node")
+    driver.stop()
+    return []
+
+
+def _serve_pages(
+    config: NodeConfig, pages: Mapping[str, Callable[[], Page]], stack: contextlib.ExitStack
+) -> HttpServer | None:
+    if config.http is None:
+        return None
+    http = HttpServer(config.http, pages)
+    stack.callback(http.close)
+    http.start()
+    return http
 
 
 def _running(
@@ -208,26 +289,6 @@ def _start_publisher(publisher: Publisher, driver: Driver) -> None:
     )
 
 
-def _make_attach(config: NodeConfig, listener: Listener, clock: Clock) -> Attach:
-    return Attach(
-        listener,
-        allow_uids=config.allow_uids,
-        # A process that attaches again holds two sockets for a moment.
-        connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
-        clock=clock,
-    )
-
-
-def _make_arena(config: NodeConfig, incarnation: Incarnation) -> Arena:
-    try:
-        return Arena(arena_bytes=config.dram_bytes, incarnation=incarnation)
-    except OSError as error:
-        raise ConfigError(
-            f"dram of {format_size(config.dram_bytes)} cannot be had: {error.strerror};"
-            " choose a smaller --dram"
-        ) from None
-
-
 def _open_files(
     config: NodeConfig, arena: Arena, clock: Clock, stack: contextlib.ExitStack
 ) -> FileEnd | None:
@@ -238,17 +299,17 @@ def _open_files(
     return FileEnd(tier, day_bytes=config.file_day_bytes)
 
 
-def _make_engine(
-    config: NodeConfig, arena: Arena, incarnation: Incarnation, files: FileEnd | None
-) -> Engine:
+def _make_engine(config: NodeConfig, memory: Memory, life: int, files: FileEnd | None) -> Engine:
     file_bytes = config.file.capacity_bytes if config.file else 0
     return Engine(
         EngineConfig(
-            incarnation=incarnation,
+            incarnation=memory.incarnation,
             arena_bytes=config.dram_bytes,
             slab_bytes=config.slab_bytes,
-            generation_bytes=arena.generation_bytes,
+            generation_bytes=memory.arena.generation_bytes,
             block_count_max=config.dram_bytes // SLOT_BYTES_MIN + file_bytes // FILE_ROW_BYTES,
+            first_generation=memory.first_generation,
+            restarts=life,
             file_bytes=file_bytes,
             policy=config.policy,
             file_admission=config.file_admission,
@@ -258,16 +319,6 @@ def _make_engine(
             connection_count_max=CONNECTION_COUNT_MAX,
             quotas=config.quotas,
             tell_changes=config.events is not None,
-        )
+        ),
+        memory.journal,
     )
-
-
-def harden_process() -> None:
-    """Limits and protections of this process, before there is anything to protect."""
-    # No core file and no ptrace by the same user: the arena is other people's prompts. It makes
-    # /proc/self root's, but a process may always look at itself, which `pid_of` needs.
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # A thread that renders /metrics must not keep the loop from the interpreter for 5 ms.
-    sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -18,7 +18,7 @@ from kvstore.serve.attach import Attach
 from kvstore.serve.driver import STEP_BUCKETS_NS, Driver, NodeBusy
 from kvstore.serve.files import FileEnd
 from kvstore.serve.http import Page, text_page
-from kvstore.serve.listener import Listener
+from kvstore.serve.listener import Door
 from kvstore.types import Incarnation, SpaceId
 from kvstore.types import Tier as TierName
 from kvstore.units import NS_PER_S
@@ -61,6 +61,8 @@ class NodeCollector(Collector):
         self._attach = attach
         self._tier = tier
         self._info = (version, f"{incarnation:016x}")
+        self.away_ns = 0
+        """From the end of the process before until this one served."""
 
     def collect(self) -> Iterator[Family]:
         """Raises NodeBusy when the loop does not answer."""
@@ -78,6 +80,7 @@ class NodeCollector(Collector):
         loop, door = self._driver.counters, self._attach.counters
         return [
             family("kvstore_info", [(self._info, 1)]),
+            family("kvstore_away_seconds", [((), self.away_ns / NS_PER_S)]),
             family("kvstore_ready_bytes", [(("dram",), self._tier.ready_bytes)]),
             family("kvstore_capacity_bytes", [(("dram",), self._tier.capacity_bytes)]),
             family("kvstore_connections", [((), self._attach.socket_count)]),
@@ -135,6 +138,7 @@ def _engine_families(engine: Engine) -> list[Family]:
             )
             for name in ("promised", "used")
         ),
+        family("kvstore_restarts_total", [((), node.restarts)]),
         family("kvstore_sessions", [((), node.sessions)]),
         family("kvstore_leases", [((), node.leases)]),
         *(
@@ -185,7 +189,7 @@ def _trouble(engine: Engine, files: FileEnd | None) -> str:
 def make_pages(
     collector: NodeCollector,
     driver: Driver,
-    listener: Listener,
+    door: Door,
     files: FileEnd | None = None,
     publisher: Publisher | None = None,
 ) -> dict[str, Callable[[], Page]]:
@@ -208,8 +212,8 @@ def make_pages(
             ]
         except NodeBusy as error:
             return text_page(503, str(error))
-        if not listener.is_in_place:
-            return text_page(503, f"{listener.path} is not this node's socket any more: restart it")
+        if not door.is_in_place:
+            return text_page(503, f"{door.path} is not this node's socket any more: restart it")
         return text_page(200, ", but ".join(["ok", *filter(None, troubles)]))
 
     return {"/metrics": metrics, "/healthz": health}

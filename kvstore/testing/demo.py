@@ -334,7 +334,8 @@ def commands_to_try(kept: Kept, request: Path) -> list[tuple[str, str]]:
             "forget all blocks: the next answer is computed, and the same",
             f"{program} clear {socket}",
         ),
-        ("kill the node: the engine goes on without", f"kill -9 {kept.node.pid}"),
+        ("kill the node's process: another goes on with its memory", f"kill -9 {kept.node.pid}"),
+        ("kill the node: the engine goes on without", f"kill -9 {kept.node.supervisor_pid}"),
     ]
 
 

@@ -3,7 +3,10 @@
     with NodeProcess.start(tmp_path) as node:
         link = Link.connect(node.socket, hello)
 
-Ready means that it said so: nothing sleeps. Whatever happens, the process is reaped.
+Ready means that it said so: nothing sleeps. Whatever happens, the processes are reaped.
+
+A node is two processes: its supervisor, which is the one that is started, signalled and waited for,
+and the node process, whose pid is `pid` and which alone is stopped by `pause` or killed by `crash`.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class NodeProcess:
 
     def __init__(self, process: subprocess.Popen[str], directory: Path, ready_line: str) -> None:
         self.process = process
+        """The supervisor."""
         self.directory = directory
         self.ready_line = ready_line
 
@@ -91,6 +95,13 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
+        """Of the node process that serves now."""
+        (pid, *_) = children_of(self.process.pid)
+        return pid
+
+    @property
+    def supervisor_pid(self) -> int:
+        """Of the process whose end is the end of all."""
         return self.process.pid
 
     @property
@@ -112,22 +123,33 @@ class NodeProcess:
         return (self.directory / "node.log").read_text(encoding="utf-8")
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit code once it is gone."""
+        """SIGTERM; returns the exit code once all is gone."""
         self.process.send_signal(signal.SIGTERM)
         return self._wait()
 
     def kill(self) -> int:
-        """SIGKILL; returns the exit code once it is gone."""
+        """SIGKILL to the supervisor; returns the exit code once all is gone, memory included."""
+        pidfds = [os.pidfd_open(pid) for pid in children_of(self.process.pid)]
         self.process.kill()
-        return self._wait()
+        code = self._wait()
+        for pidfd in pidfds:
+            _wait_gone(pidfd)
+        return code
+
+    def crash(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """This signal to the node process; returns once it is gone. Another one follows."""
+        pid = self.pid
+        pidfd = os.pidfd_open(pid)
+        signal.pidfd_send_signal(pidfd, number)
+        _wait_gone(pidfd)
 
     def pause(self) -> None:
-        """SIGSTOP."""
-        self.process.send_signal(signal.SIGSTOP)
+        """SIGSTOP to the node process."""
+        os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
-        self.process.send_signal(signal.SIGCONT)
+        """SIGCONT to the node process."""
+        os.kill(self.pid, signal.SIGCONT)
 
     def __enter__(self) -> Self:
         return self
@@ -145,6 +167,20 @@ class NodeProcess:
             return self.process.wait(STOP_TIMEOUT_S)
         finally:
             _reap(self.process)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that this one has started, and that have not ended."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    return [int(word) for word in text.split()]
+
+
+def _wait_gone(pidfd: int) -> None:
+    """Until the process of a pidfd, which is closed, has ended."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pidfd, selectors.EVENT_READ)
+        assert selector.select(STOP_TIMEOUT_S), "a process outlived its end"
+    os.close(pidfd)
 
 
 def _reap(process: subprocess.Popen[str]) -> None:

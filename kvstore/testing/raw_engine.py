@@ -107,9 +107,13 @@ class RawEngine:
         model: str = "model",
         rank_count: int = 1,
         replicas: int = 1,
+        nonce: str = "",
         timeout_s: float = 10.0,
     ) -> None:
-        """Connect everybody. Raises AttachError when there is no node."""
+        """Connect everybody. With the `nonce` of another, the same processes attach again.
+
+        Raises AttachError when there is no node.
+        """
         assert rank_count % replicas == 0
         self.columns = rank_count // replicas
         """Distinct shards; that of rank r is r // replicas."""
@@ -123,7 +127,7 @@ class RawEngine:
         self._lease_ids = itertools.count(1)
         self._replies: dict[int, LeaseReply] = {}
         self._failure = ""
-        nonce = secrets.token_hex(4)
+        self.nonce = nonce = nonce or secrets.token_hex(4)
         self.block_bytes = BLOCK_BYTES // self.columns
         self.scheduler = Link.connect(
             socket,
@@ -180,7 +184,7 @@ class RawEngine:
                         keys=b"".join(batch),
                         slots=slots.tobytes(),
                         generations=generations.tobytes(),
-                        checksums=b"".join(self._checksum(column, key) for key in batch),
+                        checksums=b"".join(self.checksum(column, key) for key in batch),
                     )
                 )
                 assert sent, "the node does not read"
@@ -292,7 +296,7 @@ class RawEngine:
         heads, column = HEAD_COUNT // self.columns, rank // self.replicas
         return Shard(0, LAYER_COUNT, column * heads, (column + 1) * heads)
 
-    def _checksum(self, column: int, key: bytes) -> bytes:
+    def checksum(self, column: int, key: bytes) -> bytes:
         prefix = header_prefix(
             tenant=self._tenant,
             space=fingerprint(self._space, weights_epoch=""),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,12 +26,28 @@ _log = logging.getLogger(__name__)
 
 
 class DramTier:
-    """A `Tier` over an `Arena`, which it owns."""
+    """A `Tier` over an `Arena`, which it owns.
 
-    def __init__(self, arena: Arena, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    Args:
+        arena: the memory.
+        chunk_bytes: what is pre-faulted at a time.
+        ready_bytes: so much an earlier process took already.
+        on_ready: is told how much there is, by the thread, before anybody else knows.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        ready_bytes: int = 0,
+        on_ready: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._arena = arena
         self._chunk_bytes = chunk_bytes
-        self._ready_bytes = 0
+        self._ready_bytes = ready_bytes
+        self._on_ready = on_ready
+        arena.set_ready(ready_bytes)
         self._stop = threading.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._populate, name="prefault", daemon=True)
@@ -90,11 +106,12 @@ class DramTier:
 
     def _populate(self) -> None:
         try:
-            for begin in range(0, self.capacity_bytes, self._chunk_bytes):
+            for begin in range(self._ready_bytes, self.capacity_bytes, self._chunk_bytes):
                 if self._stop.is_set():
                     return
                 end = min(begin + self._chunk_bytes, self.capacity_bytes)
                 self._arena.populate(begin, end)
+                self._on_ready(end)
                 self._arena.set_ready(end)
                 self._ready_bytes = end
         except OSError as error:

@@ -21,7 +21,7 @@ import pytest
 from kvstore.client.link import Lost
 from kvstore.obs.metrics import METRICS
 from kvstore.serve.priority import prefer_this_thread
-from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.process import NodeFailed, NodeProcess, children_of
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually
 
@@ -206,13 +206,27 @@ def test_its_memory_is_the_arena_and_little_more(node: NodeProcess) -> None:
 
 
 RUN_AS = """
-import os, sys
-from kvstore.serve.main import main
+import os, signal, sys
+from kvstore.serve import control, main, node, process
+from kvstore.serve.supervisor import Spawned, Supervisor
 import encodings.idna
+def spawn():
+    ours, its = control.pair()
+    parent, pid = os.getpid(), os.fork()
+    if pid == 0:
+        ours.close()
+        signal.set_wakeup_fd(-1)
+        os._exit(process.main([str(its.detach()), str(parent)]))
+    its.close()
+    return Spawned(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), ours)
+def supervise(config, settings):
+    sys.exit(Supervisor(main.start_of(config, settings), spawn=spawn).run())
+main.supervise = supervise
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
-main()
+main.main()
 """
-"""Changes user after the imports: a venv below a private home cannot be read by another user."""
+"""Changes user after the imports, and forks what is a program of its own otherwise: a venv below a
+private home cannot be read by another user."""
 
 
 def test_an_unprivileged_node_that_is_not_dumpable_still_checks_pidfds(
@@ -230,8 +244,9 @@ def test_an_unprivileged_node_that_is_not_dumpable_still_checks_pidfds(
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("kvstore node ready")
-        assert psutil.Process(process.pid).uids().real == 65534
-        assert os.stat(f"/proc/{process.pid}/fd").st_uid == 0, "not dumpable"
+        (pid, *_) = children_of(process.pid)
+        assert psutil.Process(pid).uids().real == 65534
+        assert os.stat(f"/proc/{pid}/fd").st_uid == 0, "not dumpable"
         with RawEngine(open_directory / "node.sock") as engine:
             engine.open()
             assert engine.session

@@ -1,4 +1,4 @@
-"""What a node does to its own process, and how it tells that it is ready."""
+"""What the processes of a node do to themselves, and how a node tells that it is ready."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.types import Incarnation
 
 HARDENED = """
 import ctypes, resource, sys
-from kvstore.serve.node import harden_process
+from kvstore.serve.harden import harden_process
 get_dumpable = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))

@@ -62,6 +62,7 @@ def kept(directory: Path) -> demo.Kept:
         directory=directory,
         socket=directory / "node.sock",
         pid=77,
+        supervisor_pid=76,
         metrics_url="http://127.0.0.1:9/metrics",
     )
     return demo.Kept(cast("Any", SimpleNamespace(port=8)), cast("Any", node), (1, 2, 3))

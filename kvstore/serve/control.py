@@ -1,0 +1,161 @@
+"""Between the supervisor and its node process: one SOCK_SEQPACKET pair, one struct a datagram.
+
+    supervisor                               node process
+      │◀─────────────────────── Prepared ──────│   the code is loaded; nothing is touched yet
+      │── Held + fd, … Writer + pidfd, … ──────▶│   what outlived the process before it
+      │── Begin + listening socket ────────────▶│
+      │◀── Page + fd ──────────────────────────│   the old generation page is void now …
+      │── PageTaken ───────────────────────────▶│   … and the new one may be sealed
+      │◀── Keep + fd, … ───────────────────────│   arena, journal: to be held from now on
+      │◀── Serving ────────────────────────────│
+      │◀── Attached + pidfd, Released, … ──────│   ranks, before anything is granted to them
+
+What was sent is received, even if its sender is killed at once. Covers: the messages, sending and
+receiving one. Does not cover: what follows from them (`supervisor`, `handover`).
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+CONTROL_VERSION: Final = 1
+"""A supervisor stays as it was started: code of another version cannot serve under it."""
+DATAGRAM_BYTES_MAX: Final = 64 << 10
+BUFFER_BYTES: Final = 1 << 20
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)
+
+
+class Control(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class Prepared(Control, frozen=True):
+    """The node process can begin."""
+
+    control: int
+    layout: int
+    """Of the journal that it understands."""
+    version: str
+
+
+class Held(Control, frozen=True):
+    """Memory that an earlier process left. With its descriptor."""
+
+    name: str
+
+
+class Writer(Control, frozen=True):
+    """A rank that attached to an earlier process. With its pidfd."""
+
+    number: int
+    hello: bytes
+    """Its HelloRank, as it came."""
+
+
+class Places(Control, frozen=True):
+    """Where a node can be reached, as the kernel chose when the operator left it open."""
+
+    metrics_port: int = 0
+    events: str = ""
+    events_replay: str = ""
+
+
+class Begin(Control, frozen=True):
+    """All is there. With the listening attach socket."""
+
+    settings: dict[str, Any]
+    """As `config.load_config` takes them."""
+    dram_bytes: int
+    dram_note: str
+    life: int
+    """How many processes began before this one: 0 is the first."""
+    died_ns: int
+    """When the one before ended, on the monotonic clock; 0: there was none."""
+    places: Places
+
+
+class Page(Control, frozen=True):
+    """A new generation page. With its descriptor, not sealed yet. The one before becomes void."""
+
+
+class PageTaken(Control, frozen=True):
+    """Answer to Page."""
+
+
+class Keep(Control, frozen=True):
+    """Memory to hold, in place of what had this name. With its descriptor."""
+
+    name: str
+
+
+class Drop(Control, frozen=True):
+    """None of what an earlier process left is of any use: let go of it, writers included."""
+
+
+class Serving(Control, frozen=True):
+    """Engines can attach."""
+
+    places: Places
+    blocks: int
+    """In memory, taken over."""
+    size_bytes: int
+
+
+class Attached(Control, frozen=True):
+    """A rank that may be granted slots from now on. With its pidfd."""
+
+    number: int
+    hello: bytes
+
+
+class Released(Control, frozen=True):
+    """Nothing depends on this rank any more."""
+
+    number: int
+
+
+FromNode = Prepared | Page | Keep | Drop | Serving | Attached | Released
+FromSupervisor = Held | Writer | Begin | PageTaken
+
+_T = TypeVar("_T")
+_encoder = msgspec.msgpack.Encoder()
+from_node: Final = msgspec.msgpack.Decoder(FromNode)
+from_supervisor: Final = msgspec.msgpack.Decoder(FromSupervisor)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends, blocking."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    return ends
+
+
+def send(sock: socket.socket, message: Control, fd: int | None = None, *, flags: int = 0) -> None:
+    """Raises OSError; BlockingIOError when `flags` say not to wait and there is no room."""
+    # Not `socket.send_fds` and `recv_fds`: in Python 3.11 they forget the flags.
+    passed = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    sock.sendmsg([_encoder.encode(message)], passed, flags | socket.MSG_NOSIGNAL)
+
+
+def receive(
+    sock: socket.socket, decoder: msgspec.msgpack.Decoder[_T], *, flags: int = 0
+) -> tuple[_T, int] | None:
+    """A message and its descriptor, -1 without one; None at the end. Raises OSError."""
+    data, ancillary, _, _ = sock.recvmsg(
+        DATAGRAM_BYTES_MAX, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
+    )
+    fds = [fd for _, _, passed in ancillary for fd in array.array("i", passed)]
+    if not data:
+        return None
+    try:
+        return decoder.decode(data), fds[0] if fds else -1
+    except msgspec.DecodeError:
+        for fd in fds:
+            os.close(fd)
+        raise

@@ -1,0 +1,139 @@
+"""Asking a node for the code on disk: who connects to this socket asks, and is told what came.
+
+    kvstore upgrade ──connect──▶ node.sock.sup       ◀── one datagram: done or refused, a sentence
+
+Covers both ends. Does not cover: what an upgrade does (`supervisor`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvstore.errors import AttachError, ConfigError, KVStoreError
+from kvstore.serve.listener import remove_socket_file
+
+SUFFIX: Final = ".sup"
+WAIT_S: Final = 200.0
+"""Longer than a supervisor lets anything take."""
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    done: bool
+    text: str
+
+
+class UpgradeRefused(KVStoreError):
+    """The node goes on as it was; the text says why."""
+
+
+class UpgradeDoor:
+    """The supervisor's end. One asks at a time, and only the node's own user or root."""
+
+    def __init__(self, node_socket: Path, ask: Callable[[], None]) -> None:
+        """Listen beside the attach socket, whose lock the caller holds.
+
+        Raises:
+            ConfigError: the socket cannot be made.
+        """
+        self.path = node_socket.with_name(node_socket.name + SUFFIX)
+        self._ask = ask
+        self._waiting: socket.socket | None = None
+        self._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        try:
+            remove_socket_file(self.path)
+            # The mode is set before anyone can connect: until listen() nobody can.
+            self._socket.bind(os.fspath(self.path))
+            self.path.chmod(0o600)
+            self._socket.listen(4)
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"socket {self.path} cannot be made: {error.strerror}; choose another --socket"
+            ) from None
+
+    def fileno(self) -> int:
+        """Readable while somebody asks."""
+        return self._socket.fileno()
+
+    def read(self) -> None:
+        """Take whoever asks."""
+        try:
+            asker, _ = self._socket.accept()
+        except OSError:
+            return
+        asker.setblocking(False)
+        data = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(data)[1] not in (0, os.geteuid()):
+            _answer(asker, Answer(False, "only the node's own user may upgrade it"))
+        elif self._waiting is not None:
+            _answer(asker, Answer(False, "an upgrade is under way already: wait for it"))
+        else:
+            self._waiting = asker
+            self._ask()
+
+    def done(self, text: str) -> None:
+        """The upgrade that was asked for, if any, has happened."""
+        self._tell(Answer(True, text))
+
+    def refuse(self, text: str) -> None:
+        """It has not, and will not."""
+        self._tell(Answer(False, text))
+
+    def _tell(self, answer: Answer) -> None:
+        if self._waiting is not None:
+            _answer(self._waiting, answer)
+            self._waiting = None
+
+    def close(self) -> None:
+        """Stop listening and remove the file."""
+        self.refuse("the node ends")
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def _answer(asker: socket.socket, answer: Answer) -> None:
+    with asker, contextlib.suppress(OSError):  # it may have gone meanwhile
+        asker.send(msgspec.json.encode(answer), socket.MSG_NOSIGNAL)
+
+
+def ask_for_upgrade(node_socket: Path, *, timeout_s: float = WAIT_S) -> str:
+    """Have the node at this attach socket run the code on disk; returns what it says of it.
+
+    Raises:
+        AttachError: there is no node, or it does not answer.
+        UpgradeRefused: it goes on as it was.
+    """
+    path = node_socket.absolute()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(os.fspath(path.with_name(path.name + SUFFIX)))
+            data = sock.recv(64 << 10)
+        except PermissionError:
+            raise AttachError(
+                f"the node at {node_socket} belongs to another user: run this as that user or root"
+            ) from None
+        except TimeoutError:
+            raise AttachError(f"the node did not answer within {timeout_s:.0f} s") from None
+        except OSError as error:
+            raise AttachError(f"no node at {node_socket}: {error.strerror}") from None
+    if not data:
+        raise AttachError("the node ended before it answered")
+    answer = msgspec.json.decode(data, type=Answer)
+    if not answer.done:
+        raise UpgradeRefused(answer.text)
+    return answer.text
