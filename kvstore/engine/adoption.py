@@ -18,20 +18,28 @@ from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.port import prints
 from kvstore.engine.state import State
 
+CHUNK_BLOCKS = 1 << 13
+"""So many are taken over at a time, in cache."""
+
 
 def adopt(state: State, event: Adopt) -> None:
     """The first event of an engine."""
     found, residency = event.found, state.residency
     assert not state.connections, "something happened before the journal was taken over"
     assert len(residency.table) == 0, "something happened before the journal was taken over"
-    numbers = {id: residency.scope(*found.addresses[id]) for id in np.unique(found.scopes).tolist()}
-    state.journal.settle(found, numbers)
+    numbers: dict[int, int] = {}
     named = np.zeros(len(found.words), dtype=np.uint64)
-    for id, scope in numbers.items():
-        its = found.scopes == id
-        named[its] = prints(scope, found.keys[its])
-        rows = residency.insert(scope, found.keys[its])
-        residency.adopt_dram(rows, found.words[its], found.checksums[its])
+    for begin in range(0, len(found.words), CHUNK_BLOCKS):
+        words, scopes = (a[begin : begin + CHUNK_BLOCKS] for a in (found.words, found.scopes))
+        keys, checksums = state.journal.blocks(words)
+        for id in np.unique(scopes).tolist():
+            if id not in numbers:
+                numbers[id] = residency.scope(*found.addresses[id])
+            its = np.flatnonzero(scopes == id)
+            named[begin + its] = prints(numbers[id], keys[its])
+            rows = residency.insert(numbers[id], keys[its])
+            residency.adopt_dram(rows, words[its], checksums[its])
+    state.journal.settle(found, numbers)
     state.slots.adopt(found, named)
     state.counters.blocks_kept = len(found.words)
     state.counters.slots_quarantined += len(found.held)

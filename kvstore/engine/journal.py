@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.policy.port import Words
+from kvstore.engine.policy.port import NONE, Words
 from kvstore.engine.table import Keys
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
 
@@ -42,7 +42,8 @@ _MAGIC_AT, _VERSION_AT, _ARENA_AT, _SLAB_AT, _GROUPS_AT, _READY_AT = range(6)
 
 _ROW_WORDS: Final = 8
 _SCOPE_AT, _CHECK_AT = 6, 7
-_CHUNK_ROWS: Final = 1 << 16
+_CHUNK_ROWS: Final = 1 << 13
+"""So many are looked at in cache."""
 _ODD: Final = np.array(
     [
         0x9E3779B97F4A7C15,
@@ -74,15 +75,12 @@ class JournalUnusable(Exception):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a journal tells, verified. Arrays are copies."""
+    """What a journal tells, verified."""
 
     words: Words
     """Slots that hold a block, ascending."""
     scopes: NDArray[np.uint64]
     """Of each, as the journal numbers them: keys of `addresses`."""
-    keys: Keys
-    checksums: NDArray[np.uint64]
-    stamps: NDArray[np.int64]
     addresses: dict[int, ScopeAddress]
     held: Words
     """Slots that somebody may still write to."""
@@ -206,23 +204,17 @@ class Journal:
         unknown = set(np.unique(self.writers[held]).tolist()) - writers
         if unknown:
             raise JournalUnusable(f"it names {len(unknown)} writers that nobody knows")
-        words = self._good_words(starts & (self.writers == 0))
         addresses = self._addresses()
-        scopes = self._rows[words, _SCOPE_AT]
-        known = np.isin(scopes, np.array(list(addresses), np.uint64))
-        words, scopes = words[known], scopes[known]
-        first = _first_of_each(scopes, self._rows, words)
-        words, scopes = words[first], scopes[first]
+        ids = np.zeros(SCOPE_COUNT_MAX, np.uint64)
+        ids[[_index(id) for id in addresses]] = list(addresses)
+        words, scopes, heads = self._good_rows(starts & (self.writers == 0), ids)
+        first = _first_of_each(scopes, heads, self._rows, words)
+        return Found(words=words[first], scopes=scopes[first], addresses=addresses, held=held)
+
+    def blocks(self, words: Words) -> tuple[Keys, Rows]:
+        """Keys and checksums in the rows of these slots."""
         rows = self._rows[words]
-        return Found(
-            words=words,
-            scopes=scopes,
-            keys=rows[:, :4].copy(),
-            checksums=rows[:, 4:6].copy(),
-            stamps=self.stamps[words],
-            addresses=addresses,
-            held=held,
-        )
+        return rows[:, :4], rows[:, 4:6]
 
     def settle(self, found: Found, scopes: dict[int, int]) -> None:
         """Take over what was found: all else in it is void. `scopes`: the residency's number of
@@ -248,17 +240,27 @@ class Journal:
             starts[(slabs[:, None] * pages_per_slab + pages) * PAGE_BYTES // SLOT_BYTES_MIN] = True
         return starts
 
-    def _good_words(self, may_be: NDArray[np.bool_]) -> Words:
-        """Those of some words whose row is right, ascending."""
-        found = []
+    def _good_rows(
+        self, may_be: NDArray[np.bool_], ids: NDArray[np.uint64]
+    ) -> tuple[Words, NDArray[np.uint64], NDArray[np.uint64]]:
+        """Those of some words whose row is right and whose scope is known: words, ascending, their
+        scopes, and the first words of their keys. `ids`: the known scopes, by index."""
+        found, scopes, heads = [], [], []
         for begin in range(0, len(self._rows), _CHUNK_ROWS):
-            rows = self._rows[begin : begin + _CHUNK_ROWS]
-            words = begin + np.flatnonzero(
-                may_be[begin : begin + _CHUNK_ROWS] & (rows[:, _CHECK_AT] != 0)
-            )
-            rows = self._rows[words]
-            found.append(words[rows[:, _CHECK_AT] == _checks(words, rows)])
-        return np.concatenate(found)
+            rows = np.asarray(self._rows[begin : begin + _CHUNK_ROWS])
+            words = np.arange(begin, begin + len(rows))
+            good = may_be[begin : begin + _CHUNK_ROWS] & (rows[:, _CHECK_AT] != 0)
+            if not good.any():
+                continue
+            good &= rows[:, _CHECK_AT] == _checks(words, rows)
+            its = rows[:, _SCOPE_AT]
+            good &= (its != 0) & (ids[its & np.uint64(SCOPE_COUNT_MAX - 1)] == its)
+            found.append(words[good])
+            scopes.append(its[good])
+            heads.append(rows[good, 0])
+        if not found:
+            return NONE, np.empty(0, np.uint64), np.empty(0, np.uint64)
+        return np.concatenate(found), np.concatenate(scopes), np.concatenate(heads)
 
     def _addresses(self) -> dict[int, ScopeAddress]:
         found = {}
@@ -312,12 +314,13 @@ def _checks(words: Words, rows: Rows) -> NDArray[np.uint64]:
     return sums | _ONE
 
 
-def _first_of_each(scopes: NDArray[np.uint64], rows: Rows, words: Words) -> NDArray[np.bool_]:
+def _first_of_each(
+    scopes: NDArray[np.uint64], heads: NDArray[np.uint64], rows: Rows, words: Words
+) -> NDArray[np.bool_]:
     """One bool per word: False for a block that an earlier word holds too. There is none but by a
     bug of ours, and a table must not be given one."""
     first = np.ones(len(words), dtype=bool)
-    heads = rows[words, 0] ^ scopes
-    ordered = np.sort(heads)
+    ordered = np.sort(heads ^ scopes)
     if not (ordered[1:] == ordered[:-1]).any():
         return first
     seen: set[tuple[int, bytes]] = set()

@@ -433,6 +433,9 @@ class Slots:
         self.state[found.words] = SlotState.SEALED
         self.state[found.held] = SlotState.QUARANTINED
         self.stamps[self.state != SlotState.SEALED] = 0
+        # A slot may have been sealed just before it was given its stamp.
+        self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1
+        self._next_stamp = int(self.stamps.max(initial=0)) + 1
         in_use = np.concatenate([found.words, found.held])
         for size, pool in self.pools.items():
             words = self._words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)
@@ -441,5 +444,4 @@ class Slots:
             counts = np.bincount(self.group[its], minlength=len(self.quotas.held))
             self.quotas.held += counts * size
             mine = np.flatnonzero(sizes[found.words // self._words_per_slab] == size)
-            mine = mine[np.argsort(found.stamps[mine], kind="stable")]
-            pool.policy.insert(found.words[mine], self._new_stamps(len(mine)), prints[mine])
+            pool.policy.resume(found.words[mine], prints[mine])

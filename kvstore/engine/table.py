@@ -122,13 +122,13 @@ class BlockTable:
         cells = (mixed & np.uint64(self._mask)).astype(np.int64)
         while len(rows):
             usable = self._cells[cells] == _EMPTY
-            # Two of the batch may want one cell: the first gets it.
-            wanted, first = np.unique(cells[usable], return_index=True)
-            winners = np.flatnonzero(usable)[first]
-            self._cells[wanted] = rows[winners] + 1
-            self._cell_of[rows[winners]] = wanted
-            rest = np.ones(len(rows), dtype=bool)
-            rest[winners] = False
+            wanted, mine = cells[usable], rows[usable]
+            # Two of the batch may want one cell: one of them gets it.
+            self._cells[wanted] = mine + 1
+            won = self._cells[wanted] == mine + 1
+            self._cell_of[mine[won]] = wanted[won]
+            rest = ~usable
+            rest[usable] = ~won
             rows = rows[rest]
             cells = (cells[rest] + 1) & self._mask
 

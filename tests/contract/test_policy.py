@@ -110,6 +110,19 @@ def test_what_is_wanted_again_outlives_what_is_not(held: Held, again: str) -> No
     assert held.pop(2) == [2, 1]
 
 
+def test_what_another_process_left_goes_in_the_order_of_its_stamps(held: Held) -> None:
+    held.stamps[[4, 2, 9]] = [30, 10, 20]
+    held.policy.resume(np.array([2, 4, 9]), np.array([1, 2, 3], dtype=np.uint64))
+    held.held, held.next_stamp = {2, 4, 9}, 31
+    held.insert(1)
+    held.use(9)
+    held.insert(5)
+    assert held.policy.oldest_stamp() == 10
+    order = [held.pop(1)[0] for _ in range(5)]
+    assert order[:2] == [2, 4]
+    assert order.index(9) > order.index(1)
+
+
 def test_pinned_slots_are_passed_over_and_go_when_they_are_let_go(held: Held) -> None:
     held.insert(*range(WORDS))
     held.use(4, 5)

@@ -28,6 +28,9 @@ class Lru:
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         self.use(words, stamps)
 
+    def resume(self, words: Words, prints: Prints) -> None:
+        pass
+
     def use(self, words: Words, stamps: Stamps) -> None:
         self.touch(words, stamps)
         self._oldest.note(words, stamps)

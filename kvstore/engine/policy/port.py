@@ -1,6 +1,6 @@
 """The port of eviction policies: which slots of one pool go next. Words, masks, prints.
 
-    insert ──▶ held ──use, touch──▶ held ──pop──▶ gone (the policy chose)
+    insert, resume ──▶ held ──use, touch──▶ held ──pop──▶ gone (the policy chose)
                                       └──forget──▶ gone (somebody else did)
 
 What every policy keeps, and `tests/contract/test_policy.py` runs on each of them:
@@ -56,6 +56,10 @@ class Policy(Protocol):
 
     def insert(self, words: Words, stamps: Stamps, prints: Prints) -> None:
         """These slots, which held nothing, hold blocks now."""
+        ...
+
+    def resume(self, words: Words, prints: Prints) -> None:
+        """These slots hold blocks, and their stamps are in place: another process used them."""
         ...
 
     def use(self, words: Words, stamps: Stamps) -> None:

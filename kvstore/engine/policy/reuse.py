@@ -76,6 +76,11 @@ class Reuse:
         self._fresh.note(words[~came_back], stamps[~came_back])
         self._reused.note(words[came_back], stamps[came_back])
 
+    def resume(self, words: Words, prints: Prints) -> None:
+        self._prints[words] = prints
+        self._fresh_count += len(words)
+        self._now = max(self._now, 1 + int(self._stamps[words].max(initial=0)))
+
     def use(self, words: Words, stamps: Stamps) -> None:
         new = words[~self._is_reused[words]]
         if len(new):
