@@ -30,7 +30,8 @@ def adopt(state: State, event: Adopt) -> None:
     numbers: dict[int, int] = {}
     named = np.zeros(len(found.words), dtype=np.uint64)
     for begin in range(0, len(found.words), CHUNK_BLOCKS):
-        words, scopes = (a[begin : begin + CHUNK_BLOCKS] for a in (found.words, found.scopes))
+        chunk = slice(begin, begin + CHUNK_BLOCKS)
+        words, scopes = found.words[chunk], found.scopes[chunk]
         keys, checksums = state.journal.blocks(words)
         for id in np.unique(scopes).tolist():
             if id not in numbers:

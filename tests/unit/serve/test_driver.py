@@ -324,6 +324,7 @@ class Files:
 
     path = "/var/lib/kvstore"
     used_bytes = 0
+    breakers = ("closed", "closed")
     takes_note = True
 
     def __init__(self) -> None:
