@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -109,6 +111,16 @@ def test_slots_of_a_size_that_cannot_be_make_all_of_it_unusable() -> None:
     journal.slabs[0] = 5
     with pytest.raises(JournalUnusable, match="of a size that there is not"):
         journal.examine(quotas=[], writers=set(node.registry))
+
+
+def test_this_layout_is_the_one_with_this_number() -> None:
+    """Another digest: raise LAYOUT_VERSION, and put the new one here."""
+    node = MortalNode()
+    peer = Peer(node)
+    peer.seal(1, 2)
+    peer.hint(1)
+    digest = hashlib.sha256(np.asarray(node.memory).tobytes()).hexdigest()
+    assert (journal_module.LAYOUT_VERSION, digest[:16]) == (1, "28c01fe44efa7af4")
 
 
 def test_names_of_all_lengths_and_a_torn_one(monkeypatch: pytest.MonkeyPatch) -> None:
