@@ -265,12 +265,12 @@ def test_second_sight_keeps_what_is_named_once_off_the_disk(tmp_path: Path) -> N
 
 def test_a_used_up_budget_stops_writes_and_no_loads(tmp_path: Path) -> None:
     keys, record, budget = make_keys(200), 68 << 10, 2 << 20
-    limit = ["--file-writes-per-day", "2MiB"]
+    limit = ["--slab", "1MiB", "--file-writes-per-day", "2MiB"]
     with (
         start(
             *(tmp_path / "a", tmp_path / "files"),
             dram="4MiB",
-            flags=["--slab", "1MiB", *limit],
+            flags=limit,
         ) as node,
         RawEngine(node.socket) as engine,
     ):
@@ -293,7 +293,7 @@ def test_a_used_up_budget_stops_writes_and_no_loads(tmp_path: Path) -> None:
         assert engine.read(engine.lease(keys[:10])) == whole(keys[:10], engine)
         assert eventually(lambda: budget - spent(tmp_path / "files") <= left + budget // 32)
         node.kill()
-    with start(tmp_path / "b", tmp_path / "files", flags=limit) as node:
+    with start(tmp_path / "b", tmp_path / "files", dram="4MiB", flags=limit) as node:
         assert metric(node, "file_budget_left_bytes") <= left + budget // 16, "a new day it is not"
 
 
