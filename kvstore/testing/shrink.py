@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_parts import FAULTS
-from kvstore.testing.sim_rank import Violation
 
 RUNS_MAX = 150
 
@@ -22,6 +22,7 @@ class Case(msgspec.Struct, frozen=True):
     seed: int
     steps: int
     engines: int = 0
+    nodes: int = 0
     faults: tuple[str, ...] | None = None
 
     def command(self) -> str:
@@ -29,6 +30,8 @@ class Case(msgspec.Struct, frozen=True):
         words = [f"python -m kvstore.testing.world --seed {self.seed} --steps {self.steps}"]
         if self.engines:
             words.append(f"--engines {self.engines}")
+        if self.nodes:
+            words.append(f"--nodes {self.nodes}")
         if self.faults is not None:
             words.append(f'--faults "{",".join(self.faults)}"')
         return " ".join(words)
@@ -55,6 +58,7 @@ def shrink(
 
     if violation.steps + 1 < case.steps:
         fails(msgspec.structs.replace(case, steps=violation.steps + 1))
+    fails(msgspec.structs.replace(case, nodes=1)) or fails(msgspec.structs.replace(case, nodes=2))
     fails(msgspec.structs.replace(case, engines=1)) or fails(
         msgspec.structs.replace(case, engines=2)
     )

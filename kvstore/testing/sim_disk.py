@@ -3,13 +3,15 @@
 Real: all of `kvstore.tiers.file` and `kvstore.serve.files`. Simulated: its threads, which take
 turns (`sim_threads`), time, and what becomes of a system call:
 
-    disk error, disk full   the call fails, for a while; a write may have written a part
+    read, write, sync error, no descriptors, disk full
+                            the call fails, for a while; it may have read or written a part
     disk slow, disk hangs   the call takes its time; the world may end before it does
     misdirected read        bytes from a few pages further on or back
     torn write              a part is written, and the process dies
-    disk bit flipped, power cut, directory emptied or swapped   what is found is not what was left
+    disk bit flipped, power cut, older layout, directory emptied or swapped
+                            what is found is not what was left
 
-Does not cover: when what happens (`world`); several nodes on one directory.
+Does not cover: when what happens (`sim_world`).
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import numpy as np
 
 from kvstore.engine.events import Event, FileCommand, FileRead, ReadFile
 from kvstore.serve.files import FileEnd
+from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_parts import Knobs, SimMemory
-from kvstore.testing.sim_rank import Violation
 from kvstore.testing.sim_threads import Threads
 from kvstore.tiers.file import FileConfig, FileTier, outbox, tier
 from kvstore.tiers.file.directory import Directory
@@ -39,48 +41,52 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.record import payload_pages
 
 if TYPE_CHECKING:
-    from kvstore.testing.world import World
+    from kvstore.testing.sim_machine import Machine
 
 _STRIKE_SHARE: Final = {
-    "disk error": 0.05,
+    "read error": 0.05,
+    "write error": 0.1,
+    "sync error": 0.1,
+    "no descriptors": 0.1,
     "disk full": 0.1,
     "disk hangs": 0.03,
     "disk slow": 0.1,
-    "misdirected read": 0.05,
-    "torn write": 0.1,
+    "misdirected read": 0.1,
+    "torn write": 0.2,
 }
 """Of the calls that an enabled fault could hit."""
 _BLOCK_READ_FACTOR: Final = 5
 """Calls that read blocks are rare among the others, and the ones that matter."""
+_LASTING: Final = ("read error", "write error", "sync error", "no descriptors", "disk full")
 _PAUSES_MS: Final = {"disk slow": (2, 10, 60), "disk hangs": (100, 1000, 10**6)}
 
 
 class SimClock:
-    """The world's time, for those who ask a clock."""
+    """A machine's time, for those who ask a clock."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
 
     def now_ns(self) -> int:
-        return self._world.now_ns
+        return self._machine.now_ns
 
 
 class SimDisk(PosixDisk):
     """The system calls of one node process. What was not synced is remembered."""
 
-    def __init__(self, world: World, threads: Threads, memory: SimMemory) -> None:
-        self._world = world
+    def __init__(self, machine: Machine, threads: Threads, memory: SimMemory) -> None:
+        self._machine = machine
+        self._world = machine.world
         self._arena_begin = _address(memory.bytes)
         self._arena_pages = len(memory.bytes) // PAGE_BYTES
         self.owned_pages: set[int] = set()
         """Pages of the arena that reads may write to."""
         self._threads = threads
-        self._random = world.random
+        self._random = machine.random
         self._lasts_until_ns: dict[str, int] = {}
         self._paths: dict[int, str] = {}
         """Of every descriptor that was opened here; some are closed by now."""
-        self._unsynced: dict[str, list[tuple[int, int]]] = {}
-        """Path → (offset, length) of writes since its last sync."""
+        self._unsynced = machine.unsynced
         self.is_torn = False
         """A write stopped half way: its process is about to die."""
 
@@ -88,17 +94,24 @@ class SimDisk(PosixDisk):
         self._begin()
         if flags & os.O_CREAT and self._strikes("disk full"):
             raise OSError(errno.ENOSPC, "no room, says the world")
-        self._fail_at_random()
-        fd = super().open(name, flags, dir_fd)
+        if self._strikes("no descriptors"):
+            raise OSError(errno.EMFILE, "no descriptors, says the world")
+        self._fail_at_random("read error")
+        # The page cache is quicker than any disk, and goes with the folder.
+        fd = super().open(name, flags & ~os.O_DIRECT, dir_fd)
         self._paths[fd] = _path(fd)
+        self._world.opened_by[fd] = self
         return fd
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         # Page and payload of a block come together; what recovery reads comes alone.
         factor = _BLOCK_READ_FACTOR if len(buffers) > 1 else 1
         self._begin(factor)
-        self._fail_at_random(factor)
         self._check_owned(buffers)
+        if self._strikes("read error", factor):
+            if self._random.random() < 0.5:
+                super().preadv(fd, buffers[: len(buffers) // 2], offset)
+            raise OSError(errno.EIO, "an error, says the world")
         if self._strikes("misdirected read", factor):
             offset = max(0, offset + self._random.choice((-33, -2, -1, 1, 2, 33)) * PAGE_BYTES)
         return super().preadv(fd, buffers, offset)
@@ -110,7 +123,7 @@ class SimDisk(PosixDisk):
         try:
             if self._strikes("disk full"):
                 raise OSError(errno.ENOSPC, "no room, says the world")
-            self._fail_at_random()
+            self._fail_at_random("write error")
         except OSError:
             self._write_part(fd, path, buffers, offset)
             raise
@@ -119,13 +132,15 @@ class SimDisk(PosixDisk):
             self.is_torn = True
             self._threads.park(lambda: False)
         self._unsynced.setdefault(path, []).append((offset, total))
-        return super().pwritev(fd, buffers, offset)
+        count = super().pwritev(fd, buffers, offset)
+        os.utime(fd, ns=(0, self._world.now_ns))
+        return count
 
     def fsync(self, fd: int) -> None:
         self._begin()
         path = _path(fd)
         try:
-            self._fail_at_random()
+            self._fail_at_random("sync error")
         except OSError:
             # The kernel drops what it could not write, and says so once.
             self._lose(path, self._unsynced.pop(path, []))
@@ -158,20 +173,21 @@ class SimDisk(PosixDisk):
             return True
         if self._random.random() >= _STRIKE_SHARE[name] * factor:
             return False
-        if name in ("disk error", "disk full"):
+        if name in _LASTING:
             lasts_ns = self._random.choice((0, 5, 100)) * NS_PER_MS
             self._lasts_until_ns[name] = world.now_ns + lasts_ns
-        world.strike(name)
+        world.strike(name, self._machine)
         return True
 
-    def _fail_at_random(self, factor: int = 1) -> None:
-        if self._strikes("disk error", factor):
+    def _fail_at_random(self, fault: str) -> None:
+        if self._strikes(fault):
             raise OSError(errno.EIO, "an error, says the world")
 
     def _write_part(self, fd: int, path: str, buffers: Sequence[memoryview], offset: int) -> None:
         data = b"".join(buffers)
         part = self._random.randrange(len(data) // 512 + 1) * 512
         os.pwrite(fd, data[:part], offset)
+        os.utime(fd, ns=(0, self._world.now_ns))
         self._unsynced.setdefault(path, []).append((offset, part))
 
     def _lose(self, path: str, writes: Sequence[tuple[int, int]]) -> None:
@@ -189,6 +205,7 @@ class SimDisk(PosixDisk):
         """The machine dies: of what was not synced any part may be lost, a whole file too."""
         for path, writes in sorted(self._unsynced.items()):
             fate = self._random.choice(("kept", "torn", "short", "gone"))
+            self._world.faults["lost unsynced"] += fate != "kept"
             if fate == "torn":
                 self._lose(path, writes)
             elif os.path.isfile(path) and fate == "short":
@@ -202,7 +219,7 @@ class SimDisk(PosixDisk):
         left = []
         for fd, path in self._paths.items():
             with contextlib.suppress(OSError):
-                if _path(fd).removesuffix(" (deleted)") == path:
+                if self._world.opened_by[fd] is self and _path_of_open(fd) == path:
                     os.close(fd)
                     left.append(path)
         self._paths.clear()
@@ -212,14 +229,16 @@ class SimDisk(PosixDisk):
 class SimFiles:
     """The file tier of one node process, with its driver's end."""
 
-    def __init__(self, world: World, directory: Path, memory: SimMemory) -> None:
+    def __init__(self, machine: Machine, directory: Path, memory: SimMemory) -> None:
         """Raises ConfigError: the directory cannot be used, the node does not start."""
-        self._world = world
-        self.threads = Threads(world.random, lambda: world.now_ns, world.pass_time)
-        self.disk = SimDisk(world, self.threads, memory)
-        config = _config(world.knobs, directory)
+        self._machine = machine
+        world = machine.world
+        self.threads = Threads(world.random, lambda: machine.now_ns, world.pass_time)
+        self.disk = SimDisk(machine, self.threads, memory)
+        config = _config(machine.knobs, directory)
         try:
-            self._directory = Directory(directory, self.disk, direct=False)
+            self._directory = Directory(config.home, self.disk, direct=False)
+            world.opened_by[self._directory.fd] = self.disk
             # Threads and locks are of the module `threading`: here they take turns.
             with (
                 mock.patch.object(tier, "threading", self.threads),
@@ -228,7 +247,7 @@ class SimFiles:
                 self._tier = FileTier(
                     config,
                     memory.bytes,
-                    SimClock(world),
+                    SimClock(machine),
                     disk=self.disk,
                     directory=self._directory,
                 )
@@ -269,7 +288,7 @@ class SimFiles:
             name = self.threads.run_one()
             if not name:
                 return
-            self._world.note(f"{name} goes on")
+            self._machine.world.note(f"{name} of {self._machine.name} goes on")
 
     def close(self) -> None:
         """An orderly end, as far as the disk lets it."""
@@ -288,7 +307,11 @@ class SimFiles:
 
 def _config(knobs: Knobs, directory: Path) -> FileConfig:
     return FileConfig(
-        directory,
+        directory.parent if knobs.is_shared else directory,
+        shared=knobs.is_shared,
+        node=directory.name if knobs.is_shared else "",
+        poll_interval_ms=knobs.poll_interval_ms,
+        grace_ms=knobs.grace_ms,
         capacity_bytes=knobs.disk_bytes,
         segment_bytes=knobs.segment_bytes,
         direct=False,
@@ -299,20 +322,50 @@ def _config(knobs: Knobs, directory: Path) -> FileConfig:
     )
 
 
-def flip_bits(directory: Path, source: random.Random) -> None:
-    """Bits of some file change, one in about sixteen pages."""
-    files = sorted(path for path in directory.glob("*.kv") if path.stat().st_size)
+def flip_bits(directory: Path, source: random.Random) -> bool:
+    """Bits of some segment change, one in about sixteen pages; False: there is none."""
+    # Those that are hidden have names that differ from run to run.
+    files = sorted(path for path in directory.glob("seg-*.kv") if path.stat().st_size)
     if not files:
-        return
+        return False
     data = bytearray((path := source.choice(files)).read_bytes())
     for _ in range(1 + len(data) // (16 * PAGE_BYTES)):
         data[source.randrange(len(data))] ^= 1 << source.randrange(8)
+    time_ns = path.stat().st_mtime_ns
     path.write_bytes(data)
+    os.utime(path, ns=(0, time_ns))
+    return True
 
 
-def empty(directory: Path) -> None:
-    """Somebody tidied up."""
-    shutil.rmtree(directory, ignore_errors=True)
+def make_older(directory: Path) -> bool:
+    """The directory is of another version from now on; False: it is nobody's yet."""
+    path = directory / "store"
+    if not path.is_file() or path.stat().st_size < PAGE_BYTES:
+        return False
+    page = bytearray(path.read_bytes())
+    page[4] ^= 0x40
+    path.write_bytes(page)
+    return True
+
+
+def empty(directory: Path, source: random.Random) -> bool:
+    """Somebody tidied up: all of it, or all in it. False: there was nothing."""
+    was_there = directory.exists()
+    if was_there and source.random() < 0.5:
+        for path in directory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    return was_there
+
+
+def open_below(folder: str) -> list[str]:
+    """Paths of this process's descriptors below a folder."""
+    paths = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            paths.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [path for path in paths if path.startswith(folder)]
 
 
 def _address(buffer: memoryview) -> int:
@@ -321,3 +374,7 @@ def _address(buffer: memoryview) -> int:
 
 def _path(fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{fd}")
+
+
+def _path_of_open(fd: int) -> str:
+    return _path(fd).removesuffix(" (deleted)")

@@ -9,20 +9,24 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
-from kvstore.testing.sim_parts import Knobs
-from kvstore.testing.sim_rank import SimRank, Violation
+from kvstore.testing.sim_copies import Violation
+from kvstore.testing.sim_parts import CORRUPTIONS, Knobs
+from kvstore.testing.sim_rank import SimRank
 from kvstore.types import Shard
 from kvstore.wire.space import Space
 
 if TYPE_CHECKING:
-    from kvstore.testing.world import World
+    from kvstore.testing.sim_machine import Machine
 
 BLOCK_TOKENS = 16
+_RESTART_SHARE: Final = 0.03
+"""Of the steps."""
+_ATTACH_TURNS: Final = 30
 
 
 class SimRequest:
@@ -52,12 +56,32 @@ class SimRequest:
         return self.all_keys[: self.tokens // BLOCK_TOKENS]
 
 
+class SimEngineClock:
+    """Time as one engine sees it: of a namespace of its own, perhaps, and not at the same pace."""
+
+    def __init__(self, machine: Machine) -> None:
+        world = machine.world
+        self._machine = machine
+        self._shift_ns = world.random.choice((0, 10**13, -(5 * 10**11)))
+        self._drift_ppm = 0
+        self._born_ns = machine.now_ns
+        if "clock drifts" in world.enabled:
+            world.strike("clock drifts", machine)
+            self._drift_ppm = world.random.choice((-50_000, -200, 200, 50_000))
+
+    @property
+    def now_ns(self) -> int:
+        machine_ns = self._machine.now_ns
+        drift_ns = (machine_ns - self._born_ns) * self._drift_ppm // 1_000_000
+        return machine_ns + self._shift_ns + drift_ns
+
+
 class SimEngine:
     """One engine of `shards` ranks. `World` calls its public methods as events."""
 
     def __init__(
         self,
-        world: World,
+        machine: Machine,
         name: str,
         *,
         space: Space,
@@ -66,13 +90,19 @@ class SimEngine:
         tenant: str = "t",
         knobs: Knobs | None = None,
     ) -> None:
-        self.world = world
+        self.machine = machine
+        self.world = world = machine.world
         self.tenant = tenant
         self.name = name
         self.space = space
         self.random = world.random
         self.shards = shards or (Shard(0, space.layer_count, 0, space.kv_head_count),)
         knobs = knobs or world.knobs
+        # What changes in dram shows only to a load that verifies.
+        verify = (1, 1, 3) if world.enabled.intersection(CORRUPTIONS) else (0, 0, 3)
+        verify_every = world.random.choice(verify)
+        self.verifies_all = verify_every == 1
+        self._clock = SimEngineClock(machine)
         self.core = SchedulerCore(
             SchedulerConfig(
                 engine_id=name,
@@ -86,10 +116,7 @@ class SimEngine:
                 prefill_ns_per_token=knobs.prefill_ns_per_token,
                 breaker_cooldown_ms=knobs.cooldown_ms,
                 min_load_tokens=world.random.choice((0, BLOCK_TOKENS, 2 * BLOCK_TOKENS)),
-                # A flipped byte in dram shows only to a load that verifies.
-                verify_every=1
-                if "byte flipped" in world.enabled
-                else world.random.choice((0, 0, 3)),
+                verify_every=verify_every,
                 shadow_every=knobs.shadow_every,
             )
         )
@@ -100,6 +127,7 @@ class SimEngine:
         self.dead_rank: SimRank | None = None
         """Its process was killed: the engine steps no more, and ends soon."""
         self.blocks = blocks
+        self._stopped_until_ns = 0
         self.free = deque(range(blocks))
         self.waiting: deque[SimRequest] = deque()
         self.running: list[SimRequest] = []
@@ -114,6 +142,29 @@ class SimEngine:
         return self.core.attachment.weights_epoch
 
     @property
+    def now_ns(self) -> int:
+        """As its processes see it."""
+        return self._clock.now_ns
+
+    @property
+    def runs(self) -> bool:
+        return self.machine.runs and self.world.now_ns >= self._stopped_until_ns
+
+    def stop(self, duration_ns: int) -> None:
+        """All its processes stand still, in the middle of whatever they do."""
+        self._disturbed_ns = self.world.now_ns
+        self._stopped_until_ns = self.world.now_ns + duration_ns
+
+    def go_on(self) -> None:
+        """It is stopped no more."""
+        self._stopped_until_ns = 0
+
+    @property
+    def hangs(self) -> bool:
+        """A copy of it never ends: only its own end helps."""
+        return any(rank.copies.hangs for rank in self.ranks)
+
+    @property
     def disturbed_ns(self) -> int:
         """When it last lost a socket."""
         return max(self._disturbed_ns, *(rank.disturbed_ns for rank in self.ranks))
@@ -122,29 +173,29 @@ class SimEngine:
 
     def poll_scheduler(self) -> None:
         """As `connector.scheduler_side.poll`."""
-        world, core = self.world, self.core
-        if not self.scheduler_socket and core.attachment.wants_connection(world.now_ns):
-            self.scheduler_socket = world.connect(core.attachment.hello())
+        machine, core, now_ns = self.machine, self.core, self.now_ns
+        if not self.scheduler_socket and core.attachment.wants_connection(now_ns):
+            self.scheduler_socket = machine.connect(core.attachment.hello())
             if self.scheduler_socket:
-                core.attachment.connected(world.now_ns)
+                core.attachment.connected(now_ns)
             else:
-                core.attachment.connect_failed(world.now_ns, "absent")
+                core.attachment.connect_failed(now_ns, "absent")
         if self.scheduler_socket:
-            for message in world.take_inbox(self.scheduler_socket):
-                if message is None or core.received(message, world.now_ns) is not None:
+            for message in machine.take_inbox(self.scheduler_socket):
+                if message is None or core.received(message, now_ns) is not None:
                     self.drop_scheduler("ended")
                     break
-        if self.scheduler_socket and core.attachment.watch(world.now_ns, world.heartbeat_ns):
+        if self.scheduler_socket and core.attachment.watch(now_ns, machine.heartbeat_ns):
             self.drop_scheduler("heartbeat")
         for message in core.take_outbox():
             if self.scheduler_socket:
-                world.sockets.send(self.scheduler_socket, message)
+                machine.sockets.send(self.scheduler_socket, message)
 
     def drop_scheduler(self, reason: str) -> None:
-        self.world.sockets.hang_up(self.scheduler_socket)
+        self.machine.sockets.hang_up(self.scheduler_socket)
         self.scheduler_socket = 0
         self._disturbed_ns = self.world.now_ns
-        self.core.attachment.disconnected(self.world.now_ns, reason)
+        self.core.attachment.disconnected(self.now_ns, reason)
 
     def poll_ranks(self) -> None:
         """The copying threads of some ranks look at their sockets; with one rank, of that one."""
@@ -157,7 +208,7 @@ class SimEngine:
         busy = False
         for rank in self.ranks:
             if rank is not self.dead_rank and (len(self.ranks) == 1 or self.random.random() < 0.7):
-                busy = rank.copy_step() or busy
+                busy = rank.copies.step() or busy
         return busy
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────
@@ -169,7 +220,7 @@ class SimEngine:
             request.name,
             request.keys,
             prompt_tokens=request.prompt_tokens,
-            now_ns=self.world.now_ns,
+            now_ns=self.now_ns,
         )
         self.waiting.append(request)
         self.poll_scheduler()
@@ -199,7 +250,7 @@ class SimEngine:
             self.preempt(request)
         for request in [r for r in self.waiting if r.table and not r.aborted]:
             self.abort(request)
-        self.core.new_weights(f"w{self.random.randrange(10**9)}", self.world.now_ns)
+        self.core.new_weights(f"w{self.random.randrange(10**9)}", self.now_ns)
         self.drop_scheduler("reset")
 
     def _free(self, request: SimRequest) -> None:
@@ -224,7 +275,7 @@ class SimEngine:
                     request.name, request.keys, block_ids=request.table, full_blocks=full
                 )
         self._check_loading_is_not_stored()
-        plan = self.core.plan(new_blocks, self.world.now_ns)
+        plan = self.core.plan(new_blocks, self.now_ns)
         self.poll_scheduler()
         self._execute(plan, scheduled)
 
@@ -260,7 +311,7 @@ class SimEngine:
                 request.loading = request.load_done = False
             elif request.computed == 0:
                 outcome = self.core.match(
-                    request.name, request.keys, local_tokens=0, now_ns=self.world.now_ns
+                    request.name, request.keys, local_tokens=0, now_ns=self.now_ns
                 )
                 if outcome is PENDING:
                     continue
@@ -289,7 +340,7 @@ class SimEngine:
             request.keys,
             block_ids=request.table,
             external_tokens=external,
-            now_ns=self.world.now_ns,
+            now_ns=self.now_ns,
         )
 
     def _fits(self, request: SimRequest) -> bool:
@@ -311,10 +362,14 @@ class SimEngine:
     def _execute(self, plan: StepPlan, scheduled: Sequence[tuple[SimRequest, int]]) -> None:
         for rank in self.ranks:
             while rank.core.fence(plan.fence_blocks):
-                if not rank.copy_step(waited_for=True):
+                if rank.copies.running is None and not rank.core.has_work:
                     raise Violation(f"{rank.name}: the fence waits for nothing")
+                if not rank.copies.end_within_fence():
+                    rank.core.give_up(plan.fence_blocks)
+                    break
         for request, count in scheduled:
             self._forward(request, count)
+        self._fall_behind()
         for rank in self.ranks:
             rank.core.submit(plan)
         # The copying threads may have run before the engine looks for what has ended.
@@ -323,12 +378,28 @@ class SimEngine:
         by_name = {request.name: request for request in self.waiting}
         for rank in self.ranks:
             report = rank.core.take_report()
-            self.core.reported(report, self.world.now_ns)
+            self.core.reported(report, self.now_ns)
             for result in report.loads:
                 loading = by_name.get(result.request)
                 if loading is None or not loading.loading or loading.load_done:
                     raise Violation(f"{rank.name}: a load of {result.request} ended unasked")
                 self._load_ended(loading, result.loaded_blocks, len(result.failed_block_ids))
+
+    def _fall_behind(self) -> None:
+        """The scheduler may be a step ahead of its ranks: until they have this plan the node may
+        have ended, come back and be attached to."""
+        machine, fault = self.machine, "node restarts in a step"
+        if fault not in self.world.enabled or self.random.random() >= _RESTART_SHARE:
+            return
+        self.world.strike(fault, machine)
+        machine.kill_node()
+        machine.restart_node()
+        for _ in range(_ATTACH_TURNS):
+            self.world.pass_time()
+            self.poll_scheduler()
+            for rank in self.ranks:
+                rank.poll()
+            machine.node_step()
 
     def _load_ended(self, request: SimRequest, loaded: int, failed: int) -> None:
         """One rank's part ended; with the last one the request goes on, where all ranks can."""

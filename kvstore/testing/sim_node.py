@@ -35,23 +35,24 @@ from kvstore.engine.events import (
     SwitchedOff,
     Tick,
 )
+from kvstore.engine.files import FOREIGN_LOCATION
+from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_disk import SimFiles
 from kvstore.testing.sim_parts import SimMemory
-from kvstore.testing.sim_rank import Violation
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import Distrust, LeaseMore, LeaseReply
 
 if TYPE_CHECKING:
-    from kvstore.testing.world import World
+    from kvstore.testing.sim_machine import Machine
 
 
 class SimNode:
     """From its start to its death."""
 
-    def __init__(self, world: World, *, incarnation: int, directory: Path | None) -> None:
+    def __init__(self, machine: Machine, *, incarnation: int, directory: Path | None) -> None:
         """Raises ConfigError: its directory cannot be used."""
-        self._world = world
-        knobs = world.knobs
+        self._machine = machine
+        knobs = machine.knobs
         self.memory = SimMemory(knobs.arena_bytes)
         self._ended: set[int] = set()
         """Connections whose last words do not count any more."""
@@ -59,8 +60,8 @@ class SimNode:
         self._bad_places: set[int] = set()
         self._steps = 0
         # A check's cost grows with the arena, that of a step does not.
-        self._check_interval = 4 + knobs.arena_slots // 16
-        self.files = SimFiles(world, directory, self.memory) if directory else None
+        self._check_interval = 8 + knobs.arena_slots // 8
+        self.files = SimFiles(machine, directory, self.memory) if directory else None
         self.engine = Engine(
             EngineConfig(
                 incarnation=incarnation,
@@ -86,7 +87,7 @@ class SimNode:
     def feed(self, events: Sequence[Event]) -> None:
         """As the driver: events in, commands carried out in order, until nothing follows."""
         while events:
-            commands = self.engine.step(events, self._world.now_ns)
+            commands = self.engine.step(events, self._machine.now_ns)
             self._learn(events, commands)
             events = [e for command in commands for e in self._carry_out(command)]
             self._steps += 1
@@ -94,18 +95,18 @@ class SimNode:
                 self.engine.check()
 
     def _carry_out(self, command: Command) -> list[Event]:
-        world = self._world
+        sockets = self._machine.sockets
         match command:
             case RaiseGenerations(slots=slots, generations=generations):
                 self.memory.tier.raise_generations(slots.tolist(), generations.tolist())
             case Send(connection=connection, message=message):
                 if isinstance(message, LeaseReply | LeaseMore):
                     self._check_lent(message)
-                world.sockets.to_engine(connection, message)
+                sockets.to_engine(connection, message)
             case Admit(connection=connection, welcome=welcome):
-                world.sockets.to_engine(connection, welcome)
+                sockets.to_engine(connection, welcome)
             case Hangup(connection=connection):
-                if world.sockets.end(connection):
+                if sockets.end(connection):
                     return [Ended(ConnectionId(connection))]
             case Release() | Cleared() | Changed():
                 pass
@@ -139,7 +140,9 @@ class SimNode:
             raise Violation("a copy that failed its checksum is lent again")
 
     def _check_asked(self, command: ReadFile) -> None:
-        if self._bad_places.intersection(np.frombuffer(command.locations, "<u8").tolist()):
+        places = np.frombuffer(command.locations, "<u8")
+        self._machine.world.foreign_blocks += int((places >= FOREIGN_LOCATION).sum())
+        if self._bad_places.intersection(places.tolist()):
             raise Violation("a record that is gone is read again")
 
 

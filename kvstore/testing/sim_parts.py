@@ -15,12 +15,15 @@ import msgspec
 import numpy as np
 
 from kvstore.tiers.memory import MemoryTier
-from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SlotId
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
 from kvstore.units import KIB, MIB
 from kvstore.wire.space import Space
 
 DISK_CALL_FAULTS = (
-    "disk error",
+    "read error",
+    "write error",
+    "sync error",
+    "no descriptors",
     "disk full",
     "disk hangs",
     "disk slow",
@@ -34,26 +37,49 @@ DISK_FAULTS = (
     "directory swapped",
     "disk bit flipped",
     "node upgraded",
+    "older layout",
     "power cut",
 )
+COPY_CALL_FAULTS = ("copy fails half way", "copy never ends", "one of several copies fails")
+"""Faults of a copy between engine and arena: `sim_copies` strikes by itself."""
+CORRUPTIONS = ("arena scribbled", "byte flipped")
+"""Bytes in dram change under everybody."""
+SELF_STRIKING = (
+    *DISK_CALL_FAULTS,
+    *COPY_CALL_FAULTS,
+    "clock drifts",
+    "node restarts in a step",
+    "slow",
+)
+"""The others happen as events."""
 FAULTS = (
     "engine killed",
+    "engine stopped",
     "rank killed",
     "scheduler hangs up",
     "rank hangs up",
     "node killed",
+    "node restarts in a step",
     "node stopped",
+    "machine suspended",
     "abort",
     "preempt",
-    "byte flipped",
     "clear",
     "reset",
     "copy stalls",
+    "late write",
+    *COPY_CALL_FAULTS,
+    *CORRUPTIONS,
+    "clock drifts",
     "slow",
     *DISK_FAULTS,
 )
-HARMLESS = ("abort", "preempt", "copy stalls", "slow", "disk bit flipped", *DISK_CALL_FAULTS[:-1])
-"""Faults that make no load fail: what is lent is in dram and verified, whatever the disk does."""
+HARMLESS = (
+    *("abort", "preempt", "copy stalls", "late write", *COPY_CALL_FAULTS, "clock drifts", "slow"),
+    *("engine stopped", "disk bit flipped", *DISK_CALL_FAULTS[:-1]),
+)
+"""Faults that make no load of others fail: what is lent is in dram and verified, whatever the disk
+does; and who is hit itself is known."""
 LAYOUTS: tuple[tuple[Shard, ...], ...] = (
     (Shard(0, 2, 0, 2),),
     (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)),
@@ -65,6 +91,7 @@ LAYOUTS: tuple[tuple[Shard, ...], ...] = (
 """Shards by rank, of `sim_space`'s 2 layers and 2 heads: one rank; heads; stages; replicas of all
 (MLA); replicas of each head; stages of replicas."""
 TORN = b"torn"
+DAMAGED = b"damaged"
 _WORD_BYTES = 16
 
 
@@ -89,26 +116,37 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     cooldown_ms: int = 1000
     shadow_every: int = 0
     """Every n-th hit is computed, and compared."""
+    machines: int = 1
+    is_shared: bool = False
+    """One directory for the file tiers of all machines."""
+    poll_interval_ms: int = 3000
+    grace_ms: int = 10_000
 
     @property
     def arena_bytes(self) -> int:
         return self.arena_slots * SLOT_BYTES_MIN
 
 
-def draw_knobs(source: random.Random) -> Knobs:
-    """Pools of 4 to 4,096 slots, time limits divided by 1 to 600."""
+def draw_knobs(source: random.Random, *, machines: int = 0) -> Knobs:
+    """Pools of 4 to 4,096 slots, time limits divided by 1 to 600; 0 machines: 1 to 3."""
 
     def limit(ms: int) -> int:
         return max(1, ms // source.choice((1, 1, 10, 60, 600)))
 
+    drawn = source.choice((1, 1, 1, 1, 2, 3))
+    machines = machines or drawn
     return Knobs(
+        machines=machines,
+        is_shared=machines > 1 or source.random() < 0.1,
+        poll_interval_ms=limit(3000),
+        grace_ms=limit(10_000),
         arena_slots=source.choice((4, 8, 8, 12, 16, 24, 24, 48, 96, source.choice((512, 4096)))),
         ttl_ms=source.choice((20, 500, 10_000)),
         credit_share=source.choice((0.125, 0.5)),
-        has_disk=source.random() < 0.75,
+        has_disk=source.random() < 0.75 or machines > 1,
         disk_bytes=source.choice((2, 2, 3, 8)) * MIB,
         segment_bytes=source.choice((192, 256, 512)) * KIB,
-        disk_rows=source.choice((64, 1024)),
+        disk_rows=source.choice((64, 1024, 4096)),
         io_deadline_ms=limit(2000),
         io_cooldown_ms=limit(1000),
         lookup_deadline_ms=max(20, limit(1000)),
@@ -124,6 +162,8 @@ class SimMemory:
     def __init__(self, capacity_bytes: int) -> None:
         self.tier = MemoryTier(capacity_bytes=capacity_bytes)
         self.bytes = self.tier.view(SlotId(0), capacity_bytes)
+        self.is_damaged = False
+        """Bytes changed that nobody wrote."""
         self._pages: dict[int, int] = {}
         self._writes: Counter[int] = Counter()
 
@@ -145,12 +185,26 @@ class SimMemory:
         self._put(slot, data)
         return self._writes[slot] == ticket
 
-    def flip(self, source: random.Random) -> None:
+    def put(self, slot: int, data: bytes) -> None:
+        """A part of a write that goes on."""
+        self._put(slot, data)
+
+    def flip(self, source: random.Random) -> bool:
         """A bit of some block changes, if one was ever written."""
         if self._pages:
             slot = source.choice(sorted(self._pages))
             at = slot * PAGE_BYTES + source.randrange(_WORD_BYTES * 4)
             self.bytes[at] ^= 1 << source.randrange(8)
+            self.is_damaged = True
+        return bool(self._pages)
+
+    def scribble(self, source: random.Random) -> None:
+        """Somebody who has the arena mapped writes where nothing was granted to him."""
+        self.is_damaged = True
+        words = len(self.bytes) // SLOT_BYTES_MIN
+        for _ in range(source.randint(1, 8)):
+            slot = source.randrange(words) * PAGES_PER_GENERATION
+            self._put(slot, source.randbytes(source.randint(1, PAGE_BYTES)))
 
     def _put(self, slot: int, data: bytes) -> None:
         self.bytes[slot * PAGE_BYTES : slot * PAGE_BYTES + len(data)] = data
@@ -178,7 +232,7 @@ class Words:
     def word(self, data: bytes) -> bytes:
         """The word, if every byte is as it was."""
         word = self._words.get(data[:_WORD_BYTES])
-        return word if word is not None and payload(word, len(data)) == data else b"damaged"
+        return word if word is not None and payload(word, len(data)) == data else DAMAGED
 
 
 class WorldResult(msgspec.Struct, frozen=True):
@@ -190,7 +244,11 @@ class WorldResult(msgspec.Struct, frozen=True):
     loaded_blocks: int
     promoted_blocks: int
     """Read from disk into dram."""
+    foreign_blocks: int
+    """Asked of the disk, and another machine's."""
     trace: str
+    hit_share: float
+    """Of the blocks of a new workload after healing, on the machine that found least."""
     faults: dict[str, int]
 
 

@@ -3,9 +3,13 @@
 Each replaces one function by a version that does what went wrong elsewhere; nothing in the product
 asks whether it is planted. The seeded world must notice every one of them.
 
-Two more of the twelve need a cluster, and are for the world of several nodes to catch: a stale
-index after a restart at the same address, and a ghost endpoint (a router that goes on sending to a
-node that is gone).
+Two of the twelve are a cluster's, and have the form here that they take on one machine and in a
+shared directory: a stale index after a restart at the same address (a peer's directory, a node's
+sessions) and a ghost endpoint (a rank that is gone). Their forms in the index and the router come
+with those.
+
+`FOUND` are bugs of the product that a seed found: planted again, so that each stays found whatever
+becomes of that seed.
 """
 
 from __future__ import annotations
@@ -22,13 +26,18 @@ from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.rank import RankCore
 from kvstore.engine.leases import Leases
 from kvstore.engine.owners import Connection
+from kvstore.engine.sessions import Sessions
+from kvstore.engine.state import State
 from kvstore.engine.stores import Stores
 from kvstore.engine.table import BlockTable, Keys, Rows
-from kvstore.testing.sim_rank import SimRank
+from kvstore.testing.sim_copies import SimCopies
 from kvstore.tiers.file.catalog import Segment
+from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.jobs import ReadJob
 from kvstore.tiers.file.reader import Reader, Wanted
+from kvstore.tiers.file.shared import Peers
 from kvstore.tiers.file.tier import FileTier
+from kvstore.types import ConnectionId
 from kvstore.wire.messages import Distrust
 from kvstore.wire.record import Scope
 
@@ -48,7 +57,7 @@ def free_on_abort() -> contextlib.AbstractContextManager[Any]:
 
 def lease_checked_before_the_copy_only() -> contextlib.AbstractContextManager[Any]:
     """A slot that is reused while it is copied from is not noticed."""
-    return mock.patch.object(SimRank, "still_holds", return_value=True)
+    return mock.patch.object(SimCopies, "still_holds", return_value=True)
 
 
 def batch_path_without_check() -> contextlib.AbstractContextManager[Any]:
@@ -154,6 +163,56 @@ def _both(*contexts: contextlib.AbstractContextManager[Any]) -> Any:
         yield
 
 
+def stale_index_after_same_address_restart() -> contextlib.AbstractContextManager[Any]:
+    """A peer that begins again under the same name is taken for what it was: what it had is still
+    believed, what it has is never seen."""
+    return mock.patch.object(Peers, "_is_same", return_value=True)
+
+
+def stale_sessions_after_same_address_restart() -> contextlib.AbstractContextManager[Any]:
+    """A restarted node counts sessions from 1 again: leases and credits of its predecessor pass for
+    its own."""
+    init = Sessions.__init__
+
+    def broken(self: Sessions, state: State) -> None:
+        init(self, state)
+        self._next_session = 1
+
+    return mock.patch.object(Sessions, "__init__", broken)
+
+
+def ghost_endpoint() -> contextlib.AbstractContextManager[Any]:
+    """A rank whose socket ended counts as present: its engine goes on being lent and granted to."""
+    ended = Sessions.ended
+
+    def broken(self: Sessions, id: ConnectionId) -> None:
+        connection = self._state.connections.get(id)
+        if connection is not None and connection.role == "rank":
+            connection.ended = True
+            return
+        ended(self, id)
+
+    return mock.patch.object(Sessions, "ended", broken)
+
+
+# ── found here ───────────────────────────────────────────────────────────────────────────────────
+
+
+def identity_put_aside_too_early() -> contextlib.AbstractContextManager[Any]:
+    """A directory whose identity cannot be read is given a new one, the old one put aside before it
+    is there: on a disk that takes none, it was a stranger's for ever."""
+    identity = Directory._identity
+
+    def broken(self: Directory) -> bytes:
+        try:
+            return identity(self)
+        except OSError:
+            self.put_aside("store", "no regular file", keep_bytes=0)
+            return self._new_identity("", keep_bytes=0)
+
+    return mock.patch.object(Directory, "_identity", broken)
+
+
 PLANTED: Sequence[Planted] = (
     free_on_abort,
     lease_checked_before_the_copy_only,
@@ -165,6 +224,13 @@ PLANTED: Sequence[Planted] = (
     first_of_several_errors_frees,
     hit_without_load,
     truncated_hash,
+    stale_index_after_same_address_restart,
+    stale_sessions_after_same_address_restart,
+    ghost_endpoint,
 )
-NOT_YET = ("stale_index_after_same_address_restart", "ghost_endpoint")
-"""Of the twelve."""
+"""The twelve, of one of them two forms."""
+FOUND: dict[Planted, tuple[str, ...]] = {
+    identity_put_aside_too_early: ("disk full", "no descriptors", "node killed"),
+    stale_index_after_same_address_restart: ("directory emptied", "directory swapped"),
+}
+"""With the faults that it takes."""

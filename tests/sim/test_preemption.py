@@ -13,7 +13,7 @@ from kvstore.testing.world import World
 def quiet_world(seed: int) -> World:
     """One node, nothing goes wrong; everything fits."""
     world = World(seed, knobs=Knobs(), faults=())
-    world.engines = [SimEngine(world, "e", space=world.spaces[0], blocks=64)]
+    world.engines = [SimEngine(world.machines[0], "e", space=world.spaces[0], blocks=64)]
     return world
 
 
@@ -24,7 +24,7 @@ def turn(world: World, engine: SimEngine) -> None:
     for _ in range(20):
         engine.copy_step()
     engine.poll_ranks()
-    world.node_step()
+    engine.machine.node_step()
     engine.poll_ranks()
 
 

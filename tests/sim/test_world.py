@@ -1,82 +1,129 @@
-"""The seeded world holds, repeats itself, and notices when something is broken on purpose."""
+"""The seeded world holds, repeats itself, knows every fault of the catalogue, and runs for long."""
 
 from __future__ import annotations
 
-import shlex
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from kvstore.client.core.lookups import Stage
-from kvstore.client.core.rank import RankCore
-from kvstore.client.core.scheduler import SchedulerCore
-from kvstore.engine.engine import Engine
 from kvstore.testing.shrink import Case, shrink
+from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_engine import SimEngine, SimRequest
-from kvstore.testing.sim_parts import FAULTS, LAYOUTS, Knobs, WorldResult
-from kvstore.testing.sim_rank import Violation
-from kvstore.testing.world import World, main
+from kvstore.testing.sim_parts import FAULTS, LAYOUTS, Knobs
+from kvstore.testing.world import Totals, World, main, run_case, run_seeds
 from kvstore.types import Shard
-from kvstore.wire.messages import NodeMessage, Quiesce
-from tests.unit.engine import broken
+from tests.sim.catalogue import CATALOGUE
 
-STEPS = 600
-FEW, MANY = range(1, 21), range(21, 221)
-SEEDS_TO_NOTICE = 100
-
-
-def run(seeds: range) -> list[WorldResult]:
-    return [World(seed).run(STEPS) for seed in seeds]
+STEPS = 1000
+FEW = range(1, 16)
+MANY_FROM, MANY_EACH, EVENTS_MIN, TIMES_MIN = 1001, 260, 400_000, 30
+"""Two processes run so many seeds each."""
+REPEATED = range(6, 16)
 
 
-def check(results: list[WorldResult], *, times: int) -> None:
-    totals: Counter[str] = Counter()
-    for result in results:
-        totals.update(result.faults)
-    rare = {name: totals[name] for name in FAULTS if totals[name] < times}
-    assert not rare, f"a fault hardly happens: {rare}"
-    assert sum(result.finished for result in results) > 20 * len(results)
-    assert sum(result.loaded_blocks for result in results) > 10 * len(results)
-    assert sum(result.promoted_blocks for result in results) > len(results)
+def cases(seeds: Iterable[int]) -> list[Case]:
+    return [Case(seed, STEPS) for seed in seeds]
+
+
+def check(totals: Totals, *, seeds: int) -> None:
+    assert totals.seeds == seeds
+    assert not totals.violations
+    assert totals.finished > 20 * seeds
+    assert totals.loaded_blocks > 10 * seeds
+    assert totals.promoted_blocks > seeds
+    assert totals.foreign_blocks > seeds
+    assert totals.least_hit_share >= 0.95
 
 
 def test_few_seeds_hold() -> None:
-    check(run(FEW), times=0)
+    check(run_seeds(cases(FEW)), seeds=len(FEW))
+
+
+def run_elsewhere(first_seed: int, count: int, stories: Path) -> subprocess.Popen[str]:
+    """In a process of its own."""
+    words = f"--seed {first_seed} --seeds {count} --steps {STEPS} --json --stories {stories}"
+    command = [sys.executable, "-m", "kvstore.testing.world", *words.split()]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_many_seeds_hold() -> None:
-    check(run(MANY), times=10)
+@pytest.mark.timeout(600)
+def test_many_seeds_hold_and_every_fault_happens(tmp_path: Path) -> None:
+    runs = [run_elsewhere(MANY_FROM + part * MANY_EACH, MANY_EACH, tmp_path) for part in range(2)]
+    try:
+        told = [run.communicate()[0] for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+    parts = [msgspec.json.decode(line, type=Totals) for line in told]
+    assert not list(tmp_path.iterdir()), min(tmp_path.iterdir()).read_text()
+    for part in parts:
+        check(part, seeds=MANY_EACH)
+    assert sum(part.events for part in parts) >= EVENTS_MIN
+    faults = sum((Counter(part.faults) for part in parts), Counter[str]())
+    names = {name for row in CATALOGUE.values() for name in row}
+    rare = {name for name in names if faults[name] < TIMES_MIN}
+    assert not rare, f"{sorted(rare)} hardly happen: {dict(sorted(faults.items()))}"
 
 
-FOUND = {
-    47: "an identity put aside on a disk that takes no new one: the node never started again",
-}
-"""Seeds that found bugs of the product."""
-
-
-@pytest.mark.parametrize("seed", FOUND)
-def test_found_seeds_hold(seed: int) -> None:
-    assert World(seed).run(STEPS).finished
+def test_the_catalogue_names_every_fault() -> None:
+    names = {name for row in CATALOGUE.values() for name in row}
+    assert names == {*FAULTS, "lost unsynced"}
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_a_seed_repeats_itself(seed: int) -> None:
-    assert World(seed).run(STEPS) == World(seed).run(STEPS)
+    (case,) = cases([seed])
+    assert run_case(case) == run_case(case)
+
+
+def test_seeds_repeat_themselves_in_another_process(tmp_path: Path) -> None:
+    # With another seed of Python's own hashes, too.
+    here = run_seeds(cases(REPEATED))
+    with run_elsewhere(REPEATED[0], len(REPEATED), tmp_path) as run:
+        there = msgspec.json.decode(run.communicate()[0], type=Totals)
+    assert there.trace == here.trace
 
 
 def test_seeds_differ() -> None:
-    assert len({result.trace for result in run(range(1, 6))}) == 5
+    assert len({run_case(case).trace for case in cases(range(1, 6))}) == 5
+
+
+def test_a_failure_is_written_down_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = World.close
+
+    def end_badly(self: World) -> list[str]:
+        return ended(self) + (["a file"] if self.seed == 2 else [])
+
+    monkeypatch.setattr(World, "close", end_badly)
+    words = f"--seed 1 --seeds 3 --steps 10 --json --stories {tmp_path}"
+    assert main(words.split()) == 1
+    totals = msgspec.json.decode(capsys.readouterr().out, type=Totals)
+    assert (totals.first_seed, totals.seeds, len(totals.violations)) == (1, 3, 1)
+    (story,) = tmp_path.iterdir()
+    assert story.name == "seed-2.txt"
+    assert totals.violations[0] in story.read_text()
+
+
+def test_time_ends_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "5", "--steps", "10", "--minutes", "0.0000001", "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out, type=Totals).seeds <= 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda shards: f"{len(shards)} ranks")
 def test_every_layout_stores_each_shard_once_and_hits(layout: tuple[Shard, ...]) -> None:
     world = World(1, knobs=Knobs(), faults=())
     engines = [
-        SimEngine(world, name, space=world.spaces[0], blocks=64, shards=layout) for name in "ab"
+        SimEngine(world.machines[0], name, space=world.spaces[0], blocks=64, shards=layout)
+        for name in "ab"
     ]
     world.engines = list(engines)
     keys = world.chains[0][:8]
@@ -98,19 +145,8 @@ def test_every_layout_stores_each_shard_once_and_hits(layout: tuple[Shard, ...])
     # The first stored everything once, the second found it.
     assert sum(rank.stored_blocks for rank in first.ranks) == blocks * len(set(layout))
     assert (first.loaded_blocks, second.loaded_blocks) == (0, blocks)
-    (dram,) = [tier for tier in world.node.tiers() if tier.tier == "dram"]
+    (dram,) = [tier for tier in world.machines[0].node.tiers() if tier.tier == "dram"]
     assert dram.slots_sealed == blocks * len(set(layout))
-
-
-@pytest.mark.slow
-def test_a_failure_is_made_small_and_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fence_ignored(monkeypatch)
-    assert main(["--seed", "1", "--seeds", "30", "--shrink"]) == 1
-    told = capsys.readouterr().err
-    again = shlex.split(told[told.index("again: ") :].split("\n")[0])
-    assert main(again[again.index("--seed") :]) == 1
 
 
 def test_shrinking_leaves_out_what_is_not_needed() -> None:
@@ -124,92 +160,3 @@ def test_shrinking_leaves_out_what_is_not_needed() -> None:
     assert 40 <= small.steps < 50
     with pytest.raises(Violation):
         run(small)
-
-
-# ── broken on purpose ────────────────────────────────────────────────────────────────────────────
-
-
-def fence_ignored(patch: pytest.MonkeyPatch) -> None:
-    """Blocks are overwritten while a store has yet to read them."""
-    patch.setattr(RankCore, "fence", lambda *_: False)
-
-
-def stores_while_loading(patch: pytest.MonkeyPatch) -> None:
-    """A request's blocks are bound to stores while its load still writes them."""
-    full_blocks = SchedulerCore.full_blocks
-
-    def changed(self: SchedulerCore, request: str, **tokens: int) -> int:
-        entry = self._requests.get(request)
-        if entry is None or entry.lookup.stage is not Stage.LOADING:
-            return full_blocks(self, request, **tokens)
-        entry.lookup.stage = Stage.NONE
-        full = full_blocks(self, request, **tokens)
-        entry.lookup.stage = Stage.LOADING
-        return full
-
-    patch.setattr(SchedulerCore, "full_blocks", changed)
-
-
-def freed_while_loading(patch: pytest.MonkeyPatch) -> None:
-    """An aborted request's blocks are handed out while its load still writes them."""
-
-    def changed(self: SimEngine, request: SimRequest) -> None:
-        self.core.finished(request.name)
-        (self.running if request in self.running else self.waiting).remove(request)
-        self._free(request)
-
-    patch.setattr(SimEngine, "abort", changed)
-
-
-def replicas_write_too(patch: pytest.MonkeyPatch) -> None:
-    """Every rank stores, the replicas into the slot of the rank that writes."""
-    received = RankCore.received
-
-    def changed(self: RankCore, message: NodeMessage) -> None:
-        if isinstance(message, Quiesce):
-            message = msgspec.structs.replace(message, writes=True)
-        received(self, message)
-
-    patch.setattr(RankCore, "received", changed)
-
-
-def columns_mixed_up(patch: pytest.MonkeyPatch) -> None:
-    """Ranks read and write the column of another shard of the same size."""
-    received = RankCore.received
-
-    def changed(self: RankCore, message: NodeMessage) -> None:
-        if isinstance(message, Quiesce):
-            message = msgspec.structs.replace(message, column=0)
-        received(self, message)
-
-    patch.setattr(RankCore, "received", changed)
-
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-# The other engines of `broken` need a rank that seals what it no longer has, or a second process
-# of a rank beside the first: no client here does that. The state machine notices those.
-NOTICED: list[Patch] = [
-    broken.generation_stays,
-    broken.leases_do_not_hold,
-    broken.no_quarantine,
-    fence_ignored,
-    stores_while_loading,
-    freed_while_loading,
-    replicas_write_too,
-    columns_mixed_up,
-]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("change", NOTICED, ids=lambda change: change.__name__)
-def test_what_is_broken_is_noticed(change: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    change(monkeypatch)
-    # The accounts of a broken engine may be in order; it is the promises that must notice.
-    monkeypatch.setattr(Engine, "check", lambda _: None)
-    for seed in range(1, SEEDS_TO_NOTICE + 1):
-        try:
-            World(seed).run(STEPS)
-        except Violation:
-            return
-    pytest.fail(f"{SEEDS_TO_NOTICE} seeds held")

@@ -1,0 +1,210 @@
+"""The copies of one rank between its cache and the arena: the world's transfer engine.
+
+A copy is two events, so that everything can happen in between. What can become of one:
+
+    copy stalls                   it takes its time: its slot may be somebody else's by then
+    late write                    its socket ends first: it writes to a slot that was abandoned
+    copy fails half way           a part is written, then an error
+    one of several copies fails   the same on one rank of several, or of its copies
+    copy never ends               until its process is killed
+
+Checked: nobody else writes to a slot while a copy does, however late that is (I4), and what is
+read under a valid generation did not change meanwhile (I5).
+
+Does not cover: which copy is next (`client.core.rank`), sockets (`sim_rank`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import xxhash
+
+from kvstore.client.core.copies import (
+    CompareBlock,
+    Compared,
+    Copied,
+    Copy,
+    LoadBlock,
+    Mismatch,
+    Outcome,
+    StoreBlock,
+    Void,
+)
+from kvstore.testing.sim_parts import DAMAGED, TORN, SimMemory
+from kvstore.types import PAGE_BYTES
+from kvstore.units import NS_PER_MS
+from kvstore.wire.layout import slot_bytes
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim_rank import SimRank
+
+FENCE_NS_MAX: Final = 100 * NS_PER_MS
+"""As the connector waits for stores that read blocks which are needed."""
+_STALL_SHARE: Final = 0.25
+_FAIL_SHARE: Final = 0.05
+_CLEAR_SHARE: Final = 0.25
+_HANG_SHARE: Final = 0.04
+"""Of the copies that an enabled fault could hit."""
+
+
+class Violation(AssertionError):
+    """A promise was broken; the text is the story, `steps` says in which step with faults."""
+
+    def __init__(self, text: str, steps: int = 0) -> None:
+        super().__init__(text)
+        self.steps = steps
+
+
+def checksum(header: bytes, data: bytes) -> bytes:
+    """As `kernels` makes it and the file tier verifies it."""
+    return xxhash.xxh3_128_digest(header + data)
+
+
+class SimCopies:
+    """The copying thread of `rank`."""
+
+    def __init__(self, rank: SimRank) -> None:
+        self._rank = rank
+        self._world = rank.world
+        self.running: Copy | None = None
+        self.hangs = False
+        """The one that runs never ends."""
+        self._begun_with: bytes | None = b""
+        self._ticket = 0
+        self._stalled_until_ns = 0
+        self._slot_pages = slot_bytes(rank.block_bytes) // PAGE_BYTES
+
+    @property
+    def _memory(self) -> SimMemory:
+        memory = self._rank.memory
+        assert memory is not None, "a copy without an arena"
+        return memory
+
+    def step(self) -> bool:
+        """Begin the next copy, or end the one that runs. False: nothing to do."""
+        if self.running is not None:
+            if not self.hangs and self._world.now_ns >= self._stalled_until_ns:
+                self._end()
+            return True
+        copy = self._rank.core.next_copy()
+        if copy is not None:
+            self._begin(copy)
+        return copy is not None
+
+    def end_within_fence(self) -> bool:
+        """Somebody waits for what runs, or for the next one. False: not that long."""
+        if self.hangs or self._stalled_until_ns > self._world.now_ns + FENCE_NS_MAX:
+            return False
+        self._stalled_until_ns = 0
+        return self.step()
+
+    def stall(self) -> None:
+        """What runs, or is next, takes its time."""
+        duration_ms = self._world.random.randint(10, 1500)
+        self._stalled_until_ns = self._world.now_ns + duration_ms * NS_PER_MS
+
+    def end_process(self) -> None:
+        """Its process is gone, and with it what runs."""
+        self.running = None
+
+    # ── one copy ─────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, copy: Copy) -> None:
+        rank, memory = self._rank, self._memory
+        if not self._holds(copy):
+            rank.core.finished(copy, Void())
+            return
+        self.running = copy
+        if isinstance(copy, LoadBlock):
+            self._begun_with = memory.read(copy.slot, rank.block_bytes)
+            rank.pool[copy.block_id] = TORN
+        elif isinstance(copy, StoreBlock):
+            self._begun_with = rank.pool[copy.block_id]
+            self._ticket = memory.begin_write(copy.slot, self._slot_pages, rank.block_bytes)
+        if self._strikes("copy never ends", _HANG_SHARE):
+            self.hangs = True
+        elif isinstance(copy, LoadBlock) and self._strikes("copy stalls", _STALL_SHARE):
+            self.stall()
+        elif isinstance(copy, LoadBlock) and self._strikes("clear", _CLEAR_SHARE):
+            # The slot is free for others before the copy ends.
+            rank.machine.clear(None, None)
+            self.stall()
+
+    def _end(self) -> None:
+        copy, self.running = self.running, None
+        assert copy is not None
+        if self._strikes(self._rank.failure, _FAIL_SHARE):
+            outcome = self._fail(copy)
+        elif isinstance(copy, LoadBlock):
+            outcome = self._end_load(copy)
+        elif isinstance(copy, StoreBlock):
+            outcome = self._end_store(copy)
+        else:
+            outcome = self._end_compare(copy)
+        self._rank.core.finished(copy, outcome)
+
+    def _fail(self, copy: Copy) -> Outcome:
+        """Half of it is there: in the cache torn bytes, in the slot the beginning of the block."""
+        rank, memory = self._rank, self._memory
+        rank.disturbed_ns = self._world.now_ns
+        if isinstance(copy, StoreBlock):
+            data = self._world.words.payload(rank.pool[copy.block_id] or TORN, rank.block_bytes)
+            self._write(copy, memory, data[: len(data) // 2])
+        return Void("the copy failed")
+
+    def _end_store(self, copy: StoreBlock) -> Outcome:
+        rank = self._rank
+        word = rank.pool[copy.block_id]
+        if word != self._begun_with or word is None:
+            word = TORN
+        data = self._world.words.payload(word, rank.block_bytes)
+        self._write(copy, self._memory, data)
+        rank.stored_blocks += 1
+        return Copied(checksum(copy.header, data))
+
+    def _write(self, copy: StoreBlock, memory: SimMemory, data: bytes) -> None:
+        if not memory.end_write(copy.slot, data, self._ticket):
+            raise Violation(f"{self._rank.name}: another wrote to a slot of its while it wrote")
+
+    def _end_load(self, copy: LoadBlock) -> Outcome:
+        rank, memory = self._rank, self._memory
+        data = memory.read(copy.slot, rank.block_bytes)
+        is_whole = data == self._begun_with
+        word = self._world.words.word(data)
+        if not is_whole:
+            word = DAMAGED if memory.is_damaged else TORN
+        rank.pool[copy.block_id] = word
+        if not self.still_holds(copy):
+            return Void()
+        if copy.checksum is not None and (
+            not is_whole or checksum(copy.header, data) != copy.checksum
+        ):
+            return Mismatch()
+        return Copied()
+
+    def _end_compare(self, copy: CompareBlock) -> Outcome:
+        rank = self._rank
+        data = self._memory.read(copy.slot, rank.block_bytes)
+        differs = self._world.words.word(data) != rank.pool[copy.block_id]
+        if not self._holds(copy):
+            return Void()
+        if differs and checksum(copy.header, data) != copy.checksum:
+            return Mismatch()
+        return Compared(1.4 if differs else 0.0, differs)
+
+    def _holds(self, copy: Copy) -> bool:
+        """Whether the slot still has the generation that the copy was ordered for."""
+        return self._memory.tier.generation(copy.slot) == copy.generation
+
+    def still_holds(self, copy: LoadBlock) -> bool:
+        """The same, once the bytes of a load are there."""
+        return self._holds(copy)
+
+    def _strikes(self, fault: str, share: float) -> bool:
+        world = self._world
+        if fault not in world.enabled or world.random.random() >= share:
+            return False
+        world.strike(fault, self._rank.machine)
+        world.note(f"it hits {self._rank.name}")
+        return True

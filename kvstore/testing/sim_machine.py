@@ -1,0 +1,273 @@
+"""One machine of the world: a node that is up or not, its sockets, its part of a disk, its clock.
+
+The clock is the machine's: while it is suspended that stands still, or jumps afterwards, as the
+clocks of laptops and of virtual machines do. The world's own time is nobody's but the oracle's.
+
+Does not cover: the node process itself (`sim_node`), engines (`sim_engine`), when what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore.engine.engine import Engine
+from kvstore.engine.events import Clear, Ended, Event, Exited, Received
+from kvstore.errors import ConfigError
+from kvstore.testing.sim_copies import Violation
+from kvstore.testing.sim_disk import SimDisk, empty
+from kvstore.testing.sim_node import SimNode
+from kvstore.testing.sim_parts import DISK_CALL_FAULTS, SimMemory
+from kvstore.testing.sim_sockets import SimSockets
+from kvstore.types import ConnectionId, SpaceId
+from kvstore.wire.messages import (
+    HelloRank,
+    HelloScheduler,
+    Message,
+    decode_from_engine,
+)
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim_engine import SimEngine
+    from kvstore.testing.sim_world import World
+
+
+class Machine:
+    """See the module. `World` calls its public methods as events."""
+
+    def __init__(self, world: World, number: int, folder: Path | None) -> None:
+        """Args:
+        world: whose it is.
+        number: counts from 1.
+        folder: of the whole world; None: nobody has a disk.
+        """
+        self.world = world
+        self.knobs = world.knobs
+        self.random = world.random
+        self.name = f"m{number}"
+        self.directory: Path | None = None
+        """Where its node's files are."""
+        self._aside: Path | None = None
+        """What another node left; the node may be given it."""
+        if folder is not None:
+            self.directory = folder / "file" / self.name
+            self._aside = folder / "aside" / self.name
+        self.unsynced: dict[str, list[tuple[int, int]]] = {}
+        """Path → (offset, length) of writes since its last sync."""
+        self.sockets = SimSockets()
+        self._late_exits: list[int] = []
+        """Connections of processes that are gone and whose pidfd has not fired yet."""
+        self._clock_shift_ns = self._clock_floor_ns = 0
+        self.suspended_until_ns = 0
+        self.stopped_until_ns = 0
+        self.disturbed_ns = 0
+        """When something last happened that may end a lease before its time."""
+        self.was_damaged = False
+        """Bytes in its dram changed, in this life of its node or an earlier one."""
+        self.promoted = 0
+        """Blocks that nodes which are gone read from disk."""
+        self.heartbeat_ns = self.now_ns
+        self._incarnation = 0
+        self._process: SimNode | None = None
+        self.memory = SimMemory(self.knobs.arena_bytes)
+        """The arena of the node that was up last."""
+        self.start_node()
+
+    # ── what it is ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def now_ns(self) -> int:
+        """Its monotonic clock."""
+        return max(self._clock_floor_ns, self.world.now_ns + self._clock_shift_ns)
+
+    @property
+    def runs(self) -> bool:
+        return self.world.now_ns >= self.suspended_until_ns
+
+    @property
+    def node(self) -> Engine:
+        """The engine of the node that is up."""
+        assert self._process is not None
+        return self._process.engine
+
+    @property
+    def disk(self) -> SimDisk | None:
+        """Of the node, if it is up and has one."""
+        return self._process.files.disk if self._process and self._process.files else None
+
+    @property
+    def node_up(self) -> bool:
+        return self._process is not None
+
+    @property
+    def node_runs(self) -> bool:
+        return self.node_up and self.runs and self.world.now_ns >= self.stopped_until_ns
+
+    @property
+    def engines(self) -> list[SimEngine]:
+        return [engine for engine in self.world.engines if engine.machine is self]
+
+    # ── the node ─────────────────────────────────────────────────────────────────────────────────
+
+    def start_node(self) -> None:
+        """A new incarnation with an empty arena."""
+        self._incarnation += 1
+        try:
+            self._process = SimNode(self, incarnation=self._incarnation, directory=self.directory)
+            self.memory = self._process.memory
+        except ConfigError as error:
+            self.world.note(f"the node of {self.name} does not start: {str(error)[-60:]}")
+
+    def feed(self, events: Sequence[Event]) -> None:
+        if self._process is not None:
+            self._process.feed(events)
+
+    def node_step(self) -> None:
+        """Beat, then read some of what waits: ranks before schedulers, as the driver does."""
+        node = self._process
+        if node is None or not self.node_runs:
+            return
+        self.heartbeat_ns = self.now_ns
+        events: list[Event] = [node.tick()]
+        waiting = [(c, s) for c, s in self.sockets.items() if s.to_node or s.node_sees_end]
+        waiting.sort(key=lambda item: item[1].rank is None)
+        for connection, socket in waiting:
+            budget = len(socket.to_node) if socket.rank is not None else self.random.randint(1, 4)
+            while socket.to_node and budget:
+                budget -= 1
+                message = decode_from_engine(socket.to_node.popleft())
+                events.append(Received(ConnectionId(connection), message))
+            if socket.node_sees_end and not socket.to_node:
+                socket.node_sees_end = False
+                events.append(Ended(ConnectionId(connection)))
+        node.feed(events)
+        node.read_files()
+
+    def files_go_on(self, turns: int) -> None:
+        """The threads of the file tier have some turns."""
+        node = self._process
+        if node is None or node.files is None or not self.node_runs:
+            return
+        node.files.run(turns)
+        if node.files.disk.is_torn:
+            self.kill_node()
+
+    def kill_node(self) -> list[str]:
+        """kill -9 of the node: every socket ends; the old memory lives on in its mappings. Returns
+        the files that it had open."""
+        if self._process is None:
+            return []
+        self.disturbed_ns = self.world.now_ns
+        left = self.end_process()
+        engines = self.engines
+        self.sockets.node_died(
+            {c for e in engines for c in (e.scheduler_socket, *(r.socket for r in e.ranks))}
+        )
+        self._late_exits.clear()
+        return left
+
+    def end_process(self) -> list[str]:
+        """Only the process ends, at once. Returns the files that it had open."""
+        node, self._process = self._process, None
+        if node is None:
+            return []
+        self.promoted += node.engine.counters.file_blocks_read
+        return node.files.kill() if node.files is not None else []
+
+    def restart_node(self) -> None:
+        """A new incarnation; old sockets mean nothing to it."""
+        for engine in self.engines:
+            if engine.scheduler_socket:
+                engine.drop_scheduler("node died")
+            for rank in engine.ranks:
+                if rank.socket and rank is not engine.dead_rank:
+                    rank.drop()
+        self.sockets.clear()
+        self.start_node()
+
+    def upgrade_node(self) -> bool:
+        """An orderly end; the next incarnation finds what was written. False: nobody hears it."""
+        node = self._process
+        if node is None or not self.node_runs:
+            return False
+        if node.files is not None:
+            node.files.close()
+        left = self.kill_node()
+        if left and not self.world.enabled.intersection(DISK_CALL_FAULTS):
+            raise Violation(f"an orderly end leaves files open: {left}")
+        return True
+
+    def clear(self, space: SpaceId | None, tenant: str | None) -> bool:
+        """As `kvstore clear`; False: nobody hears it."""
+        if self.node_runs:
+            self.feed([Clear(space, tenant)])
+        return self.node_runs
+
+    def suspend(self, duration_ns: int, *, clock_stands_still: bool) -> None:
+        """Nothing of this machine runs for a while."""
+        self.suspended_until_ns = self.world.now_ns + duration_ns
+        if clock_stands_still:
+            self._clock_floor_ns = self.now_ns
+            self._clock_shift_ns -= duration_ns
+
+    # ── its part of the disk ─────────────────────────────────────────────────────────────────────
+
+    def empty_directory(self) -> bool:
+        """Somebody tidied up; False: there was nothing."""
+        assert self.directory is not None
+        self.unsynced.clear()
+        return empty(self.directory, self.random)
+
+    def swap_directory(self, other: Machine | None = None) -> None:
+        """Its node comes back with what another one left. Nobody uses either now."""
+        mine, its = self.directory, self._aside if other is None else other.directory
+        assert mine is not None
+        assert its is not None
+        spare = mine.parent.parent / "spare"
+        for source, target in ((mine, spare), (its, mine), (spare, its)):
+            if source.exists():
+                source.rename(target)
+        for machine in (self, other or self):
+            machine.unsynced.clear()
+
+    # ── sockets, as engines see them ─────────────────────────────────────────────────────────────
+
+    def connect(self, hello: HelloScheduler | HelloRank) -> int:
+        """A new connection, or 0 when nobody listens."""
+        return self.sockets.connect(hello, self._process.memory) if self._process else 0
+
+    def take_inbox(self, connection: int) -> list[Message | None]:
+        """What has arrived, or when the world is slow a part of it."""
+        count = None
+        if "slow" in self.world.enabled and connection in self.sockets:
+            waiting = len(self.sockets[connection].to_engine)
+            count = self.random.randint(0, waiting)
+            self.world.faults["slow"] += count < waiting
+        return self.sockets.take(connection, count)
+
+    # ── processes that end ───────────────────────────────────────────────────────────────────────
+
+    def kill_processes(self, connections: Iterable[int]) -> None:
+        """Sockets end and pidfds fire, in any order; nothing is said any more."""
+        events: list[Event] = []
+        for connection in list(connections):
+            if connection in self._late_exits:
+                continue
+            socket = self.sockets[connection]
+            socket.cut(self.random.randint(0, len(socket.to_node)))
+            if self.random.random() < 0.5:
+                events.append(Exited(ConnectionId(connection)))
+            else:
+                self._late_exits.append(connection)
+        self.feed(events)
+
+    def end_late_exit(self) -> None:
+        """A pidfd that has not fired yet fires, perhaps."""
+        if self._late_exits and self.node_runs and self.random.random() < 0.5:
+            self.feed([Exited(ConnectionId(self._late_exits.pop(0)))])
+
+    def end_late_exits(self) -> None:
+        """All of them."""
+        self.feed([Exited(ConnectionId(c)) for c in self._late_exits])
+        self._late_exits.clear()

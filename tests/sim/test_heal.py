@@ -1,0 +1,116 @@
+"""What must come back after the faults is really asked for: products that heal in all but one way.
+
+Each is noticed by the very check that is there for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from kvstore.client.core import breaker as client_breaker
+from kvstore.engine.engine import Engine
+from kvstore.engine.sessions import Sessions
+from kvstore.engine.slots import Slots
+from kvstore.engine.stores import Stores
+from kvstore.testing import sim_heal
+from kvstore.testing.sim_copies import Violation
+from kvstore.testing.sim_parts import DISK_CALL_FAULTS, Knobs
+from kvstore.testing.world import World
+from kvstore.tiers.file import breaker as file_breaker
+from kvstore.tiers.file.catalog import Catalog
+from kvstore.tiers.file.shared import Peers
+
+STEPS = 1000
+SEEDS = range(1, 101)
+
+
+def the_engine_never_tries_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(client_breaker.Breaker, "succeeded", lambda _: None)
+
+
+def the_disk_is_never_tried_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(file_breaker.Breaker, "allows", lambda self, _: not self.is_open)
+
+
+def after_a_quarantine_nothing_is_granted(patch: pytest.MonkeyPatch) -> None:
+    grant_all = Stores.grant_all
+
+    def changed(self: Stores) -> None:
+        if not self._state.counters.slots_quarantined:
+            grant_all(self)
+
+    patch.setattr(Stores, "grant_all", changed)
+
+
+def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Slots, "of_writer", lambda self, _: (self.writer == -2).nonzero()[0])
+
+
+def who_is_gone_stays_attached(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sessions, "_forget_if_empty", lambda *_: None)
+
+
+def descriptors_stay_open(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Catalog, "close", lambda _: None)
+
+
+def nobody_looks_at_the_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Peers, "_look_at", lambda *_: True)
+
+
+def an_engine_is_never_complete(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sessions, "_open", lambda *_: None)
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+ROOMY = Knobs(arena_slots=512, ttl_ms=500)
+"""Where a leak is no want of room: only the check for leaks can see it."""
+
+
+class Unhealed(NamedTuple):
+    """What is told of it, and the worlds that show it."""
+
+    told: str
+    knobs: Knobs | None = None
+    faults: tuple[str, ...] = ()
+
+
+UNHEALED: dict[Patch, Unhealed] = {
+    the_engine_never_tries_again: Unhealed("does not use its node again"),
+    the_disk_is_never_tried_again: Unhealed("never written to disk", faults=DISK_CALL_FAULTS[:6]),
+    after_a_quarantine_nothing_is_granted: Unhealed("blocks again"),
+    quarantine_never_ends: Unhealed("slots left granted, quarantined or leased", ROOMY),
+    who_is_gone_stays_attached: Unhealed("still attached to", ROOMY),
+    descriptors_stay_open: Unhealed("leaves files open"),
+    nobody_looks_at_the_others: Unhealed("blocks of another one"),
+    an_engine_is_never_complete: Unhealed("is not attached after the faults"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("change", UNHEALED, ids=lambda change: change.__name__)
+def test_what_does_not_heal_is_noticed(change: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(monkeypatch)
+    monkeypatch.setattr(Engine, "check", lambda _: None)
+    told, case = "", UNHEALED[change]
+    for seed in SEEDS:
+        try:
+            World(seed, knobs=case.knobs, always=case.faults).run(STEPS)
+        except Violation as violation:
+            told = str(violation).split("\n")[0]
+            if case.told in told:
+                return  # another check may be the first to see it
+    pytest.fail(f"{len(SEEDS)} seeds held, or broke another promise: {told}")
+
+
+@pytest.mark.parametrize("slots", [4, 8, 24, 4096])
+@pytest.mark.parametrize("credit_share", [0.125, 0.5])
+def test_undisturbed_the_workload_finds_all_that_it_stored(slots: int, credit_share: float) -> None:
+    knobs = Knobs(arena_slots=slots, credit_share=credit_share)
+    world = World(1, knobs=knobs, faults=(), engine_count=1)
+    engine = sim_heal.probe(world.machines[0])
+    assert sim_heal.hits(engine, "undisturbed") == sim_heal.WORKLOAD_BLOCKS
