@@ -81,7 +81,9 @@ def _serve_again(engine: SimEngine) -> None:
     """Its breaker closes with one of the next questions."""
     machine = engine.machine
     for number in range(_ROUNDS):
-        _ask(engine, _keys(f"{machine.name}/{engine.name}/{number}"))
+        keys = _keys(f"{machine.name}/{engine.name}/{number}")
+        _ask(engine, keys)
+        _ask(engine, keys)
         if engine.core.is_serving:
             return
         machine.world.now_ns += _COOLDOWN_NS

@@ -60,6 +60,12 @@ class Breaker:
             self._probe_due_ns = now_ns + self._cooldown_ns
         return self.is_open
 
+    def unused(self) -> None:
+        """The probe came to nothing that could fail or succeed: the next may be tried at once."""
+        if self._probe_is_out:
+            self._probe_is_out = False
+            self._probe_due_ns = 0
+
     def succeeded(self) -> None:
         """Close, forget all failures."""
         self._failures = 0

@@ -110,6 +110,7 @@ class Lookup:
         "found_blocks",
         "is_probe",
         "is_shadow",
+        "is_trial",
         "is_verified",
         "load_reports",
         "miss_reason",
@@ -140,6 +141,8 @@ class Lookup:
         """Loads do not pay: this one loads the least there is, to see."""
         self.is_shadow = False
         """If it is a hit, it may be computed and compared."""
+        self.is_trial = False
+        """Loads failed: whether they do still is seen by the load of this one, if it has any."""
         self.is_verified = False
         """If it is loaded, every block is compared with its checksum."""
         self.asked_at_ns = 0
@@ -370,6 +373,7 @@ class Lookups:
             return None
         if not lookup.failed:
             self._copies.succeeded()
+        lookup.is_trial = False
         self.release(lookup)
         return lookup
 
@@ -381,6 +385,9 @@ class Lookups:
         # An unanswered ask is released too: the node handles datagrams in order.
         if released and lookup.session == self._attachment.session:
             self._attachment.outbox.append(LeaseRelease(leases=released))
+        if lookup.is_trial:
+            lookup.is_trial = False
+            self._copies.unused()
         lookup.parts = []
         lookup.stage = Stage.NONE
         lookup.target_blocks = ()
@@ -416,6 +423,7 @@ class Lookups:
             return self._miss(lookup, "breaker open")
         self._breaker.allows(now_ns)
         self._copies.allows(now_ns)
+        lookup.is_trial = self._copies.is_open
         lookup.is_shadow = self._is_due(self._hits_unchecked, self._config.shadow_every)
         due = self._is_due(self._loads_unverified, self._config.verify_every)
         lookup.is_verified = due or lookup.is_shadow

@@ -218,6 +218,40 @@ def test_a_failed_load_answers_zero_for_ever(node: ScriptedNode) -> None:
     assert node.core.leases_open == 0
 
 
+def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
+    node: ScriptedNode,
+) -> None:
+    node.attach()
+    for number in range(3):
+        keys = chain(f"bad{number}", 3)
+        node.keys = set(keys)
+        arrive(node, f"r{number}", keys)
+        ask(node, f"r{number}", keys)
+        node.exchange()
+        load(node, f"r{number}", keys, [1, 2, 3], 3)
+        (job,) = node.core.plan((), node.now_ns).loads
+        ended(node, f"r{number}", job.lease, failed=(1, 2, 3))
+    node.wait(1100)
+    for number in range(3):
+        keys = chain(f"nothing{number}", 3)
+        arrive(node, f"n{number}", keys)
+        assert ask(node, f"n{number}", keys) is PENDING
+        keys = chain(f"meanwhile{number}", 3)
+        arrive(node, f"m{number}", keys)
+        assert ask(node, f"m{number}", keys) == Miss("breaker open"), "one at a time"
+        node.exchange()
+        assert ask(node, f"n{number}", chain(f"nothing{number}", 3)) == Miss("not stored")
+    keys = chain("good", 3)
+    node.keys = set(keys)
+    arrive(node, "g", keys)
+    ask(node, "g", keys)
+    node.exchange()
+    load(node, "g", keys, [1, 2, 3], 3)
+    (job,) = node.core.plan((), node.now_ns).loads
+    ended(node, "g", job.lease)
+    assert node.core.is_serving
+
+
 def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:
     keys = chain("a", 3)
     node.keys = set(keys)
