@@ -77,6 +77,7 @@ class Attachment:
         self._clock_offset_ns = 0
         self._away_noticed = False
         self._silent_since_ns = 0
+        self._last_beat_ns = 0
         self._silence_noticed_ns: int | None = None
 
     @property
@@ -195,6 +196,10 @@ class Attachment:
         # offset + age); the smallest bound seen is the offset to within one beat. A Welcome that
         # lay unread for seconds alone would make the node look that much younger.
         self._clock_offset_ns = min(self._clock_offset_ns, now_ns - heartbeat_ns)
+        if self.is_silent and heartbeat_ns != self._last_beat_ns:
+            # It beats again, whatever our clocks say: if they drifted apart, this is the offset.
+            self._clock_offset_ns = now_ns - heartbeat_ns
+        self._last_beat_ns = heartbeat_ns
         age_ns = now_ns - heartbeat_ns - self._clock_offset_ns
         limit_ns = self._config.heartbeat_timeout_ms * NS_PER_MS
         if age_ns <= limit_ns:

@@ -97,6 +97,16 @@ def test_a_node_on_another_clock_is_judged_by_the_smallest_offset_seen(
     assert lost(node, beat)
 
 
+def test_clocks_that_drift_apart_are_no_silence(node: ScriptedNode) -> None:
+    node.attach()
+    silent_looks = 0
+    for look in range(2000):
+        silent_looks += lost(node, node.now_ns - look * NS_PER_MS)
+        node.wait(20)
+    # 2 s of drift: noticed each time that it is as much as the limit, for one look.
+    assert silent_looks <= 8
+
+
 def test_a_welcome_that_lay_unread_does_not_blind_the_engine(node: ScriptedNode) -> None:
     node.core.attachment.connected(node.now_ns)
     sent_ns = node.now_ns
