@@ -79,7 +79,6 @@ class Reuse:
     def resume(self, words: Words, prints: Prints) -> None:
         self._prints[words] = prints
         self._fresh_count += len(words)
-        self._now = max(self._now, 1 + int(self._stamps[words].max(initial=0)))
 
     def use(self, words: Words, stamps: Stamps) -> None:
         new = words[~self._is_reused[words]]
