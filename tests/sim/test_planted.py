@@ -19,6 +19,7 @@ SEEDS = range(1, 201)
 SOONER = {
     planted.free_on_abort: 6,
     planted.lease_checked_before_the_copy_only: 70,
+    planted.batch_path_without_check: 132,
     planted.size_only_validation: 6,
     planted.first_of_several_errors_frees: 7,
     planted.stale_index_after_same_address_restart: 50,

@@ -22,6 +22,7 @@ from tests.sim.catalogue import CATALOGUE
 STEPS = 1000
 FEW = range(1, 16)
 MANY_FROM, MANY_EACH, EVENTS_MIN, TIMES_MIN = 1001, 260, 400_000, 30
+MANY_STEPS = 700
 """Two processes run so many seeds each."""
 REPEATED = range(6, 16)
 
@@ -44,9 +45,11 @@ def test_few_seeds_hold() -> None:
     check(run_seeds(cases(FEW)), seeds=len(FEW))
 
 
-def run_elsewhere(first_seed: int, count: int, stories: Path) -> subprocess.Popen[str]:
+def run_elsewhere(
+    first_seed: int, count: int, stories: Path, *, steps: int = STEPS
+) -> subprocess.Popen[str]:
     """In a process of its own."""
-    words = f"--seed {first_seed} --seeds {count} --steps {STEPS} --json --stories {stories}"
+    words = f"--seed {first_seed} --seeds {count} --steps {steps} --json --stories {stories}"
     command = [sys.executable, "-m", "kvstore.testing.world", *words.split()]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -54,7 +57,10 @@ def run_elsewhere(first_seed: int, count: int, stories: Path) -> subprocess.Pope
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_seeds_hold_and_every_fault_happens(tmp_path: Path) -> None:
-    runs = [run_elsewhere(MANY_FROM + part * MANY_EACH, MANY_EACH, tmp_path) for part in range(2)]
+    runs = [
+        run_elsewhere(MANY_FROM + part * MANY_EACH, MANY_EACH, tmp_path, steps=MANY_STEPS)
+        for part in range(2)
+    ]
     try:
         told = [run.communicate()[0] for run in runs]
     finally:
