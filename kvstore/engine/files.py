@@ -131,7 +131,7 @@ class Files:
         many of them, from the first on, are in dram or on their way, or REPEATED: then nothing was
         begun. `held`: rows of the first shard that the same question has leased already."""
         state = self._state
-        if not self.enabled or (owner.known and state.is_off(*owner.known, Tier.FILE)):
+        if not self.enabled:
             return 0
         keys = keys[: PROMOTED_BLOCKS_MAX // max(len(owner.scopes), 1)]
         space = owner.rank_hellos()[0].space

@@ -50,7 +50,7 @@ class Switches:
         if not owner.open_session or message.session != owner.open_session:
             return
         finding = self._findings.get(owner.key, message.session, message.lease)
-        if finding is None or finding.owner != owner.key:
+        if finding is None:
             return  # so long ago that nobody knows what it was lent
         blocks = np.unique(slots_array(message.diverged)).astype(np.int64)
         from_disk = finding.from_disk()

@@ -91,9 +91,9 @@ def test_a_slot_that_was_reused_meanwhile_is_nobodys_fault() -> None:
     (place,) = peer.seal(1)
     node.step(Clear(space=None, tenant=None))
     node.step(bad([place, (1 << 20, 1), (0, 99)]))
-    peer.seal(2)
-    node.step(bad([place]))
-    assert set(node.blocks()) == {key(2).hex()[:8]}
+    (slot, generation), (other, _) = peer.seal(2, 3)
+    node.step(bad([place, (slot, generation + 1), (other, 0)]))
+    assert set(node.blocks()) == {key(2).hex()[:8], key(3).hex()[:8]}
     assert node.engine.tiers()[0].scrub_bad == 0
 
 

@@ -72,8 +72,9 @@ def test_while_it_is_off_nothing_is_lent_stored_or_granted() -> None:
     compared(peer, 7, 0)
     assert node.raised[place[0]] > place[1], "who reads it sees that"
     grants = node.count(peer.scheduler, Grant)
-    sealed = peer.seal(2, 3)
-    assert node.raised[sealed[0][0]] > sealed[0][1]
+    sealed = peer.seal(*range(2, 2 + len(peer.unused())))
+    assert all(node.raised[slot] > generation for slot, generation in sealed)
+    assert node.granted() == 0
     node.tick()
     assert node.count(peer.scheduler, Grant) == grants
     reply = peer.lease(8, 2)
@@ -117,6 +118,20 @@ def test_no_engine_speaks_for_another_tenant_or_space() -> None:
     assert neighbour.lease(10, 1).slots
 
 
+def test_words_of_an_earlier_session_are_not_about_the_space_of_this_one() -> None:
+    """Its weights changed meanwhile."""
+    node = Node()
+    peer = Peer(node)
+    peer.seal(1)
+    peer.lease(7, 1)
+    earlier = peer.session
+    peer.scheduler = node.connect(peer.scheduler_hello(weights_epoch="new"))
+    peer.be_quiet()
+    assert peer.session != earlier
+    compared(peer, 7, 0, session=earlier)
+    assert off(node) == []
+
+
 @pytest.mark.parametrize(("lease", "block"), [(99, 0), (7, 1), (7, 2**32 - 1)])
 def test_words_about_what_was_never_lent_are_nothing(lease: int, block: int) -> None:
     node = Node()
@@ -141,6 +156,7 @@ def test_what_came_from_disk_switches_the_disk_off_and_memory_starts_anew() -> N
     assert node.blocks() == {key(n).hex()[:8]: "dram" for n in (1, 2)}
     assert node.writes == [], "nothing goes to disk"
     node.step(known(3, at=50))
+    assert key(3).hex()[:8] not in node.blocks()
     assert peer.lease(8, 1, 2, 3).promoting == 0
     assert node.reads == [], "and nothing comes from there"
     assert len(node.last(peer.scheduler, LeaseReply).slots) == 2 * 4
@@ -172,9 +188,12 @@ def test_it_is_emptied_a_slice_at_a_time_and_nothing_is_lent_meanwhile(
     peer.lease(7, 1)
     node.read_all()
     compared(peer, 7, 0)
-    assert len(node.blocks()) == 3
+    left = [n for n in range(1, 6) if key(n).hex()[:8] in node.blocks()]
+    assert len(left) == 3
     assert node.voids == []
-    assert peer.lease(8, 3).promoting == 0
+    assert peer.lease(8, *left).promoting == 0
+    assert peer.hint(*left) == [False] * 3
+    assert node.reads == []
     peer.seal(9)
     for _ in range(3):
         node.tick()
