@@ -36,8 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 IMAGES_MIN = 200_000
 OPENED_MIN = 2_000
-PARTS = 4
-LIVES_SAMPLED = 30
+PARTS = 8
+LIVES_SAMPLED = 15
 IMAGE_SHARE = 0.06
 """Of the images of these lives, opened by the whole tier, in each part."""
 _PAGE_MASK = (1 << PAGE_SHIFT) - 1
