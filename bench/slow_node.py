@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvstore.serve import main, process
+from kvstore.serve.begin import start_of
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.supervisor import Supervisor, spawn_process
 from kvstore.tiers.file import tier
@@ -47,7 +48,7 @@ class SlowDisk(PosixDisk):
 def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     """In this process: its node processes are this program again."""
     program = (__file__, str(SlowDisk.pace_file), "process")
-    start = main.start_of(config, settings)
+    start = start_of(config, settings)
     sys.exit(Supervisor(start, spawn=lambda: spawn_process(program)).run())
 
 

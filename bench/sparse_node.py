@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from kvstore.arena import Arena
 from kvstore.serve import config, main, process, restarts
+from kvstore.serve.begin import start_of
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.supervisor import Supervisor, spawn_process
 from kvstore.units import TIB
@@ -18,7 +19,7 @@ from kvstore.units import TIB
 
 def supervise(made: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     """In this process: its node processes are this program again."""
-    start = main.start_of(made, settings)
+    start = start_of(made, settings)
     sys.exit(Supervisor(start, spawn=lambda: spawn_process((__file__, "process"))).run())
 
 

@@ -23,7 +23,6 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from kvstore.client.link import received_descriptors
@@ -31,6 +30,7 @@ from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.errors import ProtocolError
 from kvstore.ports import Clock
 from kvstore.serve.listener import Door
+from kvstore.serve.pidfd import vouches_for
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (
@@ -484,24 +484,3 @@ class Attach:
         if self._sources.pop(fd, None) is not None:
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)
-
-
-def pid_of(fd: int) -> int | None:
-    """The process that a pidfd refers to; 0 or less when it lives in another pid namespace, None
-    when `fd` is no pidfd. Works in a process that is not dumpable too."""
-    try:
-        text = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("Pid:"):
-            return int(line.removeprefix("Pid:"))
-    return None
-
-
-def vouches_for(pidfd: int, peer_pid: int) -> bool:
-    """Whether `pidfd` may stand for the peer: it is a pidfd, and of that very process as far as
-    both can be seen from this pid namespace. With another's, slots would come back too late or,
-    worse, too early."""
-    pid = pid_of(pidfd)
-    return pid is not None and (pid <= 0 or peer_pid <= 0 or pid == peer_pid)

@@ -14,7 +14,6 @@ without a file tier, or too small for a block.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import platform
 import re
@@ -32,6 +31,7 @@ from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.engine.quotas import QUOTA_COUNT_MAX
 from kvstore.engine.writes import MOVING_SHARE
 from kvstore.errors import ConfigError
+from kvstore.serve.addresses import address_of, no_events_address, tcp_endpoints
 from kvstore.serve.machine import available_memory, file_system_bytes
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate
@@ -42,9 +42,7 @@ DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
 DEFAULT_METRICS: Final = "127.0.0.1:9464"
 DEFAULT_POLICY: Final = "lru"
 DEFAULT_ADMISSION: Final = AdmissionMode.ALL
-EXAMPLE_EVENTS: Final = "ipc:///run/kvstore/events"
 HASH_FORMS: Final = ("int", "bytes")
-PORT_MAX: Final = 65535
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
 SCRUB_BYTES_MIN: Final = 64 * KIB
@@ -386,7 +384,7 @@ def _socket(text: str) -> Path:
 def _http(text: str | bool, *, beyond_loopback: bool) -> HttpConfig | None:
     if text is False or text == "off":  # YAML reads a bare off as false
         return None
-    found = _address(str(text))
+    found = address_of(str(text))
     if found is None:
         raise ConfigError(
             f"metrics {text!r} must be an IP address and a port, such as {DEFAULT_METRICS}, or off"
@@ -447,9 +445,9 @@ def _events(settings: Settings) -> EventsConfig | None:
     if kind == "ipc" and place.startswith("/"):
         endpoints = f"ipc://{_socket(place)}", f"ipc://{_socket(place + '.replay')}"
     elif kind == "tcp":
-        endpoints, beyond_loopback = _tcp_endpoints(place, insecure=settings.insecure)
+        endpoints, beyond_loopback = tcp_endpoints(place, insecure=settings.insecure)
     else:
-        raise ConfigError(_no_events_address(settings.events))
+        raise ConfigError(no_events_address(settings.events))
     return EventsConfig(
         endpoint=endpoints[0],
         replay_endpoint=endpoints[1],
@@ -457,41 +455,6 @@ def _events(settings: Settings) -> EventsConfig | None:
         beyond_loopback=beyond_loopback,
         whole_hashes=settings.event_hashes == "bytes",
     )
-
-
-def _tcp_endpoints(place: str, *, insecure: bool) -> tuple[tuple[str, str], bool]:
-    """(both endpoints, whether other machines reach them)."""
-    found = _address(place)
-    if found is None or found[1] == PORT_MAX:
-        raise ConfigError(_no_events_address(f"tcp://{place}"))
-    address, port = found
-    if not address.is_loopback and not insecure:
-        raise ConfigError(
-            f"events on {address} can be read from other machines: use 127.0.0.1 or ipc://, or add"
-            " --insecure if that is meant"
-        )
-    host = f"[{address}]" if address.version == 6 else str(address)
-    ports = (str(port), str(port + 1)) if port else ("*", "*")
-    return (f"tcp://{host}:{ports[0]}", f"tcp://{host}:{ports[1]}"), not address.is_loopback
-
-
-def _no_events_address(text: object) -> str:
-    return (
-        f"events {text!r} must be ipc:///PATH or tcp://ADDRESS:PORT, such as {EXAMPLE_EVENTS},"
-        " or off"
-    )
-
-
-def _address(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int] | None:
-    """(address, port) of HOST:PORT; None when it is none."""
-    host, colon, port = text.rpartition(":")
-    host = host.strip("[]")
-    try:
-        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-        number = int(port)
-    except ValueError:
-        return None
-    return (address, number) if colon and 0 <= number <= PORT_MAX else None
 
 
 def _uids(value: list[int] | int | None) -> frozenset[int]:

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-import msgspec
 
 from kvstore.errors import AttachError, ConfigError
+from kvstore.serve.addresses import EXAMPLE_EVENTS
 from kvstore.serve.ask import SUMMARY, TOPICS, NodeClient, as_json, show
+from kvstore.serve.begin import supervise
 from kvstore.serve.config import (
     DEFAULT_METRICS,
     DEFAULT_SOCKET,
-    EXAMPLE_EVENTS,
     HASH_FORMS,
     LOG_LEVELS,
-    NodeConfig,
     load_config,
     read_settings,
 )
@@ -33,7 +32,6 @@ from kvstore.serve.fsck import fsck as check_directory
 from kvstore.serve.fsck import reports_as_json, stores_in
 from kvstore.serve.inspect import BLOCK_ROWS_MAX, REQUEST_ROWS_MAX
 from kvstore.serve.prefix import choose, look_up, read_tokens, tokenize
-from kvstore.serve.supervisor import Start
 from kvstore.serve.tell import (
     Story,
     prefix_as_json,
@@ -187,29 +185,6 @@ def node(
         supervise(load_config(config_path, settings), read_settings(config_path, settings))
     except ConfigError as error:
         fail(str(error), code=2)
-
-
-def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
-    """What a supervisor needs to know."""
-    return Start(
-        settings=settings,
-        socket=str(config.socket),
-        others_may_connect=bool(config.allow_uids - {0, os.geteuid()}),
-        dram_bytes=config.dram_bytes,
-        dram_note=config.dram_note,
-        log_level=config.log_level,
-    )
-
-
-def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
-    """Become the supervisor of a node: a process that needs little of what is loaded here."""
-    fd = os.memfd_create("kvstore-start", 0)
-    os.write(fd, msgspec.json.encode(start_of(config, settings)))
-    os.lseek(fd, 0, os.SEEK_SET)
-    # What was asked for follows, for people who look at the processes of a machine.
-    command = ["-P", "-m", "kvstore.serve.supervisor", str(fd), *sys.argv[1:]]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *command])  # noqa: S606
 
 
 SOCKET_OPTION = click.option(

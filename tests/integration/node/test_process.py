@@ -208,6 +208,7 @@ def test_its_memory_is_the_arena_and_little_more(node: NodeProcess) -> None:
 RUN_AS = """
 import os, signal, sys
 from kvstore.serve import control, main, node, process
+from kvstore.serve.begin import start_of
 from kvstore.serve.supervisor import Spawned, Supervisor
 import encodings.idna
 def spawn():
@@ -220,7 +221,7 @@ def spawn():
     its.close()
     return Spawned(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), ours)
 def supervise(config, settings):
-    sys.exit(Supervisor(main.start_of(config, settings), spawn=spawn).run())
+    sys.exit(Supervisor(start_of(config, settings), spawn=spawn).run())
 main.supervise = supervise
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
 main.main()

@@ -17,8 +17,9 @@ import pytest
 from kvstore.engine.events import Ended, Exited, Received
 from kvstore.errors import ConfigError
 from kvstore.serve import attach as attach_module
-from kvstore.serve.attach import HELLO_DEADLINE_NS, Attach, Sent, pid_of, vouches_for
+from kvstore.serve.attach import HELLO_DEADLINE_NS, Attach, Sent
 from kvstore.serve.listener import Listener
+from kvstore.serve.pidfd import pid_of, vouches_for
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import LeaseAsk, Quiesce, Quiet, Refused, decode_from_node, encode
 from tests.unit.serve.conftest import (

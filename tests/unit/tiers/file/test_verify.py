@@ -62,7 +62,8 @@ def test_every_byte_counts_whatever_the_piece(
 
 def test_a_record_that_fits_the_buffer_is_in_there_afterwards(stored: Stored) -> None:
     first, _ = stored.records
-    buffer, turns = Pages(first.size_bytes), []
+    buffer = Pages(first.size_bytes)
+    turns: list[int] = []
     assert is_intact(DISK, stored.fd, stored.head, first, buffer, before_read=turns.append)
     assert bytes(buffer.view[PAGE_BYTES:]) == payload(1)
     assert turns == [first.size_bytes]

@@ -1,0 +1,35 @@
+"""From the command line to the supervisor: what is passed on, and how this process becomes it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+import msgspec
+
+from kvstore.serve.config import NodeConfig
+from kvstore.serve.supervisor import Start
+
+
+def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
+    """What a supervisor needs to know."""
+    return Start(
+        settings=settings,
+        socket=str(config.socket),
+        others_may_connect=bool(config.allow_uids - {0, os.geteuid()}),
+        dram_bytes=config.dram_bytes,
+        dram_note=config.dram_note,
+        log_level=config.log_level,
+    )
+
+
+def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
+    """Become the supervisor of a node: a process that needs little of what is loaded here."""
+    fd = os.memfd_create("kvstore-start", 0)
+    os.write(fd, msgspec.json.encode(start_of(config, settings)))
+    os.lseek(fd, 0, os.SEEK_SET)
+    # What was asked for follows, for people who look at the processes of a machine.
+    command = ["-P", "-m", "kvstore.serve.supervisor", str(fd), *sys.argv[1:]]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *command])  # noqa: S606

@@ -1,0 +1,26 @@
+"""Which process a descriptor stands for. Does not cover: waiting for its end (`attach`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def pid_of(fd: int) -> int | None:
+    """The process that a pidfd refers to; 0 or less when it lives in another pid namespace, None
+    when `fd` is no pidfd. Works in a process that is not dumpable too."""
+    try:
+        text = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("Pid:"):
+            return int(line.removeprefix("Pid:"))
+    return None
+
+
+def vouches_for(pidfd: int, peer_pid: int) -> bool:
+    """Whether `pidfd` may stand for the peer: it is a pidfd, and of that very process as far as
+    both can be seen from this pid namespace. With another's, slots would come back too late or,
+    worse, too early."""
+    pid = pid_of(pidfd)
+    return pid is not None and (pid <= 0 or peer_pid <= 0 or pid == peer_pid)
