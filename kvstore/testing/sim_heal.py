@@ -102,11 +102,15 @@ def find_again(world: World) -> None:
         _find_on_disk(world)
 
 
+_PATIENT = Knobs(prefill_ns_per_token=400_000_000)
+"""Computing takes so long that a read is waited for, however many turns its thread takes."""
+
+
 def probe(machine: Machine) -> SimEngine:
     """A new engine, alone on its machine."""
     world = machine.world
     name, space = world.next_engine_name(), world.spaces[0]
-    engine = SimEngine(machine, name, space=space, blocks=16, knobs=Knobs())
+    engine = SimEngine(machine, name, space=space, blocks=16, knobs=_PATIENT)
     world.engines.append(engine)
     _attach(engine)
     return engine
