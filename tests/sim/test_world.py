@@ -55,18 +55,18 @@ def run_elsewhere(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_many_seeds_hold_and_every_fault_happens(tmp_path: Path) -> None:
     runs = [
         run_elsewhere(MANY_FROM + part * MANY_EACH, MANY_EACH, tmp_path, steps=MANY_STEPS)
         for part in range(2)
     ]
-    try:
-        told = [run.communicate()[0] for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-            run.communicate()
+    with runs[0], runs[1]:
+        try:
+            told = [run.communicate()[0] for run in runs]
+        finally:
+            for run in runs:
+                run.kill()
     parts = [msgspec.json.decode(line, type=Totals) for line in told]
     assert not list(tmp_path.iterdir()), min(tmp_path.iterdir()).read_text()
     for part in parts:
