@@ -18,7 +18,7 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import NodeProcess, children_of
 
 TIMEOUT_S: Final = 10.0
 
@@ -68,12 +68,11 @@ def look(node: NodeProcess) -> Gauges:
 
 
 def processes(node: NodeProcess) -> list[int]:
-    """The processes that a node is made of, the first one first."""
+    """The processes that a node is made of: supervisor, the one that serves, perhaps a standby."""
     try:
-        children = psutil.Process(node.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
+        return [node.supervisor_pid, *children_of(node.supervisor_pid)]
+    except FileNotFoundError:
         return []
-    return [node.pid, *(child.pid for child in children)]
 
 
 def descriptors(pid: int) -> list[str]:
@@ -87,15 +86,15 @@ def descriptors(pid: int) -> list[str]:
 
 
 def descriptor_kinds(node: NodeProcess, *, without: Path) -> list[Counter[str]]:
-    """For each of its processes how many descriptors of each kind; those below `without`, a store
-    whose segments come and go, are left out."""
+    """Of the supervisor, and of the process that serves, how many descriptors of each kind; those
+    below `without`, a store whose segments come and go, are left out."""
     return [
         Counter(
-            name.split(":[")[0]
+            name if name.startswith("anon_inode") else name.split(":[")[0]
             for name in descriptors(pid)
             if not Path(name).is_relative_to(without)
         )
-        for pid in processes(node)
+        for pid in processes(node)[:2]
     ]
 
 

@@ -8,8 +8,11 @@ can be read has the bytes that were stored. What is lost is a miss and no violat
 
     storing      a rank has written half of a block           sealing   all written, not yet sealed
     loading      a rank has copied half of the blocks         promoting blocks are on their way
-    starting     a node takes its lock or its memory; an engine is attached in part
+    starting     a node opens its store or takes its memory; an engine is attached in part
     recovering   a node reads its segments; an engine attaches to a node that has just begun to
+
+Of a node two parts can be killed: the process that serves, which another one follows on the same
+memory, and the supervisor, with which everything goes.
 
 Does not cover: the processes (`kvstore.testing.troupe`), what a node holds
 (`kvstore.testing.gauges`), machines that lose power (`kvstore.testing.world`).
@@ -37,8 +40,8 @@ from typing import Final, Self
 import msgspec
 
 from kvstore.testing.actor import Halt, Leased, Look, State
-from kvstore.testing.gauges import descriptor_kinds, descriptors, look
-from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.gauges import descriptor_kinds, descriptors, look, processes
+from kvstore.testing.process import NodeFailed, NodeProcess, children_of
 from kvstore.testing.raw_engine import make_keys
 from kvstore.testing.troupe import SplitEngine, Troupe
 
@@ -58,6 +61,8 @@ DRAM: Final = "8MiB"
 FILE: Final = "256MiB"
 NESTED_PART: Final = 4
 """In one cycle of so many a second one dies before anybody noticed the first."""
+SERVING_S: Final = 30.0
+"""A restart takes a second, on a busy machine several."""
 _POLL_S: Final = 0.005
 _ALL_KNOWN: Final = "all records of the file tier are known"
 _HALTS: Final[dict[str, Halt]] = {"storing": "filling", "sealing": "sealing", "loading": "copying"}
@@ -95,6 +100,8 @@ class Tally(msgspec.Struct):
 class Host:
     """The node: started, killed part by part, and brought back."""
 
+    PARTS: Final = ("node", "supervisor")
+
     def __init__(self, directory: Path) -> None:
         self.store = directory / "store"
         self._directory = directory
@@ -106,19 +113,63 @@ class Host:
         flags = ("--file", f"{self.store}:{FILE}")
         return NodeProcess.start(self._directory, dram=DRAM, flags=flags)
 
-    @property
-    def parts(self) -> dict[str, Callable[[], object]]:
-        """What can be killed of a running node, and how."""
-        return {"node": self.node.kill}
+    def kill(self, part: str) -> None:
+        """The supervisor, and all with it; or the node process, which another one follows."""
+        self._known_before = self._known_count()
+        if part == "supervisor":
+            self.node.kill()
+        else:
+            self.node.crash()
+
+    def kill_while_starting(self, part: str, mark: str) -> None:
+        """Kill it, and the next one as soon as that has `mark` open."""
+        self.kill(part)
+        if part == "node":
+            self._kill_at(mark, self._serving)
+            return
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            future = pool.submit(self._start)
+            self._kill_at(
+                mark, lambda: [*_own_children(str(self._directory))] + [0] * future.done()
+            )
+        try:
+            self.node = future.result()
+        except NodeFailed as failed:
+            if failed.code != -signal.SIGKILL:
+                raise
+
+    def _serving(self) -> list[int]:
+        return processes(self.node)[1:2] if self.running else [0]
+
+    def _kill_at(self, mark: str, candidates: Callable[[], list[int]]) -> None:
+        """Until one of them has it open and is killed, or there is a 0 among them, or too late."""
+        deadline_s = time.monotonic() + SERVING_S
+        while time.monotonic() < deadline_s:
+            for pid in candidates():
+                if pid == 0:
+                    return
+                children = [pid, *children_of(pid)] if Path(f"/proc/{pid}").exists() else []
+                if any(mark in name for each in children for name in descriptors(each)):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                    return
+            threading.Event().wait(_POLL_S / 5)
 
     @property
     def running(self) -> bool:
         return self.node.process.poll() is None
 
     def restore(self) -> None:
-        """Running again, if it was not."""
-        if not self.running:
-            self.node = self._start()
+        """Serving again; started, if its supervisor is gone or gave up."""
+        deadline_s = time.monotonic() + SERVING_S
+        while self.running and time.monotonic() < deadline_s:
+            with suppress(OSError):
+                look(self.node)
+                return
+            threading.Event().wait(_POLL_S)
+        assert not self.running, f"the node does not serve again: {self.node.log[-2000:]}"
+        self.close()
+        self.node = self._start()
 
     @property
     def knows_its_disk(self) -> bool:
@@ -128,25 +179,6 @@ class Host:
     def _known_count(self) -> int:
         log = self._directory / "node.log"
         return log.read_text().count(_ALL_KNOWN) if log.exists() else 0
-
-    def kill_while_starting(self, mark: str) -> bool:
-        """Start it and kill it when it has `mark` open; whether it came that far and no further."""
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            future = pool.submit(self._start)
-            while not future.done():
-                for pid in _own_children(str(self._directory)):
-                    if any(mark in name for name in descriptors(pid)):
-                        with suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-                threading.Event().wait(_POLL_S / 5)
-        try:
-            self.node = future.result()
-        except NodeFailed as failed:
-            if failed.code != -signal.SIGKILL:
-                raise
-            return True
-        self.node.kill()
-        return False
 
     def close(self) -> None:
         with self.node:
@@ -179,7 +211,7 @@ class KillCycles:
             self._engines = [SplitEngine(troupe, name) for name in ("a", "b")]
             for engine in self._engines:
                 engine.attach(self._host.node.socket)
-            self._baseline = self._descriptors()
+            self._baseline = self._learn_descriptors()
             for number in range(-OLD_BATCHES, 0):
                 self._store(self._engines[0], self._batch(number, "a"))
             self._stack = stack.pop_all()
@@ -197,7 +229,7 @@ class KillCycles:
 
     def plan(self, number: int) -> Plan:
         """All points with all victims in turn, in an order that the seed says."""
-        victims = (*self._host.parts, *MEMBERS)
+        victims = (*Host.PARTS, *MEMBERS)
         turns, index = divmod(number, len(POINTS) * len(victims))
         pairs = list(product(POINTS, victims))
         random.Random(f"{self.seed} {turns}").shuffle(pairs)
@@ -286,19 +318,24 @@ class KillCycles:
             engine.introduce(self._host.node.socket, members=(0, rng.randint(1, engine.rank_count)))
             self._strike(plan, engine, rng)
             return
-        self._kill_node(plan)
-        self._host.kill_while_starting(rng.choice((".lock", "kvstore-arena")))
-        self.tally.kills[f"starting {plan.victim}"] += 1
+        self._kill_twice(plan, rng.choice(("/store", "kvstore-arena")))
 
     def _while_recovering(self, plan: Plan, engine: SplitEngine, rng: random.Random) -> None:
-        self._kill_node(plan)
         if plan.victim in MEMBERS:
+            first = rng.choice(Host.PARTS)
+            self._kill(first, engine, rng)
+            self.tally.kills[f"recovering first {first}"] += 1
             self._host.restore()
             engine.introduce(self._host.node.socket)
             self._strike(plan, engine, rng)
             return
-        self._host.kill_while_starting("/seg-")
-        self.tally.kills[f"recovering {plan.victim}"] += 1
+        self._kill_twice(plan, "/seg-")
+
+    def _kill_twice(self, plan: Plan, mark: str) -> None:
+        """So that there is a start, which is then killed."""
+        self._host.kill_while_starting(plan.victim, mark)
+        self.tally.kills[f"{plan.point} first {plan.victim}"] += 1
+        self.tally.kills[f"{plan.point} {plan.victim}"] += 1
 
     def _halts(self, plan: Plan, engine: SplitEngine, rng: random.Random) -> list[Halt]:
         """One rank halts, or all do."""
@@ -326,20 +363,19 @@ class KillCycles:
                 for member in engine.members:
                     member.kill()
             case _:
-                self._host.parts[victim]()
+                self._host.kill(victim)
 
     def _press(self, engine: SplitEngine) -> None:
-        """The others store more than dram holds while this one's ranks are halted in a copy."""
+        """The others store more than dram holds while this one's ranks are halted in a copy; under
+        the next node process, if this one was killed and its memory was not."""
+        if not self._host.running:
+            return
+        self._host.restore()
         for other in self._engines:
-            if other is not engine and self._host.running:
+            if other is not engine:
+                other.attach(self._host.node.socket)
                 for name in range(PRESSURE):
                     other.store(self._batch(self.tally.cycles, f"pressure {name}"))
-
-    def _kill_node(self, plan: Plan) -> None:
-        """So that there is a start to look at."""
-        part = plan.victim if plan.victim in self._host.parts else next(iter(self._host.parts))
-        self._kill(part, self._engines[0], random.Random())
-        self.tally.kills[f"{plan.point} first {part}"] += 1
 
     def _mend(self, rng: random.Random) -> None:
         """Everybody is there again: what died alone is replaced, or its whole engine is."""
@@ -366,7 +402,10 @@ class KillCycles:
         """What differs from a node with two idle engines."""
         known = [(engine, engine.scheduler.ask(Look())) for engine in self._engines]
         credits_ = sum(s.credits * e.rank_count for e, s in known if isinstance(s, State))
-        gauges = look(self._host.node)
+        try:
+            gauges = look(self._host.node)
+        except OSError as error:
+            return [f"it does not answer: {error}"]
         wanted = {
             "connections": sum(len(engine.members) for engine in self._engines),
             "sessions": len(self._engines),
@@ -383,9 +422,9 @@ class KillCycles:
         ]
         if not self._host.knows_its_disk:
             found.append("the disk is still being looked through")
-        open_now = self._descriptors()
-        if open_now != self._baseline:
-            found.append(f"descriptors are {open_now}, not {self._baseline}")
+        count, open_now = self._descriptors()
+        if open_now != self._baseline.get(count):
+            found.append(f"descriptors are {open_now}, not {self._baseline.get(count)}")
         for engine in self._engines:
             found += [
                 f"process {member.pid} maps {count} memories of nodes"
@@ -394,8 +433,21 @@ class KillCycles:
             ]
         return found
 
-    def _descriptors(self) -> list[Counter[str]]:
-        return descriptor_kinds(self._host.node, without=self._host.store)
+    def _learn_descriptors(self) -> dict[int, list[Counter[str]]]:
+        """What is open when all is well, without a standby beside the node process and with one."""
+        found: dict[int, list[Counter[str]]] = {}
+        deadline_s = time.monotonic() + SERVING_S
+        while len(found) < 2:
+            assert time.monotonic() < deadline_s, "no standby was started"
+            count, kinds = self._descriptors()
+            found[count] = kinds
+            threading.Event().wait(_POLL_S)
+        return found
+
+    def _descriptors(self) -> tuple[int, list[Counter[str]]]:
+        """How many processes there are, and what two of them have open."""
+        kinds = descriptor_kinds(self._host.node, without=self._host.store)
+        return len(processes(self._host.node)), kinds
 
     def _read_back(self, rng: random.Random) -> None:
         """The batches of this cycle, and an old one, by both engines."""

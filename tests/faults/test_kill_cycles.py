@@ -9,15 +9,15 @@ import pytest
 
 from kvstore.testing import kills
 from kvstore.testing.actor import Leased
-from kvstore.testing.kills import MEMBERS, POINTS, KillCycles
+from kvstore.testing.kills import MEMBERS, POINTS, Host, KillCycles
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.testing.troupe import Wrong
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SEED = 20261125
-CYCLES = 72
-"""Each victim three times at each point."""
+CYCLES = 60
+"""Each victim twice at each point, each point ten times."""
 
 
 def test_after_each_kill_bytes_are_right_and_nothing_is_left(tmp_path: Path) -> None:
@@ -29,9 +29,9 @@ def test_after_each_kill_bytes_are_right_and_nothing_is_left(tmp_path: Path) -> 
     assert done.kill_count >= CYCLES
     for point in POINTS:
         assert sum(count for name, count in done.kills.items() if name.startswith(point)) >= 3, done
-    for victim in (*MEMBERS, "node"):
+    for victim in (*MEMBERS, *Host.PARTS):
         assert sum(count for name, count in done.kills.items() if name.endswith(victim)) >= 3, done
-    assert done.verified_blocks > done.asked_blocks // 2, "most was lost: little was tested"
+    assert done.verified_blocks > done.asked_blocks // 4, "most was lost: little was tested"
 
 
 def test_a_wrong_byte_is_seen(tmp_path: Path) -> None:
