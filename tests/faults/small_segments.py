@@ -6,10 +6,12 @@ after 10 ms.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
-from kvstore.serve import config
-from kvstore.serve.main import main
+from kvstore.serve import config, main, process
+from kvstore.serve.config import NodeConfig
+from kvstore.serve.supervisor import Supervisor, spawn_process
 from kvstore.tiers.file.config import FileConfig
 
 SEGMENT_BYTES = 1280 << 10
@@ -21,7 +23,16 @@ def small_segments(*values: Any, **named: Any) -> FileConfig:
     return FileConfig(*values, **{**named, "segment_bytes": SEGMENT_BYTES, "cooldown_ms": 10})
 
 
+def supervise(node: NodeConfig, settings: dict[str, Any]) -> NoReturn:
+    """In this process: its node processes are this program again."""
+    start = main.start_of(node, settings)
+    sys.exit(Supervisor(start, spawn=lambda: spawn_process((__file__, "process"))).run())
+
+
 if __name__ == "__main__":
-    setattr(small_segments, "queued_bytes_max", FileConfig.queued_bytes_max)  # noqa: B010
-    setattr(config, "FileConfig", small_segments)  # noqa: B010 -- a name that it does not export
-    main()
+    if sys.argv[1] == "process":
+        setattr(small_segments, "queued_bytes_max", FileConfig.queued_bytes_max)  # noqa: B010
+        setattr(config, "FileConfig", small_segments)  # noqa: B010 -- a name it does not export
+        sys.exit(process.main(sys.argv[2:]))
+    setattr(main, "supervise", supervise)  # noqa: B010 -- it would replace this program
+    main.main()

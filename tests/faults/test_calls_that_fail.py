@@ -94,6 +94,7 @@ class Kit:
         self._fill_the_disk()
         for _ in range(AGE):
             self.store_whole()
+        assert eventually(lambda: len(processes(node)) == 3, timeout_s=60), "no standby"
         self._descriptors = self.descriptors()
 
     def _fill_the_disk(self) -> None:
@@ -107,7 +108,8 @@ class Kit:
             assert self.engine.store(make_keys(FILL, seed=f"fill {count}")) == FILL
 
     def descriptors(self) -> list[Counter[str]]:
-        return descriptor_kinds(self.node, without=self._store)
+        """Of the process that serves; its supervisor's are told by the kill cycles."""
+        return descriptor_kinds(self.node, without=self._store)[1:]
 
     def batch(self) -> list[bytes]:
         keys = make_keys(BATCH, seed=str(next(self._number)))
@@ -135,7 +137,7 @@ class Kit:
     @contextlib.contextmanager
     def failing(self, call: str, error: str, when: str) -> Iterator[None]:
         """In each thread of the node, until the end."""
-        pid = processes(self.node)[-1]
+        pid = self.node.pid
         command = ["strace", "-f", "-qq", "-o", str(self._trace), "-p", str(pid)]
         command += ["-e", f"trace={call}", "-e", f"inject={call}:error={error}:when={when}"]
         strace = subprocess.Popen(command)
