@@ -1,0 +1,149 @@
+"""P2: ways of the node being down, and 40 real requests through each of them.
+
+Never started, killed, stopped, and slow. Each request ends with the tokens that an
+engine computes by itself, and the connector's own counters say that the way was met. One engine
+lives through all of them, which is a test of its own: after each the next node is found again.
+
+Times are judged where machines are quiet (bench/micro/scheduler_step.py); here requests only may
+not hang.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.support import BLOCK_TOKENS, wait_until
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+
+SEED = 5
+REQUESTS = 40
+AT_ONCE = 4
+BEGUN = 10
+"""Requests that were answered before the node is hurt."""
+MAX_TOKENS = 4
+ERRORS = "vllm:kvstore_connector_errors_total"
+Prompt = tuple[int, ...]
+
+
+class Victim:
+    """The engine, its prompts, and what it answered before there ever was a node."""
+
+    def __init__(self, engine: Engine, socket: Path, prompts: list[Prompt]) -> None:
+        self.engine = engine
+        self.socket = socket
+        self.prompts = prompts
+        self.truth = self.answers()
+        self.without_node = engine.metrics()
+
+    def answers(self, hurt: Callable[[], object] | None = None) -> list[Prompt]:
+        """To all prompts, with the engine's own cache empty; `hurt` is called amid them."""
+        self.engine.forget()
+        count, lock = iter(range(REQUESTS)), threading.Lock()
+
+        def ask(prompt: Prompt) -> Prompt:
+            answer = self.engine.complete(prompt, max_tokens=MAX_TOKENS)
+            with lock:
+                if next(count) == BEGUN and hurt is not None:
+                    hurt()
+            return answer.tokens
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(ask, self.prompts))
+
+    def through(self, hurt: Callable[[], object] | None = None) -> dict[str, float]:
+        """40 requests, all of them right. Returns how far the engine's counters went meanwhile."""
+        before = self.engine.metrics()
+        wrong = [n for n, tokens in enumerate(self.answers(hurt)) if tokens != self.truth[n]]
+        assert wrong == []
+        after = self.engine.metrics()
+        assert after.get(ERRORS, 0.0) == 0.0
+        assert "Traceback" not in self.engine.log.read_text()
+        return {
+            name.removeprefix("vllm:kvstore_").removesuffix("_total"): value - before.get(name, 0.0)
+            for name, value in after.items()
+        }
+
+    def served(self) -> bool:
+        """Whether the node gives back what was stored."""
+        self.engine.complete(self.prompts[0], max_tokens=1)
+        self.engine.forget()
+        before = self.engine.hits().external_hits
+        self.engine.complete(self.prompts[0], max_tokens=1)
+        return self.engine.hits().external_hits > before
+
+    @contextmanager
+    def with_node(self, directory: Path) -> Iterator[NodeProcess]:
+        """A node that holds all the prompts, and serves."""
+        flags = ("--socket", str(self.socket))
+        with NodeProcess.start(directory, dram="128MiB", flags=flags) as node:
+            wait_until(self.served, "the engine found the node", seconds=60)
+            assert self.through()["store_blocks_sealed"] > 0
+            yield node
+
+
+@pytest.fixture(scope="module")
+def victim(
+    tiny_model: Path, encode: Encode, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Victim]:
+    directory = tmp_path_factory.mktemp("victim")
+    rng = random.Random(SEED)
+    shared = text_tokens(rng, encode, BLOCK_TOKENS)
+    prompts = [
+        (*shared, *text_tokens(rng, encode, rng.randint(1, 2) * BLOCK_TOKENS + rng.randint(1, 60)))
+        for _ in range(REQUESTS)
+    ]
+    config = EngineConfig(
+        model=tiny_model, socket=directory / "node.sock", connector_extra={"verify_every": 1}
+    )
+    with Engine.start(config, log=directory / "engine.log") as engine:
+        yield Victim(engine, directory / "node.sock", prompts)
+
+
+def test_never_started(victim: Victim) -> None:
+    assert victim.without_node["vllm:kvstore_misses_node_away_total"] >= REQUESTS
+    assert victim.without_node["vllm:external_prefix_cache_hits_total"] == 0
+    assert victim.through()["misses_node_away"] >= REQUESTS
+
+
+def test_killed(victim: Victim, tmp_path: Path) -> None:
+    with victim.with_node(tmp_path) as node:
+        counts = victim.through(node.kill)
+    assert counts["misses_node_away"] > 0
+
+
+def test_stopped(victim: Victim, tmp_path: Path) -> None:
+    with victim.with_node(tmp_path) as node:
+        counts = victim.through(node.pause)
+        node.resume()
+        wait_until(victim.served, "it is found again", seconds=60)
+    assert counts["misses_node_away"] + counts["misses_deadline"] > 0
+
+
+def test_slow(victim: Victim, tmp_path: Path) -> None:
+    """Each answer takes 60 ms: three times what a lookup may."""
+    if shutil.which("strace") is None:
+        pytest.fail("strace is needed: .ci/debian-packages.txt")
+    with victim.with_node(tmp_path) as node:
+        pid = node.pid
+        command = ["strace", "-f", "-qq", "-o", str(tmp_path / "trace"), "-p", str(pid)]
+        command += ["-e", "trace=sendto", "-e", "inject=sendto:delay_enter=60000"]
+        with subprocess.Popen(command) as strace:
+            try:
+                counts = victim.through()
+            finally:
+                strace.send_signal(signal.SIGINT)
+    assert counts["misses_deadline"] + counts["misses_node_away"] > 0
