@@ -11,9 +11,6 @@ can be read has the bytes that were stored. What is lost is a miss and no violat
     starting     a node opens its store or takes its memory; an engine is attached in part
     recovering   a node reads its segments; an engine attaches to a node that has just begun to
 
-Of a node two parts can be killed: the process that serves, which another one follows on the same
-memory, and the supervisor, with which everything goes.
-
 Does not cover: the processes (`kvstore.testing.troupe`), what a node holds
 (`kvstore.testing.gauges`), machines that lose power (`kvstore.testing.world`).
 """
@@ -21,17 +18,14 @@ Does not cover: the processes (`kvstore.testing.troupe`), what a node holds
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import os
 import random
-import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from types import TracebackType
@@ -40,8 +34,8 @@ from typing import Final, Self
 import msgspec
 
 from kvstore.testing.actor import Halt, Leased, Look, State
-from kvstore.testing.gauges import descriptor_kinds, descriptors, look, processes
-from kvstore.testing.process import NodeFailed, NodeProcess, children_of
+from kvstore.testing.gauges import descriptor_kinds, look, processes
+from kvstore.testing.host import SERVING_S, Host
 from kvstore.testing.raw_engine import make_keys
 from kvstore.testing.troupe import SplitEngine, Troupe
 
@@ -57,14 +51,9 @@ NEWEST: Final = PRESSURE + 3
 """Batches that are read back at the end of a cycle: its own and some before."""
 OLD_BATCHES: Final = 10
 """Stored before the first cycle: dram does not hold them all."""
-DRAM: Final = "8MiB"
-FILE: Final = "256MiB"
 NESTED_PART: Final = 4
 """In one cycle of so many a second one dies before anybody noticed the first."""
-SERVING_S: Final = 30.0
-"""A restart takes a second, on a busy machine several."""
 _POLL_S: Final = 0.005
-_ALL_KNOWN: Final = "all records of the file tier are known"
 _HALTS: Final[dict[str, Halt]] = {"storing": "filling", "sealing": "sealing", "loading": "copying"}
 
 
@@ -95,103 +84,6 @@ class Tally(msgspec.Struct):
 
     def at(self, point: str) -> int:
         return sum(count for name, count in self.kills.items() if name.startswith(point))
-
-
-class Host:
-    """The node: started, killed part by part, and brought back."""
-
-    PARTS: Final = ("node", "supervisor")
-
-    def __init__(self, directory: Path) -> None:
-        self.store = directory / "store"
-        self._directory = directory
-        self._known_before = 0
-        self.node = self._start()
-
-    def _start(self) -> NodeProcess:
-        self._known_before = self._known_count()
-        flags = ("--file", f"{self.store}:{FILE}")
-        return NodeProcess.start(self._directory, dram=DRAM, flags=flags)
-
-    def kill(self, part: str) -> None:
-        """The supervisor, and all with it; or the node process, which another one follows."""
-        self._known_before = self._known_count()
-        if part == "supervisor":
-            self.node.kill()
-        else:
-            self.node.crash()
-
-    def kill_while_starting(self, part: str, mark: str) -> None:
-        """Kill it, and the next one as soon as that has `mark` open."""
-        self.kill(part)
-        if part == "node":
-            self._kill_at(mark, self._serving)
-            return
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            future = pool.submit(self._start)
-            self._kill_at(
-                mark, lambda: [*_own_children(str(self._directory))] + [0] * future.done()
-            )
-        try:
-            self.node = future.result()
-        except NodeFailed as failed:
-            if failed.code != -signal.SIGKILL:
-                raise
-
-    def _serving(self) -> list[int]:
-        return processes(self.node)[1:2] if self.running else [0]
-
-    def _kill_at(self, mark: str, candidates: Callable[[], list[int]]) -> None:
-        """Until one of them has it open and is killed, or there is a 0 among them, or too late."""
-        deadline_s = time.monotonic() + SERVING_S
-        while time.monotonic() < deadline_s:
-            for pid in candidates():
-                if pid == 0:
-                    return
-                children = [pid, *children_of(pid)] if Path(f"/proc/{pid}").exists() else []
-                if any(mark in name for each in children for name in descriptors(each)):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                    return
-            threading.Event().wait(_POLL_S / 5)
-
-    @property
-    def running(self) -> bool:
-        return self.node.process.poll() is None
-
-    def restore(self) -> None:
-        """Serving again; started, if its supervisor is gone or gave up."""
-        deadline_s = time.monotonic() + SERVING_S
-        while self.running and time.monotonic() < deadline_s:
-            with suppress(OSError):
-                look(self.node)
-                return
-            threading.Event().wait(_POLL_S)
-        assert not self.running, f"the node does not serve again: {self.node.log[-2000:]}"
-        self.close()
-        self.node = self._start()
-
-    @property
-    def knows_its_disk(self) -> bool:
-        """Whether everything that lay there at its start can be found."""
-        return self._known_count() > self._known_before
-
-    def _known_count(self) -> int:
-        log = self._directory / "node.log"
-        return log.read_text().count(_ALL_KNOWN) if log.exists() else 0
-
-    def close(self) -> None:
-        with self.node:
-            pass
-
-
-def _own_children(argument: str) -> Iterator[int]:
-    """Children of this process, of any of its threads, that were started with `argument`."""
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            for pid in (task / "children").read_text().split():
-                if argument in Path(f"/proc/{pid}/cmdline").read_text():
-                    yield int(pid)
 
 
 class KillCycles:

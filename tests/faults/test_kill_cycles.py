@@ -9,7 +9,8 @@ import pytest
 
 from kvstore.testing import kills
 from kvstore.testing.actor import Leased
-from kvstore.testing.kills import MEMBERS, POINTS, Host, KillCycles
+from kvstore.testing.host import Host
+from kvstore.testing.kills import MEMBERS, POINTS, KillCycles
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.testing.troupe import Wrong
 
