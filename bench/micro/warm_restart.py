@@ -121,9 +121,10 @@ def measure(folder: Path, count: int) -> dict[str, object]:
         memory["all"] = round(memory_of(node.process.pid, shared=()).private / MIB, 1)
         with_standby = [first_hit_s(node, keys, standby=True) for _ in range(ROUNDS)]
         without = [first_hit_s(node, keys, standby=False) for _ in range(ROUNDS)]
-        upgrades = [away_s(ask_for_upgrade(node.socket)) for _ in range(ROUNDS)]
-        kept = re.findall(r"(\d+) blocks \(.*\) were kept", node.log)
-        assert len(kept) == 3 * ROUNDS, node.log
+        told = [ask_for_upgrade(node.socket) for _ in range(ROUNDS)]
+        upgrades = [away_s(text) for text in told]
+        kept = re.findall(r"(\d+) blocks \(.*\) were kept", node.log + "".join(told))
+        assert len(kept) >= 3 * ROUNDS, node.log
         assert min(map(int, kept)) >= count, kept
     return {
         "blocks": count,
