@@ -282,7 +282,7 @@ def examine(
             codes[promoting] = Found.SOME_SHARDS  # what else could have ended it?
         unread = codes[promoting:end]
         unread[unread == Found.BEHIND_FILE] = Found.NOT_READ
-        codes[:promoting] = Found.COMING
+        codes[:promoting][~in_dram[:promoting]] = Found.COMING
     return codes, stamps
 
 

@@ -235,6 +235,16 @@ def test_on_disk_and_not_waited_for(waited_ns: int, reason: str) -> None:
     node.read_all()
 
 
+def test_in_dram_behind_one_that_is_read_is_not_told_as_on_disk() -> None:
+    node = DiskNode(slots=8)
+    peer = Peer(node)
+    peer.store(2)
+    node.step(known(1, at=1))
+    peer.lease(1, 1, 2)
+    told(node, peer, blocks=2)
+    assert rows(node) == [(0, 1, "file", "cost gate"), (1, 1, "dram", "behind a gap")]
+
+
 def test_some_came_before_its_patience_ended() -> None:
     node, peer = on_disk(1, slots=64)
     node.step(known(2, at=50))
