@@ -24,6 +24,7 @@ import msgspec
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.breaker import Breaker
+from kvstore.client.core.checksums import all_sent, joined_checksums
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
 from kvstore.client.core.plan import LoadJob, LoadResult
@@ -230,6 +231,11 @@ class Lookups:
             self._stats.add("promotions_given_up")
             lookup.stage = Stage.HELD
         assert lookup.stage is Stage.HELD, lookup.stage
+        if lookup.is_verified and not all_sent([part.reply for part in lookup.parts if part.reply]):
+            self.release(lookup)
+            self._count_failure(self._breaker, now_ns)
+            lookup.failed, lookup.detail = "load failed", "the node sent no checksums"
+            return self._miss(lookup, lookup.failed)
         blocks = lookup.first_block + lookup.found_blocks - first_block
         tokens = blocks * self._config.block_tokens
         if tokens < max(self._config.min_load_tokens, 1):
@@ -473,12 +479,3 @@ class Lookups:
     def _miss(self, lookup: Lookup, reason: str) -> Miss:
         lookup.miss_reason = reason
         return Miss(reason)
-
-
-def joined_checksums(replies: Sequence[LeaseReply | LeaseMore]) -> bytes:
-    """Those of all, one for each slot, if any of them has some: 0 where nothing is to verify."""
-    if not any(reply.checksums for reply in replies):
-        return b""
-    return b"".join(
-        reply.checksums or bytes(len(reply.slots) // 4 * CHECKSUM_BYTES) for reply in replies
-    )

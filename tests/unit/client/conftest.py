@@ -95,7 +95,7 @@ class ScriptedNode:
             ttl_ms=900,
             slots=np.arange(0, 16 * count, 16, dtype="<u4").tobytes(),
             generations=np.full(count, 5, dtype="<u8").tobytes(),
-            checksums=bytes(16 * count) if ask.with_checksums else b"",
+            checksums=b"x" * 16 * count if ask.with_checksums else b"",
         )
 
     def of(self, kind: type[m.Message]) -> list[m.Message]:

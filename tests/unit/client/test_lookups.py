@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from kvstore.client.core.lookups import joined_checksums
+from kvstore.client.core.checksums import joined_checksums
 from kvstore.client.core.plan import LoadResult, RankReport
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
@@ -250,6 +251,22 @@ def test_after_failed_loads_questions_that_find_nothing_do_not_use_up_the_trial(
     (job,) = node.core.plan((), node.now_ns).loads
     ended(node, "g", job.lease)
     assert node.core.is_serving
+
+
+@pytest.mark.parametrize("sent", [b"", bytes(48), bytes(32) + b"x" * 16])
+def test_what_should_be_verified_and_cannot_be_is_computed(sent: bytes) -> None:
+    node = ScriptedNode(verify_every=1)
+    node.attach()
+    keys = chain("a", 3)
+    node.keys = set(keys)
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    (question,) = (s for s in node.core.take_outbox() if isinstance(s, m.LeaseAsk))
+    assert question.with_checksums
+    node.give(msgspec.structs.replace(node.lease_reply(question), checksums=sent))
+    assert ask(node, "r", keys) == Miss("load failed")
+    assert node.core.take_outbox() == [m.LeaseRelease(leases=[question.lease])]
+    assert node.core.leases_open == 0
 
 
 def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:

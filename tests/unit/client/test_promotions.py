@@ -37,7 +37,7 @@ class SlowDisk(ScriptedNode):
             lease=self.asked.lease,
             slots=np.arange(1600, 1600 + 16 * count, 16, dtype="<u4").tobytes(),
             generations=np.full(count, 6, dtype="<u8").tobytes(),
-            checksums=bytes(16 * count) if self.asked.with_checksums else b"",
+            checksums=b"x" * 16 * count if self.asked.with_checksums else b"",
             promoting=left,
         )
         assert self.give(more) is None
