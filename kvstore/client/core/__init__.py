@@ -7,6 +7,7 @@
 | `breaker.py`    | when the cache is off, and for how long      | failures → open or closed     |
 | `attachment.py` | the connection, session, credits, heartbeat  | datagrams → state, credits    |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |
+| `checksums.py`  | what can be verified                         | replies → bytes               |
 | `stores.py`     | which filled blocks go where, fences         | full blocks, credits → StoreJob |
 | `stats.py`      | counters                                     | –                             |
 | `scheduler.py`  | joins them for one engine                    | requests → StepPlan           |

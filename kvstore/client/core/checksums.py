@@ -1,4 +1,4 @@
-"""Checksums as replies bring them: 16 bytes a slot, 16 zeros where nothing is to verify, or none."""
+"""Checksums as replies bring them: 16 bytes a slot, zeros where nothing is to verify, or none."""
 
 from __future__ import annotations
 
