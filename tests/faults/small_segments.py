@@ -10,6 +10,7 @@ import sys
 from typing import Any, NoReturn
 
 from kvstore.serve import config, main, process
+from kvstore.serve.begin import start_of
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.supervisor import Supervisor, spawn_process
 from kvstore.tiers.file.config import FileConfig
@@ -25,7 +26,7 @@ def small_segments(*values: Any, **named: Any) -> FileConfig:
 
 def supervise(node: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     """In this process: its node processes are this program again."""
-    start = main.start_of(node, settings)
+    start = start_of(node, settings)
     sys.exit(Supervisor(start, spawn=lambda: spawn_process((__file__, "process"))).run())
 
 
