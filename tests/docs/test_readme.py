@@ -81,7 +81,7 @@ def test_the_commands_of_the_quick_start_parse(monkeypatch: pytest.MonkeyPatch) 
         seen.add(name)
         if name == "node":
             assert node_config(arguments[1:], monkeypatch).dram_bytes == 64 * GIB
-    assert seen == {"node", "inspect", "explain", "clear", "fsck"}
+    assert seen == {"node", "inspect", "explain", "clear", "upgrade", "fsck"}
 
 
 def test_a_command_that_is_wrong_is_seen() -> None:
