@@ -171,10 +171,11 @@ class Driver:
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, adopt: Adopt | None) -> None:
-        """Before `run`: go on with what an earlier process left."""
-        if adopt is not None:
-            self._ready_bytes = self._tier.ready_bytes
-            self._step([Ready(self._ready_bytes), adopt])
+        """Before `run`: go on with what an earlier process left. The engine knows the time then,
+        which it may be asked about before anything happens."""
+        self._ready_bytes = self._tier.ready_bytes
+        ready = Ready(self._ready_bytes)
+        self._step([ready] if adopt is None else [ready, adopt])
 
     def run(self) -> None:
         """Serve until `stop`.

@@ -367,7 +367,7 @@ def test_replay_requests_are_bounded() -> None:
             frames[:] = [mutator.next() for _ in range(mutator.random.randrange(1, 5))]
             if number % 2:
                 frames[:] = [b"client", b"", mutator.next()[:8]]
-            publisher._replies = {}
+            publisher._replies, publisher._asked = {}, {}
             publisher._take_request()
             for reply in publisher._replies.values():
                 told = list(reply.frames)

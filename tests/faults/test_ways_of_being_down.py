@@ -1,6 +1,6 @@
 """P2: ways of the node being down, and 40 real requests through each of them.
 
-Never started, killed, stopped, and slow. Each request ends with the tokens that an
+Never started, killed, stopped, full, lying, and slow. Each request ends with the tokens that an
 engine computes by itself, and the connector's own counters say that the way was met. One engine
 lives through all of them, which is a test of its own: after each the next node is found again.
 
@@ -10,12 +10,13 @@ not hang.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,10 @@ import pytest
 
 from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.testing.workload import Encode, text_tokens
+from kvstore.wire.messages import LeaseReply
+from tests.faults.liar import Liar
 from tests.integration.engine.support import BLOCK_TOKENS, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -131,6 +135,59 @@ def test_stopped(victim: Victim, tmp_path: Path) -> None:
         node.resume()
         wait_until(victim.served, "it is found again", seconds=60)
     assert counts["misses_node_away"] + counts["misses_deadline"] > 0
+
+
+@contextmanager
+def renewing(engine: RawEngine, leases: Sequence[LeaseReply]) -> Iterator[None]:
+    """The leases last; nobody else may use the engine meanwhile."""
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(1.0):
+            for lease in leases:
+                engine.renew(lease)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_full(victim: Victim, tmp_path: Path) -> None:
+    """All of dram is read by somebody else, who does not let go."""
+    dram_bytes = 8 << 20
+    with (
+        NodeProcess.start(tmp_path, dram=str(dram_bytes), flags=("--socket", str(victim.socket))),
+        RawEngine(victim.socket, timeout_s=10) as greedy,
+    ):
+        greedy.open()
+        held = []
+        with contextlib.suppress(TimeoutError):  # what it stores last goes for lack of room
+            for key in make_keys(dram_bytes // BLOCK_BYTES):
+                greedy.store([key])
+                held.append(greedy.lease_stored([key]))
+        assert len(held) > dram_bytes // BLOCK_BYTES // 2
+        with renewing(greedy, held):
+            wait_until(lambda: victim.through()["store_blocks_without_credit"] > 0, "it is there")
+            victim.through()
+
+
+def test_lying(victim: Victim) -> None:
+    with Liar(victim.socket, seed=SEED) as liar:
+
+        def is_asked() -> bool:
+            victim.engine.complete(victim.prompts[0], max_tokens=1)
+            victim.engine.forget()
+            return liar.asked > 0
+
+        wait_until(is_asked, "the engine asks the liar", seconds=60)
+        before = liar.asked
+        counts = victim.through()
+        assert liar.asked > before
+    assert counts["misses"] + counts["load_failures"] > 0
 
 
 def test_slow(victim: Victim, tmp_path: Path) -> None:
