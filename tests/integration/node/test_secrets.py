@@ -41,7 +41,7 @@ def traces() -> Iterator[bytes]:
         yield key[:5].hex().upper().encode()
         yield key[:6]
         yield repr(key[:6])[2:-1].encode()
-    yield b"9021"  # every token begins with it
+    yield from (str(token).encode() for token in TOKENS)  # 8 digits: fewer are met by chance
     yield PROMPT.encode()
 
 
