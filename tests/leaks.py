@@ -39,11 +39,20 @@ class Baseline:
 
     def leaks(self) -> list[str]:
         """What is more than at the start, one line each."""
-        found = [f"process {pid}: {_command(pid)}" for pid in sorted(_children() - self._children)]
+        new = [pid for pid in sorted(_children() - self._children) if not self._is_a_nodes(pid)]
+        found = [f"process {pid}: {_command(pid)}" for pid in new]
         names = sorted(set(os.listdir(SHM)) - self._shm)
         found += [f"/dev/shm/{name}" for name in names if not _used_by_others(SHM / name)]
         more = _open_files() - self._files
         return found + [f"{count} more open: {kind}" for kind, count in sorted(more.items())]
+
+    def _is_a_nodes(self, pid: int) -> bool:
+        """Whether a node that was there before, and may live on, started it: a standby, say."""
+        try:
+            parent = psutil.Process(pid).ppid()
+        except psutil.NoSuchProcess:
+            return False
+        return parent in self._children and "kvstore.serve.process" in _command(pid)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> list[str]:
         """What is still more than at the start when the deadline has passed; empty is good."""
