@@ -243,15 +243,21 @@ def _turn(engine: SimEngine) -> None:
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────
 
 
+_TURNS_TO_END = 100
+"""Whose turn it is is the seed's choice: a recovery under way may take many before a write's."""
+
+
 def end(world: World) -> None:
     """All engines die; the nodes must be at baseline once every time limit is over: a write that
     waits for room holds its slots as long as it may."""
     _kill_engines(world)
-    for _ in range(5):
+    for turn in range(_TURNS_TO_END):
         world.now_ns += max(world.knobs.ttl_ms, world.knobs.io_deadline_ms) * NS_PER_MS
         for machine in world.machines:
             machine.files_go_on(100)
             machine.node_step()
+        if turn >= 4 and not any(t.slots_leased for m in world.machines for t in m.node.tiers()):
+            break
     for machine in world.machines:
         _check_baseline(machine)
 
