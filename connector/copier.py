@@ -90,7 +90,7 @@ class Copier:
         """Args:
         handoff, cache: whose jobs, whose blocks.
         socket: the node's.
-        heartbeat_timeout_ms: a node silent for longer is away.
+        heartbeat_timeout_ms: a node silent for GONE_TIMES as long is left.
         values: type of the numbers in the cache, for comparing; empty: they cannot be compared.
         """
         self._handoff = handoff

@@ -120,8 +120,8 @@ SWITCHED_OFF: Final = (
 )
 _ABSENT: Final = {
     Found.NOT_READ: ("file", "not read", "on disk; the disk was busy with other reads"),
-    Found.BEHIND_DRAM: ("dram", "behind a gap", "held, but a block before it is missing"),
-    Found.BEHIND_FILE: ("file", "behind a gap", "on disk, but a block before it is missing"),
+    Found.BEHIND_DRAM: ("dram", "behind a gap", "held, but a block before it was not there"),
+    Found.BEHIND_FILE: ("file", "behind a gap", "on disk, but a block before it was not there"),
     Found.SOME_SHARDS: ("", "not all shards", "some ranks' parts of it are there, others not"),
     Found.SWITCHED_OFF: ("", "switched off", SWITCHED_OFF),
     Found.NEVER: ("", "never stored", "never stored since the node started"),

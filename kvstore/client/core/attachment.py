@@ -206,11 +206,13 @@ class Attachment:
             self._heard(now_ns)
         elif not self.is_silent:
             self._silent_since_ns = now_ns
-            self._notice_silence(now_ns)
+            if self.state is State.OPEN:
+                self._notice_silence(now_ns)
         return age_ns > GONE_TIMES * limit_ns
 
     def _heard(self, now_ns: int) -> None:
-        if self.is_silent and self._silence_noticed_ns == self._silent_since_ns:
+        noticed = self.is_silent and self._silence_noticed_ns == self._silent_since_ns
+        if noticed and self.state is State.OPEN:
             self.notices.append("the node's heartbeat is back: cache on")
         self._silent_since_ns = 0
 

@@ -45,6 +45,19 @@ def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
     assert "back" in notice
 
 
+def test_what_is_not_open_is_not_said_to_be_off_or_on_by_a_heartbeat(node: ScriptedNode) -> None:
+    node.attach()
+    attachment, beat = node.core.attachment, node.now_ns
+    assert not lost(node, beat)
+    node.give(m.SessionClosed(session=node.session, reason="a rank left"))
+    node.core.take_notices()
+    node.wait(300)
+    assert lost(node, beat)
+    assert not lost(node, node.now_ns)
+    assert attachment.state is State.WAITING
+    assert node.core.take_notices() == []
+
+
 def test_a_node_that_stays_silent_is_left(node: ScriptedNode) -> None:
     node.attach()
     beat = node.now_ns
