@@ -84,8 +84,9 @@ class SimDisk(PosixDisk):
         self._threads = threads
         self._random = machine.random
         self._lasts_until_ns: dict[str, int] = {}
-        self._paths: dict[int, str] = {}
-        """Of every descriptor that was opened here; some are closed by now."""
+        self._opened: dict[int, tuple[str, os.stat_result]] = {}
+        """Path and file of every descriptor that was opened here; some are closed by now, and files
+        may have another path."""
         self._unsynced = machine.unsynced
         self.is_torn = False
         """A write stopped half way: its process is about to die."""
@@ -99,7 +100,7 @@ class SimDisk(PosixDisk):
         self._fail_at_random("read error")
         # The page cache is quicker than any disk, and goes with the folder.
         fd = super().open(name, flags & ~os.O_DIRECT, dir_fd)
-        self._paths[fd] = _path(fd)
+        self._opened[fd] = _path(fd), os.fstat(fd)
         self._world.opened_by[fd] = self
         return fd
 
@@ -217,12 +218,12 @@ class SimDisk(PosixDisk):
     def close_all(self) -> list[str]:
         """Close what the process left open, as the kernel does at its end. Returns the paths."""
         left = []
-        for fd, path in self._paths.items():
+        for fd, (path, file) in self._opened.items():
             with contextlib.suppress(OSError):
-                if self._world.opened_by[fd] is self and _path_of_open(fd) == path:
+                if self._world.opened_by[fd] is self and os.path.samestat(os.fstat(fd), file):
                     os.close(fd)
                     left.append(path)
-        self._paths.clear()
+        self._opened.clear()
         return left
 
 
@@ -374,7 +375,3 @@ def _address(buffer: memoryview) -> int:
 
 def _path(fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{fd}")
-
-
-def _path_of_open(fd: int) -> str:
-    return _path(fd).removesuffix(" (deleted)")
