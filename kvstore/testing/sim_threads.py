@@ -24,6 +24,15 @@ _PATIENCE_S: Final = 60.0
 _Condition = Callable[[], bool]
 
 
+def _closed_gate() -> threading.Lock:
+    """What one thread waits at until another lets it through. Each is let through once before the
+    next waits, so the plainest lock will do, which wakes a thread several times sooner than a
+    semaphore."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
 class Killed(BaseException):
     """Its process is gone: the thread that sees this never goes on."""
 
@@ -47,7 +56,7 @@ class Threads:
         """Whose turn it is; None: the world's own."""
         self._source = source
         self._threads: list[SimThread] = []
-        self._back = threading.Semaphore(0)
+        self._back = _closed_gate()
 
     # ── as in `threading` ────────────────────────────────────────────────────────────────────────
 
@@ -136,7 +145,7 @@ class SimThread:
         self, threads: Threads, target: Callable[..., None], args: Sequence[Any], name: str
     ) -> None:
         self.name = name
-        self.go = threading.Semaphore(0)
+        self.go = _closed_gate()
         self.waits_for: _Condition = lambda: True
         self.error: BaseException | None = None
         self._threads = threads
