@@ -195,7 +195,7 @@ class SimCopies:
 
     def _holds(self, copy: Copy) -> bool:
         """Whether the slot still has the generation that the copy was ordered for."""
-        return self._memory.tier.generation(copy.slot) == copy.generation
+        return self._memory.generation(copy.slot) == copy.generation
 
     def still_holds(self, copy: LoadBlock) -> bool:
         """The same, once the bytes of a load are there."""

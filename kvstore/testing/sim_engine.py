@@ -392,7 +392,8 @@ class SimEngine:
         if fault not in self.world.enabled or self.random.random() >= _RESTART_SHARE:
             return
         self.world.strike(fault, machine)
-        machine.kill_node()
+        if self.random.random() < 0.5 or not machine.upgrade_node(warm=True):
+            machine.kill_node()
         machine.restart_node()
         for _ in range(_ATTACH_TURNS):
             self.world.pass_time()

@@ -15,6 +15,7 @@ from kvstore.testing import sim_disk
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_engine import SimEngine
 from kvstore.testing.sim_machine import Machine
+from kvstore.testing.sim_parts import WARM_KILL, WARM_UPGRADE
 from kvstore.testing.sim_rank import SimRank
 from kvstore.units import NS_PER_MS
 from kvstore.wire.space import fingerprint
@@ -128,6 +129,14 @@ def _node_upgraded(_: World, machine: Machine) -> bool:
     return machine.upgrade_node()
 
 
+def _warm_kill(_: World, machine: Machine) -> bool:
+    return machine.kill_node_warm()
+
+
+def _warm_upgrade(_: World, machine: Machine) -> bool:
+    return machine.upgrade_node(warm=True)
+
+
 def _node_stopped(world: World, machine: Machine) -> bool:
     machine.stopped_until_ns = world.now_ns + world.random.randint(10, 2000) * NS_PER_MS
     return machine.node_up
@@ -223,6 +232,8 @@ _TO_AN_ENGINE: dict[str, Callable[[World, SimEngine, SimRank], bool]] = {
 _TO_A_MACHINE: dict[str, Callable[[World, Machine], bool]] = {
     "node killed": _node_killed,
     "node upgraded": _node_upgraded,
+    WARM_KILL: _warm_kill,
+    WARM_UPGRADE: _warm_upgrade,
     "node stopped": _node_stopped,
     "machine suspended": _machine_suspended,
     "clear": _clear,

@@ -1,9 +1,9 @@
 """After the faults: everything converges, the cache works again, and nothing is left over.
 
 Each machine must find at least 95 % of what one finds that never had a fault, which is all (I13): a
-workload of its own, asked by a new engine, before 10 s of virtual time are over. What is on disk is
-found after an orderly restart; in a shared directory by another machine too, when the node that
-wrote it was killed.
+workload of its own, asked by a new engine, before 10 s of virtual time are over. What is in memory
+is found by the next process that takes it over, what is on disk after an orderly restart; in a
+shared directory by another machine too, when the node that wrote it was killed.
 
 Does not cover: what went wrong before (`sim_faults`).
 """
@@ -102,6 +102,8 @@ def find_again(world: World) -> None:
     """New engines find what they store: in dram, after a restart, on another machine."""
     _kill_engines(world)
     world.hit_share = min(_hit_share(machine) for machine in world.machines)
+    _find_warm(probe(world.random.choice(world.machines)))
+    _kill_engines(world)
     # Into small arenas nothing is promoted: a quarter of them is in motion at most.
     if world.knobs.has_disk and world.knobs.arena_slots >= 4 * _PROBE_BLOCKS:
         _find_on_disk(world)
@@ -141,6 +143,25 @@ def hits(engine: SimEngine, name: str) -> int:
         keys = _keys(f"{name}/{number}")
         found += _ask(engine, keys) + _ask(engine, keys)
     return found
+
+
+def _find_warm(engine: SimEngine) -> None:
+    """What is in memory is found by the next process of the node."""
+    machine = engine.machine
+    for number in range(_ROUNDS):
+        keys = _keys(f"warm/{number}")
+        _ask(engine, keys)
+        if _ask(engine, keys) == _PROBE_BLOCKS:
+            break
+        machine.world.now_ns += _COOLDOWN_NS
+    else:
+        raise Violation("what is stored is never found again")
+    machine.upgrade_node(warm=True)
+    machine.restart_node()
+    _attach(engine)
+    found = _ask(engine, keys)
+    if found != _PROBE_BLOCKS:
+        raise Violation(f"{found} of {_PROBE_BLOCKS} blocks are found by the next process")
 
 
 def _find_on_disk(world: World) -> None:

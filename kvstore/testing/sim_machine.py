@@ -1,5 +1,8 @@
 """One machine of the world: a node that is up or not, its sockets, its part of a disk, its clock.
 
+It is the node's supervisor, too: of a process that ends warm it keeps arena, journal and the pidfds
+of the ranks that may still write; the next process goes on with them.
+
 The clock is the machine's: while it is suspended that stands still, or jumps afterwards, as the
 clocks of laptops and of virtual machines do. The world's own time is nobody's but the oracle's.
 
@@ -10,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Ended, Event, Exited, Received
 from kvstore.errors import ConfigError
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_disk import SimDisk, empty
-from kvstore.testing.sim_node import SimNode
-from kvstore.testing.sim_parts import DISK_CALL_FAULTS, SimMemory
+from kvstore.testing.sim_node import Kept, SimNode
+from kvstore.testing.sim_parts import DISK_CALL_FAULTS, WARM_KILL, SimMemory
 from kvstore.testing.sim_sockets import SimSockets
 from kvstore.types import ConnectionId, SpaceId
 from kvstore.wire.messages import (
@@ -31,6 +34,10 @@ from kvstore.wire.messages import (
 if TYPE_CHECKING:
     from kvstore.testing.sim_engine import SimEngine
     from kvstore.testing.sim_world import World
+
+
+_DIES_AT_START_SHARE: Final = 0.2
+"""Of the processes that take over, where they die."""
 
 
 class Machine:
@@ -58,6 +65,12 @@ class Machine:
         self.sockets = SimSockets()
         self._late_exits: list[int] = []
         """Connections of processes that are gone and whose pidfd has not fired yet."""
+        self._ranks: dict[int, HelloRank] = {}
+        """Whose pidfds are held, until the engine lets them go; by connection."""
+        self._gone: set[int] = set()
+        """Connections of processes that are gone: their pidfds fire for each node process."""
+        self._kept: Kept | None = None
+        """Of the process that ended last, for the next one."""
         self._clock_shift_ns = self._clock_floor_ns = 0
         self.suspended_until_ns = 0
         self.stopped_until_ns = 0
@@ -67,6 +80,8 @@ class Machine:
         """Bytes in its dram changed, in this life of its node or an earlier one."""
         self.promoted = 0
         """Blocks that nodes which are gone read from disk."""
+        self.kept = 0
+        """Blocks that its node processes took over."""
         self.heartbeat_ns = self.now_ns
         self._incarnation = 0
         self._process: SimNode | None = None
@@ -111,13 +126,35 @@ class Machine:
     # ── the node ─────────────────────────────────────────────────────────────────────────────────
 
     def start_node(self) -> None:
-        """A new incarnation with an empty arena."""
+        """A new incarnation; its arena is empty, or what the one before left."""
         self._incarnation += 1
+        kept = self._kept
         try:
-            self._process = SimNode(self, incarnation=self._incarnation, directory=self.directory)
-            self.memory = self._process.memory
+            node = self._process = SimNode(
+                self, incarnation=self._incarnation, directory=self.directory, kept=kept
+            )
         except ConfigError as error:
             self.world.note(f"the node of {self.name} does not start: {str(error)[-60:]}")
+            return
+        self.memory = node.memory
+        if kept is None:
+            self._gone.clear()
+            self._ranks.clear()
+            node.start()
+        elif WARM_KILL in self.world.enabled and self.random.random() < _DIES_AT_START_SHARE:
+            self.world.strike(WARM_KILL, self)
+            node.die_at_start()
+            self._end_warm(node)
+        else:
+            self._kept = None
+            node.start()
+            self._late_exits = [c for c in self._ranks if c in self._gone]
+            self.kept += (blocks := node.engine.counters.blocks_kept)
+            self.world.note(f"{self.name} goes on with {blocks} blocks, {len(self._ranks)} writers")
+
+    def let_go(self, connection: int) -> None:
+        """The pidfd of a rank that cannot write any more."""
+        self._ranks.pop(connection, None)
 
     def feed(self, events: Sequence[Event]) -> None:
         if self._process is not None:
@@ -128,6 +165,10 @@ class Machine:
         node = self._process
         if node is None or not self.node_runs:
             return
+        node.feed(self._read_sockets(node))
+        node.read_files()
+
+    def _read_sockets(self, node: SimNode) -> list[Event]:
         self.heartbeat_ns = self.now_ns
         events: list[Event] = [node.tick()]
         waiting = [(c, s) for c, s in self.sockets.items() if s.to_node or s.node_sees_end]
@@ -137,12 +178,13 @@ class Machine:
             while socket.to_node and budget:
                 budget -= 1
                 message = decode_from_engine(socket.to_node.popleft())
+                if isinstance(message, HelloRank):
+                    self._ranks[connection] = message
                 events.append(Received(ConnectionId(connection), message))
             if socket.node_sees_end and not socket.to_node:
                 socket.node_sees_end = False
                 events.append(Ended(ConnectionId(connection)))
-        node.feed(events)
-        node.read_files()
+        return events
 
     def files_go_on(self, turns: int) -> None:
         """The threads of the file tier have some turns."""
@@ -154,8 +196,9 @@ class Machine:
             self.kill_node()
 
     def kill_node(self) -> list[str]:
-        """kill -9 of the node: every socket ends; the old memory lives on in its mappings. Returns
-        the files that it had open."""
+        """kill -9 of the node, its supervisor too: every socket ends; the old memory lives on in
+        its mappings only. Returns the files that it had open."""
+        self._kept = None
         if self._process is None:
             return []
         self.disturbed_ns = self.world.now_ns
@@ -186,14 +229,30 @@ class Machine:
         self.sockets.clear()
         self.start_node()
 
-    def upgrade_node(self) -> bool:
-        """An orderly end; the next incarnation finds what was written. False: nobody hears it."""
+    def kill_node_warm(self) -> bool:
+        """kill -9 of the node process alone, in the middle of a step. False: it does nothing."""
+        node = self._process
+        if node is None or not self.node_runs:
+            return False
+        node.die(self._read_sockets(node))
+        self._end_warm(node)
+        return True
+
+    def _end_warm(self, node: SimNode) -> list[str]:
+        """The process has ended, its memory is kept. Returns the files that it had open."""
+        left = self.kill_node()
+        self._kept = Kept(node.memory, node.journal, self._ranks)
+        return left
+
+    def upgrade_node(self, *, warm: bool = False) -> bool:
+        """An orderly end; the next incarnation finds what was written, and with `warm` what is in
+        memory. False: nobody hears it."""
         node = self._process
         if node is None or not self.node_runs:
             return False
         if node.files is not None:
             node.files.close()
-        left = self.kill_node()
+        left = self._end_warm(node) if warm else self.kill_node()
         if left and not self.world.enabled.intersection(DISK_CALL_FAULTS):
             raise Violation(f"an orderly end leaves files open: {left}")
         return True
@@ -248,14 +307,23 @@ class Machine:
 
     # ── processes that end ───────────────────────────────────────────────────────────────────────
 
+    def connections_of(self, engine: str, rank: int | None = None) -> list[int]:
+        """Of all processes of an engine, or of one rank: earlier ones too, as long as somebody
+        may ask for their pidfds."""
+        found = {c: (s.owner, s.rank) for c, s in self.sockets.items()}
+        found |= {c: (hello.engine_id, hello.rank) for c, hello in self._ranks.items()}
+        return [c for c, (owner, its) in found.items() if owner == engine and rank in (None, its)]
+
     def kill_processes(self, connections: Iterable[int]) -> None:
         """Sockets end and pidfds fire, in any order; nothing is said any more."""
         events: list[Event] = []
-        for connection in list(connections):
+        for connection in connections:
+            self._gone.add(connection)
             if connection in self._late_exits:
                 continue
-            socket = self.sockets[connection]
-            socket.cut(self.random.randint(0, len(socket.to_node)))
+            socket = self.sockets.get(connection)
+            if socket is not None:
+                socket.cut(self.random.randint(0, len(socket.to_node)))
             if self.random.random() < 0.5:
                 events.append(Exited(ConnectionId(connection)))
             else:

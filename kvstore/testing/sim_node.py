@@ -4,6 +4,9 @@ Checked all the time: `Engine.check()`; what is known to be bad is not asked for
 copy in dram that failed its checksum nor a record that the file tier called gone; no shadow check
 finds another block.
 
+A process may die in the middle of a step: of its stores to the journal, and of the commands that
+they lead to, a part is done. The next one begins with what that left (`Kept`), or with nothing.
+
 Does not cover: sockets (`sim_sockets`), the disk (`sim_disk`).
 """
 
@@ -11,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import (
     Admit,
+    Adopt,
     Changed,
     Cleared,
     Command,
@@ -34,26 +39,52 @@ from kvstore.engine.events import (
     Send,
     SwitchedOff,
     Tick,
+    Writer,
 )
 from kvstore.engine.files import FOREIGN_LOCATION
+from kvstore.engine.journal import Journal
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_disk import SimFiles
-from kvstore.testing.sim_parts import SimMemory
+from kvstore.testing.sim_parts import WARM_KILL, SimMemory
+from kvstore.testing.tape import Tape, image, tape
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
-from kvstore.wire.messages import Distrust, LeaseMore, LeaseReply
+from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
 
 if TYPE_CHECKING:
     from kvstore.testing.sim_machine import Machine
 
 
+_GENERATIONS_PER_LIFE = 1 << 40
+
+
+class Kept(NamedTuple):
+    """What the supervisor has of a process that ended."""
+
+    memory: SimMemory
+    journal: NDArray[np.uint64]
+    ranks: dict[int, HelloRank]
+    """Whose pidfds it holds, by connection."""
+
+
 class SimNode:
     """From its start to its death."""
 
-    def __init__(self, machine: Machine, *, incarnation: int, directory: Path | None) -> None:
-        """Raises ConfigError: its directory cannot be used."""
+    def __init__(
+        self, machine: Machine, *, incarnation: int, directory: Path | None, kept: Kept | None
+    ) -> None:
+        """Nothing is served before `start`.
+
+        Raises:
+            ConfigError: its directory cannot be used.
+        """
         self._machine = machine
         knobs = machine.knobs
-        self.memory = SimMemory(knobs.arena_bytes)
+        first_generation = 1
+        if kept is None:
+            self.memory = SimMemory(knobs.arena_bytes)
+        else:
+            first_generation += incarnation * _GENERATIONS_PER_LIFE
+            self.memory = kept.memory.taken_over(first_generation)
         self._ended: set[int] = set()
         """Connections whose last words do not count any more."""
         self._bad_copies: set[tuple[int, int]] = set()
@@ -62,19 +93,60 @@ class SimNode:
         # A check's cost grows with the arena, that of a step does not.
         self._check_interval = 8 + knobs.arena_slots // 8
         self.files = SimFiles(machine, directory, self.memory) if directory else None
-        self.engine = Engine(
-            EngineConfig(
-                incarnation=incarnation,
-                arena_bytes=knobs.arena_bytes,
-                slab_bytes=max(SLOT_BYTES_MIN * 2, knobs.arena_bytes // 4),
-                generation_bytes=8192,
-                block_count_max=knobs.arena_slots + (knobs.disk_rows if directory else 512),
-                file_bytes=knobs.disk_bytes if directory else 0,
-                lease_ttl_ms=knobs.ttl_ms,
-                credit_share=knobs.credit_share,
-            )
+        config = EngineConfig(
+            incarnation=incarnation,
+            arena_bytes=knobs.arena_bytes,
+            slab_bytes=max(SLOT_BYTES_MIN * 2, knobs.arena_bytes // 4),
+            first_generation=first_generation,
+            restarts=int(kept is not None),
+            generation_bytes=8192,
+            block_count_max=knobs.arena_slots + (knobs.disk_rows if directory else 512),
+            file_bytes=knobs.disk_bytes if directory else 0,
+            lease_ttl_ms=knobs.ttl_ms,
+            credit_share=knobs.credit_share,
         )
-        self.feed([Ready(knobs.arena_bytes)])
+        self._first_events: list[Event] = [Ready(knobs.arena_bytes)]
+        self.journal = self._new_journal(config) if kept is None else kept.journal
+        journal = Journal(
+            self.journal, arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes
+        )
+        if kept is not None:
+            found = journal.examine(quotas=(), writers=set(kept.ranks))
+            writers = tuple(Writer(ConnectionId(c), hello) for c, hello in kept.ranks.items())
+            self._first_events.append(Adopt(found, writers))
+        self.engine = Engine(config, journal)
+
+    def _new_journal(self, config: EngineConfig) -> NDArray[np.uint64]:
+        size_bytes = Journal.size_bytes(config.arena_bytes, config.slab_bytes)
+        dies = WARM_KILL in self._machine.world.enabled
+        memory = tape(size_bytes) if dies else np.zeros(size_bytes // 8, np.uint64)
+        Journal.fresh(arena_bytes=config.arena_bytes, slab_bytes=config.slab_bytes, memory=memory)
+        return memory
+
+    def start(self) -> None:
+        """Take over what there is, and serve."""
+        self.feed(self._first_events)
+        self.engine.check()
+
+    def die_at_start(self) -> None:
+        """The same as `die`, before anything is served."""
+        self.die(self._first_events)
+
+    def die(self, events: Sequence[Event]) -> None:
+        """In the step that takes these events, anywhere. `journal` is what is left."""
+        recorded, world = self.journal, self._machine.world
+        assert isinstance(recorded, Tape), "nobody remembers its stores"
+        before = np.array(recorded)
+        recorded.stores = []
+        commands = self.engine.step(events, self._machine.now_ns)
+        stores, recorded.stores = recorded.stores, None
+        done = world.random.randint(0, len(stores) + len(commands))
+        for command in commands[: max(0, done - len(stores))]:
+            self._carry_out(command)
+        self.journal = image(before, stores[:done])
+        world.note(
+            f"its process dies after {done} of {len(stores)} stores and {len(commands)} commands"
+        )
 
     def tick(self) -> Tick:
         return Tick(self.files.used_bytes if self.files else 0)
@@ -108,7 +180,9 @@ class SimNode:
             case Hangup(connection=connection):
                 if sockets.end(connection):
                     return [Ended(ConnectionId(connection))]
-            case Release() | Cleared() | Changed():
+            case Release(connection=connection):
+                self._machine.let_go(connection)
+            case Cleared() | Changed():
                 pass
             case SwitchedOff():
                 raise Violation("a space was switched off where each key has one block")

@@ -6,6 +6,7 @@ Does not cover: the engine without a model (`sim_engine`), disk, node and socket
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import random
@@ -40,6 +41,8 @@ DISK_FAULTS = (
     "older layout",
     "power cut",
 )
+WARM_KILL, WARM_UPGRADE = "warm kill", "warm upgrade"
+"""Only the node process ends; its supervisor keeps arena, journal and pidfds for the next."""
 COPY_CALL_FAULTS = ("copy fails half way", "copy never ends", "one of several copies fails")
 """Faults of a copy between engine and arena: `sim_copies` strikes by itself."""
 CORRUPTIONS = ("arena scribbled", "byte flipped")
@@ -60,6 +63,8 @@ FAULTS = (
     "rank hangs up",
     "node killed",
     "node restarts in a step",
+    WARM_KILL,
+    WARM_UPGRADE,
     "node stopped",
     "machine suspended",
     "abort",
@@ -157,7 +162,7 @@ def draw_knobs(source: random.Random, *, machines: int = 0) -> Knobs:
 
 
 class SimMemory:
-    """An arena of real bytes, with generations in the reference tier."""
+    """An arena of real bytes, and the generation page of one process in the reference tier."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.tier = MemoryTier(capacity_bytes=capacity_bytes)
@@ -166,6 +171,23 @@ class SimMemory:
         """Bytes changed that nobody wrote."""
         self._pages: dict[int, int] = {}
         self._writes: Counter[int] = Counter()
+        self.is_void = False
+        """Of a process whose memory is another's by now."""
+
+    def taken_over(self, first_generation: int) -> SimMemory:
+        """The same bytes with the generation page of the next process; in this one all is void."""
+        self.is_void = True
+        heir = copy.copy(self)
+        capacity_bytes = len(self.bytes)
+        heir.tier = MemoryTier(capacity_bytes=capacity_bytes)
+        slots = range(0, capacity_bytes // PAGE_BYTES, PAGES_PER_GENERATION)
+        heir.tier.raise_generations(slots, [first_generation] * len(slots))
+        heir.is_void = False
+        return heir
+
+    def generation(self, slot: SlotId) -> int:
+        """As whoever has this page mapped reads it; no slot has generation 0."""
+        return 0 if self.is_void else self.tier.generation(slot)
 
     def read(self, slot: int, length: int) -> bytes:
         """What lies there now."""
@@ -246,6 +268,8 @@ class WorldResult(msgspec.Struct, frozen=True):
     """Read from disk into dram."""
     foreign_blocks: int
     """Asked of the disk, and another machine's."""
+    kept_blocks: int
+    """That a node process found in the memory of the one before."""
     trace: str
     hit_share: float
     """Of the blocks of a new workload after healing, on the machine that found least."""

@@ -61,6 +61,8 @@ class Totals(msgspec.Struct):
     promoted_blocks: int = 0
     foreign_blocks: int = 0
     """That a machine read of what another one wrote."""
+    kept_blocks: int = 0
+    """In memory, that a node process took over from the one before."""
     least_hit_share: float = 1.0
     """After healing, beside a machine that never had a fault."""
     seconds: float = 0.0
@@ -77,6 +79,7 @@ class Totals(msgspec.Struct):
         self.loaded_blocks += result.loaded_blocks
         self.promoted_blocks += result.promoted_blocks
         self.foreign_blocks += result.foreign_blocks
+        self.kept_blocks += result.kept_blocks
         self.least_hit_share = min(self.least_hit_share, result.hit_share)
         self.faults = dict(Counter(self.faults) + Counter(result.faults))
         self.trace = hashlib.sha256(f"{self.trace} {result.trace}".encode()).hexdigest()[:16]

@@ -18,6 +18,8 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "node upgraded",
         "node restarts in a step",
     ),
+    "kill -9 of the node process only, between any two stores; its memory is kept": ("warm kill",),
+    "upgrade of the node process, its memory is kept": ("warm upgrade",),
     "restart with an empty directory": ("directory emptied",),
     "restart with another node's directory": ("directory swapped",),
     "restart with an older layout": ("older layout",),

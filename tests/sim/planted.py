@@ -8,6 +8,8 @@ shared directory: a stale index after a restart at the same address (a peer's di
 sessions) and a ghost endpoint (a rank that is gone). Their forms in the index and the router come
 with those.
 
+`RESTARTED` is a bug of a node process that goes on with the memory of the one before.
+
 `FOUND` are bugs of the product that a seed found: planted again, so that each stays found whatever
 becomes of that seed.
 """
@@ -19,11 +21,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 
 from kvstore.client.core.lookups import Lookup, Lookups
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.rank import RankCore
+from kvstore.engine.journal import Found, Journal
 from kvstore.engine.leases import Leases
 from kvstore.engine.owners import Connection
 from kvstore.engine.sessions import Sessions
@@ -195,6 +199,21 @@ def ghost_endpoint() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Sessions, "ended", broken)
 
 
+# ── with the memory of the process before ────────────────────────────────────────────────────────
+
+
+def granted_slots_are_free_after_a_restart() -> contextlib.AbstractContextManager[Any]:
+    """The next process gives slots to others that a rank may still write to."""
+    examine = Journal.examine
+
+    def broken(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> Found:
+        found = examine(self, quotas=quotas, writers=writers)
+        self.writers[found.held] = 0
+        return msgspec.structs.replace(found, held=found.held[:0])
+
+    return mock.patch.object(Journal, "examine", broken)
+
+
 # ── found here ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -229,6 +248,8 @@ PLANTED: Sequence[Planted] = (
     ghost_endpoint,
 )
 """The twelve, of one of them two forms."""
+RESTARTED: Sequence[Planted] = (granted_slots_are_free_after_a_restart,)
+"""Beside the twelve."""
 FOUND: dict[Planted, tuple[str, ...]] = {
     identity_put_aside_too_early: ("disk full", "no descriptors", "node killed"),
     stale_index_after_same_address_restart: ("directory emptied", "directory swapped"),

@@ -38,7 +38,9 @@ def notices(seed: int, faults: Collection[str] = ()) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("plant", planted.PLANTED, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(
+    "plant", [*planted.PLANTED, *planted.RESTARTED], ids=lambda plant: plant.__name__
+)
 def test_each_is_noticed_within_200_seeds(
     plant: planted.Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:

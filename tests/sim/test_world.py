@@ -38,6 +38,7 @@ def check(totals: Totals, *, seeds: int) -> None:
     assert totals.loaded_blocks > 10 * seeds
     assert totals.promoted_blocks > seeds
     assert totals.foreign_blocks > seeds
+    assert totals.kept_blocks > seeds
     assert totals.least_hit_share >= 0.95
 
 

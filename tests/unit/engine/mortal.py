@@ -1,6 +1,6 @@
 """A node process that dies in the middle of a step, at any store to its journal, and comes again.
 
-`Tape` is the journal's memory; it knows every word that was stored, in order. What the dead process
+A tape is the journal's memory; it knows every word that was stored, in order. What the dead process
 decided in its last step was never carried out, so nobody heard of it; what the journal holds of it
 is the stores up to some point.
 """
@@ -24,6 +24,7 @@ from kvstore.engine.events import (
     Writer,
 )
 from kvstore.engine.journal import Journal
+from kvstore.testing.tape import Tape, image, tape
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import HelloRank
 from tests.unit.engine.harness import Node
@@ -33,36 +34,6 @@ GENERATIONS_PER_LIFE = 1 << 40
 
 class Died(Exception):
     """The process is no more."""
-
-
-class Tape(np.ndarray[Any, Any]):
-    """Words of memory that remembers what is stored to it, once `record` is called."""
-
-    stores: list[tuple[int, int]] | None = None
-
-    def __array_finalize__(self, source: object) -> None:
-        self.whole: Tape | None = getattr(source, "whole", None)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        whole = self.whole
-        if whole is None or whole.stores is None or not np.may_share_memory(self, whole):
-            super().__setitem__(index, value)  # not recording, or a copy
-            return
-        begin = self.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-        words = slice(begin // 8, -(-(begin + self.nbytes) // 8))
-        before = np.array(whole[words])
-        super().__setitem__(index, value)
-        after = np.array(whole[words])
-        whole.stores += [
-            (words.start + at, int(after[at])) for at in np.flatnonzero(before != after).tolist()
-        ]
-
-
-def tape(size_bytes: int) -> Tape:
-    """So much memory, all 0."""
-    made = np.zeros(size_bytes // 8, np.uint64).view(Tape)
-    made.whole = made
-    return made
 
 
 class MortalNode(Node):
@@ -108,11 +79,7 @@ class MortalNode(Node):
 
     def image(self, stores: int) -> Tape:
         """The journal's memory after so many stores of the last step."""
-        made = tape(self.memory.nbytes)
-        made[:] = self.before
-        for at, value in self.stores[:stores]:
-            made[at] = value
-        return made
+        return image(self.before, self.stores[:stores])
 
     def reborn(self, memory: Tape) -> Engine:
         """An engine that goes on with this memory, and has not been asked anything."""

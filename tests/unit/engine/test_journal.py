@@ -10,6 +10,7 @@ import pytest
 from kvstore.engine import journal as journal_module
 from kvstore.engine.events import Ended, Exited, FileKnown
 from kvstore.engine.journal import Journal, JournalUnusable
+from kvstore.testing.tape import tape
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
 from kvstore.wire.messages import Grant, Quiesce, Quiet, Verified
 from kvstore.wire.space import fingerprint
@@ -24,7 +25,7 @@ from tests.unit.engine.harness import (
     keys,
     pairs,
 )
-from tests.unit.engine.mortal import MortalNode, tape
+from tests.unit.engine.mortal import MortalNode
 
 SLAB_BYTES = 2 * SLOT_BYTES_MIN
 ARENA_BYTES = 4 * SLAB_BYTES
