@@ -2,7 +2,7 @@
 
 At the same time, one core each as far as there are two:
 
-    the seeded world (kvstore.testing.world)              seeds, one after the other
+    the seeded world (kvstore.testing.world)              seeds, short and long lives
     kill -9 at named moments (kvstore.testing.kills)      a node and engines of its own
     round trips (…trips) and broken datagrams (…garbage)  one node that lives all the time
 
@@ -70,6 +70,8 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seeds = self.events = 0
         self.faults: Counter[str] = Counter()
+        self.lives: Counter[int] = Counter()
+        """Steps with faults → seeds that had so many."""
         self.violations: list[str] = []
         self._next = seed
         self._process: subprocess.Popen[str] | None = None
@@ -82,7 +84,7 @@ class World:
             return
         if self._process is not None:
             self._take(*self._process.communicate(), self._process.returncode)
-        command = [sys.executable, "-m", "kvstore.testing.world", "--json"]
+        command = [sys.executable, "-m", "kvstore.testing.world", "--json", "--steps", "0"]
         command += ["--seed", str(self._next), "--seeds", str(WORLD_SEEDS)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
@@ -90,7 +92,7 @@ class World:
 
     def _take(self, out: str, errors: str, status: int) -> None:
         first = self._next - WORLD_SEEDS
-        again = f"python -m kvstore.testing.world --seed {first} --seeds {WORLD_SEEDS}"
+        again = f"python -m kvstore.testing.world --steps 0 --seed {first} --seeds {WORLD_SEEDS}"
         try:
             told = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):
@@ -101,6 +103,7 @@ class World:
         self.seeds += told["seeds"]
         self.events += told["events"]
         self.faults.update(told["faults"])
+        self.lives.update({int(steps): seeds for steps, seeds in told["lives"].items()})
         if status:
             self.violations.append(f"{told['violations']}; again: {again}")
 
@@ -281,6 +284,7 @@ def _result(
         "minutes": (time.monotonic() - begin) / 60,
         "stopped_early": early,
         "seeds": world.seeds,
+        "lives": dict(sorted(world.lives.items())),
         "events": world.events,
         "faults": dict(sorted(world.faults.items())),
         "kills": killing.total.kill_count,
@@ -309,9 +313,12 @@ def growth(samples: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def page(result: dict[str, Any]) -> str:
     """bench/results/soak.md."""
+    lives = ", ".join(f"{steps}: {seeds:,}" for steps, seeds in result["lives"].items())
     rows = (
         ("minutes", f"{result['minutes']:.1f}"),
         ("seeds of the world", f"{result['seeds']:,}"),
+        ("seeds a second", f"{result['seeds'] / result['minutes'] / 60:.1f}"),
+        ("steps with faults: seeds", lives),
         ("events in them", f"{result['events']:,}"),
         ("faults in them", f"{sum(result['faults'].values()):,}"),
         ("kill -9 of real processes", f"{result['kills']:,}"),

@@ -255,7 +255,8 @@ def _turn(engine: SimEngine) -> None:
     machine.node_step()
     engine.step()
     for _ in range(8):
-        engine.copy_step()
+        if not engine.copy_step():
+            break
     for rank in engine.ranks:
         rank.poll()
     machine.files_go_on(20)

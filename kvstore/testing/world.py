@@ -2,13 +2,14 @@
 
     python -m kvstore.testing.world --seed 1 --seeds 200 --steps 1000
     python -m kvstore.testing.world --seed 17 --nodes 3 --shrink
-    python -m kvstore.testing.world --seed 1000 --minutes 60 --json --stories FOLDER
+    python -m kvstore.testing.world --seed 1000 --minutes 60 --steps 0 --json --stories FOLDER
 
 Real: `engine.Engine`, `client.core`, `tiers.file`. Simulated: clocks, sockets, shared memory, disks
 (`sim_disk`), copies (`sim_copies`), the engine's own scheduler (`sim_engine`). One to three
 machines, each with a node and engines of its own; several share a directory. Engines have one rank
 or several: shards of heads, of layers, replicas. Faults, each with p = 25 % by the seed
-(`sim_parts.FAULTS`): processes that vanish, stop, hang up or hang, machines that are suspended,
+(`sim_parts.FAULTS`): processes that vanish, stop, hang up or hang, node processes that die between
+two stores to memory and are gone on with from what was kept of it, machines that are suspended,
 clocks that drift, copies that fail, come late or never end, bytes that change in dram, slow
 delivery, aborts, preemptions, a disk that fails, is full, slow, hangs, tears, loses, mixes up,
 flips bits, is another one after a restart. Sizes and time limits are the seed's, too. After the
@@ -34,6 +35,7 @@ import hashlib
 import itertools
 import json
 import logging
+import random
 import sys
 import time
 from collections import Counter
@@ -47,7 +49,18 @@ from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_parts import WorldResult
 from kvstore.testing.sim_world import World, run_case
 
-__all__ = ["World", "main", "run_case"]
+__all__ = ["World", "draw_steps", "main", "run_case"]
+
+LIVES = {60: 70, 250: 20, 1000: 8, 4000: 2}
+"""Steps with faults of a life → how many of a hundred. Sizes, limits and faults are drawn once for
+each life: many short ones see more of their combinations; what takes long to come about (a full
+disk, its segments reclaimed, a fault on top of a fault) only long ones see. Each kind has about a
+quarter of all steps."""
+
+
+def draw_steps(seed: int) -> int:
+    """How long the life of this seed is, where nobody says."""
+    return random.Random(f"steps of {seed}").choices(tuple(LIVES), tuple(LIVES.values()))[0]
 
 
 class Totals(msgspec.Struct):
@@ -55,6 +68,8 @@ class Totals(msgspec.Struct):
 
     first_seed: int
     seeds: int = 0
+    lives: dict[int, int] = msgspec.field(default_factory=dict)
+    """Steps with faults → seeds that had so many."""
     events: int = 0
     finished: int = 0
     loaded_blocks: int = 0
@@ -119,6 +134,7 @@ def _run_seeds(
             break
         totals.first_seed = totals.first_seed or case.seed
         totals.seeds += 1
+        totals.lives[case.steps] = totals.lives.get(case.steps, 0) + 1
         try:
             totals.add(run_case(case))
         except Violation as error:
@@ -142,7 +158,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds from the first on")
     parser.add_argument("--minutes", type=float, default=0.0, help="instead: for so long")
-    parser.add_argument("--steps", type=int, default=1000, help="events with faults per seed")
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="events with faults per seed; 0: as the seed says"
+    )
     parser.add_argument(
         "--engines", type=int, default=0, help="engines at most; 0: as the seed says"
     )
@@ -161,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.minutes:
         seeds = itertools.islice(seeds, arguments.seeds)
     totals = run_seeds(
-        (Case(s, arguments.steps, arguments.engines, arguments.nodes, faults) for s in seeds),
+        (
+            Case(s, arguments.steps or draw_steps(s), arguments.engines, arguments.nodes, faults)
+            for s in seeds
+        ),
         minutes=arguments.minutes,
         stories=arguments.stories,
         shrinks=arguments.shrink,

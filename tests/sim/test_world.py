@@ -15,7 +15,7 @@ from kvstore.testing.shrink import Case, shrink
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_engine import SimEngine, SimRequest
 from kvstore.testing.sim_parts import FAULTS, LAYOUTS, Knobs
-from kvstore.testing.world import Totals, World, main, run_case, run_seeds
+from kvstore.testing.world import LIVES, Totals, World, draw_steps, main, run_case, run_seeds
 from kvstore.types import Shard
 from tests.sim.catalogue import CATALOGUE
 
@@ -96,6 +96,20 @@ def test_seeds_repeat_themselves_in_another_process(tmp_path: Path) -> None:
     with run_elsewhere(REPEATED[0], len(REPEATED), tmp_path) as run:
         there = msgspec.json.decode(run.communicate()[0], type=Totals)
     assert there.trace == here.trace
+
+
+def test_where_nobody_says_seeds_say_how_long_they_live(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drawn = Counter(map(draw_steps, range(1000)))
+    assert set(drawn) == set(LIVES)
+    assert max(drawn.values()) == drawn[min(LIVES)]
+    seeds = [seed for seed in range(100) if draw_steps(seed) == min(LIVES)][:2]
+    for seed in seeds:
+        assert main(["--seed", str(seed), "--steps", "0", "--json"]) == 0
+        told = msgspec.json.decode(capsys.readouterr().out, type=Totals)
+        assert told.lives == {min(LIVES): 1}
+        assert told.trace == run_seeds([Case(seed, min(LIVES))]).trace
 
 
 def test_seeds_differ() -> None:

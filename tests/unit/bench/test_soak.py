@@ -35,6 +35,7 @@ def result(**changes: Any) -> dict[str, Any]:
         "minutes": 3.0,
         "stopped_early": False,
         "seeds": 1200,
+        "lives": {"60": 1000, "250": 200},
         "events": 700_000,
         "faults": {"node killed": 3},
         "kills": 7,
@@ -59,7 +60,15 @@ def test_growth_leaves_the_warm_up_out() -> None:
 
 def test_the_page_says_what_was_done() -> None:
     text = soak.page(result())
-    for words in ("1,200", "700,000", "| kill -9 of real processes | 7 |", "3.0 GiB", "**0**"):
+    for words in (
+        "1,200",
+        "| seeds a second | 6.7 |",
+        "60: 1,000, 250: 200",
+        "700,000",
+        "| kill -9 of real processes | 7 |",
+        "3.0 GiB",
+        "**0**",
+    ):
         assert words in text
     assert "stopped early" not in text
     assert "Violation" not in text
@@ -79,10 +88,17 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_the_world_is_counted_and_its_violations_told() -> None:
     world = soak.World(1)
-    told = {"seeds": 200, "events": 9000, "faults": {"full": 2}, "violations": ["seed 7"]}
+    told = {
+        "seeds": 200,
+        "events": 9000,
+        "lives": {"60": 200},
+        "faults": {"full": 2},
+        "violations": ["seed 7"],
+    }
     world._next = 1 + soak.WORLD_SEEDS
     world._take("noise\n" + json.dumps(told), "", 0)
     assert (world.seeds, world.events, world.faults) == (200, 9000, Counter(full=2))
+    assert world.lives == {60: 200}
     assert world.violations == []
     world._take(json.dumps(told), "", 1)
     world._take("", "it broke", 3)
