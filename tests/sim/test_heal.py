@@ -5,13 +5,15 @@ Each is noticed by the very check that is there for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from kvstore.client.core import breaker as client_breaker
 from kvstore.engine.engine import Engine
+from kvstore.engine.journal import Found, Journal
 from kvstore.engine.sessions import Sessions
 from kvstore.engine.slots import Slots
 from kvstore.engine.stores import Stores
@@ -57,6 +59,16 @@ def descriptors_stay_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Catalog, "close", lambda _: None)
 
 
+def nothing_is_taken_over(patch: pytest.MonkeyPatch) -> None:
+    examine = Journal.examine
+
+    def changed(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> Found:
+        found = examine(self, quotas=quotas, writers=writers)
+        return msgspec.structs.replace(found, words=found.words[:0], scopes=found.scopes[:0])
+
+    patch.setattr(Journal, "examine", changed)
+
+
 def nobody_looks_at_the_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Peers, "_look_at", lambda *_: True)
 
@@ -85,6 +97,7 @@ UNHEALED: dict[Patch, Unhealed] = {
     quarantine_never_ends: Unhealed("slots left granted, quarantined or leased", ROOMY),
     who_is_gone_stays_attached: Unhealed("still attached to", ROOMY),
     descriptors_stay_open: Unhealed("leaves files open"),
+    nothing_is_taken_over: Unhealed("blocks are found by the next process"),
     nobody_looks_at_the_others: Unhealed("blocks of another one"),
     an_engine_is_never_complete: Unhealed("is not attached after the faults"),
 }

@@ -17,13 +17,13 @@ from tests.sim import planted
 STEPS = 1000
 SEEDS = range(1, 201)
 SOONER = {
-    planted.free_on_abort: 6,
-    planted.lease_checked_before_the_copy_only: 70,
-    planted.batch_path_without_check: 132,
-    planted.size_only_validation: 6,
-    planted.first_of_several_errors_frees: 7,
+    planted.free_on_abort: 18,
+    planted.lease_checked_before_the_copy_only: 21,
+    planted.batch_path_without_check: 102,
+    planted.size_only_validation: 51,
     planted.stale_index_after_same_address_restart: 50,
-    planted.stale_sessions_after_same_address_restart: 2,
+    planted.stale_sessions_after_same_address_restart: 55,
+    planted.granted_slots_are_free_after_a_restart: 17,
 }
 """Seeds at which it was noticed once, tried first: whatever changes in the product moves them."""
 
