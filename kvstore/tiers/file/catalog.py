@@ -131,10 +131,6 @@ class Catalog:
         with self._lock:
             return sorted(n for n in self._segments if n < FOREIGN_BASE)
 
-    def own_count(self) -> int:
-        with self._lock:
-            return sum(not s.is_foreign for s in self._segments.values())
-
     @contextlib.contextmanager
     def reading(self, segment: Segment) -> Iterator[int]:
         """A descriptor to read from, open as long as the block runs.

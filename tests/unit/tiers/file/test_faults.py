@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import Gone, Late, Read, Resumed, Suspended, Written
+from kvstore.tiers.file import FileConfig, Gone, Late, Read, Resumed, Suspended, Written
 from kvstore.tiers.file.breaker import Breaker
+from kvstore.tiers.file.health import Health
 from kvstore.units import NS_PER_MS
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, reopen, u64
 
@@ -297,3 +299,99 @@ def test_a_bug_keeps_no_slot(start: Start, monkeypatch: pytest.MonkeyPatch) -> N
     assert not driver.start_write([3])
     told = driver.wait(Suspended)
     assert "a bug of the node" in told.reason, "an operator reads it in /healthz"
+
+
+def test_reads_are_bounded_by_bytes_and_count_and_those_waiting_at_the_end_are_misses(
+    start: Start, disk: FaultyDisk
+) -> None:
+    driver = start(
+        reader_count=1, queued_bytes_max=3 * 64 * 1024, queued_jobs_max=2, close_deadline_ms=50
+    )
+    for number in (1, 2, 3, 4):
+        driver.write([number])
+    disk.hang.add("preadv")
+    assert not driver.start_read([1, 2, 3, 4]), "too many bytes"
+    hung = driver.start_read([1])
+    assert disk.hanging.acquire(timeout=PATIENCE_S)
+    waiting = driver.start_read([2])
+    assert waiting
+    assert not driver.start_read([3]), "too many jobs"
+    closing = threading.Thread(target=driver.tier.close)
+    closing.start()
+    assert driver.wait(Read).job == waiting
+    assert driver.wait(Read).good == b"\0"
+    disk.hang.clear()
+    disk.release.set()
+    closing.join(PATIENCE_S)
+    driver.take()
+    assert [e.job for e in driver.seen if isinstance(e, Read)] == [waiting, hung]
+
+
+def test_what_waits_behind_a_hung_write_is_done_before_the_end(
+    tmp_path: Path, start: Start, disk: FaultyDisk
+) -> None:
+    driver = start()
+    driver.write([1])
+    disk.hang.add("pwritev")
+    driver.start_write([2])
+    assert disk.hanging.acquire(timeout=PATIENCE_S)
+    behind = driver.start_write([3])
+    driver.tier.void(None, None)
+    closing = threading.Thread(target=driver.tier.close)
+    closing.start()
+    pause = threading.Event()
+    while not driver.tier._closing:
+        pause.wait(0.01)
+    disk.hang.clear()
+    disk.release.set()
+    closing.join(PATIENCE_S)
+    driver.take()
+    (written,) = [e for e in driver.seen if isinstance(e, Written) and e.job == behind]
+    assert u64(written.locations) != [0]
+    again = Driver(tmp_path / "store").recovered()
+    assert again.known == {}
+    again.close()
+
+
+def test_what_can_neither_be_synced_nor_read_back_is_gone(start: Start, disk: FaultyDisk) -> None:
+    driver = start()
+    driver.write([1, 2])
+    disk.fail["fsync"] = failing(errno.EIO, times=1)
+    disk.fail["preadv"] = failing(errno.EIO, times=2)
+    driver.tier.void("nobody", None)
+    driver.wait(Gone, lambda e: e.keys == key(2))
+    assert [e.keys for e in driver.seen if isinstance(e, Gone)] == [key(1), key(2)]
+
+
+def test_a_tier_that_cannot_be_made_gives_its_directory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers.file.tier.Catalog", _no_memory)
+        with pytest.raises(MemoryError):
+            Driver(tmp_path / "store")
+    Driver(tmp_path / "store").recovered().close()
+
+
+def _no_memory(*_arguments: object, **_more: object) -> None:
+    raise MemoryError
+
+
+def test_a_deleted_segment_makes_room_unless_writes_fail_otherwise() -> None:
+    config = FileConfig(Path("store"), 1 << 30, failures_max=1)
+    full = OSError(errno.ENOSPC, "full")
+    health = Health(config)
+    assert health.room_again() == [], "there was room"
+    health.failed_writing(0, full)
+    assert health.room_again() == [Resumed(writes_only=True)]
+    health.failed_writing(0, full)
+    health.late_writing(0)
+    assert health.room_again() == []
+    assert not health.allows_write(0)
+
+
+def test_what_fails_behind_a_probe_under_way_does_not_count() -> None:
+    breaker = Breaker(failures_max=1, cooldown_ms=10)
+    breaker.failed(0)
+    assert not breaker.failed(5 * NS_PER_MS), "no probe was sent"
+    assert breaker.allows(10 * NS_PER_MS), "so the wait is no longer"

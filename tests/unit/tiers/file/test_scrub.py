@@ -225,3 +225,40 @@ def test_the_end_of_the_tier_is_the_end_of_the_scrub(start: Start) -> None:
     driver.write(range(10))
     driver.close()
     assert not any(thread.is_alive() for thread in driver.tier._threads)
+
+
+def test_it_tells_as_it_goes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrub_module, "TELL_BYTES", 2 * BLOCK_BYTES)
+    driver = start(scrub=None)
+    driver.write(range(5))
+    _by_hand(driver, FaultyDisk(), lambda: None).run_pass()
+    driver.take()
+    said = [e for e in driver.seen if isinstance(e, Scrubbed)]
+    assert [(e.blocks, e.pass_ended) for e in said] == [(2, False), (2, False), (1, True)]
+
+
+def test_a_segment_that_somebody_took_away_is_passed_over(start: Start) -> None:
+    driver = start(scrub=None)
+    driver.write(range(10))
+    min(driver.config.directory.glob("seg-*.kv")).unlink()
+    _by_hand(driver, FaultyDisk(), lambda: None).run_pass()
+    driver.take()
+    assert [e.blocks for e in driver.seen if isinstance(e, Scrubbed)] == [3]
+    assert gone(driver) == []
+    assert driver.tier.breakers[0].value == "closed"
+
+
+@pytest.mark.parametrize(("direct", "forgotten"), [(True, 0), (False, 5)])
+def test_what_it_read_through_the_page_cache_does_not_stay_there(
+    start: Start, monkeypatch: pytest.MonkeyPatch, *, direct: bool, forgotten: int
+) -> None:
+    pages: list[int] = []
+    monkeypatch.setattr(
+        scrub_module, "forget_cached", lambda _fd, begin, _size: pages.append(begin)
+    )
+    driver = start(scrub=None)
+    driver.write(range(5))
+    scrub = _by_hand(driver, FaultyDisk(), lambda: None)
+    scrub._direct = direct
+    scrub.run_pass()
+    assert len(set(pages)) == forgotten

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -163,3 +164,64 @@ def test_a_reclaimed_segment_can_be_read_until_its_grace_is_over(tmp_path: Path)
     assert not list((tmp_path / "a").glob("dead-*"))
     a.close()
     b.close()
+
+
+def test_no_more_foreign_segments_are_kept_than_told(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
+    a = Driver(tmp_path, node="a", **more).recovered()
+    a.write(range(14))
+    b = Driver(tmp_path, node="b", foreign_segments_max=1, **more).recovered()
+    b.tier.look_at_peers()
+    b.take()
+    assert len(list((tmp_path / "a").glob("seg-*.kv"))) == 2
+    assert len({place >> 32 for place in b.known.values()}) == 1
+    assert b.read(range(7, 14)) == [True] * 7, "the latest one"
+    a.close()
+    b.close()
+
+
+def test_who_is_told_to_stop_looking_stops_and_goes_on_there(nodes: list[Driver]) -> None:
+    a, b = nodes
+    a.write([1])
+    peers = b.tier._peers
+    assert peers is not None
+    asked: list[int] = []
+
+    def refuse(_known: object) -> bool:
+        asked.append(1)
+        return False
+
+    assert not peers.look(refuse, lambda _: None)
+    assert asked == [1]
+    b.tier.look_at_peers()
+    b.take()
+    assert b.read([1]) == [True]
+
+
+@pytest.mark.parametrize("what", ["the parent", "the node's directory", "the node's name"])
+def test_what_cannot_be_looked_at_for_a_moment_is_not_gone(
+    nodes: list[Driver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    a, b = nodes
+    a.write([1])
+    b.tier.look_at_peers()
+    b.take()
+    listdir, look = os.listdir, os.stat
+
+    def fail_listdir(path: Any) -> list[str]:
+        if (what == "the parent") == (path == tmp_path) and what != "the node's name":
+            raise OSError(errno.EIO, "EIO")
+        return list(listdir(path))
+
+    def fail_stat(path: Any, **more: Any) -> os.stat_result:
+        if what == "the node's name" and path == tmp_path / "a":
+            raise OSError(errno.EIO, "EIO")
+        return look(path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers.file.shared.os.listdir", fail_listdir)
+        patch.setattr("kvstore.tiers.file.shared.os.stat", fail_stat)
+        b.seen.clear()
+        b.tier.look_at_peers()
+    assert b.take() == []
+    assert b.read([1]) == [True]

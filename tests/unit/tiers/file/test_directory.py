@@ -1,0 +1,109 @@
+"""Names that are not what they should be, or go meanwhile; descriptors are not kept for ever."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.tiers.file import catalog as catalog_module
+from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.directory import Directory, segment_name
+from kvstore.types import PAGE_BYTES
+from kvstore.wire.segment import SegmentHead
+from tests.unit.tiers.file.kit import FaultyDisk
+
+SEGMENT = segment_name(1)
+
+
+@pytest.fixture
+def disk() -> FaultyDisk:
+    return FaultyDisk()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, disk: FaultyDisk) -> Iterator[Directory]:
+    made = Directory(tmp_path, disk, direct=False)
+    yield made
+    made.close()
+
+
+def test_a_quarantine_that_is_a_file_becomes_a_directory(tmp_path: Path, disk: FaultyDisk) -> None:
+    Directory(tmp_path, disk, direct=False).close()
+    (tmp_path / "quarantine").rmdir()
+    (tmp_path / "quarantine").touch()
+    Directory(tmp_path, disk, direct=False).close()
+    assert (tmp_path / "quarantine").is_dir()
+
+
+def test_a_note_that_cannot_be_read_is_none(directory: Directory, disk: FaultyDisk) -> None:
+    directory.keep_note(b"a" * PAGE_BYTES)
+    disk.fail["preadv"] = lambda _: OSError(errno.EIO, "broken")
+    assert directory.note() == b""
+    del disk.fail["preadv"]
+    assert directory.note() == b"a" * PAGE_BYTES
+
+
+def test_a_segment_that_went_by_itself_needs_nothing(
+    directory: Directory, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory.remove(SEGMENT)
+    assert caplog.messages == []
+
+
+def test_what_cannot_be_moved_stays_and_is_mentioned(
+    directory: Directory, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = directory.path / SEGMENT
+    directory.put_aside(SEGMENT, "damaged", keep_bytes=1 << 20)
+    directory.hide(SEGMENT)
+    path.mkdir()
+    directory.remove(SEGMENT)
+    assert path.is_dir()
+    assert caplog.messages == [
+        f"{path} is put aside: damaged",
+        f"{path} stays where it is: No such file or directory",
+        f"{path} cannot be renamed: No such file or directory",
+        f"{path} cannot be deleted: Is a directory",
+    ]
+
+
+def test_a_quarantine_that_was_taken_away_takes_nothing(directory: Directory) -> None:
+    (directory.path / "quarantine" / "old").write_bytes(bytes(PAGE_BYTES))
+    assert directory.aside_bytes() == PAGE_BYTES
+    (directory.path / "quarantine").rename(directory.path / "looked at")
+    assert directory.aside_bytes() == 0
+
+
+def test_only_so_many_segments_are_kept_open_and_none_is_closed_under_a_reader(
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "_OPEN_MAX", 2)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    catalog = Catalog(disk, capacity_bytes=1 << 20, direct=False)
+    segments = []
+    for number in range(1, 6):
+        (tmp_path / segment_name(number)).write_bytes(bytes([number]))
+        head = SegmentHead(bytes(16), bytes(16), number)
+        segments.append(Segment(number, head, segment_name(number), folder, 1))
+        catalog.add(segments[-1])
+
+    def first_byte(segment: Segment) -> int:
+        with catalog.reading(segment) as fd:
+            return os.pread(fd, 1, 0)[0]
+
+    with catalog.reading(segments[0]) as held:
+        assert [first_byte(segment) for segment in segments[1:]] == [2, 3, 4, 5]
+        assert len(_descriptors_in(tmp_path)) == 3, "the folder, the one being read, the last"
+        assert os.pread(held, 1, 0) == b"\1"
+    catalog.close()
+    os.close(folder)
+    assert _descriptors_in(tmp_path) == []
+
+
+def _descriptors_in(folder: Path) -> list[str]:
+    names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return [name for name in names if name.startswith(str(folder))]

@@ -1,0 +1,55 @@
+"""What is announced while old segments are being read, and the bell that says "look"."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.tiers.file.events import FileEvent, Known
+from kvstore.tiers.file.outbox import Outbox
+from kvstore.wire.record import Void
+from tests.unit.tiers.file.kit import SCOPE, key
+
+KNOWN = Known(SCOPE, key(1), b"\1" * 8, bytes(16))
+CLEARED = Void(SCOPE.tenant, None, 1)
+
+
+@pytest.fixture
+def outbox() -> Iterator[Outbox]:
+    made = Outbox()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "told"), [(True, []), (False, [KNOWN])], ids=["own", "of another node"]
+)
+def test_what_was_cleared_during_recovery_is_not_announced(
+    outbox: Outbox, *, own: bool, told: list[FileEvent]
+) -> None:
+    outbox.void(CLEARED)
+    assert outbox.known(KNOWN, own=own)
+    assert outbox.take() == told
+    outbox.recovered()
+    assert outbox.known(KNOWN, own=True)
+    assert outbox.take() == [KNOWN], "found later, so written later"
+
+
+def test_a_signal_does_not_silence_the_bell(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tries = os.eventfd_write, []
+
+    def interrupted(fd: int, value: int) -> None:
+        tries.append(value)
+        if len(tries) == 1:
+            raise InterruptedError
+        real(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", interrupted)
+    outbox.put([KNOWN])
+    assert len(tries) == 2
+    assert select.select([outbox.fd], [], [], 0)[0]
