@@ -238,7 +238,7 @@ def test_it_tells_as_it_goes(start: Start, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_segment_that_somebody_took_away_is_passed_over(start: Start) -> None:
-    driver = start(scrub=None)
+    driver = start(scrub=None, failures_max=1)
     driver.write(range(10))
     min(driver.config.directory.glob("seg-*.kv")).unlink()
     _by_hand(driver, FaultyDisk(), lambda: None).run_pass()
