@@ -269,6 +269,16 @@ def test_what_should_be_verified_and_cannot_be_is_computed(sent: bytes) -> None:
     assert node.core.leases_open == 0
 
 
+def test_the_node_is_told_at_once_what_will_be_asked_for(node: ScriptedNode) -> None:
+    keys = chain("a", 3)
+    node.attach()
+    node.core.take_outbox()
+    arrive(node, "r", keys)
+    (hint,) = node.core.take_outbox()
+    assert isinstance(hint, m.Hint)
+    assert hint.keys == b"".join(keys)
+
+
 def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:
     keys = chain("a", 3)
     node.keys = set(keys)
@@ -281,6 +291,7 @@ def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:
         node.core.plan((), node.now_ns)
         (renewal,) = node.core.take_outbox()
         assert isinstance(renewal, m.LeaseRenew)
+        assert len(renewal.leases) == 1
         node.core.plan((), node.now_ns)
         assert node.core.take_outbox() == []
 
