@@ -79,7 +79,8 @@ class LogThread:
         self._hidden: deque[tuple[int, str, int]] = deque()
         self._voids_waiting = 0
         self._is_stalled = False
-        self._is_recovered = False
+        self.is_recovered = False
+        """Whether all old segments are known, and what of them was cleared."""
         self._is_closing = False
         self._close_by_ns = 0
 
@@ -217,7 +218,7 @@ class LogThread:
 
     def _waits(self, job: WriteJob | VoidJob) -> bool:
         """Whether it is a write for which there may be room once a reclaim or recovery is over."""
-        room_may_come = self._asked is not None or self._hidden or not self._is_recovered
+        room_may_come = self._asked is not None or self._hidden or not self.is_recovered
         return isinstance(job, WriteJob) and bool(room_may_come)
 
     def _drain(self) -> VoidJob | None:
@@ -254,8 +255,9 @@ class LogThread:
         self._writer.carry([*job.voids, *own] if job.voids else ())
         self._report(self._writer.write_carried())
         with self._lock:
-            self._is_recovered = True
+            self.is_recovered = True
             self._is_stalled = False
+            self._lock.notify_all()
 
     def _move(self, job: ReclaimJob) -> None:
         with self._lock:
@@ -287,7 +289,7 @@ class LogThread:
     def _make_room(self) -> None:
         """Ask about the oldest segment if room runs short; delete at once what holds nothing."""
         needed = FREE_SEGMENTS_MIN * self._segment_bytes
-        while self._is_recovered and self._asked is None:
+        while self.is_recovered and self._asked is None:
             coming = self._catalog.hidden_bytes  # frees itself when its grace is over
             if self._catalog.taken_bytes - coming + needed <= self._catalog.capacity_bytes:
                 return

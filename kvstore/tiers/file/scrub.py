@@ -4,7 +4,8 @@
                      before each piece: its share of the bandwidth has passed, nobody else wants the
                      disk, and the breaker is closed
 
-A pass is not remembered across a restart; beginning anywhere serves as well, and a node that is
+The first pass begins when recovery knows all that is there, so that it is a pass over all of it. A
+pass is not remembered across a restart; beginning anywhere serves as well, and a node that is
 restarted often still reads everything in the long run. A bad record is told as `Gone` and counted
 once; it stays on disk until its segment is reclaimed or fsck puts that aside, and is told again
 after a restart, by whoever reads it first. Records of other nodes are for those to scrub.
@@ -62,6 +63,7 @@ class Scrub:
         lock: threading.Condition,
         leaving: threading.Event,
         is_wanted: Callable[[], bool],
+        is_recovered: Callable[[], bool],
         voids: Callable[[], Sequence[Void]],
         table_of: Callable[[int], Table | None],
         direct: bool,
@@ -71,6 +73,7 @@ class Scrub:
         outbox, health, lock: of the tier.
         leaving: set when the tier is being closed.
         is_wanted: whether a read or write waits or runs; asked with the lock held.
+        is_recovered: whether all that was there at the start is known; asked with the lock held.
         voids: what was cleared, which may lie there in whatever state.
         table_of: what has been written to a segment, if that is the one appended to.
         direct: the segments are opened so that the page cache is no part of it.
@@ -84,6 +87,7 @@ class Scrub:
         self._lock = lock
         self._leaving = leaving
         self._is_wanted = is_wanted
+        self._is_recovered = is_recovered
         self._voids = voids
         self._table_of = table_of
         self._direct = direct
@@ -95,6 +99,8 @@ class Scrub:
     def run(self) -> None:
         """Pass after pass until the tier is closed."""
         try:
+            with self._lock:
+                self._lock.wait_for(lambda: self._is_recovered() or self._leaving.is_set())
             while True:
                 self.run_pass()
                 self._wait(PASS_PAUSE_S)

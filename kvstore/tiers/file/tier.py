@@ -283,9 +283,9 @@ class FileTier:
                 run.job.runs_left -= 1
                 self._end_if_done(run.job)
             self._runs.clear()
+            self._leaving.set()
             self._lock.notify_all()
         self._outbox.stop()
-        self._leaving.set()
         patience_s = self._config.close_deadline_ms / 1000
         for thread in self._threads:
             thread.join(patience_s)
@@ -328,6 +328,7 @@ class FileTier:
             lock=self._lock,
             leaving=self._leaving,
             is_wanted=lambda: bool(self._reads) or self._log.is_wanted,
+            is_recovered=lambda: self._log.is_recovered,
             voids=lambda: self._log.voids,
             table_of=self._log.table_of,
             direct=self._directory.direct,

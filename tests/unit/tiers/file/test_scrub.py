@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.tiers.file import Gone, Reclaim, Scrubbed
+from kvstore.tiers.file import Gone, Known, Reclaim, RecoveryDone, Scrubbed
 from kvstore.tiers.file import scrub as scrub_module
 from kvstore.tiers.scrub import ScrubRate
 from kvstore.types import PAGE_BYTES
@@ -86,6 +86,39 @@ def test_a_flipped_bit_is_found_without_anybody_asking(start: Start, count: int,
     assert sum(e.bad_key != b"" for e in said) == 1
     assert sum(e.blocks for e in said) >= 2 * count
     assert sum(e.size_bytes for e in said) >= 2 * count * BLOCK_BYTES
+
+
+def test_a_pass_counts_only_if_all_was_known_when_it_began(
+    start: Start, disk: FaultyDisk, tmp_path: Path
+) -> None:
+    first = start()
+    first.write(range(20))
+    first.close()
+    recovers = threading.Event()
+    real = disk.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        if threading.current_thread().name == "file-recovery":
+            recovers.set()
+            assert disk.release.wait(PATIENCE_S)
+        return real(fd, buffers, offset)
+
+    disk.preadv = preadv  # type: ignore[method-assign]
+    driver = Driver(tmp_path / "store", disk=disk, scrub=FAST)
+    try:
+        assert recovers.wait(PATIENCE_S)
+        threading.Event().wait(0.3)  # passes over nothing would have ended
+        disk.release.set()
+        driver.wait(RecoveryDone)
+        driver.wait(Scrubbed, lambda e: e.pass_ended)
+        kinds = [type(event) for event in driver.seen]
+        last_known = len(kinds) - 1 - kinds[::-1].index(Known)
+        ended = [n for n, e in enumerate(driver.seen) if isinstance(e, Scrubbed) and e.pass_ended]
+        assert ended[0] > last_known
+        said = [e for e in driver.seen[: ended[0] + 1] if isinstance(e, Scrubbed)]
+        assert sum(e.blocks for e in said) == 20
+    finally:
+        driver.close()
 
 
 def test_what_is_good_is_left_alone(start: Start) -> None:
@@ -185,6 +218,7 @@ def _by_hand(driver: Driver, disk: FaultyDisk, on_read: Callable[[], None]) -> s
         lock=tier._lock,
         leaving=threading.Event(),
         is_wanted=lambda: bool(tier._reads) or tier._log.is_wanted,
+        is_recovered=lambda: True,
         voids=lambda: (),
         table_of=tier._log.table_of,
         direct=True,
