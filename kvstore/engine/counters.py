@@ -14,6 +14,7 @@ class Counters:
         "blocks_missed",
         "blocks_verified",
         "evictions",
+        "file_blocks_crowded",
         "file_blocks_damaged",
         "file_blocks_not_admitted",
         "file_blocks_over_budget",
@@ -44,6 +45,7 @@ class Counters:
         self.blocks_missed = 0
         self.blocks_verified = 0
         self.evictions = 0
+        self.file_blocks_crowded = 0
         self.file_blocks_damaged = 0
         self.file_blocks_not_admitted = 0
         self.file_blocks_over_budget = 0

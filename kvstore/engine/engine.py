@@ -283,6 +283,11 @@ class Engine:
         """What is used up of the day's budget of disk writes; 0 without one."""
         return self._files.writes.spent_bytes()
 
+    @property
+    def left_out_blocks(self) -> int:
+        """That the file tier told of and that found no row in the table, since the start."""
+        return self._files.left_out_count
+
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def check(self) -> None:

@@ -113,6 +113,8 @@ class Files:
         """By (session, lease)."""
         self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
         self._reading_bytes = 0
+        self.left_out_count = 0
+        """Blocks that the tier told of and that found no row."""
         self.pace = DiskPace(state.config.learned.disk_ns_per_mib)
 
     @property
@@ -349,7 +351,10 @@ class Files:
         locations = np.frombuffer(event.locations, dtype="<u8")[first]
         checksums = np.frombuffer(event.checksums, dtype="<u8").reshape(-1, 2)[first]
         rows = state.residency.find(scope, keys)
-        fits = np.flatnonzero(rows < 0)[: max(0, state.residency.spare_rows)]
+        absent = np.flatnonzero(rows < 0)
+        fits = absent[: max(0, state.residency.spare_rows)]
+        self.left_out_count += len(absent) - len(fits)
+        state.counters.file_blocks_crowded += len(absent) - len(fits)
         rows[fits] = state.residency.insert(scope, keys[fits])
         state.residency.checksum[rows[fits]] = checksums[fits]
         place = rows >= 0

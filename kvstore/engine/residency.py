@@ -147,8 +147,9 @@ class Residency:
         self.checksum[rows] = checksums
         self.dram_count += len(rows)
 
-    def drop_dram(self, words: NDArray[np.int64], stamp: int = 0) -> Rows:
-        """These slots hold their blocks no more; `stamp` says why. Returns the rows they were."""
+    def drop_dram(self, words: NDArray[np.int64], stamp: int = 0) -> int:
+        """These slots hold their blocks no more; `stamp` says why. Returns how many blocks on disk
+        were forgotten for it."""
         rows = self.row_of_word[words].astype(np.int64)
         assert bool((rows >= 0).all()), "a slot without a block is emptied"
         if self._journal is not None:
@@ -161,10 +162,11 @@ class Residency:
         self._forget_absent(rows, stamp)
         # Every slot keeps a row for its next block: where rows are scarce, disk gives way to dram.
         short = len(self.row_of_word) - self.dram_count - self.table.free_count
-        if short > 0:
-            crowded = restamp(stamp, Why.CROWDED)
-            self.drop_file(rows[self.file[rows] != NOT_IN_FILE][:short], crowded)
-        return rows
+        if short <= 0:
+            return 0
+        gone = rows[self.file[rows] != NOT_IN_FILE][:short]
+        self.drop_file(gone, restamp(stamp, Why.CROWDED))
+        return len(gone)
 
     @property
     def spare_rows(self) -> int:

@@ -218,7 +218,7 @@ class State:
         """Sealed slots lose their blocks, for a reason. Readers with a lease see the generation
         change."""
         if len(words):
-            self.residency.drop_dram(words, stamp)
+            self.counters.file_blocks_crowded += self.residency.drop_dram(words, stamp)
             self.free(words)
 
     def make_room_for(self, why: Why, owner: Owner) -> None:

@@ -181,6 +181,10 @@ METRICS: Final = (
             ("blocks_hit", "Blocks looked up and leased."),
             ("blocks_missed", "Blocks looked up and not there."),
             ("evictions", "Slots emptied to make room."),
+            (
+                "file_blocks_crowded",
+                "Blocks on disk forgotten, or not found again: the node's table was full.",
+            ),
             ("file_blocks_damaged", "Blocks on disk that were not what was stored there."),
             (
                 "file_blocks_not_admitted",

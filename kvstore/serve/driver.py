@@ -233,6 +233,10 @@ class Driver:
             return
         engine = self._engine
         self._files.tell_budget(engine.counters.file_blocks_over_budget, now_ns)
+        self._files.tell_table(
+            left_out_blocks=engine.left_out_blocks,
+            crowded_blocks=engine.counters.file_blocks_crowded,
+        )
         is_due = now_ns - self._remember_ns >= REMEMBER_NS
         if is_due or self._files.should_remember(engine.spent_bytes()):
             self._remember(now_ns)

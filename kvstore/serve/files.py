@@ -50,7 +50,7 @@ from kvstore.tiers.file import (
 )
 from kvstore.tiers.file.outbox import ring
 from kvstore.types import KEY_BYTES, Tier
-from kvstore.units import NS_PER_S, format_size
+from kvstore.units import KIB, NS_PER_S, format_size
 from kvstore.wire.learned import (
     Learned,
     NotLearned,
@@ -62,6 +62,9 @@ from kvstore.wire.learned import (
 from kvstore.wire.record import Scope
 
 LOCATION_BYTES = 8
+FILE_ROW_BYTES = 256 * KIB
+"""One row of metadata for so much of the file tier. Blocks of models that serve are larger; with
+smaller ones a part of the tier stays unused."""
 SPENT_SHARE = 64
 """One part in so many of a day's budget is written before that is kept: what a kill loses."""
 TOLD_NS = 86_400 * NS_PER_S
@@ -92,6 +95,9 @@ class FileEnd:
         self._trouble: dict[bool, str] = {}
         """By whether it is about writes only."""
         self._scrub_log = PassLog("file")
+        self._found_blocks = 0
+        """That the tier told of, until it had told of all."""
+        self._is_recovered = self._is_recovery_told = self._is_crowd_told = False
 
     def spent_bytes(self) -> int:
         """Of the day's budget, used up by earlier starts."""
@@ -130,6 +136,35 @@ class FileEnd:
                 format_size(self._day_bytes),
                 self.path,
             )
+
+    def tell_table(self, *, left_out_blocks: int, crowded_blocks: int) -> None:
+        """Say, once each, what was found again, and that the table of blocks is full.
+
+        Args:
+            left_out_blocks: that the tier told of and that found no row, since the start.
+            crowded_blocks: those, and those on disk that gave their row to dram.
+        """
+        if crowded_blocks and not self._is_crowd_told:
+            self._is_crowd_told = True
+            _log.warning(
+                "blocks in %s are forgotten, or not found again: the node's table has a row for"
+                " each %s of --file, and it is full, because blocks are smaller or because there"
+                " are those of other nodes; a larger --file has more rows, a larger --block-size of"
+                " the engines needs fewer; this is said once, kvstore_file_blocks_crowded_total"
+                " counts on",
+                self.path,
+                format_size(FILE_ROW_BYTES),
+            )
+        if self._is_recovered and not self._is_recovery_told:
+            self._is_recovery_told = True
+            if left_out_blocks:
+                _log.warning(
+                    "%d of the %d records of the file tier are known: there is no row for more",
+                    max(0, self._found_blocks - left_out_blocks),
+                    self._found_blocks,
+                )
+            else:
+                _log.info("all records of the file tier are known")
 
     @property
     def used_bytes(self) -> int:
@@ -201,6 +236,7 @@ class FileEnd:
     def _translate(self, event: FileEvent) -> list[Event]:
         match event:
             case Known(scope=s, keys=keys, locations=locations, checksums=checksums):
+                self._found_blocks += 0 if self._is_recovered else len(keys) // KEY_BYTES
                 return [FileKnown(s.tenant, s.space, s.shard, keys, locations, checksums)]
             case Moved(scope=s, keys=keys, old_locations=old, locations=locations):
                 return [FileMoved(s.tenant, s.space, s.shard, keys, old, locations)]
@@ -239,7 +275,7 @@ class FileEnd:
                 if not self._trouble:
                     _log.info("the file tier in %s works again", self.path)
             case RecoveryDone():
-                _log.info("all records of the file tier are known")
+                self._is_recovered = True
         return []
 
 

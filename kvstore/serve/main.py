@@ -78,7 +78,8 @@ def cli() -> None:
 @click.option(
     "--file",
     metavar="PATH:SIZE[,shared]",
-    help="Keep blocks on disk too; ',shared' for one directory of several nodes.",
+    help="Keep blocks on disk too; ',shared' for one directory of several nodes. As many blocks are"
+    " remembered as there are 256KiB in SIZE, so of smaller ones a part of SIZE holds all.",
 )
 @click.option(
     "--file-admission",

@@ -33,7 +33,7 @@ from kvstore.serve.config import NodeConfig
 from kvstore.serve.control import Places, Serving
 from kvstore.serve.driver import Driver
 from kvstore.serve.executor import Executor
-from kvstore.serve.files import FileEnd
+from kvstore.serve.files import FILE_ROW_BYTES, FileEnd
 from kvstore.serve.handover import Handover
 from kvstore.serve.http import HttpServer, Page
 from kvstore.serve.inspect import InspectServer
@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from kvstore.serve.publish import Publisher
 
 CONNECTION_COUNT_MAX: Final = 256
-FILE_ROW_BYTES: Final = 256 << 10
-"""One row of metadata for so much of the file tier. Blocks of models that serve are larger; with
-smaller ones a part of the tier stays unused."""
 HELD_TIMEOUT_S: Final = 1.0
 NEWCOMER_COUNT_MAX: Final = 16
 CONNECTIONS_PER_LIFE: Final = 1 << 32

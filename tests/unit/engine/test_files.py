@@ -85,9 +85,23 @@ def test_more_than_the_table_holds_is_left_out() -> None:
     node = Node(slots=8, block_count_max=12)
     node.step(known(*range(10)))
     assert len(node.blocks()) == 4
+    assert (node.engine.left_out_blocks, node.engine.counters.file_blocks_crowded) == (6, 6)
     node.step(known(*range(10), at=100))
     assert len(node.blocks()) == 4
+    assert node.engine.left_out_blocks == 12
     assert node.step(Clear(None, "t"))[-1] == Cleared(4)
+
+
+def test_blocks_on_disk_that_give_their_row_to_dram_are_counted() -> None:
+    node = Node(slots=8, block_count_max=12)
+    peer = Peer(node)
+    for number in range(20):
+        peer.seal(number)
+        node.step(known(number, at=number + 1))
+    counts = node.engine.counters.file_blocks_crowded, len(node.blocks())
+    assert counts[0] > 0
+    assert sum(counts) == 20, "what is not there was counted, once"
+    assert node.engine.left_out_blocks == 0
 
 
 def test_a_location_of_zero_is_our_own_bug() -> None:

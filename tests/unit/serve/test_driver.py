@@ -42,6 +42,7 @@ from tests.unit.serve.conftest import MakeAttach, Peer, hello_rank, hello_schedu
 Connect = Callable[[], Peer]
 
 
+LEFT_OUT_BLOCKS = 4
 SPENT_BYTES = 77
 
 
@@ -69,6 +70,8 @@ class ScriptedEngine:
                 case _:
                     pass
         return commands
+
+    left_out_blocks = LEFT_OUT_BLOCKS
 
     def spent_bytes(self) -> int:
         return SPENT_BYTES
@@ -335,6 +338,9 @@ class Files:
     def tell_budget(self, over_budget_blocks: int, now_ns: int) -> None:
         assert now_ns > 0
         self.told.put(over_budget_blocks)
+
+    def tell_table(self, *, left_out_blocks: int, crowded_blocks: int) -> None:
+        assert (left_out_blocks, crowded_blocks) == (LEFT_OUT_BLOCKS, 0)
 
     def should_remember(self, spent_bytes: int) -> bool:
         assert spent_bytes == SPENT_BYTES

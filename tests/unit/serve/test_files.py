@@ -191,6 +191,47 @@ def test_trouble_is_told_with_the_place_until_it_is_over(
     assert end.trouble == ""
 
 
+FULL = "blocks in /var/lib/kvstore are forgotten, or not found again: the node's table has"
+
+
+def test_a_full_table_is_told_once(end: FileEnd, caplog: pytest.LogCaptureFixture) -> None:
+    end.tell_table(left_out_blocks=0, crowded_blocks=0)
+    assert caplog.messages == []
+    for crowded in (1, 2, 3):
+        end.tell_table(left_out_blocks=0, crowded_blocks=crowded)
+    (line,) = caplog.messages
+    assert line.startswith(FULL)
+    assert "each 256 KiB of --file" in line
+
+
+@pytest.mark.parametrize(
+    ("left_out", "expected"),
+    [
+        (0, "all records of the file tier are known"),
+        (3, "1 of the 4 records of the file tier are known: there is no row for more"),
+    ],
+)
+def test_the_end_of_recovery_tells_how_much_is_known(
+    tier: ScriptedTier,
+    end: FileEnd,
+    caplog: pytest.LogCaptureFixture,
+    left_out: int,
+    expected: str,
+) -> None:
+    caplog.set_level("INFO")
+    tier.events = [known(SCOPE), known(SCOPE)]
+    end.read(0)
+    end.read(0)
+    end.tell_table(left_out_blocks=0, crowded_blocks=0)
+    assert caplog.messages == []
+    tier.events = [RecoveryDone(), known(OTHER)]
+    end.read(0)
+    for _ in range(2):
+        end.tell_table(left_out_blocks=left_out, crowded_blocks=left_out)
+    assert caplog.messages[-1] == expected
+    assert len(caplog.messages) == 1 + bool(left_out)
+
+
 def test_what_the_scrub_found_is_told_to_the_engine_and_the_log(
     tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
 ) -> None:
