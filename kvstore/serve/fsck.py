@@ -4,18 +4,21 @@
     print(report.text())
     sys.exit(report.status)          # 0 clean, 1 damage found, 2 not a store
 
-Without `quarantine` nothing is written, and a node may be running: what it appends meanwhile counts
-as torn, and what looks wrong where it appends is looked at again before it is called so. With it
-the directory's lock is needed: the good records of a damaged segment are appended to a new one,
-then the damaged one is moved to `quarantine/`.
+Without `quarantine` nothing is written, and a node may be running: the segment it appends to counts
+as not closed, and what looks wrong there is looked at again before it is called so. With it the
+directory's lock is needed: the good records of a damaged segment are appended to a new one, then
+the damaged one is moved to `quarantine/`.
 
-A torn end is no damage: a process or machine stopped while it was writing, and the records before
-it are whole. Records are verified by the code of the background scrub (`tiers.file.verify`).
-Of a shared parent, `stores_in` names the directories of its nodes, each a store of its own.
+A segment that is not closed is no damage: a process or machine stopped before it was, and the
+records in it are whole. If the next one says that it was closed once, it was cut short later.
+A store file that is lost is known again from the segments, if they agree. Records are verified by
+the code of the background scrub (`tiers.file.verify`). Of a shared parent, `stores_in` names the
+directories of its nodes, each a store of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -37,6 +40,7 @@ from kvstore.tiers.file.directory import (
     parts_of,
     segment_name,
     segment_number,
+    segments_identity,
 )
 from kvstore.tiers.file.disk import Disk, Pages, PosixDisk, open_regular, read_bytes
 from kvstore.tiers.file.recovery import read_footer, read_head, scan
@@ -65,6 +69,8 @@ class Report:
     record_bytes: int = 0
     file_bytes: int = 0
     torn: int = 0
+    """Segments without a footer that none should have."""
+    aside_files: int = 0
     aside_bytes: int = 0
     node_runs: bool = False
     problems: Counter[str] = field(default_factory=Counter)
@@ -81,13 +87,14 @@ class Report:
 
     def text(self) -> str:
         """The report for a person."""
-        if not self.is_store:
+        if not self.is_store or _NOBODYS in self.problems:
             return "; ".join(self.lines) or f"{self.directory} is not a store of kvstore"
-        found = ", ".join(f"{count} {reason}" for reason, count in sorted(self.problems.items()))
+        found = ", ".join(_counted(count, what) for what, count in sorted(self.problems.items()))
+        well = "no damage, but for what is put aside" if self.aside_files else "no damage"
         summary = (
-            f"{self.segments} segments, {self.records} records, "
+            f"{_counted(self.segments, 'segments')}, {_counted(self.records, 'records')}, "
             f"{format_size(self.record_bytes)} of blocks in {format_size(self.file_bytes)}; "
-            f"{self.torn} with a torn end; {found or 'no damage'}"
+            f"{self.torn} not closed; {found or well}"
         )
         return "\n".join([*self.lines, summary, *self._advice()])
 
@@ -95,28 +102,61 @@ class Report:
         """What an operator should know of that, a sentence each."""
         said = []
         if self.torn and self.node_runs:
-            said.append("a torn end is no damage: a node is running and still writes there")
+            said.append(
+                "a segment that is not closed is no damage: a node is running and writes to one,"
+                " and one that was killed left the one it wrote to"
+            )
         elif self.torn:
-            said.append("a torn end is no damage: a node ended while it was writing")
+            said.append(
+                "a segment that is not closed is no damage: a node was killed, or its disk failed,"
+                " while it wrote there; the records in it are whole"
+            )
         if self.moved:
-            said.append(f"{self.moved} segments moved to quarantine")
-        elif self.problems:
+            said.append(f"{_counted(self.moved, 'segments')} moved to quarantine")
+        if set(self.problems) == {_NO_IDENTITY}:
+            said.append(
+                "the next start of the node mends that, and so does"
+                f" kvstore fsck {self.directory} --quarantine"
+            )
+        elif self.problems and not self.moved:
             stop = "stop the node, then " if self.node_runs else ""
             said.append(
                 f"to keep what is good and move the rest aside: {stop}"
                 f"kvstore fsck {self.directory} --quarantine"
             )
-        if self.aside_bytes:
+        if self.aside_files:
             said.append(
-                f"{format_size(self.aside_bytes)} in {self.directory / 'quarantine'} count against "
-                "--file: delete them once looked at"
+                f"{_counted(self.aside_files, 'files')} put aside in"
+                f" {self.directory / 'quarantine'}, {format_size(self.aside_bytes)}, count against"
+                " --file: delete them once looked at"
             )
         return said
 
     def blame(self, name: str, reason: str, count: int = 1) -> None:
         """One file has something wrong."""
         self.problems[reason] += count
-        self.lines.append(f"{name}: {count} {reason}" if count > 1 else f"{name}: {reason}")
+        self.lines.append(f"{name}: {_counted(count, reason)}")
+
+
+_NO_IDENTITY = "store files that are no good"
+_NOBODYS = "directories whose segments are nobody's"
+_DAMAGED = "damaged records"
+_CUT_SHORT = "closed segments that are cut short"
+_GAPS = "pages between records that are none"
+_ONE = {
+    "segments": "segment",
+    "records": "record",
+    "files": "file",
+    _NO_IDENTITY: "store file that is no good",
+    _DAMAGED: "damaged record",
+    _CUT_SHORT: "closed segment that is cut short",
+    _GAPS: "page between records that is none",
+}
+
+
+def _counted(count: int, what: str) -> str:
+    """`what` is the word for several."""
+    return f"{count} {_ONE.get(what, what) if count == 1 else what}"
 
 
 def stores_in(directory: Path) -> list[Path]:
@@ -138,6 +178,7 @@ def reports_as_json(reports: Sequence[Report]) -> str:
             "problems": dict(report.problems),
             "files": report.lines,
             "moved": report.moved,
+            "quarantine_files": report.aside_files,
             "quarantine_bytes": report.aside_bytes,
             "node_runs": report.node_runs,
         }
@@ -156,6 +197,13 @@ class _Checked:
     table: Table
     bad: list[int]
     skipped_pages: int
+    closed: bool
+    cut_short: bool = False
+    """It was closed, and has no footer any more."""
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self.bad or self.skipped_pages or self.cut_short)
 
 
 def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None) -> Report:
@@ -178,12 +226,8 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
         report.lines.append(f"{directory} cannot be read: {error.strerror}")
         return report
     try:
-        store_id = _store_id(posix, fd)
+        store_id = _store_id(posix, fd) or _lost_store_id(report, posix, fd)
         if store_id is None:
-            report.is_store = False
-            if parts := parts_of(directory):
-                names = ", ".join(str(part) for part in parts)
-                report.lines.append(f"{directory} is shared by several nodes: name one of {names}")
             return report
         locked = _lock(directory, posix) if quarantine else None
         report.node_runs = locked is None and _is_in_use(fd)
@@ -194,7 +238,7 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
                 locked.close()
     finally:
         os.close(fd)
-    report.aside_bytes = _aside_bytes(directory)
+    report.aside_files, report.aside_bytes = _aside(directory)
     return report
 
 
@@ -222,11 +266,14 @@ def _is_in_use(dir_fd: int) -> bool:
     return False
 
 
-def _aside_bytes(directory: Path) -> int:
+def _aside(directory: Path) -> tuple[int, int]:
+    """How many files are in quarantine, and what they take."""
     try:
-        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory / "quarantine"))
+        with os.scandir(directory / "quarantine") as entries:
+            sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
     except OSError:
-        return 0
+        return 0, 0
+    return len(sizes), sum(sizes)
 
 
 def _store_id(disk: Disk, dir_fd: int) -> bytes | None:
@@ -242,11 +289,41 @@ def _store_id(disk: Disk, dir_fd: int) -> bytes | None:
         os.close(fd)
 
 
+def _lost_store_id(report: Report, disk: Disk, dir_fd: int) -> bytes | None:
+    """That of a directory whose store file does not tell it; None: nobody knows, and the report
+    says what there is."""
+    count = sum(segment_number(name) is not None for name in os.listdir(dir_fd))
+    directory = report.directory
+    how = "missing"
+    with contextlib.suppress(FileNotFoundError):
+        how = (
+            "damaged" if os.stat("store", dir_fd=dir_fd, follow_symlinks=False).st_size else "empty"
+        )
+    found = segments_identity(disk, dir_fd)
+    its = _counted(count, "segments")
+    if found is not None:
+        report.problems[_NO_IDENTITY] += 1
+        say = "says whose it is" if count == 1 else "say whose they are"
+        report.lines.append(f"store: {how}; its {its} {say}")
+    elif count:
+        report.problems[_NOBODYS] += 1
+        report.lines.append(
+            f"{directory}: the store file is {how}; {its} are there, and they do not say whose they"
+            " are: a node does not use them; give --file another directory, or empty this one"
+        )
+    else:
+        report.is_store = False
+        if parts := parts_of(directory):
+            names = ", ".join(str(part) for part in parts)
+            report.lines.append(f"{directory} is shared by several nodes: name one of {names}")
+    return found
+
+
 def _check_all(
     report: Report, disk: Disk, dir_fd: int, store_id: bytes, locked: Directory | None
 ) -> None:
     numbers = sorted(filter(None, map(segment_number, os.listdir(dir_fd))))
-    damaged: list[_Checked] = []
+    found: list[_Checked] = []
     voids: list[Void] = []
     for number in numbers:
         name = segment_name(number)
@@ -265,13 +342,25 @@ def _check_all(
         finally:
             os.close(fd)
         voids += checked.table.voids if checked is not None else ()
-        if checked is not None and (checked.bad or checked.skipped_pages):
-            damaged.append(checked)
-        elif checked is None and locked is not None:
+        if checked is not None:
+            found.append(checked)
+        elif locked is not None:
             locked.put_aside(name, "fsck", keep_bytes=_QUARANTINE_BYTES_MAX)
             report.moved += 1
+    _blame_what_was_closed(report, found)
+    damaged = [checked for checked in found if checked.is_damaged]
     if locked is not None and damaged:
         _move_aside(report, disk, locked, damaged, voids, numbers)
+
+
+def _blame_what_was_closed(report: Report, found: list[_Checked]) -> None:
+    """A segment without a footer was left like that, unless the next one knows better."""
+    once_closed = {checked.number - 1 for checked in found if checked.head.follows_closed}
+    for checked in found:
+        checked.cut_short = not checked.closed and checked.number in once_closed
+        report.torn += not checked.closed and not checked.cut_short
+        if checked.cut_short:
+            report.blame(segment_name(checked.number), _CUT_SHORT)
 
 
 def _check(
@@ -286,10 +375,10 @@ def _check(
     report.segments += 1
     report.file_bytes += size
     table, skipped = read_footer(disk, fd, size, head), 0
+    closed = table is not None
     if table is not None:
         bad = _bad_rows(disk, fd, head, table)
     else:
-        report.torn += 1
         table, skipped, bad = _check_open(disk, fd, size, head)
         for _ in range(_LOOKS_MAX if report.node_runs else 0):
             if not (bad or skipped):
@@ -302,10 +391,10 @@ def _check(
         good = np.delete(table.scope_of, bad)
         report.record_bytes += int(lengths[good].sum())
     if bad:
-        report.blame(name, "damaged records", len(bad))
+        report.blame(name, _DAMAGED, len(bad))
     if skipped:
-        report.blame(name, "pages between records that are none", skipped)
-    return _Checked(number, size, head, table, bad, skipped)
+        report.blame(name, _GAPS, skipped)
+    return _Checked(number, size, head, table, bad, skipped, closed)
 
 
 def _check_open(disk: Disk, fd: int, size: int, head: SegmentHead) -> tuple[Table, int, list[int]]:

@@ -1,6 +1,6 @@
 """A segment: the file that records are appended to, and the table that closes it.
 
-    page 0          segment header: magic KVSS, version, store id, segment id, number
+    page 0          segment header: magic KVSS, version, flags, store id, segment id, number
     page 1 …        records (`record.py`), one behind the other
     closed only:    footer table, padded to whole pages, then the trailer page at the very end
 
@@ -12,7 +12,8 @@ records without touching one of them:
 
 The trailer (magic KVSF) repeats segment id and number and says where the table is, how long its
 parts are, and its xxh3-128. Header and trailer carry their own checksum at offset 4080, and so does
-the page (magic KVSD) that gives a directory its identity.
+the page (magic KVSD) that gives a directory its identity. Flag 1 of a header: the segment before it
+was closed, so that one without a footer was not left like that.
 
 Ways to be broken: shorter than two pages; no whole number of pages; header of another version,
 store, number or checksum; trailer absent, torn, of another segment, or pointing outside the file;
@@ -56,6 +57,7 @@ ID_BYTES: Final = 16
 _HEAD = struct.Struct("<4sHH16s16sI")
 _TRAILER = struct.Struct("<4sHH16sIIIIIQ16s")
 _STORE = struct.Struct("<4sHH16s")
+_FOLLOWS_CLOSED: Final = 1
 _SEGMENT_MAGIC, _TRAILER_MAGIC, _STORE_MAGIC = b"KVSS", b"KVSF", b"KVSD"
 _ROW_BYTES: Final = 8 + KEY_BYTES + CHECKSUM_BYTES
 
@@ -71,6 +73,8 @@ class SegmentHead(msgspec.Struct, frozen=True):
     store_id: bytes
     segment_id: bytes
     number: int
+    follows_closed: bool = False
+    """The segment with the number before this one had its footer when this one was begun."""
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -110,19 +114,19 @@ def parse_store_page(page: bytes) -> bytes | None:
 
 def segment_page(head: SegmentHead) -> bytes:
     """Page 0 of a segment."""
-    return _sealed(
-        _HEAD.pack(_SEGMENT_MAGIC, SEGMENT_VERSION, 0, head.store_id, head.segment_id, head.number)
-    )
+    flags = _FOLLOWS_CLOSED if head.follows_closed else 0
+    ids = head.store_id, head.segment_id, head.number
+    return _sealed(_HEAD.pack(_SEGMENT_MAGIC, SEGMENT_VERSION, flags, *ids))
 
 
 def parse_segment_page(page: bytes) -> SegmentHead | None:
     """What page 0 says, or None: broken, or of another version."""
     if not page_is_whole(page):
         return None
-    magic, version, _, store_id, segment_id, number = _HEAD.unpack_from(page)
+    magic, version, flags, store_id, segment_id, number = _HEAD.unpack_from(page)
     if magic != _SEGMENT_MAGIC or version != SEGMENT_VERSION:
         return None
-    return SegmentHead(store_id, segment_id, number)
+    return SegmentHead(store_id, segment_id, number, bool(flags & _FOLLOWS_CLOSED))
 
 
 def footer_bytes_max(*, record_count: int, scope_count: int, void_count: int) -> int:

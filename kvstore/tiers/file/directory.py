@@ -24,7 +24,13 @@ from typing import Final
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.disk import Disk, open_regular, read_bytes, works_direct, write_all
 from kvstore.types import PAGE_BYTES
-from kvstore.wire.segment import ID_BYTES, SEGMENT_BYTES_LIMIT, parse_store_page, store_page
+from kvstore.wire.segment import (
+    ID_BYTES,
+    SEGMENT_BYTES_LIMIT,
+    parse_segment_page,
+    parse_store_page,
+    store_page,
+)
 
 _SEGMENT: Final = re.compile(r"seg-([0-9a-f]{8})\.kv")
 _STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE = "store", "store.new", "lock", "probe", "quarantine"
@@ -52,6 +58,25 @@ def segment_number(name: str) -> int | None:
 
 class InUse(ConfigError):
     """Another process holds the lock."""
+
+
+def segments_identity(disk: Disk, dir_fd: int) -> bytes | None:
+    """The store that all segments in a directory say they are of; None: there are none that can be
+    read, or they disagree."""
+    found = set()
+    for name in filter(segment_number, os.listdir(dir_fd)):
+        try:
+            fd, _ = open_regular(disk, name, os.O_RDONLY, dir_fd)
+        except OSError:
+            continue
+        try:
+            head = parse_segment_page(read_bytes(disk, fd, PAGE_BYTES, 0))
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+        found.update([head.store_id] if head is not None else ())
+    return found.pop() if len(found) == 1 else None
 
 
 def parts_of(directory: Path) -> list[Path]:
@@ -129,7 +154,13 @@ class Directory:
 
     def _refuse_strangers(self) -> None:
         names = set(os.listdir(self.fd))
-        if names - _OURS and _STORE not in names and _STORE_NEW not in names:
+        if not names - _OURS or _STORE in names or _STORE_NEW in names:
+            return
+        # Segments that agree whose they are make it ours: then the page is written anew.
+        others = {name for name in names - _OURS if segment_number(name) is None}
+        if any(not n.startswith("dead-") for n in others) or not segments_identity(
+            self._disk, self.fd
+        ):
             raise ConfigError(
                 f"{self.path} holds other files and is no store of kvstore: "
                 "give --file an empty directory"
@@ -158,9 +189,17 @@ class Directory:
         return self._new_identity("damaged", keep_bytes=PAGE_BYTES)
 
     def _new_identity(self, reason: str, *, keep_bytes: int) -> bytes:
-        """Write one. The old one, if there is a reason to have another, goes once that is safe:
-        without any, this directory would look like a stranger's for ever."""
-        store_id = secrets.token_bytes(ID_BYTES)
+        """Write one: that of the segments, if there are any that agree. The old one, if there is a
+        reason to have another, goes once that is safe: without any, this directory would look like
+        a stranger's for ever."""
+        found = segments_identity(self._disk, self.fd)
+        if found is not None:
+            _log.warning(
+                "%s is %s, and written anew: the segments beside it say whose they are",
+                self.path / _STORE,
+                reason or "missing",
+            )
+        store_id = found or secrets.token_bytes(ID_BYTES)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         fd, _ = open_regular(self._disk, _STORE_NEW, flags, self.fd)
         try:

@@ -56,6 +56,7 @@ class LogThread:
         health: Health,
         lock: threading.Condition,
         number: int,
+        follows_closed: bool,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -66,7 +67,14 @@ class LogThread:
         self._lock = lock
         size = config.segment_size
         self._segment_bytes = size
-        self._writer = Writer(directory, catalog, disk, segment_bytes=size, number=number)
+        self._writer = Writer(
+            directory,
+            catalog,
+            disk,
+            segment_bytes=size,
+            number=number,
+            follows_closed=follows_closed,
+        )
         self._reclaimer = Reclaimer(catalog, disk, self._writer, direct=directory.direct)
         self._queue: deque[WriteJob | VoidJob] = deque()
         self._control: deque[ReclaimJob | CarryJob] = deque()

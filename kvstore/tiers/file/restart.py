@@ -48,6 +48,7 @@ class Restart:
         self._aside_max = catalog.capacity_bytes // 16
         self._sizes = directory.segments(keep_bytes=self._aside_max)
         self._catalog.aside_bytes = directory.aside_bytes()
+        self.newest_is_closed = False
         self.next_number = self._survey()
         self._shrink(catalog.capacity_bytes - 2 * segment_bytes)
         self.voids: list[Void] = []
@@ -56,7 +57,8 @@ class Restart:
         """One more than the newest segment that is really ours; what claims more is put aside."""
         for number in sorted(self._sizes, reverse=True):
             try:
-                if self._head_of(number) is not None:
+                if (head := self._head_of(number)) is not None:
+                    self.newest_is_closed = self._footer_of(number, head) is not None
                     return number + 1
             except OSError:
                 # Ours by its name, until it can be read: a gap in the numbers hurts nobody.
@@ -150,6 +152,13 @@ class Restart:
                 return False
         self.voids += [void for void in table.voids if void not in self.voids]
         return True
+
+    def _footer_of(self, number: int, head: SegmentHead) -> Table | None:
+        fd, size = open_regular(self._disk, segment_name(number), self._flags(), self._directory.fd)
+        try:
+            return read_footer(self._disk, fd, size, head)
+        finally:
+            os.close(fd)
 
     def _table(self, fd: int, size: int, head: SegmentHead) -> Table:
         table = read_footer(self._disk, fd, size, head)

@@ -100,6 +100,7 @@ class FileTier:
             health=self._health,
             lock=self._lock,
             number=self._restart.next_number,
+            follows_closed=self._restart.newest_is_closed,
         )
         readers = [
             Reader(self._catalog, disk, self._memory, direct=directory.direct)

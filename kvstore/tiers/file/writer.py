@@ -124,18 +124,27 @@ class Writer:
     """Appends to one directory."""
 
     def __init__(
-        self, directory: Directory, catalog: Catalog, disk: Disk, *, segment_bytes: int, number: int
+        self,
+        directory: Directory,
+        catalog: Catalog,
+        disk: Disk,
+        *,
+        segment_bytes: int,
+        number: int,
+        follows_closed: bool = False,
     ) -> None:
         """Args:
         directory, catalog, disk: where, and what is there already.
         segment_bytes: a segment's size at most.
         number: of the first segment that will be begun.
+        follows_closed: whether the one before that has its footer.
         """
         self._directory = directory
         self._catalog = catalog
         self._disk = disk
         self._segment_bytes = segment_bytes
         self._number = number
+        self._follows_closed = follows_closed
         self._open: _OpenSegment | None = None
         self._voids: list[Void] = []
         self.voids_are_durable = True
@@ -220,7 +229,9 @@ class Writer:
         number = self._number
         self._number += 1
         name = segment_name(number)
-        head = SegmentHead(self._directory.store_id, secrets.token_bytes(ID_BYTES), number)
+        store_id, segment_id = self._directory.store_id, secrets.token_bytes(ID_BYTES)
+        head = SegmentHead(store_id, segment_id, number, self._follows_closed)
+        self._follows_closed = False
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self._direct else 0)
         fd, _ = open_regular(self._disk, name, flags, self._directory.fd)
         segment = Segment(number, head, name, self._directory.fd, self._segment_bytes, True)
@@ -385,6 +396,7 @@ class Writer:
             forget_cached(opened.fd)
         self._catalog.closed(opened.segment.number, opened.found.end_page * PAGE_BYTES + len(body))
         self._release(opened)
+        self._follows_closed = True
 
     def _sync(self, opened: _OpenSegment) -> None:
         try:

@@ -296,7 +296,89 @@ def test_a_store_page_of_another_version_or_damaged(store: Path, *, version: boo
     else:
         page[100] ^= 1
         (store / "store").write_bytes(page)
-        assert found(store) == [], "its segments are nobody's: put aside"
+        assert found(store) == list(range(COUNT)), "its segments say whose they are"
+
+
+@pytest.mark.parametrize("how", ["damaged", "empty", "missing"])
+def test_a_store_page_that_is_lost_is_found_again_in_the_segments(store: Path, how: str) -> None:
+    stored(store)
+    if how == "missing":
+        (store / "store").unlink()
+    else:
+        (store / "store").write_bytes(bytes(PAGE_BYTES) if how == "damaged" else b"")
+    report = fsck(store)
+    assert (report.status, report.records) == (1, COUNT)
+    assert f"store: {how}; its 3 segments say whose they are" in report.text()
+    assert f"the next start of the node mends that, and so does kvstore fsck {store} --quar" in (
+        report.text()
+    )
+    if how == "empty":
+        assert fsck(store, quarantine=True).status == 1
+        assert fsck(store).status == 0
+    assert found(store) == list(range(COUNT))
+    assert fsck(store).status == 0
+
+
+def test_segments_that_disagree_whose_they_are_are_nobodys(store: Path, tmp_path: Path) -> None:
+    stored(store)
+    others = stored(tmp_path / "other")
+    (store / segment_name(9)).write_bytes(others[segment_name(1)])
+    (store / "store").unlink()
+    report = fsck(store)
+    assert report.status == 1
+    assert report.text() == (
+        f"{store}: the store file is missing; 4 segments are there, and they do not say whose they"
+        " are: a node does not use them; give --file another directory, or empty this one"
+    )
+    with pytest.raises(ConfigError, match="holds other files"):
+        Driver(store)
+    assert len(images(store)) == 4, "nothing is moved"
+
+
+@pytest.mark.parametrize("pages", [1, 20, -1])
+def test_a_closed_segment_that_is_cut_short_is_damage(store: Path, pages: int) -> None:
+    """A crash leaves one without a footer too, but then the next one does not say it was closed."""
+    files = stored(store)
+    for number in (1, 2, 3):
+        restore(store, files)
+        path = store / segment_name(number)
+        path.write_bytes(files[path.name][: pages * PAGE_BYTES])
+        report = fsck(store)
+        if number == 3:
+            assert (report.status, report.torn) == (0, 1), "nobody knows of the newest"
+        else:
+            assert (report.status, report.torn) == (1, 0)
+            assert f"{path.name}: 1 closed segment that is cut short" in report.text()
+    restore(store, files)
+    path = store / segment_name(1)
+    path.write_bytes(files[path.name][: pages * PAGE_BYTES])
+    left = fsck(store).records
+    assert fsck(store, quarantine=True).moved == 1
+    assert (fsck(store).status, fsck(store).records) == (0, left)
+
+
+def test_what_kills_leave_is_no_damage(store: Path) -> None:
+    files = stored(store, orderly=False)
+    for life in (1, 2):
+        restore(store, files)
+        driver = Driver(store).recovered()
+        driver.write([100 + life])
+        files = images(store)
+        driver.close()
+    restore(store, files)
+    report = fsck(store)
+    assert (report.status, report.torn) == (0, 3), "one of each life"
+
+
+def test_after_an_orderly_end_every_segment_is_closed_and_the_next_one_says_so(store: Path) -> None:
+    files = stored(store)
+    assert fsck(store).torn == 0
+    driver = Driver(store).recovered()
+    driver.write([100])
+    driver.close()
+    path = store / segment_name(3)
+    path.write_bytes(files[path.name][: 20 * PAGE_BYTES])
+    assert fsck(store).problems == {"closed segments that are cut short": 1}
 
 
 def test_quarantine_is_bounded(store: Path) -> None:

@@ -108,7 +108,9 @@ def test_files_that_were_put_aside_are_mentioned_at_every_start(
     assert caplog.messages == [
         f"8 KiB of damaged files in {aside} count against --file: delete them once looked at"
     ]
-    assert f"8 KiB in {aside} count against --file" in fsck(tmp_path / "store").text()
+    said = fsck(tmp_path / "store").text()
+    assert f"1 file put aside in {aside}, 8 KiB, count against --file" in said
+    assert "; no damage, but for what is put aside\n" in said
 
 
 def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
@@ -166,18 +168,22 @@ def test_fsck_says_how_to_save_what_is_good(tmp_path: Path) -> None:
     assert hint not in fsck(store, quarantine=True).text()
 
 
-def test_fsck_explains_a_torn_end(tmp_path: Path) -> None:
+def test_fsck_explains_a_segment_that_is_not_closed(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "store").recovered()
     driver.write([1])
     said = fsck(tmp_path / "store").text()
-    assert "a torn end is no damage: a node is running and still writes there" in said
+    assert "1 not closed; no damage" in said
+    assert "is not closed is no damage: a node is running and writes to one" in said
     (segment,) = (tmp_path / "store").glob("*.kv")
     copy = segment.read_bytes()
     driver.close()
-    assert "torn end is" not in fsck(tmp_path / "store").text()
+    said = fsck(tmp_path / "store").text()
+    assert "1 segment, 1 record, " in said
+    assert "0 not closed; no damage" in said
+    assert "not closed is" not in said
     segment.write_bytes(copy)
     said = fsck(tmp_path / "store").text()
-    assert "a torn end is no damage: a node ended while it was writing" in said
+    assert "is not closed is no damage: a node was killed" in said
 
 
 def test_fsck_of_a_shared_directory_names_its_parts(tmp_path: Path) -> None:
@@ -200,7 +206,7 @@ def test_fsck_for_a_program(tmp_path: Path) -> None:
     (row,) = json.loads(reports_as_json([report]))["directories"]
     assert row["directory"] == str(store)
     assert (row["status"], row["records"], row["problems"]) == (1, 1, {"damaged records": 1})
-    assert row["files"] == ["seg-00000001.kv: damaged records"]
+    assert row["files"] == ["seg-00000001.kv: 1 damaged record"]
 
 
 def test_fsck_calls_nothing_damaged_that_is_only_being_written(tmp_path: Path) -> None:
