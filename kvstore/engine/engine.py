@@ -100,7 +100,7 @@ class Engine:
         self._stores = Stores(self._state, admission, self._files.writes)
         self._findings = Findings(self._state)
         self._lookups = Lookups(self._state, self._files, self._findings)
-        self._switches = Switches(self._state, self._findings)
+        self._switches = Switches(self._state, self._findings, self._files)
         self._scrubs = Scrubs(self._state)
         self.explain = Explain(self._state, self._findings)
         """Why recent requests hit or missed."""
@@ -150,6 +150,7 @@ class Engine:
             case Clear(space=space, tenant=tenant):
                 count = self._clear(space, tenant, Why.CLEARED)
                 if count < CLEAR_ROWS_MAX:
+                    self._files.void(tenant, space)
                     self._switches.clear(tenant, space)
                 state.publish_generations()
                 state.say(Cleared(count))
@@ -249,19 +250,12 @@ class Engine:
         """Forget up to CLEAR_ROWS_MAX blocks in every tier. Credits stay out; readers see
         generations change."""
         residency = self._state.residency
-        scopes = {
-            number
-            for (its_tenant, its_space, _), number in residency.scopes().items()
-            if (space is None or its_space == space) and (tenant is None or its_tenant == tenant)
-        }
-        rows = residency.rows_in(scopes)[:CLEAR_ROWS_MAX]
+        rows = residency.rows_in(residency.scopes_of(tenant, space))[:CLEAR_ROWS_MAX]
         in_file = rows[residency.file[rows] != 0]
         words = residency.words(rows)
         stamp = self._state.stamp(why)
         residency.drop_file(in_file, stamp)
         self._state.empty(words[words >= 0], stamp)
-        if len(rows) < CLEAR_ROWS_MAX:
-            self._files.void(tenant, space)
         return len(rows)
 
     def salvage(self) -> list[Command]:

@@ -248,6 +248,7 @@ class Files:
         good = np.frombuffer(event.good, dtype=np.bool_)
         rows = state.residency.find(job.scope, job.keys)
         wanted = good & (rows >= 0) & (state.residency.words(rows) < 0)
+        wanted &= not state.is_scope_off(job.scope, Tier.FILE)
         taken, words = rows[wanted], job.words[wanted]
         state.residency.put_dram(taken, words, job.checksums[wanted])
         state.slots.seal_read(words, prints(job.scope, job.keys[wanted]), state.cause)
@@ -403,6 +404,8 @@ class Files:
             live[live] = residency.file[rows[live]] == locations[live]
             hot = np.flatnonzero(live)
             hot = hot[self._asked_for[rows[hot]]][:room]
+            if state.is_scope_off(scope, Tier.FILE):
+                hot = hot[:0]  # moved, they would be newer than what makes them void
             hot = hot[: self.writes.allow(len(hot), block_bytes=part.block_bytes)]
             room -= len(hot)
             kept.append(locations[hot])

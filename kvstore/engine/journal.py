@@ -165,7 +165,8 @@ class Journal:
         self._rows[words, _CHECK_AT] = 0
 
     def forget_scope(self, scope: int) -> None:
-        """No block is in this scope."""
+        """No block is in this scope, or none of them is to be believed any more: rows that name it
+        are void from the first store on. Whatever is published in it later has another number."""
         id = self._ids.pop(scope, 0)
         if id:
             self._entries[_index(id), 0] = 0

@@ -87,8 +87,22 @@ class Residency:
         """All known scopes."""
         return dict(self._scopes)
 
+    def scopes_of(self, tenant: str | None, space: bytes | None) -> set[int]:
+        """Those of this tenant and space; None: of any."""
+        return {
+            number
+            for (its_tenant, its_space, _), number in self._scopes.items()
+            if tenant in (None, its_tenant) and space in (None, its_space)
+        }
+
     def address(self, scope: int) -> Scope:
         return self._scope_of[scope]
+
+    def let_end_with_the_process(self, scopes: set[int]) -> None:
+        """What dram holds of these scopes now, no other process takes over."""
+        if self._journal is not None:
+            for scope in scopes:
+                self._journal.forget_scope(scope)
 
     def forget_unused_scopes(self, *, keep: set[int]) -> None:
         """When there are many, forget those that no block is in and that are not in `keep`."""

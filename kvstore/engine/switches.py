@@ -3,12 +3,15 @@
     Compared ──nothing diverged──▶ counted
              ──what did had all come from disk for this lookup──▶ the space is off in the file tier
              ──otherwise──▶ the space is off in all tiers
-    off ──emptied, a slice a tick──▶ void on disk; stays off until an operator clears the space
+    off ──emptied, a slice a tick──▶ holds nothing; stays off until an operator clears the space
 
 No checksum finds bytes that are intact under a wrong key. One block is enough: what is told here is
 no noise (`kvstore.kernels.compare`), and why one block is wrong is a reason for others to be. Until
 a space has been emptied nothing of it is lent, whichever tier it is about: what came from disk lies
 in dram too.
+
+A process may end before it has emptied a space, so what must outlast it comes first, in the step
+that switches off: the journal forgets the space, and it is void on disk.
 
 Rules. 1: an engine speaks for the tenant and the space of its own open session, and of a lookup
 that this session made; nobody switches off another tenant's. 2: nothing is lent from, stored in, or
@@ -25,6 +28,7 @@ import msgspec
 import numpy as np
 
 from kvstore.engine.events import SwitchedOff
+from kvstore.engine.files import Files
 from kvstore.engine.findings import Findings
 from kvstore.engine.owners import Connection
 from kvstore.engine.state import Off, State
@@ -38,9 +42,10 @@ PPM: Final = 1_000_000
 class Switches:
     """What is off is in `State.off`; here is how it comes and goes."""
 
-    def __init__(self, state: State, findings: Findings) -> None:
+    def __init__(self, state: State, findings: Findings, files: Files) -> None:
         self._state = state
         self._findings = findings
+        self._files = files
         self.worst_error = 0.0
         """Of all that was compared since the start."""
 
@@ -80,6 +85,8 @@ class Switches:
         state.off[address] = Off(tier)
         state.credits_due = True
         tenant, space = address
+        state.residency.let_end_with_the_process(state.residency.scopes_of(tenant, space))
+        self._files.void(tenant, space)
         state.say(
             SwitchedOff(
                 tenant=tenant,

@@ -7,12 +7,20 @@ import pytest
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine import switches
-from kvstore.engine.events import Clear, Command, SwitchedOff, VoidFile
+from kvstore.engine.events import (
+    Clear,
+    Command,
+    FilePart,
+    FileReclaim,
+    SwitchedOff,
+    VoidFile,
+)
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.messages import Compared, Grant, LeaseReply, Story
 from kvstore.wire.space import fingerprint
-from tests.unit.engine.disk import SPACE, DiskNode, known
-from tests.unit.engine.harness import SMALL, Node, Peer, key, space
+from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
+from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, key, keys, space
+from tests.unit.engine.mortal import MortalNode
 
 OTHER = space("other", layer_bytes=16 << 10)
 OTHER_SPACE = fingerprint(OTHER, weights_epoch="")
@@ -190,7 +198,7 @@ def test_it_is_emptied_a_slice_at_a_time_and_nothing_is_lent_meanwhile(
     compared(peer, 7, 0)
     left = [n for n in range(1, 6) if key(n).hex()[:8] in node.blocks()]
     assert len(left) == 3
-    assert node.voids == []
+    assert len(node.voids) == 1, "whatever ends the node now, the disk brings nothing back"
     assert peer.lease(8, *left).promoting == 0
     assert peer.hint(*left) == [False] * 3
     assert node.reads == []
@@ -201,6 +209,64 @@ def test_it_is_emptied_a_slice_at_a_time_and_nothing_is_lent_meanwhile(
     assert len(node.voids) == 1
     peer.seal(10)
     assert peer.lease(9, 10).slots, "memory is on again, the disk was at fault"
+
+
+def test_a_process_that_dies_before_all_is_emptied_leaves_none_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 2)
+    node = MortalNode(slots=64)
+    peer, neighbour = Peer(node), Peer(node, "neighbour", space=OTHER)
+    peer.seal(1, 2, 3, 4, 5)
+    neighbour.seal(6)
+    peer.lease(7, 5)
+    compared(peer, 7, 0)
+    assert len(node.blocks()) == 4
+    node.restart(node.memory)
+    assert node.blocks() == {key(6).hex()[:8]: "dram"}
+
+
+def test_what_was_stored_after_it_was_switched_on_again_outlasts_the_process() -> None:
+    node = MortalNode(slots=64)
+    peer = Peer(node)
+    peer.seal(1)
+    peer.lease(7, 1)
+    compared(peer, 7, 0)
+    node.step(Clear(space=SPACE, tenant=None))
+    peer.seal(2)
+    node.restart(node.memory)
+    assert node.blocks() == {key(2).hex()[:8]: "dram"}
+
+
+def test_what_is_on_its_way_from_disk_when_it_is_switched_off_does_not_arrive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 1)
+    node = DiskNode()
+    node.step(known(1, 2))
+    peer = Peer(node)
+    peer.seal(3)
+    peer.lease(7, 3)
+    peer.hint(1, 2)
+    assert len(node.reads) == 1
+    compared(peer, 7, 0)
+    node.read_all()
+    assert node.blocks()[key(2).hex()[:8]] == "file"
+
+
+def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moved to the end of the log it would be newer than what makes it void."""
+    monkeypatch.setattr(engine_module, "CLEAR_ROWS_MAX", 1)
+    node = DiskNode()
+    node.step(known(*range(1, 9)))
+    peer = Peer(node)
+    peer.lease(7, *range(1, 9))
+    node.read_all()
+    compared(peer, 7, 0)
+    assert node.blocks(), "not empty yet"
+    part = FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(*range(1, 9)), places(1, 8))
+    node.step(FileReclaim(3, (part,)))
+    assert [command.keep for command in node.reclaimed] == [b""]
 
 
 def test_explain_says_that_the_space_is_off() -> None:
