@@ -25,6 +25,8 @@ import msgspec
 
 CONTROL_VERSION: Final = 1
 """A supervisor stays as it was started: code of another version cannot serve under it."""
+EXIT_REFUSED: Final = 2
+"""Status of a process that cannot start here and has said why: a port, a directory, a flag."""
 DATAGRAM_BYTES_MAX: Final = 64 << 10
 BUFFER_BYTES: Final = 1 << 20
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)

@@ -21,6 +21,7 @@ def serve(sock: socket.socket) -> int:
     # Only here: a process that outlived its supervisor ends before it has loaded anything.
     from kvstore.errors import ConfigError
     from kvstore.obs import logs
+    from kvstore.serve import control
     from kvstore.serve.config import load_config
     from kvstore.serve.executor import Poisoned
     from kvstore.serve.handover import Handover, SupervisorGone
@@ -33,7 +34,7 @@ def serve(sock: socket.socket) -> int:
             logs.setup(config.log_level)
             run_node(config, handover)
     except ConfigError as error:
-        return _fail(str(error), 2)
+        return _fail(str(error), control.EXIT_REFUSED)
     except Poisoned as error:
         return _fail(f"stopped to protect readers: {error}", EXIT_POISONED)
     except SupervisorGone:

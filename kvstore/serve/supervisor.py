@@ -411,6 +411,19 @@ class Supervisor:
 
     def _start_again(self, process: Process, status: int, now_ns: int) -> None:
         served_ns = now_ns - process.serving_since_ns if process.serving_since_ns else 0
+        if status == control.EXIT_REFUSED and not served_ns and self._store.memory:
+            pause_ns = self._restarts.refused().pause_ns
+            _log.error(
+                "the node process cannot start, for the reason above: it is tried again in %d s,"
+                " and what is in memory is kept",
+                pause_ns // NS_PER_S,
+            )
+            self._refuse(
+                "the new code cannot start, and the log says why: it is tried again until it can,"
+                " and what is in memory is kept; requests are computed meanwhile"
+            )
+            self._begin_at_ns = now_ns + pause_ns
+            return
         match self._restarts.ended(served_ns=served_ns):
             case GiveUp(deaths=deaths):
                 sys.stderr.write(

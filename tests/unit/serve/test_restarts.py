@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvstore.serve.restarts import (
     DEATHS_MAX,
     PAUSES_NS,
+    REFUSAL_PAUSES_NS,
     SOON_NS,
     WARM_ATTEMPTS_MAX,
     Again,
@@ -45,3 +46,14 @@ def test_memory_with_which_none_comes_to_serve_is_let_go() -> None:
         kept.append(again.keep)
     assert kept == [True] * (WARM_ATTEMPTS_MAX - 1) + [False] * 2
     assert restarts.ended(served_ns=1) == Again(PAUSES_NS[3], keep=True), "one that served"
+
+
+def test_one_that_says_why_it_cannot_start_is_tried_for_ever_with_all_that_was_kept() -> None:
+    restarts = Restarts()
+    outcomes = [restarts.refused() for _ in range(10 * DEATHS_MAX)]
+    assert all(again.keep for again in outcomes)
+    pauses = [again.pause_ns for again in outcomes]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (REFUSAL_PAUSES_NS[0], REFUSAL_PAUSES_NS[-1])
+    assert restarts.ended(served_ns=0) == Again(0, keep=True), "nor does it count for others"
+    assert restarts.refused().pause_ns == REFUSAL_PAUSES_NS[0]

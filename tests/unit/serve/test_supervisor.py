@@ -24,7 +24,7 @@ from kvstore.obs import logs
 from kvstore.serve import restarts, supervisor
 directory, script, quick = sys.argv[1:]
 logs.setup("info")
-restarts.PAUSES_NS = (0,)
+restarts.PAUSES_NS = restarts.REFUSAL_PAUSES_NS = (0,)
 if quick == "quick":
     supervisor.START_LIMIT_NS, supervisor.LOOK_NS = 5 * 10**9, 5 * 10**7
 supervisor.STANDBY_AFTER_NS = int(1e12) if quick != "standby" else 0
@@ -155,6 +155,14 @@ def test_memory_that_nobody_can_use_is_let_go(supervise: Make) -> None:
     assert "two processes could not use it" in one.told()
 
 
+def test_what_a_process_says_that_it_lacks_costs_no_memory(supervise: Make) -> None:
+    one = supervise(" ".join(["crash", *["wrong"] * 12, "serve"]))
+    assert [one.serves(), one.serves()] == ["0 serves", "13 serves"]
+    assert one.lives()[-1] == "13 arena,journal [1] serve"
+    assert "kvstore: a flag is wrong\n" in one.told()
+    assert "tried again in 0 s, and what is in memory is kept" in one.told()
+
+
 def test_a_process_that_never_serves_is_killed(supervise: Make) -> None:
     one = supervise("crash hang serve", "quick")
     assert [one.serves(), one.serves()[1:]] == ["0 serves", " serves"]
@@ -225,6 +233,15 @@ def test_new_code_that_cannot_go_on_is_tried_twice_and_then_begins_empty(supervi
     told = ask_for_upgrade(one.socket, timeout_s=20)
     assert "3 blocks" in told  # its own number: the script counts lives
     assert one.lives()[-1] == "3 - [] serve"
+
+
+def test_new_code_that_cannot_start_now_is_told_of_and_tried_again(supervise: Make) -> None:
+    one = supervise("serve wrong wrong wrong serve")
+    one.serves()
+    with pytest.raises(UpgradeRefused, match="tried again until it can, and what is in memory is"):
+        ask_for_upgrade(one.socket, timeout_s=20)
+    assert one.serves() == "4 serves"
+    assert one.lives()[-1] == "4 arena,journal [1] serve"
 
 
 def test_without_a_node_there_is_nobody_to_ask(tmp_path: Path) -> None:
