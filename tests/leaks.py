@@ -42,7 +42,7 @@ class Baseline:
         new = [pid for pid in sorted(_children() - self._children) if not self._is_a_nodes(pid)]
         found = [f"process {pid}: {_command(pid)}" for pid in new]
         names = sorted(set(os.listdir(SHM)) - self._shm)
-        found += [f"/dev/shm/{name}" for name in names if not _used_by_others(SHM / name)]
+        found += [f"/dev/shm/{name}" for name in names if _is_ours(SHM / name)]
         more = _open_files() - self._files
         return found + [f"{count} more open: {kind}" for kind, count in sorted(more.items())]
 
@@ -87,17 +87,18 @@ def _reap(process: psutil.Process) -> None:
             return
 
 
-def _used_by_others(path: Path) -> bool:
-    """True when a process that is not ours has it mapped: some other program of this machine."""
+def _is_ours(path: Path) -> bool:
+    """False when a process that is not ours has it mapped, some other program of this machine; nor
+    is anybody's what is gone by now."""
     ours = _children() | {os.getpid()}
     for pid in psutil.pids():
         if pid not in ours:
             try:
                 if f" {path}\n" in Path(f"/proc/{pid}/maps").read_text():
-                    return True
+                    return False
             except OSError:
                 continue  # ended meanwhile, or is not ours to look at
-    return False
+    return path.exists()
 
 
 def _open_files() -> Counter[str]:

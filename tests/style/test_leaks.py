@@ -82,6 +82,18 @@ def test_what_another_program_uses_is_not_ours(monkeypatch: pytest.MonkeyPatch) 
     assert baseline.wait() == []
 
 
+def test_a_name_that_is_gone_by_now_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs make names and remove them while this one looks."""
+    baseline = Baseline()
+    listed = os.listdir
+
+    def earlier(path: str | Path) -> list[str]:
+        return [*listed(path), *(["kvstore-test-gone"] if path == SHM else [])]
+
+    monkeypatch.setattr("tests.leaks.os.listdir", earlier)
+    assert baseline.leaks() == []
+
+
 def test_a_descriptor_is_seen(tmp_path: Path) -> None:
     baseline = Baseline()
     with socket.socket(), (tmp_path / "file").open("w"):
