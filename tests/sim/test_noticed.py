@@ -140,6 +140,7 @@ SOONER: dict[Patch, int] = {
     broken.no_quarantine: 24,
     quarantine_ends_by_a_timer: 26,
     freed_while_loading: 10,
+    what_was_given_up_counts: 98,
 }
 """Seeds at which it was noticed once, tried first: whatever changes in the product moves them."""
 
