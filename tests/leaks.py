@@ -90,15 +90,22 @@ def _reap(process: psutil.Process) -> None:
 def _is_ours(path: Path) -> bool:
     """False when a process that is not ours has it mapped, some other program of this machine; nor
     is anybody's what is gone by now."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    # Not by its name: a semaphore is mapped under another one, before it gets its own.
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+    mapped = f" {device} {status.st_ino} "
     ours = _children() | {os.getpid()}
     for pid in psutil.pids():
         if pid not in ours:
             try:
-                if f" {path}\n" in Path(f"/proc/{pid}/maps").read_text():
+                if mapped in Path(f"/proc/{pid}/maps").read_text():
                     return False
             except OSError:
                 continue  # ended meanwhile, or is not ours to look at
-    return path.exists()
+    return True
 
 
 def _open_files() -> Counter[str]:

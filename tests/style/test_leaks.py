@@ -60,11 +60,15 @@ def test_a_name_in_shared_memory_is_seen() -> None:
 def test_what_another_program_uses_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     baseline = Baseline()
     path = SHM / f"kvstore-test-{uuid.uuid4().hex}"
+    # As semaphores come about: mapped under one name, used under another.
     mapper = """if True:
-        import mmap, sys
-        with open(sys.argv[1], "w+b") as file:
+        import mmap, os, sys
+        first = sys.argv[1] + "-first"
+        with open(first, "w+b") as file:
             file.truncate(mmap.PAGESIZE)
             mapping = mmap.mmap(file.fileno(), 0)
+        os.link(first, sys.argv[1])
+        os.unlink(first)
         print(flush=True)
         input()
     """
