@@ -63,7 +63,7 @@ class InUse(ConfigError):
 def segments_identity(disk: Disk, dir_fd: int) -> bytes | None:
     """The store that all segments in a directory say they are of; None: there are none that can be
     read, or they disagree."""
-    found = set()
+    found: set[bytes] = set()
     for name in filter(segment_number, os.listdir(dir_fd)):
         try:
             fd, _ = open_regular(disk, name, os.O_RDONLY, dir_fd)
