@@ -30,7 +30,9 @@ from kvstore.errors import AttachError
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, from_message
 from kvstore.proto.inspect_pb2_grpc import InspectStub
-from kvstore.serve.inspect import REPLY_BYTES_MAX, SUFFIX
+from kvstore.serve.inspect import REPLY_BYTES_MAX
+from kvstore.serve.listener import INSPECT_SUFFIX
+from kvstore.serve.upgrade import no_node_at
 from kvstore.units import format_size
 
 TIMEOUT_S: Final = 5.0
@@ -51,7 +53,7 @@ class NodeClient:
             AttachError: there is none; the text says how to start one.
         """
         path = node_socket.absolute()
-        path = path.with_name(path.name + SUFFIX)
+        path = path.with_name(path.name + INSPECT_SUFFIX)
         _probe(path, node_socket)
         self._channel = grpc.insecure_channel(
             f"unix:{path}", options=[("grpc.max_receive_message_length", REPLY_BYTES_MAX)]
@@ -114,10 +116,7 @@ def _probe(path: Path, node_socket: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
                 raise AttachError(f"no answer from {path}: {error.strerror}") from None
-            raise AttachError(
-                f"no node at {node_socket}: start one with"
-                f" 'kvstore node --socket {node_socket} --dram auto', or name another --socket"
-            ) from None
+            raise AttachError(no_node_at(node_socket)) from None
 
 
 def _call(call: Callable[..., Any], request: Any) -> Any:

@@ -23,9 +23,9 @@ from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
 from kvstore.serve.driver import Driver, NodeBusy, NotDurable
+from kvstore.serve.listener import INSPECT_SUFFIX
 from kvstore.types import KEY_BYTES, SpaceId
 
-SUFFIX: Final = ".rpc"
 THREAD_COUNT: Final = 2
 CALL_COUNT_MAX: Final = 8
 REQUEST_BYTES_MAX: Final = 64 << 10
@@ -169,7 +169,7 @@ class InspectServer:
         Raises:
             ConfigError: the socket cannot be made.
         """
-        self.path = socket.with_name(socket.name + SUFFIX)
+        self.path = socket.with_name(socket.name + INSPECT_SUFFIX)
         self._pool = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="inspect")
         self._server = grpc.server(
             self._pool,

@@ -14,8 +14,12 @@ import os
 import socket
 import stat
 from pathlib import Path
+from typing import Final
 
 from kvstore.errors import ConfigError
+
+INSPECT_SUFFIX: Final = ".rpc"
+"""The node process makes that socket; one that was killed leaves it."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,8 +100,10 @@ class Listener(Door):
         """Stop listening and remove the files. Idempotent."""
         if self.socket.fileno() < 0:
             return
-        with contextlib.suppress(OSError):
-            self.path.unlink()
+        left = self.path.with_name(self.path.name + INSPECT_SUFFIX)
+        for path in (self.path, *([left] if left.is_socket() else ())):
+            with contextlib.suppress(OSError):
+                path.unlink()
         self._give_up()
 
     def _give_up(self) -> None:

@@ -12,6 +12,8 @@ ending the node. It is tried again, with what was kept, until it can.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from typing import Final, NamedTuple
 
 from kvstore.units import NS_PER_S
@@ -68,3 +70,12 @@ class Restarts:
         self.count += 1
         pause_ns = PAUSES_NS[min(self._soon, len(PAUSES_NS)) - 1]
         return Again(pause_ns, keep=self._unready < WARM_ATTEMPTS_MAX)
+
+
+def told(status: int) -> str:
+    """How a process ended: its exit status, negative for a signal, as an operator reads it."""
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"

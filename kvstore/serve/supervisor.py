@@ -42,7 +42,7 @@ from kvstore.serve import control
 from kvstore.serve.harden import harden_process
 from kvstore.serve.kept import Kept
 from kvstore.serve.listener import Listener
-from kvstore.serve.restarts import GiveUp, Restarts
+from kvstore.serve.restarts import GiveUp, Restarts, told
 from kvstore.serve.upgrade import UpgradeDoor
 from kvstore.units import NS_PER_S, format_size
 
@@ -104,6 +104,7 @@ class Process:
         # Blocking, with a limit of the kernel's: a timeout of Python's would make receiving wait.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 10, 0))
         self.pidfd = os.pidfd_open(spawned.pid)
+        self.began_ns = time.monotonic_ns()
         self.prepared: control.Prepared | None = None
         self.serving_since_ns = 0
         self.deadline_ns = 0
@@ -134,7 +135,7 @@ class Supervisor:
         self._start, self._spawn = start, spawn
         self._selector = selectors.DefaultSelector()
         self._store = Kept()
-        self._restarts = Restarts()
+        self._restarts, self._standby_restarts = Restarts(), Restarts()
         self._processes: set[Process] = set()
         """All that have not ended."""
         self._process: Process | None = None
@@ -147,7 +148,7 @@ class Supervisor:
         self._places = control.Places()
         self._life = 0
         self._died_ns = 0
-        self._has_served = False
+        self._has_served = self._holds_blocks = False
         self._stopping = False
         self._exit_code: int | None = None
         self._look_ns, self._beat, self._still = 0, b"", 0
@@ -312,7 +313,7 @@ class Supervisor:
                 assert process.prepared is not None
                 store.layout = process.prepared.layout
             case control.Drop():
-                store.drop()
+                self._lose("")
             case control.Serving():
                 self._is_serving(process, message)
             case control.Prepared():
@@ -338,8 +339,7 @@ class Supervisor:
             process.signal(signal.SIGKILL)
             return
         if objection:
-            _log.error("all that was in memory is lost: %s", objection)
-            store.drop()
+            self._lose(objection)
         for name, fd in store.memory.items():
             self._say(process, control.Held(name), fd)
         for number, (hello, pidfd) in store.writers.items():
@@ -352,7 +352,6 @@ class Supervisor:
             died_ns=self._died_ns,
             places=self._places,
         )
-        self._life += 1
         self._say(process, begin, self._listener.socket.fileno())
 
     def _objection(self, prepared: control.Prepared) -> str:
@@ -370,7 +369,7 @@ class Supervisor:
         process.serving_since_ns, process.deadline_ns = time.monotonic_ns(), 0
         self._standby_at_ns = process.serving_since_ns + STANDBY_AFTER_NS
         self._places, self._has_served, self._still = message.places, True, 0
-        self._upgrading = False
+        self._upgrading, self._holds_blocks = False, True
         assert process.prepared is not None
         if self._died_ns:
             away_s = (process.serving_since_ns - self._died_ns) / NS_PER_S
@@ -389,21 +388,32 @@ class Supervisor:
         status, now_ns = process.close(), time.monotonic_ns()
         self._processes.remove(process)
         if process is self._standby:
-            self._standby, self._standby_at_ns = None, now_ns + START_LIMIT_NS
-            _log.warning("the code on disk does not start (%s)", _told(status))
-            self._refuse(f"the code on disk does not start ({_told(status)}): see the log")
+            self._standby_ended(process, status, now_ns)
         elif process is self._process:
             self._process_ended(process, status, now_ns)
 
+    def _standby_ended(self, process: Process, status: int, now_ns: int) -> None:
+        self._standby, self._standby_at_ns = None, now_ns + START_LIMIT_NS
+        if status >= 0:  # a signal says nothing of the code
+            _log.warning("the code on disk does not start (%s)", told(status))
+            self._refuse(f"the code on disk does not start ({told(status)}): see the log")
+            return
+        again = self._standby_restarts.ended(served_ns=now_ns - process.began_ns)
+        if not isinstance(again, GiveUp):
+            self._standby_at_ns = now_ns + again.pause_ns
+        _log.warning("the process that stands by ended with %s: another is started", told(status))
+        self._refuse(f"the new process ended with {told(status)} before it served: see the log")
+
     def _process_ended(self, process: Process, status: int, now_ns: int) -> None:
         self._process, self._died_ns = None, now_ns
+        self._life += 1
         if self._stopping:
             self._exit_code = 0 if status in (0, -signal.SIGTERM) else EXIT_GAVE_UP
         elif not self._has_served:
             # A wrong configuration, most likely, and it has said so.
             self._exit_code = status if status > 0 else EXIT_GAVE_UP
             if status < 0:
-                sys.stderr.write(f"kvstore: the node process ended with {_told(status)}\n")
+                sys.stderr.write(f"kvstore: the node process ended with {told(status)}\n")
         elif process.asked_to_end and self._standby is not None:
             self._begin_process()
         else:
@@ -426,18 +436,22 @@ class Supervisor:
             return
         match self._restarts.ended(served_ns=served_ns):
             case GiveUp(deaths=deaths):
-                sys.stderr.write(
-                    f"kvstore: the node process ended {deaths} times soon after its start, the"
-                    f" last time with {_told(status)}: see the log above\n"
-                )
+                soon = f"ended {deaths} times soon after its start, the last time with"
+                sys.stderr.write(f"kvstore: the node process {soon} {told(status)}: see above\n")
                 self._refuse("the node process ends again and again: the node gives up")
                 self._exit_code = EXIT_GAVE_UP
             case again:
-                _log.warning("the node process ended with %s: another is started", _told(status))
+                _log.warning("the node process ended with %s: another is started", told(status))
                 if not again.keep:
-                    _log.error("all that was in memory is lost: two processes could not use it")
-                    self._store.drop()
+                    self._lose("two processes could not use it")
                 self._begin_at_ns = now_ns + again.pause_ns
+
+    def _lose(self, why: str) -> None:
+        """Let go of memory; say so if a process served from it, and has not said it (empty)."""
+        if self._holds_blocks and why:
+            _log.error("all that was in memory is lost: %s", why)
+        self._holds_blocks = False
+        self._store.drop()
 
     # ── upgrades ─────────────────────────────────────────────────────────────────────────────────
 
@@ -466,14 +480,6 @@ class Supervisor:
             process.signal(signal.SIGKILL)
         elif self._process is not None:
             self._end_process(self._process, time.monotonic_ns())
-
-
-def _told(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-status).name
-    return f"signal {-status}"
 
 
 def main(arguments: list[str]) -> int:

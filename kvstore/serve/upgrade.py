@@ -1,6 +1,7 @@
 """Asking a node for the code on disk: who connects to this socket asks, and is told what came.
 
-    kvstore upgrade ──connect──▶ node.sock.sup       ◀── one datagram: done or refused, a sentence
+    kvstore upgrade ──connect──▶ node.sock.sup       ◀── at once: TAKEN
+                                                     ◀── then: done or refused, a sentence
 
 Covers both ends. Does not cover: what an upgrade does (`supervisor`).
 """
@@ -8,6 +9,7 @@ Covers both ends. Does not cover: what an upgrade does (`supervisor`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -23,6 +25,10 @@ from kvstore.serve.listener import remove_socket_file
 SUFFIX: Final = ".sup"
 WAIT_S: Final = 200.0
 """Longer than a supervisor lets anything take."""
+FIRST_WORD_S: Final = 15.0
+"""A supervisor that runs says something within this time."""
+TAKEN: Final = b"taken"
+"""What it says when it begins."""
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -80,9 +86,11 @@ class UpgradeDoor:
             _answer(asker, Answer(False, "only the node's own user may upgrade it"))
         elif self._waiting is not None:
             _answer(asker, Answer(False, "an upgrade is under way already: wait for it"))
-        else:
+        elif _send(asker, TAKEN):
             self._waiting = asker
             self._ask()
+        else:
+            asker.close()  # it did not wait for us: nobody wants an upgrade any more
 
     def done(self, text: str) -> None:
         """The upgrade that was asked for, if any, has happened."""
@@ -106,11 +114,30 @@ class UpgradeDoor:
 
 
 def _answer(asker: socket.socket, answer: Answer) -> None:
-    with asker, contextlib.suppress(OSError):  # it may have gone meanwhile
-        asker.send(msgspec.json.encode(answer), socket.MSG_NOSIGNAL)
+    with asker:
+        _send(asker, msgspec.json.encode(answer))
 
 
-def ask_for_upgrade(node_socket: Path, *, timeout_s: float = WAIT_S) -> str:
+def _send(asker: socket.socket, data: bytes) -> bool:
+    """False: it has gone meanwhile."""
+    try:
+        asker.send(data, socket.MSG_NOSIGNAL)
+    except OSError:
+        return False
+    return True
+
+
+def no_node_at(node_socket: Path) -> str:
+    """What an operator is told who asks where nobody is."""
+    return (
+        f"no node at {node_socket}: start one with"
+        f" 'kvstore node --socket {node_socket} --dram auto', or name another --socket"
+    )
+
+
+def ask_for_upgrade(
+    node_socket: Path, *, timeout_s: float = WAIT_S, first_word_s: float = FIRST_WORD_S
+) -> str:
     """Have the node at this attach socket run the code on disk; returns what it says of it.
 
     Raises:
@@ -119,10 +146,13 @@ def ask_for_upgrade(node_socket: Path, *, timeout_s: float = WAIT_S) -> str:
     """
     path = node_socket.absolute()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(timeout_s)
+        sock.settimeout(first_word_s)
         try:
             sock.connect(os.fspath(path.with_name(path.name + SUFFIX)))
-            data = sock.recv(64 << 10)
+            data = _first_word(sock, first_word_s)
+            if data == TAKEN:
+                sock.settimeout(timeout_s)
+                data = sock.recv(64 << 10)
         except PermissionError:
             raise AttachError(
                 f"the node at {node_socket} belongs to another user: run this as that user or root"
@@ -130,10 +160,26 @@ def ask_for_upgrade(node_socket: Path, *, timeout_s: float = WAIT_S) -> str:
         except TimeoutError:
             raise AttachError(f"the node did not answer within {timeout_s:.0f} s") from None
         except OSError as error:
-            raise AttachError(f"no node at {node_socket}: {error.strerror}") from None
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
+                raise AttachError(f"no node at {node_socket}: {error.strerror}") from None
+            raise AttachError(no_node_at(node_socket)) from None
     if not data:
         raise AttachError("the node ended before it answered")
     answer = msgspec.json.decode(data, type=Answer)
     if not answer.done:
         raise UpgradeRefused(answer.text)
     return answer.text
+
+
+def _first_word(sock: socket.socket, first_word_s: float) -> bytes:
+    """What the supervisor says first. Raises OSError; AttachError when it says nothing."""
+    try:
+        return sock.recv(64 << 10)
+    except TimeoutError:
+        data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid = _CREDENTIALS.unpack(data)[0]
+        raise AttachError(
+            f"the node's supervisor, process {pid}, did not answer within {first_word_s:.0f} s: it"
+            f" is stopped ('kill -CONT {pid}' lets it go on) or the machine is overloaded; nothing"
+            " was upgraded"
+        ) from None

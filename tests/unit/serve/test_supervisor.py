@@ -6,8 +6,11 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,12 +25,12 @@ SUPERVISE = """
 import sys
 from kvstore.obs import logs
 from kvstore.serve import restarts, supervisor
-directory, script, quick = sys.argv[1:]
+directory, script, pace = sys.argv[1:]
 logs.setup("info")
 restarts.PAUSES_NS = restarts.REFUSAL_PAUSES_NS = (0,)
-if quick == "quick":
+if "quick" in pace:
     supervisor.START_LIMIT_NS, supervisor.LOOK_NS = 5 * 10**9, 5 * 10**7
-supervisor.STANDBY_AFTER_NS = int(1e12) if quick != "standby" else 0
+supervisor.STANDBY_AFTER_NS = int(1e12) if "standby" not in pace else 0
 start = supervisor.Start(
     settings={}, socket=f"{directory}/node.sock", others_may_connect=False, dram_bytes=1,
     dram_note="", log_level="info",
@@ -78,6 +81,22 @@ class Supervised:
     def told(self) -> str:
         self.log.seek(0)
         return self.log.read()
+
+    def waits_for(self, words: str, *, times: int) -> None:
+        """Until the log has these words so often."""
+        deadline_s = time.monotonic() + 60
+        while self.told().count(words) < times:
+            assert time.monotonic() < deadline_s, self.told()
+            assert self.process.poll() is None, self.told()
+            threading.Event().wait(0.02)
+
+    def waits_for_standby(self) -> int:
+        """Until there is one beside the process that serves; its pid."""
+        deadline_s = time.monotonic() + 60
+        while len(pids := children_of(self.process.pid)) < 2:
+            assert time.monotonic() < deadline_s, self.told()
+            threading.Event().wait(0.02)
+        return pids[-1]
 
     def stop(self) -> int:
         self.process.terminate()
@@ -163,6 +182,42 @@ def test_what_a_process_says_that_it_lacks_costs_no_memory(supervise: Make) -> N
     assert "tried again in 0 s, and what is in memory is kept" in one.told()
 
 
+def test_memory_is_lost_once_and_every_process_counts(supervise: Make) -> None:
+    """Processes that end before they are given anything are processes before the next one, too."""
+    one = supervise("serve")
+    one.serves()
+    one.layout(-1)
+    os.kill(one.child, signal.SIGKILL)
+    one.waits_for("exit status 3: another is started", times=4)
+    one.layout(1)
+    assert one.serves().endswith(" serves")
+    assert one.told().count("all that was in memory is lost") == 1
+    life = one.lives()[-1].split()
+    assert int(life[0]) == one.told().count(": another is started")
+    assert life[1] == "-"
+
+
+def test_a_standby_that_is_killed_is_replaced(supervise: Make) -> None:
+    one = supervise("serve", "standby quick")
+    one.serves()
+    for count in (1, 2, 3):
+        standby = one.waits_for_standby()
+        os.kill(standby, signal.SIGKILL)
+        one.waits_for("stands by ended with SIGKILL: another is started", times=count)
+    one.waits_for_standby()
+    assert "does not start" not in one.told()
+
+
+def test_a_standby_that_does_not_start_is_not_tried_all_the_time(supervise: Make) -> None:
+    one = supervise("serve", "standby quick")
+    one.serves()
+    standby = one.waits_for_standby()
+    one.layout(-1)
+    os.kill(standby, signal.SIGKILL)
+    one.waits_for("the code on disk does not start (exit status 3)", times=1)
+    assert one.stop() == 0
+
+
 def test_a_process_that_never_serves_is_killed(supervise: Make) -> None:
     one = supervise("crash hang serve", "quick")
     assert [one.serves(), one.serves()[1:]] == ["0 serves", " serves"]
@@ -245,5 +300,30 @@ def test_new_code_that_cannot_start_now_is_told_of_and_tried_again(supervise: Ma
 
 
 def test_without_a_node_there_is_nobody_to_ask(tmp_path: Path) -> None:
-    with pytest.raises(AttachError, match="no node at"):
+    with pytest.raises(AttachError, match=r"no node at .*: start one with 'kvstore node --socket"):
         ask_for_upgrade(tmp_path / "node.sock", timeout_s=5)
+
+
+def test_a_supervisor_that_is_stopped_is_not_waited_for(supervise: Make) -> None:
+    one = supervise("serve")
+    one.serves()
+    old = one.child
+    os.kill(one.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AttachError, match=f"supervisor, process {one.process.pid}, did not"):
+            ask_for_upgrade(one.socket, timeout_s=60, first_word_s=0.1)
+    finally:
+        os.kill(one.process.pid, signal.SIGCONT)
+    # It takes those who ask in turn: by this answer it has seen that the first one is gone.
+    assert "serves: 1 blocks" in ask_for_upgrade(one.socket, timeout_s=60, first_word_s=60)
+    assert one.child != old
+    assert len(one.lives()) == 2, "nobody waited for the first upgrade: it was not done"
+
+
+def test_what_a_killed_process_left_goes_with_the_supervisor(supervise: Make) -> None:
+    one = supervise("serve")
+    one.serves()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(one.socket.with_name("node.sock.rpc")))
+    assert one.stop() == 0
+    assert not one.socket.with_name("node.sock.rpc").exists()
