@@ -441,15 +441,18 @@ def demo(arguments: tuple[str, ...]) -> None:
       kvstore demo
       kvstore demo --keep
     """
+    module = "kvstore.testing.demo"
     missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
+    if {"-h", "--help"} & set(arguments):
+        module = "kvstore.testing.demo_flags"
+    elif missing:
         fail(
             f"the demo runs a real vLLM, and this Python has no {' and no '.join(missing)}: "
             "'make demo' in a clone installs all of it",
             code=2,
         )
     # A program of its own: the node needs neither the engine nor the test kit that it is made of.
-    command = [sys.executable, "-P", "-m", "kvstore.testing.demo", *arguments]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     os.execv(sys.executable, command)  # noqa: S606
 
 

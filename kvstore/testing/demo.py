@@ -14,7 +14,6 @@ Covers: the runs and what is said about them. Does not cover: records and plots 
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import signal
@@ -41,6 +40,7 @@ from rich.progress import (
 from rich.table import Table
 
 from kvstore.errors import KVStoreError
+from kvstore.testing.demo_flags import PLAN, parser
 from kvstore.testing.engine import SERVED_NAME, Completion, Engine, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, SHAPES, build_model, encoder
 from kvstore.testing.process import NodeFailed, NodeProcess
@@ -53,15 +53,6 @@ MODEL_LEN_MAX: Final = 3584
 ENGINE_BLOCKS: Final = 32
 DRAM: Final = "2GiB"
 FILE: Final = "4GiB"
-PLAN: Final = ConversationPlan(
-    seed=20261121,
-    users=5,
-    rounds=4,
-    system_words=70,
-    document_words=260,
-    question_words=30,
-    answer_tokens=16,
-)
 NAMES: Final = ("vLLM alone", "with kvstore", "engine restarted", "node restarted")
 
 
@@ -380,17 +371,7 @@ def main(
     finish: Finish | None = None,
 ) -> int:
     """Command line; returns the exit status. `finish` does more with the runs than to show them."""
-    parser = argparse.ArgumentParser(
-        prog="kvstore demo",
-        description="A real vLLM without and with kvstore, in a few minutes.",
-        epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --users 2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seed", type=int, default=PLAN.seed, help="of the conversations")
-    parser.add_argument("--users", type=_count, default=PLAN.users, help="who talk at once")
-    parser.add_argument("--rounds", type=_count, default=PLAN.rounds, help="that each of them asks")
-    parser.add_argument("--keep", action="store_true", help="let all go on until Ctrl-C")
-    chosen = parser.parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     plan = msgspec.structs.replace(PLAN, seed=chosen.seed, users=chosen.users, rounds=chosen.rounds)
     # A terminated demo unwinds like an interrupted one, and so takes node and engine along.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("The demo was terminated."))
@@ -418,13 +399,6 @@ def main(
         console.print(f"[red]✗[/] {error}", markup=True, highlight=False)
         return 1
     return 0
-
-
-def _count(text: str) -> int:
-    """At least one."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import shlex
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +113,23 @@ def test_without_an_engine_the_demo_says_what_is_missing(
         cli(["demo"], standalone_mode=False)
     assert stopped.value.code == 2
     assert "this Python has no vllm_that_is_not_there" in capsys.readouterr().err
+
+
+def test_help_needs_nothing_that_the_demo_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.serve.main.DEMO_NEEDS", ("vllm_that_is_not_there",))
+    run: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, command: run.append(command))
+    cli(["demo", "--help"], standalone_mode=False)
+    (command,) = run
+    code = (
+        "import runpy, sys; sys.modules.update(dict.fromkeys(('psutil', 'vllm', 'torch', 'rich')));"
+        f"sys.argv = {command[3:]}; runpy.run_module(sys.argv[0], run_name='__main__')"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.startswith("usage: kvstore demo [-h]")
+    assert "kvstore demo --keep" in told.stdout
 
 
 def test_help_has_examples_that_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:

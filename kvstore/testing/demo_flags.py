@@ -1,0 +1,49 @@
+"""The flags of `kvstore demo`, apart from it: its help needs none of what it runs.
+
+    python -m kvstore.testing.demo_flags --help
+
+Does not cover: what the demo does (`demo`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from kvstore.testing.workload import ConversationPlan
+
+PLAN: Final = ConversationPlan(
+    seed=20261121,
+    users=5,
+    rounds=4,
+    system_words=70,
+    document_words=260,
+    question_words=30,
+    answer_tokens=16,
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(
+        prog="kvstore demo",
+        description="A real vLLM without and with kvstore, in a few minutes.",
+        epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --users 2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--seed", type=int, default=PLAN.seed, help="of the conversations")
+    made.add_argument("--users", type=_count, default=PLAN.users, help="who talk at once")
+    made.add_argument("--rounds", type=_count, default=PLAN.rounds, help="that each of them asks")
+    made.add_argument("--keep", action="store_true", help="let all go on until Ctrl-C")
+    return made
+
+
+def _count(text: str) -> int:
+    """At least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    parser().parse_args()
