@@ -2,7 +2,8 @@
 
 Rows that are right are blocks in dram again, in the order in which they were used. A slot that a
 process may still write to is quarantined as if its socket had ended just now, until that process
-attaches again or is gone (ADR 3). Every other slot is free, with a generation that it never had.
+attaches again or is gone (ADR 3); one of which the journal cannot say who may, stays so. Every
+other slot is free, with a generation that it never had.
 
 Lost: leases and sessions, which nobody has any more; what was remembered of blocks that left, of
 requests, and of which blocks were used twice (`policy.reuse`). What is in a file is told by the
@@ -43,7 +44,7 @@ def adopt(state: State, event: Adopt) -> None:
     state.journal.settle(found, numbers)
     state.slots.adopt(found, named)
     state.counters.blocks_kept = len(found.words)
-    state.counters.slots_quarantined += len(found.held)
+    state.counters.slots_quarantined += len(found.held) + len(found.doubtful)
     for writer in event.writers:
         hello = writer.hello
         owner = Owner((hello.tenant, hello.engine_id, hello.nonce))

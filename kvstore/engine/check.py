@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.engine.slots import FILE_WRITER, SlotState
+from kvstore.engine.slots import FILE_WRITER, UNKNOWN_WRITER, SlotState
 
 if TYPE_CHECKING:
     from kvstore.engine.files import Files
@@ -48,8 +48,9 @@ def _check_slots(state: State) -> None:
     writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
     assert bool(((slots.writer != 0) == writable).all()), "a writer without a grant, or reverse"
     writers = set(np.unique(slots.writer[writable]).tolist())
-    assert writers <= {FILE_WRITER, *state.connections}, "a slot is granted to nobody"
-    for writer in writers - {FILE_WRITER}:
+    ours = {FILE_WRITER, UNKNOWN_WRITER}
+    assert writers <= {*ours, *state.connections}, "a slot is granted to nobody"
+    for writer in writers - ours:
         states = slots.state[slots.writer == writer]
         ended = state.connections[writer].ended
         assert not ended or bool((states == SlotState.QUARANTINED).all()), "granted after the end"

@@ -3,9 +3,13 @@
     header │ slabs │ groups │ writers │ stamps │ rows │ scopes          (each from a page's start)
 
 Per slot: who may write it, whose quota it counts for, when it was used, and a row of eight words
-that says which block is in it: key, checksum, scope, and a check word over all of them. Writers,
-groups, stamps and slabs are the engine's own columns (`slots`), kept here instead of elsewhere, so
-they cost nothing. A row is written when a block is put into dram and taken back when it leaves.
+that says which block is in it: key, checksum, scope, and a check word over all of them. Groups and
+stamps are the engine's own columns (`slots`), kept here instead of elsewhere, so they cost nothing.
+A row is written when a block is put into dram and taken back when it leaves.
+
+Memory fails, a bit at a time. Writers and slabs are coded, so that up to three flipped bits in a
+word are seen: a slot whose writer cannot be read is nobody's to grant, nor is a slab of which the
+size cannot. Groups and stamps out of their bounds mean: none. Neither can make a block wrong.
 
 A process may die between any two stores to memory. So, for each slot, in this order:
 1. a writer is named before the grant is sent, and un-named only when he is quiet or gone;
@@ -14,8 +18,8 @@ A process may die between any two stores to memory. So, for each slot, in this o
 What is half done is therefore a miss or a quarantined slot, never a wrong block or a second writer.
 One aligned word is written whole or not at all; a row need not be.
 
-Bytes: 64 for a row, per slot; 8 each for writer and stamp, and 1 for the group, are the engine's
-anyway. Does not cover: what a found journal becomes (`adoption`), where the memory lies
+Bytes, per slot: 64 for a row and 8 for the writer; 8 for the stamp and 1 for the group are the
+engine's anyway. Does not cover: what a found journal becomes (`adoption`), where the memory lies
 (`kvstore.arena`), payloads, which are verified by whoever reads them first.
 """
 
@@ -33,7 +37,7 @@ from kvstore.engine.policy.port import NONE, Words
 from kvstore.engine.table import Keys
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
 
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 """Of all that is kept for the next process. Raise it with any change of what the words mean: code
 of another version starts with empty memory."""
 _MAGIC: Final = int.from_bytes(b"KVSJRN01", "little")
@@ -60,6 +64,14 @@ _PLACE_ODD: Final = np.uint64(0x589965CC75374CC3)
 _HALF: Final = np.uint64(32)
 _ONE: Final = np.uint64(1)
 
+_CODE: Final = 65_497
+"""What is coded is a multiple of it: no three flipped bits make another multiple of one."""
+_BIAS: Final = 16
+"""Writers that are no connections have numbers from -1 down, above the negative of this."""
+STAMP_MAX: Final = 1 << 56
+DOUBT_SHARE: Final = 4
+"""A journal of which more than one part in so many cannot be read is not worth keeping."""
+
 SCOPE_COUNT_MAX: Final = 4096
 """Blocks of further scopes are not journalled: after a restart they are computed again."""
 _SCOPE_WORDS: Final = 48
@@ -84,6 +96,16 @@ class Found(msgspec.Struct, frozen=True):
     addresses: dict[int, ScopeAddress]
     held: Words
     """Slots that somebody may still write to."""
+    writers: NDArray[np.int64]
+    """Who, of each."""
+    doubtful: Words
+    """Slots that nobody knows the writer of: never to be used again."""
+    slot_bytes: NDArray[np.int64]
+    """Of each slab; 0: it is in no pool; UNREADABLE: it is not to be used again."""
+
+
+UNREADABLE: Final = -1
+"""Slot bytes of a slab."""
 
 
 class Journal:
@@ -96,11 +118,9 @@ class Journal:
         assert len(memory) * 8 == self.size_bytes(arena_bytes, slab_bytes)
         parts = iter(np.split(memory, np.cumsum(_part_words(word_count, slab_count))[:-1]))
         self._header = next(parts)
-        self.slabs = next(parts)[:slab_count].view(np.int64)
-        """Slot bytes of each slab, 0 when it is in no pool."""
+        self._slabs = next(parts)[:slab_count]
         self.groups = next(parts).view(np.uint8)[:word_count]
-        self.writers = next(parts)[:word_count].view(np.int64)
-        """Who may write, by word; 0: nobody."""
+        self._writers = next(parts)[:word_count]
         self.stamps = next(parts)[:word_count].view(np.int64)
         """Order of use, by word."""
         self._rows = next(parts)[: word_count * _ROW_WORDS].reshape(-1, _ROW_WORDS)
@@ -138,13 +158,22 @@ class Journal:
     @property
     def ready_bytes(self) -> int:
         """Bytes of the arena whose pages exist, as `set_ready` was told last."""
-        return int(self._header[_READY_AT])
+        ready_bytes = min(int(self._header[_READY_AT]), self._arena_bytes)
+        return ready_bytes - ready_bytes % PAGE_BYTES
 
     def set_ready(self, ready_bytes: int) -> None:
         """From any one thread."""
         self._header[_READY_AT] = ready_bytes
 
     # ── while serving ────────────────────────────────────────────────────────────────────────────
+
+    def cut(self, slab: int, slot_bytes: int) -> None:
+        """A slab is slots of this size now; 0: it is in no pool."""
+        self._slabs[slab] = _coded(slot_bytes)
+
+    def name_writer(self, words: Words, writer: int) -> None:
+        """Who may write to these slots; 0: nobody."""
+        self._writers[words] = _coded(writer)
 
     def publish(
         self, words: Words, scope: int, address: ScopeAddress, keys: Keys, checksums: Rows
@@ -187,7 +216,8 @@ class Journal:
 
     def examine(self, *, quotas: Sequence[str], writers: set[int]) -> Found:
         """What another process left here. Changes nothing but what no one can miss: groups are
-        forgotten when the quotas are others now. `writers`: numbers of who may be named.
+        forgotten when the quotas are others now, and groups and stamps that cannot be. `writers`:
+        numbers of who may be named.
 
         Raises:
             JournalUnusable: it is of another layout, or tells what cannot be.
@@ -198,19 +228,35 @@ class Journal:
         if int(self._header[_GROUPS_AT]) != expected[_GROUPS_AT]:
             self.groups[:] = 0
             self._header[_GROUPS_AT] = expected[_GROUPS_AT]
-        starts = self._slot_starts()
-        held = np.flatnonzero(self.writers > 0)
+        self.groups[self.groups > len(quotas)] = 0
+        self.stamps[(self.stamps < 0) | (self.stamps > STAMP_MAX)] = 0
+        slot_bytes, unreadable = _decoded(self._slabs)
+        starts = self._slot_starts(slot_bytes)
+        slot_bytes[unreadable] = UNREADABLE
+        named, doubtful = _decoded(self._writers)
+        lost = self._words_of(unreadable)
+        held = np.flatnonzero((named > 0) & ~lost)
         if not starts[held].all():
             raise JournalUnusable("it names a writer of what is no slot")
-        unknown = set(np.unique(self.writers[held]).tolist()) - writers
+        unknown = set(np.unique(named[held]).tolist()) - writers
         if unknown:
             raise JournalUnusable(f"it names {len(unknown)} writers that nobody knows")
+        if int((lost | doubtful).sum()) * DOUBT_SHARE > len(lost):
+            raise JournalUnusable("much of it is damaged: look at this machine's memory")
         addresses = self._addresses()
         ids = np.zeros(SCOPE_COUNT_MAX, np.uint64)
         ids[[_index(id) for id in addresses]] = list(addresses)
-        words, scopes, heads = self._good_rows(starts & (self.writers == 0), ids)
+        words, scopes, heads = self._good_rows(starts & (named == 0) & ~doubtful, ids)
         first = _first_of_each(scopes, heads, self._rows, words)
-        return Found(words=words[first], scopes=scopes[first], addresses=addresses, held=held)
+        return Found(
+            words=words[first],
+            scopes=scopes[first],
+            addresses=addresses,
+            held=held,
+            writers=named[held],
+            doubtful=np.flatnonzero(doubtful & starts),
+            slot_bytes=slot_bytes,
+        )
 
     def blocks(self, words: Words) -> tuple[Keys, Rows]:
         """Keys and checksums in the rows of these slots."""
@@ -223,20 +269,29 @@ class Journal:
         void = np.ones(len(self._rows), dtype=bool)
         void[found.words] = False
         self._rows[void, _CHECK_AT] = 0
-        self.writers[self.writers < 0] = 0
+        unnamed = ~self._words_of(found.slot_bytes == UNREADABLE)
+        unnamed[found.held] = unnamed[found.doubtful] = False
+        self._writers[unnamed] = 0
         self._ids = {number: id for id, number in scopes.items()}
         self._next_serial = 1 + max((id >> _INDEX_BITS for id in found.addresses), default=0)
         used = {_index(id) for id in scopes}
         self._indexes = [index for index in self._indexes if index not in used]
 
-    def _slot_starts(self) -> NDArray[np.bool_]:
-        """Which words a slot begins in."""
-        starts = np.zeros(len(self.writers), dtype=bool)
+    def _words_of(self, slabs: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which words lie in these slabs."""
+        mask = np.zeros(len(self._writers), dtype=bool)
+        whole = np.repeat(slabs, self._slab_bytes // SLOT_BYTES_MIN)
+        mask[: len(whole)] = whole
+        return mask
+
+    def _slot_starts(self, slot_bytes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which words a slot begins in. `slot_bytes`: of each slab."""
+        starts = np.zeros(len(self._writers), dtype=bool)
         pages_per_slab = self._slab_bytes // PAGE_BYTES
-        for size in np.unique(self.slabs[self.slabs != 0]).tolist():
+        for size in np.unique(slot_bytes[slot_bytes != 0]).tolist():
             if size % PAGE_BYTES or not SLOT_BYTES_MIN <= size <= self._slab_bytes:
                 raise JournalUnusable("it tells of slots of a size that there is not")
-            slabs = np.flatnonzero(self.slabs == size)
+            slabs = np.flatnonzero(slot_bytes == size)
             pages = np.arange(self._slab_bytes // size) * (size // PAGE_BYTES)
             starts[(slabs[:, None] * pages_per_slab + pages) * PAGE_BYTES // SLOT_BYTES_MIN] = True
         return starts
@@ -301,6 +356,21 @@ def _part_words(word_count: int, slab_count: int) -> list[int]:
         SCOPE_COUNT_MAX * _SCOPE_WORDS,
     ]
     return [-(-part // _WORDS_PER_PAGE) * _WORDS_PER_PAGE for part in parts]
+
+
+def _coded(number: int) -> int:
+    """A word that says a number greater than -_BIAS; 0 says 0."""
+    assert number > -_BIAS
+    return (number + _BIAS) * _CODE if number else 0
+
+
+def _decoded(column: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Numbers that coded words say, and which words say none (their number is 0)."""
+    words = np.array(column, dtype=np.uint64)
+    wrong = words % np.uint64(_CODE) != 0
+    numbers = (words // np.uint64(_CODE)).astype(np.int64) - _BIAS
+    numbers[wrong | (words == 0)] = 0
+    return numbers, wrong
 
 
 def _checks(words: Words, rows: Rows) -> NDArray[np.uint64]:

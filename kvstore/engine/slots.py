@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.journal import Found, Journal
+from kvstore.engine.journal import UNREADABLE, Found, Journal
 from kvstore.engine.policy.choose import maker
 from kvstore.engine.policy.expected import Expected
 from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Stamps, Words
@@ -31,7 +31,10 @@ from kvstore.engine.quotas import OTHERS, GroupId, Quotas
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
 FILE_WRITER = -1
-"""Writer of slots that the file tier reads into; connections count from 1."""
+"""Writer of slots that the file tier reads into; connections count from 1. It ends with the node's
+process: the next one finds these slots free."""
+UNKNOWN_WRITER = -15
+"""Writer of slots whose writer cannot be read in the journal. It never ends."""
 _HISTORY_BATCHES = 256
 
 
@@ -114,11 +117,14 @@ class Slots:
         self.slab_count = arena_bytes // slab_bytes
         self._slabs_ready = 0
         self._slabs_free: deque[int] = deque()
+        self._slabs_lost: set[int] = set()
+        """Never to be used: what is in them is not known."""
         self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
-        self._slot_bytes_of_slab = journal.slabs
+        self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
         self.state = np.zeros(word_count, dtype=np.uint8)
         self.generation = np.full(word_count, first_generation, dtype=np.uint64)
-        self.writer = journal.writers
+        self._journal = journal
+        self.writer = np.zeros(word_count, dtype=np.int64)
         """Connection that may write, while GRANTED or QUARANTINED."""
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
@@ -186,7 +192,7 @@ class Slots:
         assert len(words) == count, "more granted than free"
         del pool.free[-count:]
         self._change(words, SlotEvent.GRANT, cause)
-        self.writer[words] = writer
+        self._name_writer(words, writer)
         self.session[words] = session
         self.group[words] = group
         self.quotas.held[group] += count * pool.slot_bytes
@@ -207,9 +213,13 @@ class Slots:
             pool.policy.insert(words[::-1], self._new_stamps(len(words)), prints[::-1])
             pool.policy.use(words[::-1], self._places(prints)[::-1])
 
+    def _name_writer(self, words: Words, writer: int) -> None:
+        self._journal.name_writer(words, writer)
+        self.writer[words] = writer
+
     def _sealed(self, words: Words, cause: int) -> Pool:
         self._change(words, SlotEvent.SEAL, cause)
-        self.writer[words] = 0
+        self._name_writer(words, 0)
         pool = self.pool_of(int(words[0]))
         pool.is_starved = False
         return pool
@@ -223,7 +233,7 @@ class Slots:
         if len(words) == 0:
             return
         self._change(words, SlotEvent.FREE, cause)
-        self.writer[words] = 0
+        self._name_writer(words, 0)
         self.session[words] = 0
         self.generation[words] += np.uint64(1)
         self.raised.append(words)
@@ -320,7 +330,8 @@ class Slots:
     def ready(self, ready_bytes: int) -> None:
         """Pages have arrived up to here: whole slabs below become usable."""
         now = min(ready_bytes // self.slab_bytes, self.slab_count)
-        self._slabs_free.extend(range(self._slabs_ready, now))
+        arrived = range(self._slabs_ready, now)
+        self._slabs_free.extend(slab for slab in arrived if slab not in self._slabs_lost)
         self._slabs_ready = max(self._slabs_ready, now)
         self.retry_starved()
 
@@ -349,7 +360,7 @@ class Slots:
     def _form(self, slab: int, pool: Pool) -> Words:
         """Cut a slab into a pool's slots; returns their words."""
         self._pool_of_slab[slab] = pool
-        self._slot_bytes_of_slab[slab] = pool.slot_bytes
+        self._cut(slab, pool.slot_bytes)
         pool.slabs.add(slab)
         pages = self.slab_bytes // PAGE_BYTES * slab + np.arange(pool.slots_per_slab) * (
             pool.slot_bytes // PAGE_BYTES
@@ -357,6 +368,10 @@ class Slots:
         words = pages // PAGES_PER_GENERATION
         self._slot[words] = pages
         return words
+
+    def _cut(self, slab: int, slot_bytes: int) -> None:
+        self._journal.cut(slab, slot_bytes)
+        self._slot_bytes_of_slab[slab] = slot_bytes
 
     def words_in(self, slab: int) -> Words:
         """Words of all slots of a slab that has a pool."""
@@ -399,7 +414,7 @@ class Slots:
         pool.free = [word for word in pool.free if word not in gone]
         pool.slabs.remove(slab)
         self._pool_of_slab[slab] = None
-        self._slot_bytes_of_slab[slab] = 0
+        self._cut(slab, 0)
         self._slabs_free.append(slab)
 
     def sealed_bytes(self) -> int:
@@ -422,21 +437,28 @@ class Slots:
         """Take the slots over as another process left them: sealed, or granted to processes whose
         sockets are gone. Nothing else may have happened yet. What is right in the journal stays as
         it is: this process may die at any moment, too."""
-        used = np.unique(np.concatenate([found.words, found.held]) // self._words_per_slab)
+        in_use = np.concatenate([found.words, found.held, found.doubtful])
+        used = np.unique(in_use // self._words_per_slab)
+        self._slabs_lost = set(np.flatnonzero(found.slot_bytes == UNREADABLE).tolist())
         if len(used):
             self.ready((int(used[-1]) + 1) * self.slab_bytes)
-        sizes, taken = self._slot_bytes_of_slab, set(used.tolist())
-        sizes[[slab for slab in range(self.slab_count) if slab not in taken]] = 0
+        taken = {*used.tolist(), *self._slabs_lost}
+        for slab in range(self.slab_count):
+            if slab not in taken and found.slot_bytes[slab]:
+                self._cut(slab, 0)
         for slab in used.tolist():
-            self._form(slab, self.pool(int(sizes[slab])))
+            self._form(slab, self.pool(int(found.slot_bytes[slab])))
         self._slabs_free = deque(slab for slab in self._slabs_free if slab not in taken)
         self.state[found.words] = SlotState.SEALED
-        self.state[found.held] = SlotState.QUARANTINED
+        self.state[found.held] = self.state[found.doubtful] = SlotState.QUARANTINED
+        # Not in the journal: what it says of a writer whom it cannot name, it is to say again.
+        self.writer[found.held] = found.writers
+        self.writer[found.doubtful] = UNKNOWN_WRITER
         self.stamps[self.state != SlotState.SEALED] = 0
         # A slot may have been sealed just before it was given its stamp.
         self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1
         self._next_stamp = int(self.stamps.max(initial=0)) + 1
-        in_use = np.concatenate([found.words, found.held])
+        sizes = self._slot_bytes_of_slab
         for size, pool in self.pools.items():
             words = self._words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)
             pool.free = words[self.state[words] == SlotState.FREE][::-1].tolist()

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kvstore.arena import Arena, JournalMemory
 from kvstore.engine.events import Adopt, Writer
-from kvstore.engine.journal import Journal, JournalUnusable
+from kvstore.engine.journal import UNREADABLE, Journal, JournalUnusable
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.handover import Handover
@@ -116,4 +116,11 @@ def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
     found = journal.examine(
         quotas=_quota_names(config), writers={writer.connection for writer in writers}
     )
+    lost_count = int((found.slot_bytes == UNREADABLE).sum())
+    if len(found.doubtful) or lost_count:
+        _log.error(
+            "the journal is damaged: %d slots and %d slabs are out of use until the whole node is"
+            " restarted; look at this machine's memory",
+            *(len(found.doubtful), lost_count),
+        )
     return journal, Adopt(found, tuple(writers))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvstore.engine import journal as journal_module
 from kvstore.engine.events import Ended, Exited, FileKnown
 from kvstore.engine.journal import Journal, JournalUnusable
 from kvstore.testing.tape import tape
-from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
+from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
 from kvstore.wire.messages import Grant, Quiesce, Quiet, Verified
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import (
@@ -71,7 +73,7 @@ def test_a_row_in_another_slot_is_a_miss() -> None:
     peer.seal(1)
     journal = moved(node)
     (word,) = journal.published()
-    journal.writers[word + 1] = 0
+    journal.name_writer(np.array([word + 1]), 0)
     journal._rows[word + 1] = journal._rows[word]
     journal._rows[word, 7] = 0
     assert len(journal.examine(quotas=[], writers=set(node.registry)).words) == 0
@@ -109,9 +111,101 @@ def test_slots_of_a_size_that_cannot_be_make_all_of_it_unusable() -> None:
     node = MortalNode()
     Peer(node).seal(1)
     journal = moved(node)
-    journal.slabs[0] = 5
+    journal.cut(0, 5)
     with pytest.raises(JournalUnusable, match="of a size that there is not"):
         journal.examine(quotas=[], writers=set(node.registry))
+
+
+def flipped(column: NDArray[Any], at: int, bits: list[int]) -> None:
+    """Memory fails."""
+    for bit in bits:
+        column[at] ^= column.dtype.type(1 << bit)
+
+
+@pytest.mark.parametrize("bits", [[63], [0], [40], [1, 17], [3, 4, 62]])
+def test_a_slot_whose_writer_cannot_be_read_is_nobodys(bits: list[int]) -> None:
+    node = MortalNode()
+    peer = Peer(node)
+    granted = node.granted()
+    place = peer.unused()[1]
+    word = place[0] // PAGES_PER_GENERATION
+    flipped(moved(node)._writers.view(np.uint64), word, bits)
+    for _ in range(2):
+        reborn(node)
+        assert node.quarantined() == granted
+    again = Peer(node)
+    assert node.quarantined() == 1, "its writer may be anybody"
+    for number in range(100):
+        again.seal(number)
+    assert all(slot != place[0] for slot, _ in again.credits())
+
+
+def test_no_bit_makes_a_writer_another_or_none() -> None:
+    for writer in (0, -1, -2, 1, 2, 7 << 32 | 3):
+        code = np.array([journal_module._coded(writer)], np.uint64)
+        assert journal_module._decoded(code)[0].tolist() == [writer]
+        for bit in range(64):
+            numbers, wrong = journal_module._decoded(code ^ np.uint64(1 << bit))
+            assert (numbers[0], wrong[0]) == (0, True), (writer, bit)
+
+
+def test_a_block_in_a_slot_of_which_nobody_knows_the_writer_is_a_miss() -> None:
+    node = MortalNode()
+    ((slot, _),) = Peer(node).seal(1)
+    flipped(moved(node)._writers, slot // PAGES_PER_GENERATION, [5])
+    reborn(node)
+    assert node.blocks() == {}
+
+
+def test_a_slab_whose_slots_cannot_be_known_is_not_used_again() -> None:
+    node = MortalNode(slots=32, slab_slots=4)
+    peer = Peer(node)
+    for number in range(12):
+        peer.seal(number)
+    lost = {block.slot for block in node.engine.blocks() if block.slot < 4 * PAGES_PER_GENERATION}
+    flipped(moved(node)._slabs, 0, [12])
+    for _ in range(2):
+        reborn(node)
+        assert len(node.blocks()) == 12 - len(lost), "of the others all is kept"
+    again = Peer(node)
+    for number in range(100, 140):
+        again.seal(number)
+    assert all(slot >= 4 * PAGES_PER_GENERATION for slot, _ in again.credits())
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_group_that_there_is_not_is_that_of_all_others(bit: int) -> None:
+    node = MortalNode(quotas=(("e", 12 * SLOT_BYTES_MIN),))
+    ((slot, _),) = Peer(node, "f").seal(1)
+    flipped(moved(node).groups, slot // PAGES_PER_GENERATION, [bit])
+    reborn(node)
+    assert len(node.blocks()) == 1
+    Peer(node, "f").seal(2)
+
+
+@pytest.mark.parametrize("bit", [0, 40, 57, 62, 63])
+def test_a_stamp_that_cannot_be_is_the_oldest(bit: int) -> None:
+    node = MortalNode()
+    ((slot, _),) = Peer(node).seal(1)
+    flipped(moved(node).stamps.view(np.uint64), slot // PAGES_PER_GENERATION, [bit])
+    reborn(node)
+    Peer(node).seal(2, 3)
+    assert len(node.blocks()) == 3
+    assert int(node.engine._state.slots.stamps.max()) < 2 * journal_module.STAMP_MAX
+
+
+def test_much_that_cannot_be_read_is_no_journal() -> None:
+    node = MortalNode()
+    Peer(node).seal(1)
+    moved(node)._writers[:] = 1
+    with pytest.raises(JournalUnusable, match="look at this machine's memory"):
+        moved(node).examine(quotas=[], writers=set(node.registry))
+
+
+def test_no_more_is_ready_than_there_is() -> None:
+    node = MortalNode()
+    node.memory[5] = 1 << 60
+    assert moved(node).ready_bytes == node.config.arena_bytes
 
 
 def test_this_layout_is_the_one_with_this_number() -> None:
@@ -121,14 +215,15 @@ def test_this_layout_is_the_one_with_this_number() -> None:
     peer.seal(1, 2)
     peer.hint(1)
     digest = hashlib.sha256(np.asarray(node.memory).tobytes()).hexdigest()
-    assert (journal_module.LAYOUT_VERSION, digest[:16]) == (1, "28c01fe44efa7af4")
+    assert (journal_module.LAYOUT_VERSION, digest[:16]) == (2, "70312911acfdeec3")
 
 
 def test_names_of_all_lengths_and_a_torn_one(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = tape(Journal.size_bytes(8 * SLOT_BYTES_MIN, 2 * SLOT_BYTES_MIN))
     journal = Journal.fresh(arena_bytes=ARENA_BYTES, slab_bytes=SLAB_BYTES, memory=memory)
     again = Journal(memory, arena_bytes=ARENA_BYTES, slab_bytes=SLAB_BYTES)
-    journal.slabs[:] = SLOT_BYTES_MIN
+    for slab in range(ARENA_BYTES // SLAB_BYTES):
+        journal.cut(slab, SLOT_BYTES_MIN)
     tenants = ["t", "x" * 255, "é" * 127]
     sums = np.ones((1, 2), np.uint64)
     for number, tenant in enumerate(tenants, start=1):

@@ -19,7 +19,6 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.journal import Found, Journal
-from kvstore.engine.slots import Slots
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from tests.unit.engine.harness import Node, keys
@@ -162,7 +161,7 @@ def forgets_writers(patch: pytest.MonkeyPatch) -> None:
     real = Journal.examine
 
     def examine(self: Journal, *, quotas: list[str], writers: set[int]) -> Found:
-        self.writers[:] = 0
+        self._writers[:] = 0
         return real(self, quotas=quotas, writers=writers)
 
     patch.setattr(Journal, "examine", examine)
@@ -173,14 +172,7 @@ def keeps_rows_of_what_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def names_no_writer(patch: pytest.MonkeyPatch) -> None:
-    """Writers are kept elsewhere: a grant is not journalled."""
-    real = Slots.__init__
-
-    def init(self: Slots, **config: Any) -> None:
-        real(self, **config)
-        self.writer = np.array(self.writer)
-
-    patch.setattr(Slots, "__init__", init)
+    patch.setattr(Journal, "name_writer", lambda self, words, writer: None)
 
 
 @pytest.mark.parametrize(

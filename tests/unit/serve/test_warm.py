@@ -174,8 +174,8 @@ def broken_version(host: Host, _: Memory) -> None:
 
 
 def named_stranger(_: Host, memory: Memory) -> None:
-    memory.journal.slabs[0] = 64 << 10
-    memory.journal.writers[0] = 99
+    memory.journal.cut(0, 64 << 10)
+    memory.journal.name_writer(np.array([0]), 99)
 
 
 def no_hello(host: Host, _: Memory) -> None:
