@@ -25,6 +25,10 @@ import msgspec
 
 CONTROL_VERSION: Final = 1
 """A supervisor stays as it was started: code of another version cannot serve under it."""
+METRICS, STORE = "metrics", "store"
+PLACES: Final = frozenset({METRICS, STORE})
+"""Held whatever becomes of the memory: a listening socket and a lock that nobody else is to get
+while one process follows another."""
 EXIT_REFUSED: Final = 2
 """Status of a process that cannot start here and has said why: a port, a directory, a flag."""
 DATAGRAM_BYTES_MAX: Final = 64 << 10
@@ -46,7 +50,7 @@ class Prepared(Control, frozen=True):
 
 
 class Held(Control, frozen=True):
-    """Memory that an earlier process left. With its descriptor."""
+    """Memory or a place that an earlier process left. With its descriptor."""
 
     name: str
 
@@ -90,7 +94,7 @@ class PageTaken(Control, frozen=True):
 
 
 class Keep(Control, frozen=True):
-    """Memory to hold, in place of what had this name. With its descriptor."""
+    """Memory or a place to hold, instead of what had this name. With its descriptor."""
 
     name: str
 

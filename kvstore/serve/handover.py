@@ -35,6 +35,8 @@ class Handover:
         """Ranks that were released while the supervisor did not read."""
         self.memory: dict[str, int] = {}
         """Descriptors of what an earlier process left; whoever takes one closes it."""
+        self.places: dict[str, int] = {}
+        """The same of `control.PLACES`."""
         self.writers: list[tuple[control.Writer, int]] = []
         """Ranks of earlier processes, with their pidfds."""
         self._say(control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, version("kvstore")))
@@ -42,7 +44,7 @@ class Handover:
             message, fd = self._hear()
             match message:
                 case control.Held(name=name):
-                    self.memory[name] = fd
+                    (self.places if name in control.PLACES else self.memory)[name] = fd
                 case control.Writer():
                     self.writers.append((message, fd))
                 case control.Begin():
@@ -62,6 +64,9 @@ class Handover:
         trace: TracebackType | None,
     ) -> None:
         self.forget()
+        for fd in self.places.values():
+            os.close(fd)
+        self.places.clear()
         self._socket.close()
 
     # ── at a start ───────────────────────────────────────────────────────────────────────────────

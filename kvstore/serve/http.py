@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import threading
 import time
@@ -44,25 +45,26 @@ def text_page(status: int, text: str) -> Page:
 class HttpServer:
     """Serves `pages` (path → function that makes the page) until `close`."""
 
-    def __init__(self, config: HttpConfig, pages: Mapping[str, Callable[[], Page]]) -> None:
+    def __init__(
+        self, config: HttpConfig, pages: Mapping[str, Callable[[], Page]], *, held_fd: int = -1
+    ) -> None:
         """Listen.
+
+        Args:
+            config: where.
+            pages: what.
+            held_fd: the listening socket, if an earlier process left it; ours from now on.
 
         Raises:
             ConfigError: the address cannot be listened on.
         """
         self._pages = pages
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((config.host, config.port))
-            self._socket.listen()
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError(
-                f"metrics cannot listen on {config.host}:{config.port}: {error.strerror};"
-                " choose another --metrics, such as 127.0.0.1:0, or off"
-            ) from None
+        self._socket = socket.socket(fileno=held_fd) if held_fd >= 0 else _listen(config, family)
+        # Another process may have it, too: nothing but `accept` is ever done to it, and that may
+        # come too late.
+        self._socket.setblocking(False)
+        self._waker, self._woken = socket.socketpair()
         host, self.port = self._socket.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if family == socket.AF_INET6 else host}:{self.port}"
         self._pool = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="http")
@@ -76,25 +78,37 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and cut off the requests in flight: a slow reader delays no exit."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept
+        """Take no more and cut off the requests in flight: a slow reader delays no exit.
+
+        Who connects then is heard by the process that holds the socket next, if there is one.
+        """
+        self._waker.close()
+        if self._thread.is_alive():
+            self._thread.join()
         with self._clients_lock:
             for client in self._clients:
                 with contextlib.suppress(OSError):
                     client.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._woken.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def fileno(self) -> int:
+        """Of the listening socket."""
+        return self._socket.fileno()
+
     def _accept(self) -> None:
+        ready = select.poll()
+        for sock in (self._socket, self._woken):
+            ready.register(sock, select.POLLIN)
         while True:
+            if any(fd == self._woken.fileno() for fd, _ in ready.poll()):
+                return
             try:
                 client, _ = self._socket.accept()
-            except ConnectionError:
+            except (BlockingIOError, ConnectionError):
                 continue
             except OSError:
-                if self._socket.fileno() < 0:
-                    return
                 threading.Event().wait(0.2)  # out of descriptors: others must close some first
                 continue
             if not self._room.acquire(blocking=False):
@@ -132,6 +146,21 @@ class HttpServer:
             return text_page(405, "only GET")
         make = self._pages.get(parts[1].split(b"?", 1)[0].decode("latin-1"))
         return text_page(404, f"only {', '.join(self._pages)}") if make is None else make()
+
+
+def _listen(config: HttpConfig, family: socket.AddressFamily) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+        sock.listen()
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"metrics cannot listen on {config.host}:{config.port}: {error.strerror};"
+            " choose another --metrics, such as 127.0.0.1:0, or off"
+        ) from None
+    return sock
 
 
 def _report(answered: Future[None]) -> None:

@@ -1,4 +1,5 @@
-"""What a supervisor keeps for the next node process: descriptors of memory, pidfds of ranks.
+"""What a supervisor keeps for the next node process: descriptors of memory, pidfds of ranks, and
+places (`control.PLACES`).
 
 Covers: holding, letting go, and making a generation page void. Does not cover: when (`supervisor`).
 """
@@ -9,24 +10,31 @@ import mmap
 import os
 from typing import Final
 
+from kvstore.serve.control import PLACES
 from kvstore.types import PAGE_BYTES
 
 _HEARTBEAT: Final = slice(24, 32)
 
 
 class Kept:
-    """What outlives a node process: memory and pidfds."""
+    """What outlives a node process: memory, pidfds and places."""
 
     def __init__(self) -> None:
         self.memory: dict[str, int] = {}
+        self.places: dict[str, int] = {}
         self.writers: dict[int, tuple[bytes, int]] = {}
         self.layout = 0
         self._page: mmap.mmap | None = None
 
     def keep(self, name: str, fd: int) -> None:
-        old, self.memory[name] = self.memory.get(name), fd
+        held = self.places if name in PLACES else self.memory
+        old, held[name] = held.get(name), fd
         if old is not None:
             os.close(old)
+
+    def held(self) -> dict[str, int]:
+        """All that has a name."""
+        return self.memory | self.places
 
     def attached(self, number: int, hello: bytes, pidfd: int) -> None:
         self.writers[number] = hello, pidfd
@@ -52,3 +60,10 @@ class Kept:
             os.close(fd)
         self.memory.clear()
         self.writers.clear()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.drop()
+        for fd in self.places.values():
+            os.close(fd)
+        self.places.clear()

@@ -27,6 +27,7 @@ from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
 from kvstore.errors import ConfigError
 from kvstore.ports import Clock
+from kvstore.serve import control
 from kvstore.serve.attach import TURN_WAKE, Attach, Source
 from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.config import NodeConfig
@@ -152,7 +153,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     stack.callback(tier.close)
     attach = _make_attach(config, door, handover, clock)
     stack.callback(attach.close)
-    files = _open_files(config, arena, clock, stack)
+    files = _open_files(config, arena, clock, handover, stack)
     publisher = _open_publisher(config, incarnation, clock, stack)
     engine = _make_engine(config, memory, life, files)
     driver = Driver(
@@ -182,7 +183,8 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         version=version("kvstore"),
         events=publisher.counters if publisher else EventCounters(),
     )
-    http = _serve_pages(config, make_pages(collector, driver, door, files, publisher), stack)
+    pages = make_pages(collector, driver, door, files, publisher)
+    http = _serve_pages(config, pages, handover, stack)
     rpc = InspectServer(config.socket, driver)
     stack.callback(rpc.close)
     tier.start()
@@ -230,12 +232,16 @@ def _supervisor_ended(driver: Driver) -> list[Event]:
 
 
 def _serve_pages(
-    config: NodeConfig, pages: Mapping[str, Callable[[], Page]], stack: contextlib.ExitStack
+    config: NodeConfig,
+    pages: Mapping[str, Callable[[], Page]],
+    handover: Handover,
+    stack: contextlib.ExitStack,
 ) -> HttpServer | None:
     if config.http is None:
         return None
-    http = HttpServer(config.http, pages)
+    http = HttpServer(config.http, pages, held_fd=handover.places.pop(control.METRICS, -1))
     stack.callback(http.close)
+    handover.keep(control.METRICS, http.fileno())
     http.start()
     return http
 
@@ -287,12 +293,18 @@ def _start_publisher(publisher: Publisher, driver: Driver) -> None:
 
 
 def _open_files(
-    config: NodeConfig, arena: Arena, clock: Clock, stack: contextlib.ExitStack
+    config: NodeConfig,
+    arena: Arena,
+    clock: Clock,
+    handover: Handover,
+    stack: contextlib.ExitStack,
 ) -> FileEnd | None:
     if config.file is None:
         return None
-    tier = FileTier.open(config.file, arena.array, clock)
+    lock_fd = handover.places.pop(control.STORE, -1)
+    tier = FileTier.open(config.file, arena.array, clock, lock_fd=lock_fd)
     stack.callback(tier.close)
+    handover.keep(control.STORE, tier.lock_fd)
     return FileEnd(tier, day_bytes=config.file_day_bytes)
 
 

@@ -196,7 +196,7 @@ class Supervisor:
         for process in self._processes:
             process.signal(signal.SIGKILL)
             process.close()
-        self._store.drop()
+        self._store.close()
         self._door.close()
         self._listener.close()
         self._selector.close()
@@ -340,7 +340,7 @@ class Supervisor:
             return
         if objection:
             self._lose(objection)
-        for name, fd in store.memory.items():
+        for name, fd in store.held().items():
             self._say(process, control.Held(name), fd)
         for number, (hello, pidfd) in store.writers.items():
             self._say(process, control.Writer(number, hello), pidfd)

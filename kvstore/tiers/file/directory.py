@@ -108,15 +108,20 @@ def refuse_other_mode(directory: Path, *, shared: bool) -> None:
 class Directory:
     """A directory that this process holds the lock of."""
 
-    def __init__(self, path: Path, disk: Disk, *, direct: bool) -> None:
+    def __init__(self, path: Path, disk: Disk, *, direct: bool, lock_fd: int = -1) -> None:
         """Make or take over the directory.
+
+        Args:
+            path, disk, direct: where and how.
+            lock_fd: the lock, if an earlier process of this node left it; ours from now on.
 
         Raises:
             ConfigError: it cannot be used; the text says why and what to do.
         """
         self.path = path
         self._disk = disk
-        self._fds: list[int] = []
+        self.lock_fd = lock_fd
+        self._fds = [lock_fd] if lock_fd >= 0 else []
         try:
             self._take(direct=direct)
         except OSError as error:
@@ -134,10 +139,11 @@ class Directory:
         self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._fds.append(self.fd)
         self._refuse_strangers()
-        lock_fd, _ = open_regular(self._disk, _LOCK, os.O_RDWR | os.O_CREAT, self.fd)
-        self._fds.append(lock_fd)
+        if not self._is_lock(self.lock_fd):
+            self.lock_fd, _ = open_regular(self._disk, _LOCK, os.O_RDWR | os.O_CREAT, self.fd)
+            self._fds.append(self.lock_fd)
         try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InUse(
                 f"{self.path} is in use by another node: give each node a --file of its own"
@@ -151,6 +157,16 @@ class Directory:
         for name in os.listdir(self.fd):
             if name.startswith("dead-") and stat.S_ISREG(self._mode(name)):
                 os.unlink(name, dir_fd=self.fd)
+
+    def _is_lock(self, fd: int) -> bool:
+        """Whether this is the lock file that lies here now."""
+        if fd < 0:
+            return False
+        try:
+            there = os.stat(_LOCK, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(fd), there)
 
     def _refuse_strangers(self) -> None:
         names = set(os.listdir(self.fd))

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections import deque
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.errors import ConfigError
 from kvstore.ports import Clock
 from kvstore.tiers.file.breaker import BreakerState
 from kvstore.tiers.file.catalog import Catalog
@@ -124,7 +126,13 @@ class FileTier:
 
     @classmethod
     def open(
-        cls, config: FileConfig, arena: Any, clock: Clock, *, disk: Disk | None = None
+        cls,
+        config: FileConfig,
+        arena: Any,
+        clock: Clock,
+        *,
+        disk: Disk | None = None,
+        lock_fd: int = -1,
     ) -> FileTier:
         """Open or make the directory, and begin to look for what is in it.
 
@@ -133,13 +141,19 @@ class FileTier:
             arena: all of the memory that holds slots, writable, 4 KiB aligned.
             clock: for deadlines.
             disk: the system calls; tests give their own.
+            lock_fd: the directory's lock, if an earlier process left it; the tier's from now on.
 
         Raises:
             ConfigError: the directory cannot be used; the text says why and what to do.
         """
         posix = disk or PosixDisk()
-        refuse_other_mode(config.directory, shared=config.shared)
-        directory = Directory(config.home, posix, direct=config.direct)
+        try:
+            refuse_other_mode(config.directory, shared=config.shared)
+        except ConfigError:
+            if lock_fd >= 0:
+                os.close(lock_fd)
+            raise
+        directory = Directory(config.home, posix, direct=config.direct, lock_fd=lock_fd)
         try:
             tier = cls(config, arena, clock, disk=posix, directory=directory)
         except BaseException:
@@ -163,6 +177,11 @@ class FileTier:
     def taken_bytes(self) -> int:
         """What the directory takes of the capacity, the open segment counted whole."""
         return self._catalog.taken_bytes
+
+    @property
+    def lock_fd(self) -> int:
+        """Descriptor of the directory's lock: whoever holds a copy of it keeps others out."""
+        return self._directory.lock_fd
 
     @property
     def path(self) -> Path:

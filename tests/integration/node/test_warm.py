@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -92,6 +94,38 @@ def test_what_was_in_memory_is_served_by_the_next_process(
     assert "80 blocks (5 MiB) were kept in memory" in node.log
     assert node.stop() == 0
     assert [p.name for p in node.directory.iterdir()] == ["node.log"]
+
+
+def test_nobody_gets_its_port_or_its_directory_between_two_processes(tmp_path: Path) -> None:
+    files, directory = tmp_path / "files", tmp_path / "node"
+    directory.mkdir()
+    taken: list[str] = []
+    is_over = threading.Event()
+    with NodeProcess.start(directory, flags=["--file", f"{files}:64MiB"]) as node:
+        port = int(node.metrics_url.rpartition(":")[2].partition("/")[0])
+
+        def take_what_can_be_had() -> None:
+            with (files / "lock").open("r+") as lock:
+                while not (taken or is_over.wait(0.001)):
+                    with contextlib.suppress(OSError), socket.socket() as sock:
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                        sock.bind(("127.0.0.1", port))
+                        taken.append("port")
+                    with contextlib.suppress(BlockingIOError):
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        taken.append("lock")
+
+        thief = threading.Thread(target=take_what_can_be_had)
+        thief.start()
+        try:
+            node.crash()
+            with RawEngine(node.socket, timeout_s=30) as engine:
+                engine.open()
+            assert page(node, "/healthz") == (200, "ok\n")
+        finally:
+            is_over.set()
+            thief.join()
+    assert taken == []
 
 
 def test_who_reads_under_the_old_process_finds_his_copy_void(node: NodeProcess) -> None:

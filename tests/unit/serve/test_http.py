@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -119,6 +120,23 @@ def test_closing_waits_for_nobody(server: HttpServer) -> None:
         server.close()
         server._pool.shutdown(wait=True)
         assert time.monotonic() - begin_s < 1
+
+
+def test_a_socket_that_is_held_passes_from_server_to_server(server: HttpServer) -> None:
+    held_fd = os.dup(server.fileno())
+    server.close()
+    with pytest.raises(ConfigError, match="in use"):
+        HttpServer(HttpConfig(host="127.0.0.1", port=server.port), {})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as early:
+        early.sendall(b"GET /next HTTP/1.1\r\n\r\n")
+        pages = {"/next": lambda: text_page(200, "next")}
+        following = HttpServer(HttpConfig(host="127.0.0.1", port=0), pages, held_fd=held_fd)
+        try:
+            assert (following.port, following.url) == (server.port, server.url)
+            following.start()
+            assert early.recv(1000).endswith(b"next\n"), "who came in between is heard"
+        finally:
+            following.close()
 
 
 def test_a_taken_port_is_one_sentence(server: HttpServer) -> None:

@@ -48,7 +48,7 @@ class Host:
             places=control.Places(),
         )  # fmt: skip
         self.life += 1
-        for name, fd in self.kept.memory.items():
+        for name, fd in self.kept.held().items():
             control.send(ours, control.Held(name), fd)
         for number, (hello, pidfd) in self.kept.writers.items():
             control.send(ours, control.Writer(number, hello), pidfd)
@@ -86,7 +86,7 @@ class Host:
 
     def close(self) -> None:
         self.end_process()
-        self.kept.drop()
+        self.kept.close()
         self._listener.close()
 
 
@@ -257,3 +257,19 @@ def test_a_supervisor_that_does_not_read_makes_nobody_wait(host: Host) -> None:
                     os.close(message[1])
         said = [m[0].number for m in late if m and isinstance(m[0], control.Released)]
         assert said == [0, 1, 2, 3], "said with the next one"
+
+
+def test_places_are_held_whatever_becomes_of_the_memory(host: Host, config: NodeConfig) -> None:
+    memory, handover = begin(host, config)
+    memory.arena.close()
+    first, second = os.memfd_create("first"), os.memfd_create("second")
+    for fd in (first, second):
+        handover.keep(control.METRICS, fd)
+    handover.drop()
+    host.end_process()
+    again = host.start()
+    assert again.memory == {}
+    assert list(again.places) == [control.METRICS]
+    assert os.path.sameopenfile(again.places[control.METRICS], second)
+    os.close(first)
+    os.close(second)

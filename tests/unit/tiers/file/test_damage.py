@@ -17,7 +17,8 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.serve.fsck import fsck
-from kvstore.tiers.file.directory import segment_name
+from kvstore.tiers.file.directory import Directory, segment_name
+from kvstore.tiers.file.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
 from tests.unit.tiers.file.kit import SCOPE, Driver, key
@@ -266,6 +267,28 @@ def test_one_process_per_directory(store: Path) -> None:
         Driver(store)
     driver.close()
     Driver(store).recovered().close()
+
+
+def test_a_lock_that_is_held_passes_from_process_to_process(store: Path) -> None:
+    first = Directory(store, PosixDisk(), direct=False)
+    held_fd = os.dup(first.lock_fd)
+    first.close()
+    with pytest.raises(ConfigError, match="in use by another node"):
+        Directory(store, PosixDisk(), direct=False)
+    second = Directory(store, PosixDisk(), direct=False, lock_fd=held_fd)
+    assert second.lock_fd == held_fd
+    second.close()
+    Directory(store, PosixDisk(), direct=False).close()
+
+
+def test_a_held_lock_of_another_directory_is_no_lock_of_this(store: Path, tmp_path: Path) -> None:
+    other = Directory(tmp_path / "other", PosixDisk(), direct=False)
+    mine = Directory(store, PosixDisk(), direct=False, lock_fd=os.dup(other.lock_fd))
+    other.close()
+    with pytest.raises(ConfigError, match="in use by another node"):
+        Directory(store, PosixDisk(), direct=False)
+    mine.close()
+    Directory(tmp_path / "other", PosixDisk(), direct=False).close()
 
 
 def test_a_directory_that_is_somebody_elses(tmp_path: Path) -> None:
