@@ -21,7 +21,7 @@ SOONER = {
     planted.lease_checked_before_the_copy_only: 21,
     planted.batch_path_without_check: 102,
     planted.size_only_validation: 51,
-    planted.stale_index_after_same_address_restart: 50,
+    planted.stale_index_after_same_address_restart: 60,
     planted.stale_sessions_after_same_address_restart: 55,
     planted.granted_slots_are_free_after_a_restart: 17,
 }
@@ -46,15 +46,21 @@ def test_each_is_noticed_within_200_seeds(
 ) -> None:
     # The accounts of a broken engine may be in order; it is the promises that must notice.
     monkeypatch.setattr(Engine, "check", lambda _: None)
+    faults = planted.FOUND.get(plant, ())  # those that it takes, where few seeds have them
     with plant():
-        seed = next(filter(notices, [SOONER.get(plant, 1), *SEEDS]), None)
+        tried = [SOONER.get(plant, 1), *SEEDS]
+        seed = next((seed for seed in tried if notices(seed, faults)), None)
     assert seed is not None, f"{len(SEEDS)} seeds held"
-    assert not notices(seed), "and nothing else did it"
+    assert not notices(seed, faults), "and nothing else did it"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("plant", planted.FOUND, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(
+    "plant",
+    [plant for plant in planted.FOUND if plant not in planted.PLANTED],
+    ids=lambda plant: plant.__name__,
+)
 def test_what_was_found_stays_found(
     plant: planted.Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
