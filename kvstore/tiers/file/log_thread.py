@@ -26,7 +26,7 @@ from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Suspended, Written
 from kvstore.tiers.file.health import Health
-from kvstore.tiers.file.jobs import CarryJob, NoteJob, ReclaimJob, VoidJob, WriteJob
+from kvstore.tiers.file.jobs import CarryJob, NoteJob, ReclaimJob, VoidJob, WriteJob, u64
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reclaim import Reclaimer
 from kvstore.tiers.file.writer import Outcome, Writer
@@ -240,8 +240,10 @@ class LogThread:
 
     def _write(self, job: WriteJob) -> None:
         outcome = self._writer.append(job.batch, first=len(job.places))
+        # The end of the job comes after the word that these are gone, and would outlive it.
+        lost = {place for gone in outcome.lost for place in u64(gone.locations).tolist()}
         with self._lock:
-            job.places += outcome.places
+            job.places += [0 if place in lost else place for place in outcome.places]
             job.running = False
             self._report(outcome)
             if outcome.places and outcome.error is None and not job.late:

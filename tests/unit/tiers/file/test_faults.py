@@ -85,6 +85,20 @@ def test_a_failed_sync_is_read_back(start: Start, disk: FaultyDisk) -> None:
     assert 0 not in driver.write([3])
 
 
+def test_what_a_failed_sync_lost_is_not_named_by_the_write_that_filled_the_segment(
+    start: Start, disk: FaultyDisk
+) -> None:
+    driver = start()
+    disk.fail["fsync"] = failing(errno.EIO, times=1)
+    disk.fail["preadv"] = failing(errno.EIO, times=1)
+    places = driver.write(range(1, 9))  # one more than a segment holds
+    gone = [event for event in driver.seen if isinstance(event, Gone)]
+    assert [event.keys for event in gone] == [key(1)]
+    assert places[0] == 0, "it would be there again, after it was said to be gone"
+    assert 0 not in places[1:7]
+    assert driver.read([2]) == [True]
+
+
 def test_no_room_stops_writes_only(start: Start, disk: FaultyDisk) -> None:
     driver = start()
     driver.write([1])
