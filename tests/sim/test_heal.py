@@ -19,6 +19,7 @@ from kvstore.engine.slots import Slots
 from kvstore.engine.stores import Stores
 from kvstore.testing import sim_heal
 from kvstore.testing.sim_copies import Violation
+from kvstore.testing.sim_machine import Machine
 from kvstore.testing.sim_parts import DISK_CALL_FAULTS, Knobs
 from kvstore.testing.world import World
 from kvstore.tiers.file import breaker as file_breaker
@@ -127,3 +128,24 @@ def test_undisturbed_the_workload_finds_all_that_it_stored(slots: int, credit_sh
     world = World(1, knobs=knobs, faults=(), engine_count=1)
     engine = sim_heal.probe(world.machines[0])
     assert sim_heal.hits(engine, "undisturbed") == sim_heal.WORKLOAD_BLOCKS
+
+
+def test_what_is_called_written_is_not_what_was_on_its_way_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Blocks that are offered while as many as may be are on their way are dropped: here the second
+    # prompt's, as the disk begins when they are stored.
+    knobs = Knobs(arena_slots=8, has_disk=True, io_deadline_ms=60_000)
+    world = World(1, knobs=knobs, faults=(), engine_count=1)
+    engine = sim_heal.probe(world.machines[0])
+    counters, files_go_on = engine.machine.node.counters, Machine.files_go_on
+
+    def late(self: Machine, turns: int) -> None:
+        if counters.stores_sealed > 2:
+            files_go_on(self, turns)
+
+    monkeypatch.setattr(Machine, "files_go_on", late)
+    keys = sim_heal._write(engine)
+    sim_heal._restart(engine)
+    assert sim_heal._ask(engine, keys) == len(keys)
+    world.close()
