@@ -11,7 +11,24 @@ import hypothesis
 import pytest
 
 from tests import steps
+from tests.integration.engine.fixtures import (
+    encode,
+    medium_model,
+    plain,
+    prompts,
+    reference,
+    tiny_model,
+)
 from tests.leaks import Baseline, prepare
+
+__all__ = [
+    "encode",
+    "medium_model",
+    "plain",
+    "prompts",
+    "reference",
+    "tiny_model",
+]
 
 _LEAK_CHECKED = ("integration", "faults")
 

@@ -29,6 +29,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     connections: int
     sessions: int
     leases: int
+    slots_sealed: int
     slots_granted: int
     slots_quarantined: int
     slots_leased: int
@@ -57,6 +58,7 @@ def look(node: NodeProcess) -> Gauges:
         connections=of("connections"),
         sessions=of("sessions"),
         leases=of("leases"),
+        slots_sealed=of("slots", "sealed"),
         slots_granted=of("slots", "granted"),
         slots_quarantined=of("slots", "quarantined"),
         slots_leased=of("slots", "leased"),

@@ -56,10 +56,10 @@ class NodeProcess:
         timeout_s: float = READY_TIMEOUT_S,
         program: Sequence[str] = ("-m", "kvstore.serve.main"),
     ) -> NodeProcess:
-        """Start a node with its socket in `directory` and wait for its ready line.
+        """Start a node with its log in `directory`, its socket too, and wait for its ready line.
 
-        /metrics is on a port that the kernel chooses. `flags` come last, so they win. `program`:
-        what Python runs as `kvstore`.
+        /metrics is on a port that the kernel chooses. `flags` come last, so they win, that of
+        another socket too. `program`: what Python runs as `kvstore`.
 
         Raises:
             NodeFailed: it exited, or was not ready within `timeout_s`.
@@ -91,7 +91,8 @@ class NodeProcess:
 
     @property
     def socket(self) -> Path:
-        return self.directory / "node.sock"
+        found = re.search(r"socket=(\S+)", self.ready_line)
+        return Path(found[1]) if found else self.directory / "node.sock"
 
     @property
     def pid(self) -> int:

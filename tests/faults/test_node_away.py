@@ -19,9 +19,14 @@ import pytest
 from kvstore.testing.engine import Completion, Engine, EngineConfig
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
-from tests.integration.engine.support import BLOCK_TOKENS, wait_until
+from tests.integration.engine.support import (
+    BLOCK_TOKENS,
+    cache_off_lines,
+    node_for,
+    wait_until,
+)
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 60
 REQUESTS = 60
@@ -124,39 +129,24 @@ def _computed(engine: Engine, prompt: tuple[int, ...]) -> Completion:
     return engine.complete(prompt, max_tokens=8)
 
 
-def test_absent_at_start_gone_later_and_back_again(
-    tiny_model: Path, encode: Encode, tmp_path: Path
-) -> None:
+def test_gone_and_back_again(plain: Engine, encode: Encode, tmp_path: Path) -> None:
+    """What an engine says that starts without a node is in test_ways_of_being_down.py."""
     rng = random.Random(SEED + 1)
-    directory = tmp_path / "node"
-    directory.mkdir()
-    # A killed node is noticed by its socket; a busy machine must not be taken for a dead one.
-    config = EngineConfig(
-        model=tiny_model,
-        socket=directory / "node.sock",
-        connector_extra={"heartbeat_timeout_ms": 5000},
-    )
     prompts = iter([text_tokens(rng, encode, 3 * BLOCK_TOKENS + 5) for _ in range(200)])
 
-    def served(engine: Engine) -> bool:
+    def served() -> bool:
         prompt = next(prompts)
-        engine.complete(prompt, max_tokens=1)
-        engine.forget()
-        return engine.complete(prompt, max_tokens=1).cached_tokens == 3 * BLOCK_TOKENS
+        plain.complete(prompt, max_tokens=1)
+        plain.forget()
+        return plain.complete(prompt, max_tokens=1).cached_tokens == 3 * BLOCK_TOKENS
 
-    log = tmp_path / "engine.log"
-    with Engine.start(config, log=log) as engine:
-        assert not served(engine)
-        with NodeProcess.start(directory) as node:
-            wait_until(lambda: served(engine), "the engine attached by itself")
-            node.kill()
-            assert not served(engine)
-        with NodeProcess.start(directory):
-            wait_until(lambda: served(engine), "the engine attached again")
-        # Before the stop: ending, vLLM's server may report its own engine as dead.
-        text = log.read_text()
-    scheduler_lines = [
-        line for line in text.splitlines() if "cache off, requests are computed" in line
-    ]
-    assert len(scheduler_lines) == 2, scheduler_lines
-    assert "Traceback" not in text
+    assert not served()
+    with node_for(plain, tmp_path) as node:
+        wait_until(served, "what it stored is found")
+        lines = cache_off_lines(plain)
+        node.kill()
+        assert not served()
+    with node_for(plain, tmp_path):
+        wait_until(served, "what it stored is found again")
+    assert cache_off_lines(plain) == lines + 1
+    assert "Traceback" not in plain.log.read_text()

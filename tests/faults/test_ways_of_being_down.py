@@ -29,7 +29,7 @@ from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.testing.workload import Encode, text_tokens
 from kvstore.wire.messages import LeaseReply
 from tests.faults.liar import Liar
-from tests.integration.engine.support import BLOCK_TOKENS, wait_until
+from tests.integration.engine.support import BLOCK_TOKENS, cache_off_lines, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -52,6 +52,7 @@ class Victim:
         self.prompts = prompts
         self.truth = self.answers()
         self.without_node = engine.metrics()
+        self.told_without_node = cache_off_lines(engine)
 
     def answers(self, hurt: Callable[[], object] | None = None) -> list[Prompt]:
         """To all prompts, with the engine's own cache empty; `hurt` is called amid them."""
@@ -120,6 +121,7 @@ def victim(
 def test_never_started(victim: Victim) -> None:
     assert victim.without_node["vllm:kvstore_misses_node_away_total"] >= REQUESTS
     assert victim.without_node["vllm:external_prefix_cache_hits_total"] == 0
+    assert victim.told_without_node == 1
     assert victim.through()["misses_node_away"] >= REQUESTS
 
 

@@ -1,9 +1,13 @@
-"""Fixtures of all tests that start a real engine; conftest files import them."""
+"""Fixtures of all tests that need a real engine; the conftest of all tests imports them.
+
+A start of an engine takes the processor for half a minute, so what needs no special one shares
+`plain`, which lives to the end of the run and through many nodes.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +16,10 @@ import pytest
 from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, build_model
 from kvstore.testing.workload import Encode, text_tokens, varied_prompts
+from tests.integration.engine.support import PATIENT
 
 SEED = 20261121
-PROMPT_COUNT = 200
+PROMPT_COUNT = 120
 CONVERSATION_COUNT = 12
 MAX_TOKENS = 8
 ANSWER_TOKENS = BLOCK_TOKENS + 72
@@ -63,6 +68,21 @@ def encode(tiny_model: Path) -> Encode:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     return encode
+
+
+VERIFIED: dict[str, object] = {**PATIENT, "verify_every": 1, "log_requests": True}
+
+
+@pytest.fixture(scope="session")
+def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """In float32. Nodes come and go at its socket (`support.node_for`), one at a time; between
+    tests there is none. Nobody may `forget(external=True)`: others share what it stores."""
+    directory = tmp_path_factory.mktemp("plain")
+    config = EngineConfig(
+        model=tiny_model, socket=directory / "node.sock", connector_extra=VERIFIED
+    )
+    with Engine.start(config, log=directory / "engine.log") as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the engine tests share: what the node holds, and waiting for it with a bound."""
+"""What the engine tests share: a node for an engine, what it holds, and waiting with a bound."""
 
 from __future__ import annotations
 
@@ -8,13 +8,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from kvstore.testing.engine import Engine
+from kvstore.testing.gauges import look
 from kvstore.testing.models import BLOCK_TOKENS
 from kvstore.testing.process import NodeProcess
 
-__all__ = ["BLOCK_TOKENS", "PATIENT", "blocks_in_dram", "blocks_on_disk", "inspect", "wait_until"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "PATIENT",
+    "attached",
+    "blocks_in_dram",
+    "blocks_on_disk",
+    "cache_off_lines",
+    "inspect",
+    "node_for",
+    "wait_until",
+]
 
 PATIENT: dict[str, object] = {"lookup_deadline_ms": 1000, "heartbeat_timeout_ms": 5000}
 """Where a test is about content, a busy machine must not turn hits into misses."""
@@ -23,32 +37,70 @@ WAIT_S = 10.0
 _POLL_S = 0.05
 
 
-def inspect(node: NodeProcess, what: str) -> Any:
-    """`kvstore inspect WHAT --json`, as an operator would."""
+@contextmanager
+def node_for(
+    engine: Engine, directory: Path, *, dram: str = "512MiB", flags: Sequence[str] = ()
+) -> Iterator[NodeProcess]:
+    """A new node where `engine` looks for one. They have met, and the engine's own cache is empty.
+
+    `directory` has its log.
+    """
+    flags = ("--socket", str(engine.config.socket), *flags)
+    with NodeProcess.start(directory, dram=dram, flags=flags) as node:
+        # Before, there are few credits, and what has none is not stored.
+        wait_until(lambda: has_all_its_memory(node), "memory has come", seconds=60)
+        wait_until(lambda: attached(engine, node), "the engine attached", seconds=60)
+        engine.forget()
+        yield node
+
+
+def has_all_its_memory(node: NodeProcess) -> bool:
+    """Whether all pages of dram exist."""
+    (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
+    return bool(dram["ready_bytes"] == dram["capacity_bytes"])
+
+
+def attached(engine: Engine, node: NodeProcess) -> bool:
+    """Whether the node serves an engine, one that is asked for something: idle, it looks for
+    nobody."""
+    engine.warm_up()
+    with suppress(OSError):  # it is being replaced
+        return look(node).sessions > 0
+    return False
+
+
+def cache_off_lines(engine: Engine) -> int:
+    """How often it said that there is no node."""
+    return engine.log.read_text().count("cache off, requests are computed")
+
+
+def kvstore(node: NodeProcess, *arguments: str) -> Any:
+    """The JSON of a command, as an operator types it; empty when it fails."""
+    command = [sys.executable, "-m", "kvstore.serve.main", *arguments, "--json"]
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "kvstore.serve.main", "inspect", what),
-            *("--json", "--socket", str(node.socket)),
-        ],
+        [*command, "--socket", str(node.socket)],
         capture_output=True,
         text=True,
-        timeout=20,
-        check=True,
+        timeout=60,
+        check=False,
         env={**os.environ, "PYTHONSAFEPATH": "1"},
     )
-    return json.loads(done.stdout)[what]
+    return json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def inspect(node: NodeProcess, what: str) -> Any:
+    """`kvstore inspect WHAT`."""
+    return kvstore(node, "inspect", what)[what]
 
 
 def blocks_in_dram(node: NodeProcess) -> int:
-    """Sealed blocks."""
-    (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
-    return int(dram["slots_sealed"])
+    """Sealed blocks; of an engine of several ranks, their parts."""
+    return look(node).slots_sealed
 
 
 def blocks_on_disk(node: NodeProcess) -> int:
     """Blocks that the node's file tier holds."""
-    (file,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "file"]
-    return int(file["blocks"])
+    return look(node).blocks_file
 
 
 def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAIT_S) -> None:

@@ -3,74 +3,58 @@
 from __future__ import annotations
 
 import random
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Completion, Engine, EngineConfig
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.engine import Completion, Engine
 from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
-    PATIENT,
     blocks_in_dram,
     blocks_on_disk,
-    inspect,
+    node_for,
     wait_until,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 11
-PROMPTS = 200
+PROMPTS = 100
 CONCURRENCY = 4
 
 
 def test_a_killed_node_serves_from_its_disk_and_answers_are_the_same(
-    tiny_model: Path, encode: Encode, tmp_path: Path
+    plain: Engine, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
     lengths = [rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPTS)]
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     blocks = sum(length // BLOCK_TOKENS for length in lengths)
-    directory = tmp_path / "node"
-    directory.mkdir()
     flags = ["--file", f"{tmp_path / 'files'}:1GiB"]
-    extra = {**PATIENT, "verify_every": 1}
-    config = EngineConfig(model=tiny_model, socket=directory / "node.sock", connector_extra=extra)
 
-    def attached(engine: Engine, node: NodeProcess) -> bool:
-        engine.warm_up()  # an idle engine looks for nobody
-        return bool(inspect(node, "nodes")[0]["sessions"] == 1)
+    def ask() -> list[Completion]:
+        return plain.complete_many(prompts, max_tokens=6, concurrency=CONCURRENCY)
 
-    def ask(engine: Engine) -> list[Completion]:
-        return engine.complete_many(prompts, max_tokens=6, concurrency=CONCURRENCY)
+    with node_for(plain, tmp_path, flags=flags) as node:
+        cold = ask()
+        assert {done.cached_tokens for done in cold} == {0}
+        wait_until(lambda: blocks_on_disk(node) == blocks, "everything is on disk")
+        node.kill()
+    with node_for(plain, tmp_path, flags=flags) as node:
+        wait_until(lambda: blocks_on_disk(node) == blocks, "the new node knows what is on disk")
+        assert blocks_in_dram(node) == 0
 
-    with ExitStack() as stack:
-        engine = stack.enter_context(Engine.start(config, log=tmp_path / "engine.log"))
-        with NodeProcess.start(directory, dram="512MiB", flags=flags) as node:
-            wait_until(lambda: attached(engine, node), "the engine attached")
-            cold = ask(engine)
-            assert {done.cached_tokens for done in cold} == {0}
-            wait_until(lambda: blocks_on_disk(node) == blocks, "everything is on disk")
-            node.kill()
-        with NodeProcess.start(directory, dram="512MiB", flags=flags) as node:
-            wait_until(lambda: attached(engine, node), "attached again")
-            wait_until(lambda: blocks_on_disk(node) == blocks, "the new node knows what is on disk")
-            assert blocks_in_dram(node) == 0
-            engine.forget()
+        def is_back() -> bool:
+            """Computing a block of this model takes less than reading it: who does not wait for
+            the disk still has blocks promoted for the next one, as many as it can bring."""
+            again = ask()
+            plain.forget()
+            assert [done.tokens for done in again] == [done.tokens for done in cold]
+            return blocks_in_dram(node) == blocks
 
-            def is_back() -> bool:
-                """Computing a block of this model takes less than reading it: who does not wait
-                for the disk still has blocks promoted for the next one, as many as it can bring."""
-                again = ask(engine)
-                engine.forget()
-                assert [done.tokens for done in again] == [done.tokens for done in cold]
-                return blocks_in_dram(node) == blocks
-
-            wait_until(is_back, "all of it came back to dram", seconds=120)
-            warm = ask(engine)
+        wait_until(is_back, "all of it came back to dram", seconds=120)
+        warm = ask()
     assert [done.tokens for done in warm] == [done.tokens for done in cold]
     assert [done.cached_tokens for done in warm] == [
         length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths

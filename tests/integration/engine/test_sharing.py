@@ -18,10 +18,11 @@ from tests.integration.engine.support import (
     PATIENT,
     blocks_in_dram,
     inspect,
+    node_for,
     wait_until,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 5
 FOUR_SLOTS = "2MiB"
@@ -63,32 +64,26 @@ def test_two_engines_share_blocks_and_two_models_do_not(
 
 
 def test_a_dram_of_four_slots_serves_what_it_can_and_answers_stay_right(
-    tiny_model: Path, encode: Encode, tmp_path: Path
+    plain: Engine, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED + 1)
     prompts = [text_tokens(rng, encode, rng.randint(1, 6) * BLOCK_TOKENS + 3) for _ in range(12)]
-    with NodeProcess.start(tmp_path, dram=FOUR_SLOTS) as node:
-        config = EngineConfig(
-            model=tiny_model, socket=node.socket, connector_extra={**PATIENT, "verify_every": 1}
-        )
-        with Engine.start(config, log=tmp_path / "engine.log") as engine:
-            reference = []
-            for prompt in prompts:
-                engine.forget(external=True)
-                reference.append(engine.complete(prompt, max_tokens=6).tokens)
-            for _ in range(4):
-                engine.forget()
-                done = engine.complete_many(prompts, max_tokens=6, concurrency=6)
-                assert [c.tokens for c in done] == reference
-            # One prompt at a time: its first block at least stays and is found.
-            engine.complete(prompts[0], max_tokens=1)
-            engine.forget()
-            wait_until(lambda: 0 < blocks_in_dram(node) <= 4, "something is held")
-            served = engine.hits().external_hits
-            for _ in range(3):
-                engine.forget()
-                engine.complete(prompts[0], max_tokens=1)
-            assert engine.hits().external_hits > served
+    plain.forget()
+    truth = [plain.complete(prompt, max_tokens=6).tokens for prompt in prompts]
+    with node_for(plain, tmp_path, dram=FOUR_SLOTS) as node:
+        for _ in range(4):
+            plain.forget()
+            done = plain.complete_many(prompts, max_tokens=6, concurrency=6)
+            assert [c.tokens for c in done] == truth
+        # One prompt at a time: its first block at least stays and is found.
+        plain.complete(prompts[0], max_tokens=1)
+        plain.forget()
+        wait_until(lambda: 0 < blocks_in_dram(node) <= 4, "something is held")
+        served = plain.hits().external_hits
+        for _ in range(3):
+            plain.forget()
+            plain.complete(prompts[0], max_tokens=1)
+        assert plain.hits().external_hits > served
 
 
 def test_a_dram_full_of_leased_blocks_is_no_cache_and_no_trouble(

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from kvstore.serve.upgrade import ask_for_upgrade
-from kvstore.testing.engine import Completion, Engine, EngineConfig
+from kvstore.testing.engine import Completion, Engine
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
-    PATIENT,
+    attached,
     blocks_in_dram,
     inspect,
+    node_for,
     wait_until,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 18
 PROMPTS = 12
@@ -34,41 +35,29 @@ def counter(node: NodeProcess, name: str) -> int:
     return int(float(found[1]))
 
 
-def attached(engine: Engine, node: NodeProcess) -> bool:
-    engine.warm_up()  # an idle engine looks for nobody
-    return bool(inspect(node, "nodes")[0]["sessions"] == 1)
-
-
 def test_answers_and_hits_are_the_same_after_a_crash_and_an_upgrade(
-    tiny_model: Path, encode: Encode, tmp_path: Path
+    plain: Engine, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
     lengths = [rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPTS)]
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     blocks = sum(length // BLOCK_TOKENS for length in lengths)
-    config = EngineConfig(
-        model=tiny_model, socket=tmp_path / "node.sock", connector_extra=dict(PATIENT)
-    )
 
-    def ask(engine: Engine) -> list[Completion]:
-        engine.forget()
-        return engine.complete_many(prompts, max_tokens=6, concurrency=2)
+    def ask() -> list[Completion]:
+        plain.forget()
+        return plain.complete_many(prompts, max_tokens=6, concurrency=2)
 
-    with (
-        NodeProcess.start(tmp_path, dram="256MiB") as node,
-        Engine.start(config, log=tmp_path / "engine.log") as engine,
-    ):
-        wait_until(lambda: attached(engine, node), "the engine attached")
-        cold = ask(engine)
+    with node_for(plain, tmp_path, dram="256MiB") as node:
+        cold = ask()
         wait_until(lambda: blocks_in_dram(node) >= blocks, "all is stored")
         for life in (1, 2):
             if life == 1:
                 node.crash()
             else:
                 assert "were kept in memory" in ask_for_upgrade(node.socket)
-            wait_until(lambda: attached(engine, node), "it attached again", seconds=30)
+            wait_until(lambda: attached(plain, node), "it attached again", seconds=30)
             assert inspect(node, "nodes")[0]["blocks_kept"] >= blocks
-            warm = ask(engine)
+            warm = ask()
             assert [done.tokens for done in warm] == [done.tokens for done in cold]
             assert [done.cached_tokens for done in warm] == [
                 length // BLOCK_TOKENS * BLOCK_TOKENS for length in lengths
@@ -78,7 +67,7 @@ def test_answers_and_hits_are_the_same_after_a_crash_and_an_upgrade(
                 "what was kept was verified by its first reader",
             )
             verified = counter(node, "blocks_verified")
-            assert [done.tokens for done in ask(engine)] == [done.tokens for done in cold]
+            assert [done.tokens for done in ask()] == [done.tokens for done in cold]
             assert counter(node, "blocks_verified") == verified, "once"
             assert counter(node, "blocks_distrusted") == 0
             assert inspect(node, "tiers")[0]["slots_quarantined"] == 0

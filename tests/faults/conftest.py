@@ -1,7 +1,0 @@
-"""The engine tests' fixtures."""
-
-from __future__ import annotations
-
-from tests.integration.engine.fixtures import encode, medium_model, tiny_model
-
-__all__ = ["encode", "medium_model", "tiny_model"]
