@@ -16,12 +16,13 @@ from rich.console import Console
 
 from kvstore.serve.main import cli
 from kvstore.testing import demo
+from kvstore.testing.demo_flags import PLAN
 
 
 def run(name: str, dram: int, answer: int = 7) -> demo.Run:
     return demo.Run(
         name=name,
-        plan=demo.PLAN,
+        plan=PLAN,
         ttft_s=[[1.0, 1.2], [0.5, 0.7]],
         tokens={"0/0": (1, 2), "0/1": (3, answer)},
         prompt_tokens=1000,
