@@ -44,6 +44,7 @@ class TierReport(msgspec.Struct, frozen=True):
     capacity_bytes: int
     ready_bytes: int
     used_bytes: int
+    """Slots that hold a block; of the file tier whole segments."""
     blocks: int
     slots_sealed: int
     slots_granted: int

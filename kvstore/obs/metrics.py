@@ -33,7 +33,14 @@ METRICS: Final = (
     Metric(
         "kvstore_ready_bytes", "gauge", "bytes", ("tier",), "Bytes of the tier whose pages exist."
     ),
-    Metric("kvstore_used_bytes", "gauge", "bytes", ("tier",), "Bytes of slots that hold a block."),
+    Metric(
+        "kvstore_used_bytes",
+        "gauge",
+        "bytes",
+        ("tier",),
+        "Bytes of slots that hold a block; of the file tier: of whole segments, the one that is"
+        " written to as long as it will be.",
+    ),
     Metric("kvstore_capacity_bytes", "gauge", "bytes", ("tier",), "Bytes the tier will have."),
     Metric("kvstore_connections", "gauge", "", (), "Sockets of engines that are open now."),
     Metric("kvstore_connections_accepted_total", "counter", "", (), "Sockets ever accepted."),

@@ -32,7 +32,7 @@ from kvstore.proto.convert import Row, from_message
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.serve.inspect import REPLY_BYTES_MAX
 from kvstore.serve.listener import INSPECT_SUFFIX
-from kvstore.serve.upgrade import no_node_at
+from kvstore.serve.upgrade import no_node_at, not_yours
 from kvstore.units import format_size
 
 TIMEOUT_S: Final = 5.0
@@ -110,9 +110,7 @@ def _probe(path: Path, node_socket: Path) -> None:
         try:
             probe.connect(str(path))
         except PermissionError:
-            raise AttachError(
-                f"the node at {node_socket} belongs to another user: run this as that user or root"
-            ) from None
+            raise AttachError(not_yours(node_socket)) from None
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
                 raise AttachError(f"no answer from {path}: {error.strerror}") from None

@@ -43,6 +43,8 @@ DEFAULT_METRICS: Final = "127.0.0.1:9464"
 DEFAULT_POLICY: Final = "lru"
 DEFAULT_ADMISSION: Final = AdmissionMode.ALL
 HASH_FORMS: Final = ("int", "bytes")
+"""The first is the default."""
+UID_MAX: Final = (1 << 32) - 2
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
 SCRUB_BYTES_MIN: Final = 64 * KIB
@@ -129,7 +131,7 @@ class Settings(
     metrics: str | bool = DEFAULT_METRICS
     metrics_beyond_loopback: bool = False
     events: str | bool = "off"
-    event_hashes: str = "int"
+    event_hashes: str | None = None
     insecure: bool = False
     quota: dict[str, str | int] | None = None
     allow_uid: list[int] | int | None = None
@@ -262,6 +264,7 @@ def _file(
     if comma and mode != "shared":
         raise ConfigError(f"file {text!r} ends in {mode!r}: only 'shared' may stand there")
     directory, capacity_bytes = Path(path).absolute(), _size("file", size)
+    _refuse_what_is_no_directory(directory)
     there = file_system_bytes(directory)
     if capacity_bytes > there:
         raise ConfigError(
@@ -277,6 +280,14 @@ def _file(
         queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
         scrub=scrub,
     )
+
+
+def _refuse_what_is_no_directory(directory: Path) -> None:
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if os.path.isfile(there):
+        raise ConfigError(
+            f"file tier in {directory}: {there} is a file, not a directory: give --file a directory"
+        )
 
 
 def _scrub(text: str | int | bool) -> ScrubRate | None:
@@ -425,8 +436,9 @@ def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[
 
 
 def _no_quota(name: str, text: str | int) -> str:
+    given = f"{name}={text}" if str(text) else name
     return (
-        f"quota {name}={text} must be NAME=SHARE, such as llama=30% or llama=20GiB, where NAME is"
+        f"quota {given} must be NAME=SHARE, such as llama=30% or llama=20GiB, where NAME is"
         " a model's served name or a tenant"
     )
 
@@ -434,9 +446,12 @@ def _no_quota(name: str, text: str | int) -> str:
 def _events(settings: Settings) -> EventsConfig | None:
     """ipc:///PATH, with the replay socket at PATH.replay, or tcp://ADDRESS:PORT, with it one port
     above; port 0 lets the kernel choose both."""
+    hashes = settings.event_hashes or HASH_FORMS[0]
     if settings.events is False or settings.events == "off":
+        if settings.event_hashes is not None:
+            raise ConfigError("event-hashes is about events: add --events, or leave it out")
         return None
-    if settings.event_hashes not in HASH_FORMS:
+    if hashes not in HASH_FORMS:
         raise ConfigError(
             f"event-hashes {settings.event_hashes!r} is unknown: use one of {', '.join(HASH_FORMS)}"
         )
@@ -453,7 +468,7 @@ def _events(settings: Settings) -> EventsConfig | None:
         replay_endpoint=endpoints[1],
         node=settings.node_name or platform.node(),
         beyond_loopback=beyond_loopback,
-        whole_hashes=settings.event_hashes == "bytes",
+        whole_hashes=hashes == "bytes",
     )
 
 
@@ -461,6 +476,6 @@ def _uids(value: list[int] | int | None) -> frozenset[int]:
     if value is None:
         return frozenset({os.geteuid(), 0})
     uids = frozenset([value] if isinstance(value, int) else value)
-    if not uids or min(uids) < 0:
+    if not uids or min(uids) < 0 or max(uids) > UID_MAX:
         raise ConfigError("allow-uid must name numeric user ids, such as 1000")
     return uids | {os.geteuid()}

@@ -162,12 +162,14 @@ def node(
     A supervisor holds the memory and starts the process that does the work, again when it ends:
     what is in memory stays. 'kvstore upgrade' has it start the code that is installed now. Settings
     are read once; to change them, and after the supervisor itself has ended, memory begins empty.
+
     \b
     Examples:
       kvstore node --socket /run/kvstore/node.sock --dram 64GiB
       kvstore node --dram 64GiB --file /var/lib/kvstore:2TiB --file-writes-per-day 1TiB
       kvstore node --config node.yaml --metrics off
       kvstore node --events tcp://127.0.0.1:5557 --node-name $HOSTNAME
+
     \b
     node.yaml:
       dram: 64GiB
@@ -176,12 +178,10 @@ def node(
     """
     settings: dict[str, object] = {name.replace("_", "-"): value for name, value in flags.items()}
     settings["allow-uid"] = list(allow_uid) or None
-    names = [text.rpartition("=")[0] for text in quota]
-    if len(set(names)) != len(names):
+    shares = [(q.rpartition("=") if "=" in q else (q, "", ""))[::2] for q in quota]
+    if len(dict(shares)) != len(shares):
         fail("--quota names one model or tenant twice: keep one of them", code=2)
-    settings["quota"] = {
-        name: share for name, _, share in (q.rpartition("=") for q in quota)
-    } or None
+    settings["quota"] = dict(shares) or None
     try:
         supervise(load_config(config_path, settings), read_settings(config_path, settings))
     except ConfigError as error:
@@ -405,8 +405,9 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
     """Read every byte of a file tier's DIRECTORY and say what is wrong with it.
 
     A node may be running, unless --quarantine is given. Of a directory that several nodes share,
-    the part of each is read. The exit status is 0 when all is well, 1 when there is damage, 2 when
-    it is no file tier.
+    the part of each is read. The exit status is 0 when all is well, 1 when damage was found, with
+    --quarantine too, which has then moved it aside (look again: 0), 2 when it is no file tier, or
+    --quarantine could not be done.
 
     \b
     Examples:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pwd
 import socket
 import struct
 from collections.abc import Callable
@@ -135,6 +136,19 @@ def no_node_at(node_socket: Path) -> str:
     )
 
 
+def not_yours(node_socket: Path) -> str:
+    """What an operator is told who may not ask."""
+    owner = "another user"
+    for path in (node_socket, node_socket.parent):  # the socket of a closed directory is not seen
+        with contextlib.suppress(OSError, KeyError):
+            uid = path.stat().st_uid
+            owner = f"uid {uid}"
+            owner = f"user {pwd.getpwuid(uid).pw_name}"
+        if owner != "another user":
+            break
+    return f"the node at {node_socket} belongs to {owner}: run this as that user or root"
+
+
 def ask_for_upgrade(
     node_socket: Path, *, timeout_s: float = WAIT_S, first_word_s: float = FIRST_WORD_S
 ) -> str:
@@ -154,9 +168,7 @@ def ask_for_upgrade(
                 sock.settimeout(timeout_s)
                 data = sock.recv(64 << 10)
         except PermissionError:
-            raise AttachError(
-                f"the node at {node_socket} belongs to another user: run this as that user or root"
-            ) from None
+            raise AttachError(not_yours(node_socket)) from None
         except TimeoutError:
             raise AttachError(f"the node did not answer within {timeout_s:.0f} s") from None
         except OSError as error:

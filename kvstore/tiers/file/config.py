@@ -16,6 +16,7 @@ SEGMENT_BYTES_MIN = 256 * KIB
 SEGMENTS_MIN = 8
 """A small capacity is cut into so many segments, so that reclaiming one costs little."""
 CAPACITY_BYTES_MIN = SEGMENTS_MIN * SEGMENT_BYTES_MIN
+NODE_CHARACTERS_MAX = 128
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -64,6 +65,12 @@ class FileConfig:
             raise ConfigError(
                 f"the file tier needs at least {format_size(CAPACITY_BYTES_MIN)}, "
                 f"not {format_size(self.capacity_bytes)}: give --file DIR:SIZE more"
+            )
+        if self.shared and len(self.node) > NODE_CHARACTERS_MAX:
+            raise ConfigError(
+                f"the node name that begins with {self.node[:32]!r} has {len(self.node)}"
+                f" characters, more than the {NODE_CHARACTERS_MAX} of a shared file tier: choose"
+                " a shorter --node-name"
             )
         if self.shared and not _NODE.fullmatch(self.node):
             raise ConfigError(

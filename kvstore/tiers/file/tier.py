@@ -30,7 +30,7 @@ from kvstore.ports import Clock
 from kvstore.tiers.file.breaker import BreakerState
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory, refuse_other_mode
+from kvstore.tiers.file.directory import Directory, InUse, refuse_other_mode
 from kvstore.tiers.file.disk import Disk, PosixDisk
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Read, RecoveryDone
 from kvstore.tiers.file.health import Health
@@ -153,7 +153,15 @@ class FileTier:
             if lock_fd >= 0:
                 os.close(lock_fd)
             raise
-        directory = Directory(config.home, posix, direct=config.direct, lock_fd=lock_fd)
+        try:
+            directory = Directory(config.home, posix, direct=config.direct, lock_fd=lock_fd)
+        except InUse:
+            if not config.shared:
+                raise
+            raise InUse(
+                f"{config.home} is in use by another node of that name: give each node that shares"
+                f" {config.directory} a --node-name of its own"
+            ) from None
         try:
             tier = cls(config, arena, clock, disk=posix, directory=directory)
         except BaseException:

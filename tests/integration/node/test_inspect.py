@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,7 +142,7 @@ def test_tables_are_for_people(node: NodeProcess, two_models: tuple[RawEngine, R
     assert len(blocks.splitlines()) == 2 + 11, "a row is a line, however narrow"
 
 
-@pytest.mark.parametrize("command", ["inspect", "clear", "explain"])
+@pytest.mark.parametrize("command", ["inspect", "clear", "explain", "upgrade"])
 def test_no_node_is_one_sentence_with_the_way_out(tmp_path: Path, command: str) -> None:
     path = tmp_path / "node.sock"
     done = kvstore(command, "--socket", str(path))
@@ -169,6 +170,7 @@ def test_a_stopped_node_is_said_to_be_stopped(node: NodeProcess) -> None:
         (["inspect", "--limit", "5"], "--limit and --space choose blocks"),
         (["nod"], "no such command 'nod'"),
         (["node", "--drum", "1GiB"], "No such option"),
+        (["node", "--event-hashes", "hex"], "'hex' is not one of 'int', 'bytes'"),
     ],
 )
 def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -184,7 +186,7 @@ def test_every_command_has_help_with_an_example(arguments: list[str]) -> None:
     done = kvstore(*arguments, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Usage: kvstore")
-    assert "Example" in done.stdout
+    assert re.search(r"\n  Examples?:\n    (kvstore|pip) .+\n    kvstore ", done.stdout), "by line"
 
 
 def test_version() -> None:

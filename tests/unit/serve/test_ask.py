@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pwd
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,6 +15,7 @@ from kvstore.engine.report import NO_BUDGET, QuotaReport, TierReport
 from kvstore.engine.scrubs import NO_PASS
 from kvstore.proto.convert import Row
 from kvstore.serve import ask
+from kvstore.serve.upgrade import not_yours
 
 GIB = 1 << 30
 NEVER = ("closed", "closed", 0, 0, 0, NO_PASS)
@@ -79,3 +83,12 @@ def test_no_budget_is_any_amount(monkeypatch: pytest.MonkeyPatch) -> None:
     file = msgspec.structs.replace(FILE, budget_left_bytes=NO_BUDGET)
     lines = shown(monkeypatch, {"tiers": [DRAM, file]})
     assert ["budget left", "-", "any"] in lines
+
+
+def test_somebody_elses_node_is_named(tmp_path: Path) -> None:
+    me = pwd.getpwuid(os.getuid()).pw_name
+    closed = tmp_path / "n.sock"
+    expected = f"the node at {closed} belongs to user {me}: run this as that user or root"
+    assert not_yours(closed) == expected, "by its directory, where it cannot be seen"
+    closed.touch()
+    assert not_yours(closed) == expected

@@ -121,7 +121,10 @@ def test_a_directory_is_shared_or_it_is_not(tmp_path: Path) -> None:
     Driver(tmp_path / "parent", **shared).recovered().close()
     with pytest.raises(ConfigError, match=r"parent is shared by several nodes, such as a: add"):
         Driver(tmp_path / "parent")
-    Driver(tmp_path / "parent", **shared | {"node": "b"}).recovered().close()
+    first = Driver(tmp_path / "parent", **shared | {"node": "b"}).recovered()
+    with pytest.raises(ConfigError, match=r"b is in use by another node of that name: give each"):
+        Driver(tmp_path / "parent", **shared | {"node": "b"})
+    first.close()
 
 
 # ── trouble ──────────────────────────────────────────────────────────────────────────────────────
