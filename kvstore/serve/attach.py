@@ -51,6 +51,8 @@ RANK_BYTES_MAX = 2 << 20
 ACCEPT_COUNT_MAX = 64
 ACCEPT_PAUSE_NS = NS_PER_S // 2
 SEND_BUFFER_BYTES = 1 << 20
+ENGINE_CHARACTERS_MAX = 64
+"""Of an engine's id in the log."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -91,6 +93,8 @@ class Connection:
         self.socket = sock
         self.pidfd: int | None = None
         self.is_rank = False
+        self.engine = ""
+        """Of a scheduler: whose it is, as much as is logged."""
         self.deadline_ns = deadline_ns
         """By when it must have introduced itself."""
         self.outbox: deque[bytes] = deque()
@@ -248,6 +252,8 @@ class Attach:
         connection.socket = None
         connection.outbox.clear()
         self._socket_count -= 1
+        if connection.engine:
+            _log.info("engine %s detached (connection %d)", connection.engine, number)
         if connection.pidfd is None:
             del self._connections[number]
 
@@ -393,6 +399,9 @@ class Attach:
             TURN_PROCESS, number, lambda _: self._exited(connection)
         )
         self.counters.datagrams_received += 1
+        if isinstance(hello, HelloScheduler):
+            connection.engine = hello.engine_id[:ENGINE_CHARACTERS_MAX]
+            _log.info("engine %s attached (connection %d)", connection.engine, number)
         return [Received(number, hello)]
 
     def _remember(self, number: ConnectionId, hello: bytes, pidfd: int) -> None:

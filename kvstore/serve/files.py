@@ -174,7 +174,13 @@ class FileEnd:
     @property
     def trouble(self) -> str:
         """What the tier does not do at present, and why; empty while all is well."""
-        return self._trouble.get(False) or self._trouble.get(True, "")
+        trouble = self._trouble.get(False) or self._trouble.get(True, "")
+        if trouble or self._is_recovered:
+            return trouble
+        return (
+            f"the file tier in {self.path} is still looked through: {self._found_blocks} blocks are"
+            " found so far"
+        )
 
     @property
     def breakers(self) -> tuple[str, str]:

@@ -178,7 +178,7 @@ def test_what_is_cleared_before_it_was_told_is_not_told(tier: ScriptedTier, end:
 def test_trouble_is_told_with_the_place_until_it_is_over(
     tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier.events = [Suspended("the disk fails", writes_only=False)]
+    tier.events = [RecoveryDone(), Suspended("the disk fails", writes_only=False)]
     end.read(0)
     sentence = "the file tier in /var/lib/kvstore takes no reads and writes: the disk fails"
     assert end.trouble == sentence
@@ -224,8 +224,12 @@ def test_the_end_of_recovery_tells_how_much_is_known(
     end.read(0)
     end.tell_table(left_out_blocks=0, crowded_blocks=0)
     assert caplog.messages == []
+    assert end.trouble == (
+        "the file tier in /var/lib/kvstore is still looked through: 4 blocks are found so far"
+    )
     tier.events = [RecoveryDone(), known(OTHER)]
     end.read(0)
+    assert end.trouble == ""
     for _ in range(2):
         end.tell_table(left_out_blocks=left_out, crowded_blocks=left_out)
     assert caplog.messages[-1] == expected
