@@ -10,14 +10,16 @@ Of the node that lives all the time memory, descriptors, pins and slots are samp
 broken promise of each kind is told with its seed and how to see it again; then that kind starts
 anew with another seed.
 
-Writes bench/results/soak.json, soak.md and soak.png, also when it is stopped early (SIGTERM,
+Writes bench/results/NAME.json, .md and .png, also when it is stopped early (SIGTERM,
 Ctrl-C). Exit status 1 when a promise was broken.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -46,6 +48,7 @@ from kvstore.testing.trips import RoundTrips, Trips
 from kvstore.testing.troupe import Troupe
 
 SEED: Final = 20261124
+NAME: Final = "soak"
 WORLD_SEEDS: Final = 50
 """Of one process of the world; its result is lost when the soak is stopped."""
 CYCLES: Final = 72
@@ -311,6 +314,19 @@ def growth(samples: Sequence[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def command(minutes: float, seed: int, name: str) -> str:
+    """How to see it again."""
+    said = f"python bench/scenarios/soak.py --minutes {minutes:g} --seed {seed}"
+    return said if name == NAME else f"{said} --name {name}"
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """How many promises were broken; that the world had no time is no proof that it holds."""
+    if not result["violations"] and not result["seeds"]:
+        return "none was seen, but no seed was finished"
+    return f"{result['violations']:,}"
+
+
 def page(result: dict[str, Any]) -> str:
     """bench/results/soak.md."""
     lives = ", ".join(f"{steps}: {seeds:,}" for steps, seeds in result["lives"].items())
@@ -326,7 +342,7 @@ def page(result: dict[str, Any]) -> str:
         ("broken datagrams to a real node", f"{result['inputs']:,}"),
         ("blocks stored and read back", f"{result['round_trips']['verified_blocks']:,}"),
         ("bytes verified", f"{result['verified_bytes'] / 2**30:,.1f} GiB"),
-        ("**violations**", f"**{result['violations']:,}**"),
+        ("**violations**", f"**{verdict(result)}**"),
     )
     more = growth(result["samples"])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
@@ -337,8 +353,8 @@ def page(result: dict[str, Any]) -> str:
     ]
     machine = result["environment"]
     made = (
-        f"Made by `make soak SOAK_MINUTES={result['minutes']:.0f}` on {machine['date'][:10]},"
-        f" seed {result['seed']},\ncommit {machine['commit'][:12]}, {machine['cpu']},"
+        f"Made by `{command(result['asked_minutes'], result['seed'], result['name'])}`\non"
+        f" {machine['date'][:10]}, commit {machine['commit'][:12]}, {machine['cpu']},"
         f" {machine['cores']} cores.{' It was stopped early.' if result['stopped_early'] else ''}"
     )
     held = (
@@ -354,7 +370,7 @@ def page(result: dict[str, Any]) -> str:
             f"| | |\n|---|---|\n{table}",
             *told,
             held,
-            "![memory, descriptors, pins and slots over time](soak.png)",
+            f"![memory, descriptors, pins and slots over time]({result['name']}.png)",
             "Kills by the moment and the process:",
             f"| moment and victim | kills |\n|---|---|\n{kills}\n",
         )
@@ -393,12 +409,19 @@ def stop(_number: int, _frame: object) -> None:
     raise Stopped
 
 
+def _minutes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (minutes := float(text)) < math.inf:
+            return minutes
+    raise argparse.ArgumentTypeError(f"'{text}' is not a time of more than 0 minutes")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Faults, at length.")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--name", default="soak", help="of the result; default %(default)s")
+    parser.add_argument("--minutes", type=_minutes, default=60.0, help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=SEED, help="default %(default)s")
+    parser.add_argument("--name", default=NAME, help="of the result; default %(default)s")
     options = parser.parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
@@ -409,6 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Progress(console=console) as progress,
     ):
         result = soak(options.minutes, options.seed, Path(folder), progress)
+    result |= {"name": options.name, "asked_minutes": options.minutes}
     path = record.write(options.name, result, seed=options.seed)
     result = json.loads(path.read_text())
     path.with_suffix(".md").write_text(page(result))
@@ -419,7 +443,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         f"{result['seeds']:,} seeds, {result['events']:,} events, {result['kills']:,} kills,"
         f" {result['inputs']:,} inputs, {result['verified_bytes'] / 2**30:,.1f} GiB verified,"
-        f" {result['violations']} violations\nwrote {path.relative_to(record.ROOT)}, .md and .png",
+        f" violations: {verdict(result)}\nwrote {path.relative_to(record.ROOT)}, .md and .png",
         highlight=False,
     )
     return 1 if result["violations"] else 0

@@ -31,6 +31,8 @@ def samples(rss_mib: list[float]) -> list[dict[str, float]]:
 def result(**changes: Any) -> dict[str, Any]:
     return {
         "seed": 1,
+        "name": "soak",
+        "asked_minutes": 3.0,
         "environment": {"date": "2026-01-02", "commit": "c" * 40, "cpu": "a CPU", "cores": 2},
         "minutes": 3.0,
         "stopped_early": False,
@@ -79,6 +81,26 @@ def test_the_page_tells_violations_and_an_early_end() -> None:
     text = soak.page(result(stopped_early=True, violations=1, violations_told=told))
     assert "It was stopped early." in text
     assert "Violation, kills: block 12 is wrong; again: python -m" in text
+
+
+def test_the_page_says_how_to_see_it_again_and_where_its_picture_is() -> None:
+    assert "`python bench/scenarios/soak.py --minutes 3 --seed 1`" in soak.page(result())
+    text = soak.page(result(name="night", asked_minutes=0.5))
+    assert "`python bench/scenarios/soak.py --minutes 0.5 --seed 1 --name night`" in text
+    assert "(night.png)" in text
+
+
+def test_no_seed_is_no_proof() -> None:
+    assert "**none was seen, but no seed was finished**" in soak.page(result(seeds=0))
+    assert "**2**" in soak.page(result(seeds=0, violations=2))
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "long"])
+def test_no_time_is_no_soak(minutes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        soak.main([f"--minutes={minutes}"])
+    assert stopped.value.code == 2
+    assert f"'{minutes}' is not a time of more than 0 minutes" in capsys.readouterr().err
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
