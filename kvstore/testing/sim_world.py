@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import tempfile
 import traceback
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -231,7 +232,7 @@ class World:
                 raise Violation(f"files are still open when all nodes are gone: {left[:3]}")
         except Exception as error:  # whatever it is, it is a bug, and has a story
             where = "" if isinstance(error, Violation) else f" ({_where(error)})"
-            story = "\n  ".join([f"seed {self.seed}: {error!s:.500}{where}", *self.story])
+            story = "\n  ".join([f"seed {self.seed}: {error!s:.500}{where}", *folded(self.story)])
             raise Violation(story, self.steps_done) from error
         finally:
             self.close()
@@ -313,6 +314,13 @@ def _where(error: Exception) -> str:
     """Kind and place of an error that is no Violation: an assertion of the product, or worse."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
+
+
+def folded(story: Iterable[str]) -> Iterator[str]:
+    """Lines of a story; those that differ in nothing but the time are one, with their count."""
+    for _, same in itertools.groupby(story, key=lambda line: line.partition(" ms  ")[2]):
+        first, *more = same
+        yield f"{first}  (and {len(more)} more like it)" if more else first
 
 
 def run_case(case: Case) -> WorldResult:

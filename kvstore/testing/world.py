@@ -31,22 +31,25 @@ Does not cover: the network, index and router; wall clocks, which nothing here a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
+import math
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from kvstore.testing.shrink import Case, shrink
 from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_parts import WorldResult
+from kvstore.testing.sim_parts import FAULTS, WorldResult
 from kvstore.testing.sim_world import World, run_case
 
 __all__ = ["World", "draw_steps", "main", "run_case"]
@@ -61,6 +64,10 @@ quarter of all steps."""
 def draw_steps(seed: int) -> int:
     """How long the life of this seed is, where nobody says."""
     return random.Random(f"steps of {seed}").choices(tuple(LIVES), tuple(LIVES.values()))[0]
+
+
+NODES_MAX = 16
+"""Machines of a life. More of them converge more slowly than the end of a life waits for."""
 
 
 class Totals(msgspec.Struct):
@@ -146,35 +153,116 @@ def _run_seeds(
             if stories is None:
                 sys.stderr.write(told)
                 break
-            stories.mkdir(parents=True, exist_ok=True)
             (stories / f"seed-{case.seed}.txt").write_text(told)
     totals.seconds = round(time.monotonic() - begin, 1)
     return totals
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run seeds; 0 when all held."""
-    parser = argparse.ArgumentParser(description="Run the seeded world.")
-    parser.add_argument("--seed", type=int, default=1, help="first seed")
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds from the first on")
-    parser.add_argument("--minutes", type=float, default=0.0, help="instead: for so long")
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Run the seeded world: lives of a few machines, with faults, in virtual time.",
+        epilog="The exit status is 0 when every seed held, 1 when a promise was broken, 2 when an"
+        " argument is wrong. The same arguments give the same trace hash, on any machine. Faults:"
+        f" {', '.join(FAULTS)}.",
+    )
+    count, none = _number(at_least=1), _number(at_least=0)
+    parser.add_argument("--seed", type=none, default=1, help="first seed; default %(default)s")
     parser.add_argument(
-        "--steps", type=int, default=1000, help="events with faults per seed; 0: as the seed says"
+        "--seeds", type=count, default=1, help="how many, from the first on; default %(default)s"
+    )
+    parser.add_argument("--minutes", type=_minutes, default=0.0, help="instead: for so long")
+    parser.add_argument(
+        "--steps",
+        type=none,
+        default=1000,
+        help="events with faults per seed; 0: as the seed says; default %(default)s",
     )
     parser.add_argument(
-        "--engines", type=int, default=0, help="engines at most; 0: as the seed says"
+        "--engines", type=none, default=0, help="engines at most; default: as the seed says"
     )
-    parser.add_argument("--nodes", type=int, default=0, help="machines; 0: as the seed says")
-    parser.add_argument("--faults", default=None, help="only these, with commas between them")
+    parser.add_argument(
+        "--nodes",
+        type=_number(at_least=0, at_most=NODES_MAX),
+        default=0,
+        help=f"machines, {NODES_MAX} at most; default: as the seed says",
+    )
+    parser.add_argument(
+        "--faults",
+        type=_faults,
+        help='only these, with commas between them, such as "node killed,slow"; default: as the'
+        " seed says",
+    )
     parser.add_argument(
         "--shrink", action="store_true", help="make a failure small before telling it"
     )
     parser.add_argument(
-        "--stories", type=Path, help="write the story of a failure to this folder, and go on"
+        "--stories",
+        type=_folder,
+        help="write the story of a failure to this folder, and go on; default: to stderr, and end",
     )
     parser.add_argument("--json", action="store_true", help="the totals as one line of JSON")
-    arguments = parser.parse_args(argv)
-    faults = None if arguments.faults is None else tuple(filter(None, arguments.faults.split(",")))
+    return parser
+
+
+def _number(*, at_least: int, at_most: int | None = None) -> Callable[[str], int]:
+    limits = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+
+    def read(text: str) -> int:
+        number = int(text) if text.isdecimal() else -1
+        if number < at_least or (at_most is not None and number > at_most):
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number {limits}")
+        return number
+
+    return read
+
+
+def _minutes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (minutes := float(text)) < math.inf:
+            return minutes
+    raise argparse.ArgumentTypeError(f"'{text}' is not a time of more than 0 minutes")
+
+
+def _faults(text: str) -> tuple[str, ...]:
+    names = tuple(filter(None, text.split(",")))
+    unknown = [name for name in names if name not in FAULTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"there is no fault {unknown[0]!r}: there are {', '.join(FAULTS)}"
+        )
+    return names
+
+
+def _folder(text: str) -> Path:
+    """Before hours are spent: stories can be written there."""
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"no story can be written to {text}: {error.strerror}; name another folder"
+        ) from None
+
+
+def _held(totals: Totals) -> str:
+    """One sentence."""
+    if not totals.seeds:
+        return "no seed was begun within that time"
+    seeds = "1 seed" if totals.seeds == 1 else f"{totals.seeds:,} seeds"
+    return (
+        f"{seeds} from {totals.first_seed} on held: {totals.events:,} events with"
+        f" {sum(totals.faults.values()):,} faults, {totals.finished:,} requests, and"
+        f" {totals.loaded_blocks:,} blocks loaded and compared, in {totals.seconds} s;"
+        f" trace {totals.trace}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run seeds; 0 when all held."""
+    arguments = _parser().parse_args(argv)
+    faults = arguments.faults
     seeds: Iterator[int] = itertools.count(arguments.seed)
     if not arguments.minutes:
         seeds = itertools.islice(seeds, arguments.seeds)
@@ -190,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(msgspec.to_builtins(totals)) + "\n")
     elif not totals.violations:
-        sys.stdout.write(f"{totals.seeds} seeds held: {msgspec.to_builtins(totals)}\n")
+        sys.stdout.write(f"{_held(totals)}\n")
     else:
         sys.stdout.write(f"{len(totals.violations)} of {totals.seeds} seeds broke a promise\n")
     return 1 if totals.violations else 0

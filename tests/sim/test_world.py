@@ -15,6 +15,7 @@ from kvstore.testing.shrink import Case, shrink
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_engine import SimEngine, SimRequest
 from kvstore.testing.sim_parts import FAULTS, LAYOUTS, Knobs
+from kvstore.testing.sim_world import folded
 from kvstore.testing.world import LIVES, Totals, World, draw_steps, main, run_case, run_seeds
 from kvstore.types import Shard
 from tests.sim.catalogue import CATALOGUE
@@ -132,6 +133,53 @@ def test_a_failure_is_written_down_and_the_others_go_on(
     (story,) = tmp_path.iterdir()
     assert story.name == "seed-2.txt"
     assert totals.violations[0] in story.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--faults", "slow,node kiled"],
+            "there is no fault 'node kiled': there are engine",
+        ),
+        (["--nodes", "17"], "'17' is not a number from 0 to 16"),
+        (["--nodes", "-1"], "'-1' is not a number from 0 to 16"),
+        (["--seeds", "0"], "'0' is not a number of at least 1"),
+        (["--steps", "-5"], "'-5' is not a number of at least 0"),
+        (["--minutes", "0"], "'0' is not a time of more than 0 minutes"),
+        (["--stories", "/dev/null/x"], "no story can be written to /dev/null/x: Not a directory"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_sentence(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([f"{words[0]}={words[1]}"])
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("exit status is 0", "same trace hash", ", power cut.", "default 1000"):
+        assert words in text
+
+
+def test_that_all_held_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "5", "--steps", "10"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("1 seed from 5 on held: ")
+    assert "{" not in told
+
+
+def test_a_story_repeats_no_line() -> None:
+    story = ["      1.0 ms  a beat", "      2.0 ms  a beat", "      3.0 ms  an end"]
+    assert list(folded(story)) == [
+        "      1.0 ms  a beat  (and 1 more like it)",
+        "      3.0 ms  an end",
+    ]
 
 
 def test_time_ends_it_too(capsys: pytest.CaptureFixture[str]) -> None:
