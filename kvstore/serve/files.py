@@ -32,6 +32,7 @@ from kvstore.engine.events import (
     WriteFile,
 )
 from kvstore.engine.events import Scrubbed as TierScrubbed
+from kvstore.serve.late import LateTier
 from kvstore.serve.passes import PassLog
 from kvstore.tiers.file import (
     FileEvent,
@@ -82,7 +83,11 @@ class FileEnd:
     """
 
     def __init__(
-        self, tier: FileTier, *, day_bytes: int = 0, wall_s: Callable[[], float] = time.time
+        self,
+        tier: FileTier | LateTier,
+        *,
+        day_bytes: int = 0,
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._tier = tier
         self._day_bytes = day_bytes

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -38,6 +39,7 @@ from kvstore.serve.files import FILE_ROW_BYTES, FileEnd
 from kvstore.serve.handover import Handover
 from kvstore.serve.http import HttpServer, Page
 from kvstore.serve.inspect import InspectServer
+from kvstore.serve.late import LateTier
 from kvstore.serve.listener import Door
 from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
 from kvstore.serve.priority import prefer_this_thread
@@ -45,6 +47,7 @@ from kvstore.serve.scrub import DramScrub
 from kvstore.serve.warm import Memory, take_memory
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file import FileTier
+from kvstore.tiers.file.outbox import Outbox
 from kvstore.types import SLOT_BYTES_MIN, Incarnation
 from kvstore.units import NS_PER_MS, format_size
 from kvstore.wire.learned import Learned
@@ -192,8 +195,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         scrub = DramScrub(driver, tier, config.scrub)
         stack.callback(scrub.close)
         scrub.start()
-    if publisher is not None:
-        _start_publisher(publisher, driver)
+    _start_publisher(publisher, driver)
     return _Node(
         driver,
         _running(config, arena, incarnation, http.url + "/metrics" if http else "", publisher),
@@ -286,10 +288,11 @@ def _open_publisher(
     return publisher
 
 
-def _start_publisher(publisher: Publisher, driver: Driver) -> None:
-    publisher.start(
-        lambda row: driver.query(lambda engine: engine.held(row), timeout_s=HELD_TIMEOUT_S)
-    )
+def _start_publisher(publisher: Publisher | None, driver: Driver) -> None:
+    if publisher is not None:
+        publisher.start(
+            lambda row: driver.query(lambda engine: engine.held(row), timeout_s=HELD_TIMEOUT_S)
+        )
 
 
 def _open_files(
@@ -301,10 +304,22 @@ def _open_files(
 ) -> FileEnd | None:
     if config.file is None:
         return None
-    lock_fd = handover.places.pop(control.STORE, -1)
-    tier = FileTier.open(config.file, arena.array, clock, lock_fd=lock_fd)
+    where, lock_fd = config.file, handover.places.get(control.STORE, -1)
+
+    def open_tier(outbox: Outbox | None) -> FileTier:
+        held_fd = os.dup(lock_fd) if lock_fd >= 0 else -1
+        tier = FileTier.open(where, arena.array, clock, lock_fd=held_fd, outbox=outbox)
+        handover.keep(control.STORE, tier.lock_fd)
+        return tier
+
+    tier: FileTier | LateTier
+    try:
+        tier = open_tier(None)
+    except ConfigError as error:
+        if handover.begin.life == 0:
+            raise
+        tier = LateTier(where.home, open_tier, str(error))
     stack.callback(tier.close)
-    handover.keep(control.STORE, tier.lock_fd)
     return FileEnd(tier, day_bytes=config.file_day_bytes)
 
 

@@ -76,6 +76,7 @@ class FileTier:
         *,
         disk: Disk,
         directory: Directory,
+        outbox: Outbox | None = None,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -83,7 +84,7 @@ class FileTier:
         self._directory = directory
         self.note = directory.note()
         """As `keep_note` kept it before this start; empty: nothing."""
-        self._outbox = Outbox()
+        self._outbox = outbox or Outbox()
         self._lock = threading.Condition()
         self._health = Health(config)
         self._runs: deque[Run] = deque()
@@ -133,6 +134,7 @@ class FileTier:
         *,
         disk: Disk | None = None,
         lock_fd: int = -1,
+        outbox: Outbox | None = None,
     ) -> FileTier:
         """Open or make the directory, and begin to look for what is in it.
 
@@ -142,6 +144,7 @@ class FileTier:
             clock: for deadlines.
             disk: the system calls; tests give their own.
             lock_fd: the directory's lock, if an earlier process left it; the tier's from now on.
+            outbox: where events go, if that is watched already; the tier's from now on.
 
         Raises:
             ConfigError: the directory cannot be used; the text says why and what to do.
@@ -163,7 +166,7 @@ class FileTier:
                 f" {config.directory} a --node-name of its own"
             ) from None
         try:
-            tier = cls(config, arena, clock, disk=posix, directory=directory)
+            tier = cls(config, arena, clock, disk=posix, directory=directory, outbox=outbox)
         except BaseException:
             directory.close()
             raise

@@ -128,6 +128,31 @@ def test_nobody_gets_its_port_or_its_directory_between_two_processes(tmp_path: P
     assert taken == []
 
 
+def test_an_upgrade_without_its_directory_serves_from_memory_until_it_is_back(
+    tmp_path: Path,
+) -> None:
+    files, directory, away = tmp_path / "files", tmp_path / "node", tmp_path / "away"
+    directory.mkdir()
+    keys = make_keys(20)
+    with NodeProcess.start(directory, flags=["--file", f"{files}:64MiB"]) as node:
+        with RawEngine(node.socket) as engine:
+            engine.open()
+            engine.store(keys)
+            engine.lease_stored(keys)
+            files.rename(away)
+            files.touch()
+            assert "20 blocks" in ask_for_upgrade(node.socket)
+        with RawEngine(node.socket, timeout_s=30) as engine:
+            engine.open()
+            reply = engine.lease(keys)
+            assert engine.read(reply) == [block(engine, key) for key in keys]
+        told = page(node, "/healthz")[1]
+        assert told.startswith(f"ok, but the file tier in {files} takes no reads and writes")
+        files.unlink()
+        away.rename(files)
+        assert eventually(lambda: page(node, "/healthz") == (200, "ok\n"), timeout_s=60)
+
+
 def test_who_reads_under_the_old_process_finds_his_copy_void(node: NodeProcess) -> None:
     keys = make_keys(4)
     with RawEngine(node.socket) as engine:

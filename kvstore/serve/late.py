@@ -1,0 +1,124 @@
+"""A file tier whose directory cannot be had when a later process of a node starts.
+
+The first start refuses such a directory. A later process has memory that engines want, so it serves
+that; reads and writes are refused as by a disk that fails, and the directory is tried again until
+it can be had. Then the tier goes on where it is, and what was cleared meanwhile is void in it.
+
+Does not cover: what the node says of it (`files`), the tier (`kvstore.tiers.file`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.errors import ConfigError
+from kvstore.tiers.file import FileEvent, FileTier, Resumed, Suspended
+from kvstore.tiers.file.breaker import BreakerState
+from kvstore.tiers.file.outbox import Outbox
+from kvstore.wire.record import Scope, Void
+
+RETRY_S: Final = 10.0
+VOIDS_MAX: Final = 1024
+"""More become one that covers everything: a cache may forget."""
+_ANYTHING_OLDER: Final = (1 << 63) - 1
+
+
+class LateTier:
+    """As much of a `FileTier` as `files.FileEnd` uses. Calls come from one thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        open_tier: Callable[[Outbox], FileTier],
+        why: str,
+        *,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        """`open_tier` raises ConfigError while the directory cannot be had; `why` it could not."""
+        self.path = path
+        self.note = b""
+        self._open, self._retry_s = open_tier, retry_s
+        self._tier: FileTier | None = None
+        self._outbox = Outbox()
+        self._outbox.put([Suspended(f"{why}; it is tried again by itself", writes_only=False)])
+        self._voids: set[tuple[str | None, bytes | None]] = set()
+        self._lock = threading.Lock()
+        """Of the tier and of voids: none is lost while it opens."""
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._try_again, name="file-late", daemon=True)
+        self._thread.start()
+
+    def _try_again(self) -> None:
+        while not self._leaving.wait(self._retry_s):
+            with self._lock:
+                try:
+                    self._tier = self._open(self._outbox)
+                except ConfigError:
+                    continue
+                for tenant, space in self._voids:
+                    self._tier.void(tenant, space)
+            self._outbox.put([Resumed(writes_only=False)])
+            return
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._tier.taken_bytes if self._tier else 0
+
+    @property
+    def breakers(self) -> tuple[BreakerState, BreakerState]:
+        return self._tier.breakers if self._tier else (BreakerState.OPEN, BreakerState.OPEN)
+
+    def fileno(self) -> int:
+        return self._outbox.fd
+
+    def take_events(self) -> list[FileEvent]:
+        return self._outbox.take()
+
+    def write(self, job: int, scope: Scope, keys: bytes, slots: Any, checksums: bytes) -> bool:
+        return bool(self._tier and self._tier.write(job, scope, keys, slots, checksums))
+
+    def read(
+        self,
+        job: int,
+        scope: Scope,
+        keys: bytes,
+        locations: Any,
+        slots: Any,
+        checksums: bytes = b"",
+    ) -> bool:
+        tier = self._tier
+        return bool(tier and tier.read(job, scope, keys, locations, slots, checksums))
+
+    def void(self, tenant: str | None, space: bytes | None) -> None:
+        with self._lock:
+            if self._tier is not None:
+                self._tier.void(tenant, space)
+                return
+            self._voids.add((tenant, space))
+            if len(self._voids) > VOIDS_MAX:
+                self._voids = {(None, None)}
+                tenant = space = None
+            self._outbox.void(Void(tenant, space, _ANYTHING_OLDER))
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        return bool(self._tier and self._tier.wait_for_voids(timeout_s))
+
+    def reclaim(self, segment: int, keep: Any) -> None:
+        if self._tier is not None:
+            self._tier.reclaim(segment, keep)
+
+    def keep_note(self, note: bytes) -> None:
+        if self._tier is not None:
+            self._tier.keep_note(note)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._leaving.set()
+        self._thread.join()
+        if self._tier is not None:
+            self._tier.close()
+        else:
+            self._outbox.close()
