@@ -31,6 +31,7 @@ from kvstore.engine.events import (
     FileReclaim,
     FileWritten,
     Hangup,
+    Offered,
     Ready,
     Received,
     Release,
@@ -334,11 +335,18 @@ class Engine:
     def held(self, begin_row: int) -> tuple[list[Changed], int]:
         """What the tiers hold, a slice at a time: from row 0 on, until the next row is -1. What
         changes between two slices is told by `Changed`."""
-        residency = self._state.residency
-        held = residency.held(begin_row, HELD_ROWS_MAX)
+        held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
+        return list(self._state.in_words(held)), self._next_row(begin_row)
+
+    def offered(self, begin_row: int) -> tuple[list[Offered], int]:
+        """What peers can have, in the slices of `held`. What changes between two of them is told by
+        `Offered`."""
+        held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
+        return self._state.offers.held(held), self._next_row(begin_row)
+
+    def _next_row(self, begin_row: int) -> int:
         end = begin_row + HELD_ROWS_MAX
-        next_row = end if end < len(residency.table.used_scopes) else -1
-        return list(self._state.in_words(held)), next_row
+        return end if end < len(self._state.residency.table.used_scopes) else -1
 
     def leases(self) -> list[report.LeaseReport]:
         """Leases, at most report.ROWS_MAX."""

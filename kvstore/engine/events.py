@@ -281,6 +281,22 @@ class Changed(msgspec.Struct, frozen=True, gc=False):
     keys: bytes
 
 
+class Offered(msgspec.Struct, frozen=True, gc=False):
+    """Peers can have these blocks from a tier since now, or no more: every shard is in it. Only if
+    EngineConfig.tell_offers. What was never offered may be taken back, and what is offered may be
+    offered again."""
+
+    tier: Tier
+    stored: bool
+    tenant: str
+    space: SpaceId
+    keys: bytes
+
+
+class OffersUntold(msgspec.Struct, frozen=True):
+    """What is held of a space can be judged only since now: `Engine.offered` tells it."""
+
+
 FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
 Command = (
     Send
@@ -291,5 +307,7 @@ Command = (
     | Cleared
     | SwitchedOff
     | Changed
+    | Offered
+    | OffersUntold
     | FileCommand
 )

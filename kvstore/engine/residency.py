@@ -68,6 +68,7 @@ class Residency:
         """Of blocks whose row is gone."""
         self._scopes: dict[Scope, int] = {}
         self._scope_of: dict[int, Scope] = {}
+        self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
         self._next_scope = 1
 
     # ── scopes ───────────────────────────────────────────────────────────────────────────────────
@@ -81,6 +82,7 @@ class Residency:
             self._next_scope += 1
             self._scopes[address] = number
             self._scope_of[number] = address
+            self._shards.setdefault((tenant, space), {})[shard] = number
         return number
 
     def scopes(self) -> dict[Scope, int]:
@@ -94,6 +96,10 @@ class Residency:
             for (its_tenant, its_space, _), number in self._scopes.items()
             if tenant in (None, its_tenant) and space in (None, its_space)
         }
+
+    def shards(self, tenant: str, space: SpaceId) -> dict[Shard, int]:
+        """Scope numbers of a space, by shard; not to be changed."""
+        return self._shards.get((tenant, space), {})
 
     def address(self, scope: int) -> Scope:
         return self._scope_of[scope]
@@ -112,6 +118,10 @@ class Residency:
         for address, number in list(self._scopes.items()):
             if number not in used:
                 del self._scopes[address], self._scope_of[number]
+                tenant, space, shard = address
+                del self._shards[tenant, space][shard]
+                if not self._shards[tenant, space]:
+                    del self._shards[tenant, space]
                 if self._journal is not None:
                     self._journal.forget_scope(number)
 
@@ -208,6 +218,13 @@ class Residency:
         if stamp and len(absent):
             self.tombstones.write(self.table.scopes[absent], self.table.keys[absent], stamp)
         self.table.delete(absent)
+
+    def is_in(self, tier: Tier, scope: int, keys: Keys) -> NDArray[np.bool_]:
+        """Of each key, whether a tier holds its block of this scope."""
+        rows = self.find(scope, keys)
+        if tier is Tier.DRAM:
+            return self.words(rows) >= 0
+        return (rows >= 0) & (self.file[rows] != NOT_IN_FILE)
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────
 

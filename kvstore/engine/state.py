@@ -11,9 +11,17 @@ import msgspec
 import numpy as np
 
 from kvstore.engine.counters import Counters
-from kvstore.engine.events import Changed, Command, Hangup, RaiseGenerations, Send
+from kvstore.engine.events import (
+    Changed,
+    Command,
+    Hangup,
+    OffersUntold,
+    RaiseGenerations,
+    Send,
+)
 from kvstore.engine.journal import Journal
 from kvstore.engine.leases import Leases
+from kvstore.engine.offers import Offers
 from kvstore.engine.owners import Connection, Owner, OwnerKey
 from kvstore.engine.paces import Paces
 from kvstore.engine.policy.disk import AdmissionMode
@@ -66,6 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of dram promised to (model label or tenant); not more in all than there is."""
     tell_changes: bool = False
     """Whether `Changed` commands are wanted."""
+    tell_offers: bool = False
+    """Whether `Offered` commands are wanted."""
 
 
 KNOWN_SPACES_MAX = 1024
@@ -107,7 +117,7 @@ class State:
         self.residency = Residency(
             block_count_max=config.block_count_max,
             word_count=len(self.slots.state),
-            tell_changes=config.tell_changes,
+            tell_changes=config.tell_changes or config.tell_offers,
             journal=journal,
         )
         self.leases = Leases(
@@ -118,6 +128,7 @@ class State:
         self.connections: dict[ConnectionId, Connection] = {}
         self.known: dict[tuple[str, SpaceId], KnownSpace] = {}
         """By tenant and space, the latest session's; at most KNOWN_SPACES_MAX."""
+        self.offers = Offers(self.residency, self.geometry)
         self.off: dict[tuple[str, SpaceId], Off] = {}
         """By tenant and space."""
         self.names = Names()
@@ -162,7 +173,11 @@ class State:
 
     def tell_changes(self) -> None:
         """What tiers gained and lost becomes commands."""
-        self.commands += self.in_words(self.residency.take_changes())
+        changes = self.residency.take_changes()
+        if self.config.tell_changes:
+            self.commands += self.in_words(changes)
+        if self.config.tell_offers:
+            self.commands += self.offers.told(changes)
 
     def in_words(self, changes: Iterable[Change]) -> Iterator[Changed]:
         """Changes with all that is known of their blocks."""
@@ -182,10 +197,17 @@ class State:
 
     def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
         """A session opened: its engine's space in full, in place of the one unused for longest."""
-        self.known.pop(address, None)
+        was_known = self.known.pop(address, None) is not None
+        if self.config.tell_offers and not was_known and self.offers.any_held(address):
+            self.say(OffersUntold())
         self.known[address] = known
         if len(self.known) > KNOWN_SPACES_MAX:
             del self.known[next(iter(self.known))]
+
+    def geometry(self, address: tuple[str, SpaceId]) -> tuple[int, int] | None:
+        """Layers and heads of a space's model; None before there was an engine of it."""
+        known = self.known.get(address)
+        return (known.space.layer_count, known.space.kv_head_count) if known else None
 
     def is_off(self, tenant: str, space: SpaceId, tier: Tier = Tier.DRAM) -> bool:
         """Whether nothing of this space is to be lent from, or stored in, a tier."""

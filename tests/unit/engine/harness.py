@@ -21,6 +21,8 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Hangup,
+    Offered,
+    OffersUntold,
     RaiseGenerations,
     Ready,
     Received,
@@ -139,6 +141,7 @@ class Node:
             "credit_share": 0.25,
             "policy": DEFAULTS.policy,
             "tell_changes": True,
+            "tell_offers": True,
         } | config
         self.config = EngineConfig(
             incarnation=7,
@@ -155,6 +158,10 @@ class Node:
         self.released: list[int] = []
         self.told: set[tuple[Tier, str, SpaceId, Shard, bytes]] = set()
         """What the tiers hold, as the changes tell it."""
+        self.offered: set[tuple[Tier, str, SpaceId, bytes]] = set()
+        """What peers can have, as the offers tell it."""
+        self.untold = 0
+        """Times that offers had to be asked for."""
         self.raised: dict[int, int] = {}
         self._connections = 0
         self.step(Ready(arena if ready_slots is None else ready_slots * SLOT_BYTES_MIN))
@@ -180,11 +187,52 @@ class Node:
                     self.released.append(connection)
                 case Changed():
                     self._hear_change(command)
+                case Offered():
+                    self._hear_offer(command)
+                case OffersUntold():
+                    self.untold += 1
                 case RaiseGenerations(slots=slots, generations=generations):
                     self.raised.update(zip(slots.tolist(), generations.tolist(), strict=True))
         self.engine.check()
         assert self.told == self._held(), "the changes tell another story than the tables"
-        return [command for command in commands if not isinstance(command, Changed)]
+        if any(isinstance(command, OffersUntold) for command in commands):
+            self.ask_offers()
+        if self.config.tell_offers:
+            assert self.offered == self._whole(), "the offers tell another story than the tables"
+        telling = Changed | Offered | OffersUntold
+        return [command for command in commands if not isinstance(command, telling)]
+
+    def ask_offers(self) -> None:
+        """Begin again with what the engine says it holds, slice by slice."""
+        self.offered, row = set(), 0
+        while row >= 0:
+            offers, row = self.engine.offered(row)
+            for offer in offers:
+                self._hear_offer(offer)
+
+    def _hear_offer(self, offer: Offered) -> None:
+        scope = offer.tier, offer.tenant, offer.space
+        keys = {(*scope, offer.keys[at : at + 32]) for at in range(0, len(offer.keys), 32)}
+        assert keys, "an offer of nothing"
+        self.offered = self.offered | keys if offer.stored else self.offered - keys
+
+    def _whole(self) -> set[tuple[Tier, str, SpaceId, bytes]]:
+        """Blocks of which a tier holds every cell, each a layer and a head."""
+        state = self.engine._state
+        cells: dict[tuple[Tier, str, SpaceId, bytes], set[tuple[int, int]]] = defaultdict(set)
+        for tier, tenant, space, shard, key in self.told:
+            cells[tier, tenant, space, key] |= {
+                (layer, head)
+                for layer in range(shard.layer_begin, shard.layer_end)
+                for head in range(shard.head_begin, shard.head_end)
+            }
+        known = {address: its.space for address, its in state.known.items()}
+        return {
+            block
+            for block, there in cells.items()
+            if (space_ := known.get((block[1], block[2]))) is not None
+            and len(there) == space_.layer_count * space_.kv_head_count
+        }
 
     def _hear_change(self, change: Changed) -> None:
         scope = change.tier, change.tenant, change.space, change.shard

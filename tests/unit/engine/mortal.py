@@ -110,7 +110,7 @@ class MortalNode(Node):
         journal = Journal(memory, arena_bytes=c.arena_bytes, slab_bytes=c.slab_bytes)
         self.engine = Engine(config, journal)
         self.lives += 1
-        self.told = set()
+        self.told, self.offered = set(), set()
         words = range(c.arena_bytes // SLOT_BYTES_MIN)
         self.raised = {w * PAGES_PER_GENERATION: config.first_generation for w in words}
         self.step(Ready(c.arena_bytes), self.adopt(journal))

@@ -1,0 +1,132 @@
+"""What peers can have is told exactly. `Node.step` compares it with the tables each time, so every
+test and machine of this folder that moves a block is one of the offers too."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvstore.engine import engine as engine_module
+from kvstore.engine.events import Clear, Command, Offered, OffersUntold
+from kvstore.engine.offers import Offers, _cover
+from kvstore.types import Shard, Tier
+from tests.unit.engine.disk import DiskNode, known
+from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, key
+
+
+def test_who_wants_no_offers_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(tell_offers=False, tell_changes=False)
+    monkeypatch.setattr(node, "_held", set)
+    Peer(node).store(1, 2)
+    assert node.engine.counters.stores_sealed == 2
+    assert not node.offered
+
+
+def test_a_block_is_offered_when_its_last_shard_is_in_and_not_when_one_goes() -> None:
+    node = Node(slots=8)
+    peer = Peer(node, shards=HALVES)
+    peer.store(1)
+    assert {block[3] for block in node.offered} == {key(1)}
+    node.step(Clear(None, None))
+    assert not node.offered
+
+
+def test_half_a_block_is_no_offer() -> None:
+    node = Node()
+    peer = Peer(node, shards=HALVES)
+    peer.store(1, 2)
+    (first, second) = sorted(set(peer_scopes(node)))
+    residency = node.engine._state.residency
+    words = residency.words(residency.rows_in({second}))
+    node.engine._state.empty(words[:1], 0)
+    node.tick()
+    assert len(node.offered) == 1
+    node.engine._state.empty(residency.words(residency.rows_in({first})), 0)
+    node.tick()
+    assert not node.offered
+
+
+def peer_scopes(node: Node) -> list[int]:
+    return list(node.engine._state.residency.scopes().values())
+
+
+def test_a_block_that_two_kinds_of_engines_stored_stays_while_either_is_whole() -> None:
+    node = Node()
+    Peer(node, "one").store(1)
+    Peer(node, "two", shards=HALVES).store(1)
+    residency = node.engine._state.residency
+    whole = residency.scopes()[("t", next(iter(node.offered))[2], WHOLE)]
+    node.engine._state.empty(residency.words(residency.rows_in({whole})), 0)
+    node.tick()
+    assert len(node.offered) == 1
+
+
+def test_what_lies_on_disk_is_offered_once_an_engine_says_what_is_whole() -> None:
+    node = DiskNode()
+    node.step(known(5, 6))
+    assert not node.offered
+    assert node.untold == 0
+    Peer(node)
+    assert {(block[0], block[3]) for block in node.offered} == {
+        (Tier.FILE, key(5)),
+        (Tier.FILE, key(6)),
+    }
+    assert node.untold == 1
+    Peer(node, "another")
+    assert node.untold == 1
+
+
+@given(
+    slice_rows=st.integers(1, 9),
+    one=st.sets(st.integers(0, 11)),
+    two=st.sets(st.integers(0, 11)),
+    cleared=st.booleans(),
+)
+@example(slice_rows=1, one={1}, two={1}, cleared=False)
+def test_slices_add_up_to_what_was_told(
+    slice_rows: int, one: set[int], two: set[int], *, cleared: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "HELD_ROWS_MAX", slice_rows)
+        node = DiskNode()
+        first, second = Peer(node), Peer(node, "b", shards=HALVES)
+        first.store(*sorted(one)[:4])
+        if cleared:
+            node.step(Clear(None, "t"))
+        second.store(*sorted(two)[:4])
+        node.write_all()
+        told = set(node.offered)
+        node.ask_offers()
+        assert node.offered == told
+
+
+@pytest.mark.parametrize(
+    ("shards", "whole"),
+    [
+        ([WHOLE], True),
+        (list(HALVES), True),
+        ([HALVES[0]], False),
+        ([], False),
+        ([Shard(0, 2, 0, HEADS), Shard(2, LAYERS, 0, 1)], False),
+        ([Shard(0, 2, 0, HEADS), Shard(1, LAYERS, 0, HEADS)], True),
+    ],
+)
+def test_what_covers(shards: list[Shard], *, whole: bool) -> None:
+    assert _cover(frozenset(shards), (SMALL.layer_count, SMALL.kv_head_count)) is whole
+
+
+def test_an_offer_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Offers, changes: object) -> list[Command]:
+        return []
+
+    node = Node()
+    peer = Peer(node)
+    monkeypatch.setattr(Offers, "told", broken)
+    with pytest.raises(AssertionError, match="offers tell another story"):
+        peer.store(1)
+
+
+def test_offers_name_no_shard_and_no_token() -> None:
+    assert Offered.__struct_fields__ == ("tier", "stored", "tenant", "space", "keys")
+    assert OffersUntold.__struct_fields__ == ()
