@@ -1,0 +1,311 @@
+"""What one node says to one replica of the index, and how far to believe it: no blocks in here.
+
+    Hello ─▶ EXACT ⇄ ASKED ─▶ FILLING ─▶ EXACT       words in, `Heard` out; `index.py` applies it
+
+A feed is an ordered stream that the node dials. Each `Delta` has the next sequence number, and a
+`Beat` repeats the last. Whatever does not fit (a number left out, another count at Hello) is a gap,
+and the node is asked for a snapshot. A `Part` of a snapshot is what the node offers **when the part
+is written**, and carries the number of the last delta before it: deltas may stand between parts.
+
+Time is an argument, in milliseconds of a clock that does not go back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import Final
+
+import msgspec
+
+from kvstore.types import Incarnation, SpaceId, Tier
+
+BEAT_MS: Final = 1000
+"""A node that has nothing to say repeats itself this often."""
+STALE_MS: Final = 2000
+"""Silent for so long: stale."""
+OUT_MS: Final = 3000
+"""Silent for so long: in no answer."""
+FORGET_MS: Final = 60_000
+"""Silent for so long: its blocks are forgotten, and a snapshot is needed to come back."""
+ASK_AGAIN_MS: Final = 3000
+"""A snapshot that does not begin or go on for so long is asked for again."""
+_REPLACED_MAX: Final = 8
+"""So many incarnations that were replaced are remembered, lest a late Hello brings one back."""
+
+
+class Trust(enum.IntEnum):
+    """How far an answer can be believed. The order is that of doubt."""
+
+    EXACT = 0
+    """All that the node said up to its last sequence number."""
+    CATCHING_UP = 1
+    """What is told was true when it was told; more may be there."""
+    STALE = 2
+    """Silent, or its stream broke: it may be gone."""
+
+
+class Stored(msgspec.Struct, frozen=True, tag=True):
+    """The node now offers these blocks."""
+
+    tenant: str
+    space: SpaceId
+    tier: Tier
+    keys: bytes
+    """32 bytes each, in chain order where there is one."""
+    engine: str = ""
+    """Whose memory; empty: the node's own."""
+    rank: int = 0
+
+
+class Removed(msgspec.Struct, frozen=True, tag=True):
+    """The node offers these blocks no more; no error if it did not."""
+
+    tenant: str
+    space: SpaceId
+    tier: Tier
+    keys: bytes
+    engine: str = ""
+    rank: int = 0
+
+
+class Cleared(msgspec.Struct, frozen=True, tag=True):
+    """The node and its engines hold nothing of (tenant, space) any more."""
+
+    tenant: str
+    space: SpaceId
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """This engine's memory is empty or gone, in every space."""
+
+    engine: str
+    rank: int = 0
+
+
+Change = Stored | Removed | Cleared | Left
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Opens a stream. `node` is the name in the certificate, here and in all that follows."""
+
+    node: str
+    incarnation: Incarnation
+    stream: int
+    """Counts the streams that this incarnation dialled to this replica."""
+    sequence: int
+    """Of the last delta that the node made: 0 when it never offered anything."""
+    address: str = ""
+    """Where peers find the node."""
+
+
+class Delta(msgspec.Struct, frozen=True, tag=True):
+    """What changed, in order."""
+
+    node: str
+    incarnation: Incarnation
+    stream: int
+    sequence: int
+    changes: tuple[Change, ...]
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The node lives; `sequence` is that of its last delta."""
+
+    node: str
+    incarnation: Incarnation
+    stream: int
+    sequence: int
+
+
+class Part(msgspec.Struct, frozen=True, tag=True):
+    """A piece of a snapshot: number 0, 1, … of all that the node offers."""
+
+    node: str
+    incarnation: Incarnation
+    stream: int
+    sequence: int
+    """Of the last delta before this part."""
+    number: int
+    is_last: bool
+    stored: tuple[Stored, ...]
+
+
+class Closed(msgspec.Struct, frozen=True, tag=True):
+    """The stream ended or broke."""
+
+    node: str
+    incarnation: Incarnation
+    stream: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Somebody tried to connect to the node and was refused: out until the node speaks again."""
+
+    node: str
+
+
+Word = Delta | Beat | Part
+"""What comes on an open stream."""
+Event = Hello | Word | Closed | Refused
+
+
+class Verdict(enum.Enum):
+    """What the replica does with the stream after an event."""
+
+    GO_ON = "go on"
+    ASK = "ask"
+    """Ask the node for a snapshot."""
+    CLOSE = "close"
+    """The stream is not, or no longer, the node's: close it. Nothing of the event was taken."""
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """Outcome of one event: what happens to the stream, and to what the node said so far.
+
+    In this order: `forget`, `abandon`, `begin`, the changes if `apply`, `complete`.
+    """
+
+    verdict: Verdict
+    forget: bool = False
+    """All that the node ever said is void."""
+    abandon: bool = False
+    """The snapshot that was coming is void."""
+    begin: bool = False
+    """A snapshot begins."""
+    apply: bool = False
+    complete: bool = False
+    """The snapshot is whole: what is neither in it nor told meanwhile is void."""
+
+
+_CLOSE: Final = Heard(Verdict.CLOSE)
+_GO_ON: Final = Heard(Verdict.GO_ON)
+
+
+class _Phase(enum.Enum):
+    EXACT = enum.auto()
+    ASKED = enum.auto()
+    FILLING = enum.auto()
+
+
+class Feed:
+    """One node. Made by its first Hello, which is then heard like any other."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.sequence = 0
+        self._incarnation = Incarnation(0)
+        self._replaced: deque[Incarnation] = deque(maxlen=_REPLACED_MAX)
+        self._stream = 0
+        self._open = False
+        self._refused = False
+        self._heard_ms = 0
+        self._awaited_ms = 0
+        """When a snapshot was asked for, or its last part came."""
+        self._phase = _Phase.EXACT
+        self._parts = 0
+        """Of the snapshot that is coming, so far."""
+
+    def hear(self, event: Event, now_ms: int) -> Heard:
+        """Take in an event of this node."""
+        match event:
+            case Hello():
+                return self._hello(event, now_ms)
+            case Refused():
+                self._refused = True
+                return _GO_ON
+        if (event.incarnation, event.stream) != (self._incarnation, self._stream):
+            return _CLOSE
+        if isinstance(event, Closed):
+            self._open = False
+            return _GO_ON
+        if not self._open:
+            return _CLOSE
+        self._spoke(now_ms)
+        match event:
+            case Delta():
+                return self._delta(event.sequence, now_ms)
+            case Beat():
+                return self._beat(event.sequence, now_ms)
+            case Part():
+                return self._part(event, now_ms)
+
+    def trust(self, now_ms: int) -> Trust | None:
+        """None: in no answer."""
+        silent_ms = now_ms - self._heard_ms
+        if self._refused or silent_ms >= OUT_MS:
+            return None
+        if not self._open or silent_ms >= STALE_MS:
+            return Trust.STALE
+        return Trust.EXACT if self._phase is _Phase.EXACT else Trust.CATCHING_UP
+
+    def until_ms(self, now_ms: int) -> int:
+        """Silence may change `trust` or `is_lost` then, not before."""
+        ages = (STALE_MS, OUT_MS, FORGET_MS)
+        return min((t for age in ages if (t := self._heard_ms + age) > now_ms), default=now_ms + 1)
+
+    def is_lost(self, now_ms: int) -> bool:
+        """Silent for so long that its blocks are to be forgotten."""
+        return now_ms - self._heard_ms >= FORGET_MS
+
+    def _spoke(self, now_ms: int) -> None:
+        self._heard_ms = max(now_ms, self._heard_ms)
+        self._refused = False
+
+    def _hello(self, hello: Hello, now_ms: int) -> Heard:
+        is_new = hello.incarnation != self._incarnation
+        if hello.incarnation in self._replaced or (not is_new and hello.stream <= self._stream):
+            return _CLOSE
+        if is_new and self._incarnation:
+            self._replaced.append(self._incarnation)
+        self._incarnation, self._stream, self._open = hello.incarnation, hello.stream, True
+        self.address = hello.address
+        self._spoke(now_ms)
+        if is_new:
+            self._phase, self.sequence = _Phase.EXACT, 0
+        abandon = self._phase is _Phase.FILLING
+        if abandon or self._phase is _Phase.ASKED or hello.sequence != self.sequence:
+            self.sequence = hello.sequence
+            return self._ask(now_ms, forget=is_new, abandon=abandon)
+        return Heard(Verdict.GO_ON, forget=is_new)
+
+    def _ask(
+        self, now_ms: int, *, forget: bool = False, abandon: bool = False, apply: bool = False
+    ) -> Heard:
+        self._phase, self._awaited_ms = _Phase.ASKED, now_ms
+        return Heard(Verdict.ASK, forget=forget, abandon=abandon, apply=apply)
+
+    def _delta(self, sequence: int, now_ms: int) -> Heard:
+        if sequence <= self.sequence:
+            return _GO_ON  # heard before
+        is_next = sequence == self.sequence + 1
+        self.sequence = sequence
+        if is_next or self._phase is _Phase.ASKED:
+            return Heard(Verdict.GO_ON, apply=True)
+        return self._ask(now_ms, abandon=self._phase is _Phase.FILLING, apply=True)
+
+    def _beat(self, sequence: int, now_ms: int) -> Heard:
+        lacks_delta = sequence > self.sequence and self._phase is not _Phase.ASKED
+        is_late = self._phase is not _Phase.EXACT and now_ms - self._awaited_ms >= ASK_AGAIN_MS
+        if not lacks_delta and not is_late:
+            return _GO_ON
+        self.sequence = max(sequence, self.sequence)
+        return self._ask(now_ms, abandon=self._phase is _Phase.FILLING)
+
+    def _part(self, part: Part, now_ms: int) -> Heard:
+        abandon = self._phase is _Phase.FILLING
+        begin = part.number == 0
+        if begin:
+            fits = part.sequence >= self.sequence
+        elif not abandon or part.number < self._parts:
+            return _GO_ON  # of a snapshot that was given up, or heard before
+        else:
+            fits = part.number == self._parts and part.sequence == self.sequence
+        if not fits:
+            return self._ask(now_ms, abandon=abandon)
+        self.sequence = part.sequence
+        self._parts, self._awaited_ms = part.number + 1, now_ms
+        self._phase = _Phase.EXACT if part.is_last else _Phase.FILLING
+        return Heard(
+            Verdict.GO_ON, abandon=abandon and begin, begin=begin, apply=True, complete=part.is_last
+        )

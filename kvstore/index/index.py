@@ -1,0 +1,257 @@
+"""The global prefix index: which holder has how much of a prompt, by what nodes say of themselves.
+
+    Event ─▶ Feed (believe it?) ─▶ Holdings (void, show, store, remove)        match ─▶ Answer
+
+Here lives which `Holdings` slot stands for which (node, engine, rank) in which (tenant, space), and
+nothing else: `feed.py` decides what is believed, `holdings.py` keeps it. A snapshot over older
+words fills hidden slots beside them; at its end they are shown and the older ones void. Deltas that
+come meanwhile go to both.
+
+Pure: time is an argument. Bounded: `entry_count_max` (block, holder) pairs, `slot_count_max` slots,
+`node_count_max` nodes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from kvstore.index.feed import (
+    OUT_MS,
+    Change,
+    Cleared,
+    Delta,
+    Event,
+    Feed,
+    Hello,
+    Left,
+    Part,
+    Removed,
+    Stored,
+    Trust,
+    Verdict,
+)
+from kvstore.index.holdings import Holdings
+from kvstore.types import SpaceId
+
+SWEEP_ROWS: Final = 100_000
+"""Rows that one `tick` looks at: about a millisecond."""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Whose memory: an engine's (tier hbm), or with an empty engine the node's own."""
+
+    node: str
+    engine: str = ""
+    rank: int = 0
+
+
+class Match(msgspec.Struct, frozen=True):
+    """Leading blocks of the question that a holder has in this tier or a faster one."""
+
+    holder: Holder
+    hbm_blocks: int
+    dram_blocks: int
+    file_blocks: int
+    trust: Trust
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Who holds the first block, and how far he goes."""
+
+    trust: Trust
+    """EXACT: nobody else holds it, by what the nodes said. CATCHING_UP: somebody may."""
+    matches: list[Match]
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """Sizes now, and what was counted since the start."""
+
+    entry_count: int
+    """(block, holder) pairs, those of void slots until they are swept included."""
+    block_count: int
+    slot_count: int
+    node_count: int
+    memory_bytes: int
+    evicted_count: int
+    """Blocks that left because the index was full."""
+
+
+class _Node:
+    """What the index keeps of a node beside its blocks. `coming`: the slots of a snapshot that
+    fills while older ones answer."""
+
+    def __init__(self) -> None:
+        self.feed = Feed()
+        self.slots: dict[_Place, int] = {}
+        self.coming: dict[_Place, int] | None = None
+        self.is_short = False
+        """Something it said found no room."""
+        self.trust: Trust | None = None
+
+
+_Place = tuple[str, int, str, SpaceId]
+"""Engine, rank, tenant, space."""
+
+
+class Index:
+    """One replica."""
+
+    def __init__(
+        self,
+        *,
+        entry_count_max: int,
+        now_ms: int,
+        slot_count_max: int = 1 << 14,
+        node_count_max: int = 4096,
+        seed: int = 1,
+    ) -> None:
+        self._holdings = Holdings(
+            entry_count_max=entry_count_max, slot_count_max=slot_count_max, seed=seed
+        )
+        self._nodes: dict[str, _Node] = {}
+        self._node_count_max = node_count_max
+        self._owners: dict[int, tuple[Holder, _Node]] = {}
+        """By slot."""
+        self._young_until_ms = now_ms + OUT_MS
+        self._review_ms = now_ms
+        """Until then no silence changes what is believed of a node."""
+        self._others: Trust = Trust.EXACT
+
+    def hear(self, event: Event, now_ms: int) -> Verdict:
+        """Take in what a node said, or what happened to its stream."""
+        node = self._nodes.get(event.node)
+        if node is None:
+            if not isinstance(event, Hello) or len(self._nodes) >= self._node_count_max:
+                return Verdict.CLOSE
+            node = self._nodes[event.node] = _Node()
+        heard = node.feed.hear(event, now_ms)
+        self._review_ms = now_ms
+        if heard.forget:
+            self._forget(node)
+        if heard.abandon:
+            self._abandon(node)
+        if heard.begin:
+            node.is_short = False
+            node.coming = {} if node.slots else None
+        if heard.apply and isinstance(event, Delta):
+            for change in event.changes:
+                self._change(event.node, node, change)
+        if heard.apply and isinstance(event, Part):
+            for stored in event.stored:
+                self._store(event.node, node, stored, node.coming)
+        if heard.complete:
+            self._complete(node)
+        return heard.verdict
+
+    def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
+        """The longest prefix of `keys` (32 bytes each) that each holder has."""
+        if now_ms >= self._review_ms:
+            self._review(now_ms)
+        matches = []
+        for slot, hbm, dram, file, lost in self._holdings.match(tenant, space, keys):
+            holder, node = self._owners[slot]
+            trust = node.trust
+            if trust is not None:
+                if lost and trust is Trust.EXACT:
+                    trust = Trust.CATCHING_UP
+                matches.append(Match(holder, hbm, dram, file, trust))
+        is_young = now_ms < self._young_until_ms
+        return Answer(Trust.CATCHING_UP if is_young else self._others, matches)
+
+    def tick(self, now_ms: int) -> None:
+        """Regular work, a bounded piece at a time: forget who is lost, reclaim what is void."""
+        if now_ms >= self._review_ms:
+            self._review(now_ms)
+        self._holdings.sweep(SWEEP_ROWS)
+
+    def address(self, node: str) -> str | None:
+        """Where peers find the node; None when it is not there, or out."""
+        known = self._nodes.get(node)
+        return None if known is None or known.trust is None else known.feed.address
+
+    def statistics(self) -> Statistics:
+        """Sizes and counts."""
+        holdings = self._holdings
+        return Statistics(
+            entry_count=holdings.entry_count,
+            block_count=holdings.block_count,
+            slot_count=len(self._owners),
+            node_count=len(self._nodes),
+            memory_bytes=holdings.memory_bytes,
+            evicted_count=holdings.evicted_count,
+        )
+
+    def _review(self, now_ms: int) -> None:
+        """What time, and what was heard since, changed in what is believed of each node."""
+        for name in [name for name, node in self._nodes.items() if node.feed.is_lost(now_ms)]:
+            self._forget(self._nodes.pop(name))
+        self._others = Trust.EXACT
+        self._review_ms = now_ms + OUT_MS
+        for node in self._nodes.values():
+            trust = node.feed.trust(now_ms)
+            if trust is Trust.EXACT and node.is_short:
+                trust = Trust.CATCHING_UP
+            node.trust = trust
+            if trust is not None and trust is not Trust.EXACT:
+                self._others = Trust.CATCHING_UP
+            self._review_ms = min(self._review_ms, node.feed.until_ms(now_ms))
+
+    def _change(self, name: str, node: _Node, change: Change) -> None:
+        both = [node.slots] if node.coming is None else [node.slots, node.coming]
+        for slots in both:
+            match change:
+                case Stored():
+                    self._store(name, node, change, slots)
+                case Removed():
+                    place = (change.engine, change.rank, change.tenant, change.space)
+                    slot = slots.get(place)
+                    if slot is not None:
+                        self._holdings.removed(slot, change.tier, change.keys)
+                case Cleared(tenant, space):
+                    self._void(slots, [p for p in slots if p[2:] == (tenant, space)])
+                case Left(engine, rank):
+                    self._void(slots, [p for p in slots if p[:2] == (engine, rank)])
+
+    def _store(
+        self, name: str, node: _Node, stored: Stored, slots: dict[_Place, int] | None
+    ) -> None:
+        """`slots` None: those that answer."""
+        if slots is None:
+            slots = node.slots
+        place = (stored.engine, stored.rank, stored.tenant, stored.space)
+        slot = slots.get(place)
+        if slot is None:
+            is_hidden = slots is node.coming
+            slot = self._holdings.open(stored.tenant, stored.space, is_hidden=is_hidden)
+            if slot is None:
+                node.is_short = True
+                return
+            slots[place] = slot
+            self._owners[slot] = (Holder(name, stored.engine, stored.rank), node)
+        self._holdings.stored(slot, stored.tier, stored.keys)
+
+    def _void(self, slots: dict[_Place, int], places: list[_Place]) -> None:
+        for place in places:
+            slot = slots.pop(place)
+            del self._owners[slot]
+            self._holdings.void(slot)
+
+    def _abandon(self, node: _Node) -> None:
+        if node.coming is not None:
+            self._void(node.coming, list(node.coming))
+            node.coming = None
+
+    def _complete(self, node: _Node) -> None:
+        if node.coming is None:
+            return
+        self._void(node.slots, list(node.slots))
+        for slot in node.coming.values():
+            self._holdings.show(slot)
+        node.slots, node.coming = node.coming, None
+
+    def _forget(self, node: _Node) -> None:
+        self._abandon(node)
+        self._void(node.slots, list(node.slots))
+        node.is_short = False
