@@ -223,8 +223,10 @@ class Residency:
         """Of each key, whether a tier holds its block of this scope."""
         rows = self.find(scope, keys)
         if tier is Tier.DRAM:
-            return self.words(rows) >= 0
-        return (rows >= 0) & (self.file[rows] != NOT_IN_FILE)
+            found: NDArray[np.bool_] = self.words(rows) >= 0
+        else:
+            found = (rows >= 0) & (self.file[rows] != NOT_IN_FILE)
+        return found
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────
 

@@ -230,6 +230,11 @@ class Feed:
             case Part():
                 return self._part(event, now_ms)
 
+    @property
+    def incarnation(self) -> Incarnation:
+        """Of the stream that is heard."""
+        return self._incarnation
+
     def trust(self, now_ms: int) -> Trust | None:
         """None: in no answer."""
         silent_ms = now_ms - self._heard_ms

@@ -33,7 +33,7 @@ from kvstore.index.feed import (
     Verdict,
 )
 from kvstore.index.holdings import Holdings
-from kvstore.types import SpaceId
+from kvstore.types import Incarnation, SpaceId
 
 SWEEP_ROWS: Final = 100_000
 """Rows that one `tick` looks at: about a millisecond."""
@@ -63,6 +63,18 @@ class Answer(msgspec.Struct, frozen=True):
     trust: Trust
     """EXACT: nobody else holds it, by what the nodes said. CATCHING_UP: somebody may."""
     matches: list[Match]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A node, as it is believed."""
+
+    node: str
+    incarnation: Incarnation
+    address: str
+    """Where peers find it; empty: they do not."""
+    trust: Trust | None
+    """None: in no answer."""
+    sequence: int
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -165,6 +177,14 @@ class Index:
         if now_ms >= self._review_ms:
             self._review(now_ms)
         self._holdings.sweep(SWEEP_ROWS)
+
+    def nodes(self, now_ms: int) -> list[Member]:
+        """Everybody who is not forgotten, by name."""
+        self._review(now_ms)
+        return [
+            Member(name, node.feed.incarnation, node.feed.address, node.trust, node.feed.sequence)
+            for name, node in sorted(self._nodes.items())
+        ]
 
     def address(self, node: str) -> str | None:
         """Where peers find the node; None when it is not there, or out."""

@@ -176,6 +176,16 @@ METRICS: Final = (
             ("used", "Slots of dram that its engines have; may be more than is promised."),
         )
     ),
+    Metric("kvstore_feeds", "gauge", "", (), "Replicas of the index that are being told."),
+    *(
+        Metric(f"kvstore_feed_{name}_total", "counter", "", (), text)
+        for name, text in (
+            ("deltas", "Messages about changes, to all replicas together."),
+            ("snapshots", "Times a replica was told everything."),
+            ("keys_lost", "Keys that were not told as they changed: snapshots told them."),
+            ("streams", "Streams to replicas that were begun."),
+        )
+    ),
     Metric("kvstore_sessions", "gauge", "", (), "Engines whose ranks are all attached."),
     Metric("kvstore_leases", "gauge", "", (), "Runs of blocks that engines are reading."),
     *(
@@ -221,7 +231,30 @@ METRICS: Final = (
         )
     ),
 )
-BY_NAME: Final = {metric.name: metric for metric in METRICS}
+INDEX_METRICS: Final = (
+    Metric("kvstore_index_info", "gauge", "", ("version",), "1, of a replica by itself."),
+    Metric("kvstore_index_entries", "gauge", "", (), "Blocks in the index, by holder."),
+    Metric("kvstore_index_blocks", "gauge", "", (), "Distinct blocks in the index."),
+    Metric("kvstore_index_memory_bytes", "gauge", "bytes", (), "What the tables of it take."),
+    Metric("kvstore_index_nodes", "gauge", "", ("trust",), "Nodes, by how far they are believed."),
+    Metric("kvstore_index_feeds", "gauge", "", (), "Streams of nodes that are open."),
+    Metric("kvstore_index_watchers", "gauge", "", (), "Callers that watch."),
+    *(
+        Metric(f"kvstore_index_{name}_total", "counter", "", (), text)
+        for name, text in (
+            ("evictions", "Blocks that left because the index was full."),
+            ("matches", "Prompts looked up."),
+            ("words", "Deltas, beats and parts of snapshots that nodes said."),
+            ("keys_told", "Keys that were in them."),
+            ("snapshots_asked", "Times a node was asked for all it holds."),
+            ("words_refused", "Words of nodes that were malformed."),
+            ("feeds_refused", "Streams whose certificate is of another node, or none."),
+            ("watchers_dropped", "Callers that did not read what they watch."),
+        )
+    ),
+)
+"""Of a replica of the index, by itself or inside a node."""
+BY_NAME: Final = {metric.name: metric for metric in (*METRICS, *INDEX_METRICS)}
 
 Sample = tuple[Sequence[str], float]
 

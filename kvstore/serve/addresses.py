@@ -1,18 +1,29 @@
-"""Addresses in flags: HOST:PORT, and the endpoints of KV events.
+"""Addresses in flags: HOST:PORT, where pages are, and the endpoints of KV events.
 
-Does not cover: whether an address may be reached from elsewhere (`config`), but for KV events over
-TCP, which need --insecure for that.
+An address that other machines reach must be meant: pages need --metrics-beyond-loopback for it, KV
+events --insecure.
 """
 
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.errors import ConfigError
 
 EXAMPLE_EVENTS: Final = "ipc:///run/kvstore/events"
 PORT_MAX: Final = 65535
+DEFAULT_METRICS: Final = "127.0.0.1:9464"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpConfig:
+    """Where /metrics and /healthz are served."""
+
+    host: str
+    port: int
+    """0: the kernel chooses; the ready line tells."""
 
 
 def tcp_endpoints(place: str, *, insecure: bool) -> tuple[tuple[str, str], bool]:
@@ -49,3 +60,21 @@ def address_of(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address
     except ValueError:
         return None
     return (address, number) if colon and 0 <= number <= PORT_MAX else None
+
+
+def http_config(text: str | bool, *, beyond_loopback: bool) -> HttpConfig | None:
+    """Where pages are; None: nowhere. Raises ConfigError."""
+    if text is False or text == "off":  # YAML reads a bare off as false
+        return None
+    found = address_of(str(text))
+    if found is None:
+        raise ConfigError(
+            f"metrics {text!r} must be an IP address and a port, such as {DEFAULT_METRICS}, or off"
+        )
+    address, number = found
+    if not address.is_loopback and not beyond_loopback:
+        raise ConfigError(
+            f"metrics on {address} can be read from other machines: use 127.0.0.1, or add"
+            " --metrics-beyond-loopback if that is meant"
+        )
+    return HttpConfig(host=str(address), port=number)

@@ -2,7 +2,7 @@
 
 Covers: every setting with its default and meaning, sizes that fit the machine, the sentence an
 operator reads when one does not. Does not cover: how the command line is spelled
-(`kvstore.serve.main`).
+(`kvstore.serve.main`), addresses (`addresses`), what is about a cluster (`cluster`).
 
 Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
 text that is no size; dram larger than the memory there is; slab larger than dram; an address
@@ -17,10 +17,10 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 import yaml
@@ -31,7 +31,14 @@ from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.engine.quotas import QUOTA_COUNT_MAX
 from kvstore.engine.writes import MOVING_SHARE
 from kvstore.errors import ConfigError
-from kvstore.serve.addresses import address_of, no_events_address, tcp_endpoints
+from kvstore.serve.addresses import (
+    DEFAULT_METRICS,
+    HttpConfig,
+    http_config,
+    no_events_address,
+    tcp_endpoints,
+)
+from kvstore.serve.cluster import ClusterConfig, TlsSettings, resolve_cluster
 from kvstore.serve.machine import available_memory, file_system_bytes
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate
@@ -39,7 +46,6 @@ from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import KIB, MIB, format_size, parse_size
 
 DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
-DEFAULT_METRICS: Final = "127.0.0.1:9464"
 DEFAULT_POLICY: Final = "lru"
 DEFAULT_ADMISSION: Final = AdmissionMode.ALL
 HASH_FORMS: Final = ("int", "bytes")
@@ -61,15 +67,7 @@ KIND_NAMES: Final = {
 }
 """What msgspec's types are called in a configuration file."""
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-
-
-@dataclass(frozen=True, kw_only=True)
-class HttpConfig:
-    """Where /metrics and /healthz are served."""
-
-    host: str
-    port: int
-    """0: the kernel chooses; the ready line tells."""
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +105,8 @@ class NodeConfig:
     """How fast dram and file are verified in the background, each; None: not at all."""
     http: HttpConfig | None
     events: EventsConfig | None
+    cluster: ClusterConfig | None
+    """Whom this node tells what it holds; None: nobody."""
     quotas: tuple[tuple[str, int], ...]
     """Bytes of dram promised to (model label or tenant)."""
     allow_uids: frozenset[int]
@@ -133,6 +133,13 @@ class Settings(
     events: str | bool = "off"
     event_hashes: str | None = None
     insecure: bool = False
+    index: list[str] | str | None = None
+    index_listen: str | None = None
+    index_entries: str | int | None = None
+    peer_listen: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
     quota: dict[str, str | int] | None = None
     allow_uid: list[int] | int | None = None
     log_level: str = "info"
@@ -161,11 +168,16 @@ def load_config(
     Raises:
         ConfigError: one sentence: what is wrong and how to mend it.
     """
+    return _resolve(convert_settings(path, flags, Settings), arena)
+
+
+def convert_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -> _S:
+    """The settings of `read_settings` as a struct of these. Raises ConfigError."""
     try:
-        settings = msgspec.convert(read_settings(path, flags), Settings)
+        return msgspec.convert(read_settings(path, flags), kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(error, path)) from None
-    return _resolve(settings, arena)
+        names = [field.encode_name for field in msgspec.structs.fields(kind)]
+        raise ConfigError(_explain(error, path, names)) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -198,9 +210,8 @@ def _refuse_duplicates(document: yaml.Node | None, path: Path) -> None:
                 raise ConfigError(f"--config {path} has {name!r} twice: keep one of them")
 
 
-def _explain(error: msgspec.ValidationError, path: Path | None) -> str:
+def _explain(error: msgspec.ValidationError, path: Path | None, names: Sequence[str]) -> str:
     where = f"--config {path}" if path else "configuration"
-    names = [field.encode_name for field in msgspec.structs.fields(Settings)]
     unknown = re.search(r"unknown field `(.*)`", str(error))
     if unknown:
         return f"{where}: unknown key {unknown[1]!r}; known keys are {', '.join(names)}"
@@ -223,8 +234,8 @@ def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
     scrub = _scrub(settings.scrub)
     if settings.node_name is not None and not _has_use_for_a_name(settings):
         raise ConfigError(
-            "node-name is for a shared directory and for events: add ',shared' to --file, or"
-            " --events, or leave it out"
+            "node-name is for a shared directory, for events and for a cluster: add ',shared' to"
+            " --file, or --events, or --index, or leave it out"
         )
     return NodeConfig(
         socket=_socket(settings.socket),
@@ -236,8 +247,9 @@ def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
         file_admission=_file_admission(settings),
         file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
         scrub=scrub,
-        http=_http(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
+        http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         events=_events(settings),
+        cluster=_cluster(settings),
         quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes),
         allow_uids=_uids(settings.allow_uid),
         log_level=level,
@@ -246,7 +258,21 @@ def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
 
 def _has_use_for_a_name(settings: Settings) -> bool:
     has_events = settings.events not in (False, "off")
-    return has_events or (settings.file or "").endswith(",shared")
+    has_cluster = bool(settings.index) or settings.index_listen is not None
+    return has_events or has_cluster or (settings.file or "").endswith(",shared")
+
+
+def _cluster(settings: Settings) -> ClusterConfig | None:
+    return resolve_cluster(
+        indexes=[settings.index] if isinstance(settings.index, str) else settings.index or [],
+        index_listen=settings.index_listen,
+        index_entries=settings.index_entries,
+        peer_listen=settings.peer_listen,
+        node_name=settings.node_name,
+        tls=TlsSettings(
+            ca=settings.ca, cert=settings.cert, key=settings.key, insecure=settings.insecure
+        ),
+    )
 
 
 def _file(
@@ -390,23 +416,6 @@ def _socket(text: str) -> Path:
             " have: choose a shorter one"
         )
     return path
-
-
-def _http(text: str | bool, *, beyond_loopback: bool) -> HttpConfig | None:
-    if text is False or text == "off":  # YAML reads a bare off as false
-        return None
-    found = address_of(str(text))
-    if found is None:
-        raise ConfigError(
-            f"metrics {text!r} must be an IP address and a port, such as {DEFAULT_METRICS}, or off"
-        )
-    address, number = found
-    if not address.is_loopback and not beyond_loopback:
-        raise ConfigError(
-            f"metrics on {address} can be read from other machines: use 127.0.0.1, or add"
-            " --metrics-beyond-loopback if that is meant"
-        )
-    return HttpConfig(host=str(address), port=number)
 
 
 def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[str, int], ...]:

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-CONTROL_VERSION: Final = 1
+CONTROL_VERSION: Final = 2
 """A supervisor stays as it was started: code of another version cannot serve under it."""
 METRICS, STORE = "metrics", "store"
 PLACES: Final = frozenset({METRICS, STORE})
@@ -69,6 +69,7 @@ class Places(Control, frozen=True):
     metrics_port: int = 0
     events: str = ""
     events_replay: str = ""
+    index_port: int = 0
 
 
 class Begin(Control, frozen=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.engine.events import (
     Admit,
@@ -19,6 +19,8 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Hangup,
+    Offered,
+    OffersUntold,
     RaiseGenerations,
     Release,
     Send,
@@ -30,6 +32,9 @@ from kvstore.serve.attach import Attach, Sent
 from kvstore.serve.files import FileEnd
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import encode
+
+if TYPE_CHECKING:
+    from kvstore.serve.feed import Feeder
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +63,10 @@ class Executor:
         generation_fd: int,
         files: FileEnd | None = None,
         publish: Callable[[Changed], None] | None = None,
+        feeder: Feeder | None = None,
     ) -> None:
         self._publish = publish
+        self._feeder = feeder
         self._tier = tier
         self._files = files
         self._attach = attach
@@ -106,10 +113,19 @@ class Executor:
                 case Changed():
                     assert self._publish is not None, "a change that nobody asked for"
                     self._publish(command)
+                case Offered() | OffersUntold():
+                    self._offer(command)
                 case _:
                     assert self._files is not None, "a file command without a file tier"
                     events += self._files.carry_out(command)
         return Outcome(events, cleared_blocks)
+
+    def _offer(self, command: Offered | OffersUntold) -> None:
+        assert self._feeder is not None, "an offer that nobody asked for"
+        if isinstance(command, Offered):
+            self._feeder.put(command)
+        else:
+            self._feeder.lose()
 
     def _send(
         self,

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from kvstore.errors import ConfigError
-from kvstore.serve.config import HttpConfig
+from kvstore.serve.addresses import HttpConfig
 
 HEAD_BYTES_MAX: Final = 8 << 10
 HEAD_TIMEOUT_S: Final = 2.0

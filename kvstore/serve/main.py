@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 import click
 
 from kvstore.errors import AttachError, ConfigError
-from kvstore.serve.addresses import EXAMPLE_EVENTS
+from kvstore.serve.addresses import DEFAULT_METRICS, EXAMPLE_EVENTS
 from kvstore.serve.ask import SUMMARY, TOPICS, NodeClient, as_json, show
 from kvstore.serve.begin import supervise
+from kvstore.serve.cluster_commands import certs, cluster_options, index
 from kvstore.serve.config import (
-    DEFAULT_METRICS,
     DEFAULT_SOCKET,
     HASH_FORMS,
     LOG_LEVELS,
@@ -59,6 +59,7 @@ def cli() -> None:
       kvstore explain                  why recent requests hit or missed
       kvstore clear                    forget it all
       kvstore upgrade                  run the code that is installed now, keep the memory
+      kvstore index                    be told by all nodes what they hold
     """
 
 
@@ -129,8 +130,9 @@ def cli() -> None:
 @click.option(
     "--insecure/--secure",
     default=None,
-    help="Let other machines read events without TLS; for labs.",
+    help="Without TLS: events beyond this machine, index and feeds. For labs.",
 )
+@cluster_options
 @click.option(
     "--quota",
     multiple=True,
@@ -155,6 +157,7 @@ def node(
     config_path: Path | None,
     allow_uid: tuple[int, ...],
     quota: tuple[str, ...],
+    index: tuple[str, ...],
     **flags: str | bool | None,
 ) -> None:
     """Run the cache of this machine until SIGTERM.
@@ -169,6 +172,7 @@ def node(
       kvstore node --dram 64GiB --file /var/lib/kvstore:2TiB --file-writes-per-day 1TiB
       kvstore node --config node.yaml --metrics off
       kvstore node --events tcp://127.0.0.1:5557 --node-name $HOSTNAME
+      kvstore node --index 10.0.0.1:9470 --ca ca.crt --cert node-n1.crt --key node-n1.key
 
     \b
     node.yaml:
@@ -178,6 +182,7 @@ def node(
     """
     settings: dict[str, object] = {name.replace("_", "-"): value for name, value in flags.items()}
     settings["allow-uid"] = list(allow_uid) or None
+    settings["index"] = list(index) or None
     shares = [(q.rpartition("=") if "=" in q else (q, "", ""))[::2] for q in quota]
     if len(dict(shares)) != len(shares):
         fail("--quota names one model or tenant twice: keep one of them", code=2)
@@ -187,6 +192,9 @@ def node(
     except ConfigError as error:
         fail(str(error), code=2)
 
+
+cli.add_command(index)
+cli.add_command(certs)
 
 SOCKET_OPTION = click.option(
     "--socket",

@@ -53,6 +53,7 @@ from kvstore.units import NS_PER_MS, format_size
 from kvstore.wire.learned import Learned
 
 if TYPE_CHECKING:
+    from kvstore.serve.member import ClusterMember
     from kvstore.serve.publish import Publisher
 
 CONNECTION_COUNT_MAX: Final = 256
@@ -78,6 +79,8 @@ class Running(NamedTuple):
     """Empty when off."""
     events: str
     """Where KV events and their replay are; empty when off."""
+    index_address: str
+    """Where the replica inside this node is; empty when there is none."""
     incarnation: Incarnation
 
     def line(self) -> str:
@@ -85,7 +88,7 @@ class Running(NamedTuple):
         note = f" ({self.dram_note})" if self.dram_note else ""
         return (
             f"kvstore node ready: socket={self.socket} metrics={self.metrics_url or 'off'}"
-            f" events={self.events or 'off'}"
+            f" events={self.events or 'off'} index={self.index_address or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
             f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
             f" dram={format_size(self.dram_bytes)}{note}"
@@ -139,7 +142,11 @@ def _in_place(config: NodeConfig, places: Places) -> NodeConfig:
         events = dataclasses.replace(
             events, endpoint=places.events, replay_endpoint=places.events_replay
         )
-    return dataclasses.replace(config, http=http, events=events)
+    cluster = config.cluster
+    if cluster is not None and cluster.replica is not None and places.index_port:
+        replica = dataclasses.replace(cluster.replica, port=places.index_port)
+        cluster = dataclasses.replace(cluster, replica=replica)
+    return dataclasses.replace(config, http=http, events=events, cluster=cluster)
 
 
 def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStack) -> _Node:
@@ -158,25 +165,22 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     stack.callback(attach.close)
     files = _open_files(config, arena, clock, handover, stack)
     publisher = _open_publisher(config, incarnation, clock, stack)
+    member = _open_member(config, incarnation, stack)
     engine = _make_engine(config, memory, life, files)
-    driver = Driver(
-        engine=engine,
+    executor = Executor(
         tier=tier,
         attach=attach,
-        executor=Executor(
-            tier=tier,
-            attach=attach,
-            arena_fd=arena.arena_fd,
-            generation_fd=arena.generation_fd,
-            files=files,
-            publish=publisher.put if publisher else None,
-        ),
-        clock=clock,
+        arena_fd=arena.arena_fd,
+        generation_fd=arena.generation_fd,
         files=files,
+        publish=publisher.put if publisher else None,
+        feeder=member.feeder if member else None,
+    )
+    driver = Driver(
+        engine=engine, tier=tier, attach=attach, executor=executor, clock=clock, files=files
     )
     attach.watch(handover.fileno(), Source(TURN_WAKE, None, lambda _: _supervisor_ended(driver)))
-    for writer, pidfd in memory.writers:
-        attach.adopt(writer.connection, pidfd)
+    _adopt_writers(memory, attach)
     driver.begin(memory.adopt)
     collector = NodeCollector(
         driver=driver,
@@ -185,21 +189,23 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         incarnation=incarnation,
         version=version("kvstore"),
         events=publisher.counters if publisher else EventCounters(),
+        member=member,
     )
-    pages = make_pages(collector, driver, door, files, publisher)
+    pages = make_pages(collector, driver, door, files, publisher, member)
     http = _serve_pages(config, pages, handover, stack)
     rpc = InspectServer(config.socket, driver)
     stack.callback(rpc.close)
     tier.start()
-    if config.scrub is not None:
-        scrub = DramScrub(driver, tier, config.scrub)
-        stack.callback(scrub.close)
-        scrub.start()
-    _start_publisher(publisher, driver)
+    _start_scrub(config, driver, tier, stack)
+    if publisher is not None:
+        _start_publisher(publisher, driver)
+    if member is not None:
+        _start_member(member, driver)
+    metrics_url = http.url + "/metrics" if http else ""
     return _Node(
         driver,
-        _running(config, arena, incarnation, http.url + "/metrics" if http else "", publisher),
-        _serving(engine, http, publisher),
+        _running(config, arena, incarnation, metrics_url, publisher, member),
+        _serving(engine, http, publisher, member),
         collector,
     )
 
@@ -217,11 +223,17 @@ def _make_attach(config: NodeConfig, door: Door, handover: Handover, clock: Cloc
     )
 
 
-def _serving(engine: Engine, http: HttpServer | None, publisher: Publisher | None) -> Serving:
+def _serving(
+    engine: Engine,
+    http: HttpServer | None,
+    publisher: Publisher | None,
+    member: ClusterMember | None,
+) -> Serving:
     places = Places(
         metrics_port=http.port if http else 0,
         events=publisher.endpoint if publisher else "",
         events_replay=publisher.replay_endpoint if publisher else "",
+        index_port=member.index_port if member else 0,
     )
     kept_bytes = engine.tiers()[0].used_bytes
     return Serving(places, blocks=engine.counters.blocks_kept, size_bytes=kept_bytes)
@@ -254,6 +266,7 @@ def _running(
     incarnation: Incarnation,
     metrics_url: str,
     publisher: Publisher | None,
+    member: ClusterMember | None,
 ) -> Running:
     return Running(
         socket=str(config.socket),
@@ -264,6 +277,7 @@ def _running(
         huge_pages=arena.huge_pages,
         metrics_url=metrics_url,
         events=f"{publisher.endpoint},{publisher.replay_endpoint}" if publisher else "",
+        index_address=member.index_address if member else "",
         incarnation=incarnation,
     )
 
@@ -288,11 +302,43 @@ def _open_publisher(
     return publisher
 
 
-def _start_publisher(publisher: Publisher | None, driver: Driver) -> None:
-    if publisher is not None:
-        publisher.start(
-            lambda row: driver.query(lambda engine: engine.held(row), timeout_s=HELD_TIMEOUT_S)
-        )
+def _adopt_writers(memory: Memory, attach: Attach) -> None:
+    for writer, pidfd in memory.writers:
+        attach.adopt(writer.connection, pidfd)
+
+
+def _start_scrub(
+    config: NodeConfig, driver: Driver, tier: DramTier, stack: contextlib.ExitStack
+) -> None:
+    if config.scrub is not None:
+        scrub = DramScrub(driver, tier, config.scrub)
+        stack.callback(scrub.close)
+        scrub.start()
+
+
+def _open_member(
+    config: NodeConfig, incarnation: Incarnation, stack: contextlib.ExitStack
+) -> ClusterMember | None:
+    if config.cluster is None:
+        return None
+    # Only here: a node by itself needs no gRPC beyond its own socket.
+    from kvstore.serve.member import ClusterMember
+
+    member = ClusterMember(config.cluster, incarnation)
+    stack.callback(member.close)
+    return member
+
+
+def _start_member(member: ClusterMember, driver: Driver) -> None:
+    member.feeder.start(
+        lambda row: driver.query(lambda engine: engine.offered(row), timeout_s=HELD_TIMEOUT_S)
+    )
+
+
+def _start_publisher(publisher: Publisher, driver: Driver) -> None:
+    publisher.start(
+        lambda row: driver.query(lambda engine: engine.held(row), timeout_s=HELD_TIMEOUT_S)
+    )
 
 
 def _open_files(
@@ -343,6 +389,7 @@ def _make_engine(config: NodeConfig, memory: Memory, life: int, files: FileEnd |
             connection_count_max=CONNECTION_COUNT_MAX,
             quotas=config.quotas,
             tell_changes=config.events is not None,
+            tell_offers=config.cluster is not None,
         ),
         memory.journal,
     )

@@ -24,12 +24,14 @@ from kvstore.types import Tier as TierName
 from kvstore.units import NS_PER_S
 
 if TYPE_CHECKING:
+    from kvstore.serve.member import ClusterMember
     from kvstore.serve.publish import Publisher
 
 HEALTH_TIMEOUT_S: Final = 0.25
 METRICS_TIMEOUT_S: Final = 1.0
 MS_PER_S: Final = 1000
 OFF_LABELS: Final = {"file": TierName.FILE, "all": None}
+FEED_COUNTERS: Final = ("deltas", "snapshots", "keys_lost", "streams")
 BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
 
@@ -55,8 +57,10 @@ class NodeCollector(Collector):
         incarnation: Incarnation,
         version: str,
         events: EventCounters,
+        member: ClusterMember | None = None,
     ) -> None:
         self._events = events
+        self._member = member
         self._driver = driver
         self._attach = attach
         self._tier = tier
@@ -66,12 +70,13 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Raises NodeBusy when the loop does not answer."""
-        return iter(
-            self._driver.query(
-                lambda engine: [*self._process_families(), *_engine_families(engine)],
-                timeout_s=METRICS_TIMEOUT_S,
-            )
+        yield from self._driver.query(
+            lambda engine: [*self._process_families(), *_engine_families(engine)],
+            timeout_s=METRICS_TIMEOUT_S,
         )
+        yield from self._feed_families()
+        if self._member is not None:
+            yield from self._member.index_families()
 
     def describe(self) -> list[Family]:
         return []
@@ -106,6 +111,14 @@ class NodeCollector(Collector):
                 family(f"kvstore_event_{name}_total", [((), count)])
                 for name, count in vars(self._events).items()
             ),
+        ]
+
+    def _feed_families(self) -> list[Family]:
+        feeder = self._member.feeder if self._member is not None else None
+        counts = vars(feeder.counters) if feeder is not None else dict.fromkeys(FEED_COUNTERS, 0)
+        return [
+            family("kvstore_feeds", [((), feeder.connected_count if feeder is not None else 0)]),
+            *(family(f"kvstore_feed_{name}_total", [((), n)]) for name, n in counts.items()),
         ]
 
 
@@ -192,6 +205,7 @@ def make_pages(
     door: Door,
     files: FileEnd | None = None,
     publisher: Publisher | None = None,
+    member: ClusterMember | None = None,
 ) -> dict[str, Callable[[], Page]]:
     """The pages of a node by path. A node whose disk or events are in trouble serves from memory:
     it is healthy, and says what it lacks."""
@@ -209,6 +223,7 @@ def make_pages(
             troubles = [
                 driver.query(lambda engine: _trouble(engine, files), timeout_s=HEALTH_TIMEOUT_S),
                 publisher.trouble if publisher else "",
+                member.trouble if member else "",
             ]
         except NodeBusy as error:
             return text_page(503, str(error))

@@ -80,12 +80,12 @@ class NodeProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
             )
         try:
-            line = _read_line(process, timeout_s)
+            line = read_line(process, timeout_s)
             if not line.startswith("kvstore node ready:"):
                 process.kill()
                 raise NodeFailed(process.wait(STOP_TIMEOUT_S), log.read_text(encoding="utf-8"))
         except BaseException:
-            _reap(process)
+            reap(process)
             raise
         return cls(process, directory, line)
 
@@ -109,6 +109,12 @@ class NodeProcess:
     def metrics_url(self) -> str:
         """URL of /metrics; empty when off."""
         found = re.search(r"metrics=(http\S+)", self.ready_line)
+        return found[1] if found else ""
+
+    @property
+    def index(self) -> str:
+        """Address of the replica inside; empty when there is none."""
+        found = re.search(r"index=([^ ]+:\d+)", self.ready_line)
         return found[1] if found else ""
 
     @property
@@ -161,13 +167,13 @@ class NodeProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _reap(self.process)
+        reap(self.process)
 
     def _wait(self) -> int:
         try:
             return self.process.wait(STOP_TIMEOUT_S)
         finally:
-            _reap(self.process)
+            reap(self.process)
 
 
 def children_of(pid: int) -> list[int]:
@@ -184,7 +190,8 @@ def _wait_gone(pidfd: int) -> None:
     os.close(pidfd)
 
 
-def _reap(process: subprocess.Popen[str]) -> None:
+def reap(process: subprocess.Popen[str]) -> None:
+    """End it, however it is, and wait for that."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(ProcessLookupError):
@@ -198,7 +205,7 @@ def _reap(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def _read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
+def read_line(process: subprocess.Popen[str], timeout_s: float) -> str:
     """The first line of stdout; empty when the process ended or `timeout_s` passed."""
     assert process.stdout is not None
     deadline_s = time.monotonic() + timeout_s

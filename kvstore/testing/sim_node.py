@@ -31,6 +31,8 @@ from kvstore.engine.events import (
     Exited,
     FileGone,
     Hangup,
+    Offered,
+    OffersUntold,
     RaiseGenerations,
     ReadFile,
     Ready,
@@ -182,7 +184,7 @@ class SimNode:
                     return [Ended(ConnectionId(connection))]
             case Release(connection=connection):
                 self._machine.let_go(connection)
-            case Cleared() | Changed():
+            case Cleared() | Changed() | Offered() | OffersUntold():
                 pass
             case SwitchedOff():
                 raise Violation("a space was switched off where each key has one block")

@@ -12,7 +12,8 @@ from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.serve import config as config_module
 from kvstore.serve import machine
-from kvstore.serve.config import EventsConfig, HttpConfig, load_config
+from kvstore.serve.addresses import HttpConfig
+from kvstore.serve.config import EventsConfig, load_config
 from kvstore.serve.machine import available_memory, file_system_bytes
 from kvstore.tiers.scrub import AUTO, ScrubRate
 from kvstore.units import GIB, KIB, MIB
@@ -145,7 +146,10 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"file": "/x:5TiB"}, "more than the 4 TiB that the file system of /x has"),
         ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared file tier needs a node name"),
         ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
-        ({"node-name": "n7"}, "node-name is for a shared directory and for events: add ',shared'"),
+        (
+            {"node-name": "n7"},
+            "node-name is for a shared directory, for events and for a cluster: add",
+        ),
         ({"file": "/x:1GiB", "node-name": "n7"}, "node-name is for a shared directory"),
         (
             {"file": "/x:1GiB,shared", "node-name": "n" * 300},

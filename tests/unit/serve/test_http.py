@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.serve import http as http_module
-from kvstore.serve.config import HttpConfig
+from kvstore.serve.addresses import HttpConfig
 from kvstore.serve.http import THREAD_COUNT, WAITING_COUNT_MAX, HttpServer, Page, text_page
 
 

@@ -1,0 +1,270 @@
+"""A client of the global prefix index, for routers and scripts.
+
+    files = TlsFiles(ca=…, cert=…, key=…)
+    with IndexClient(["10.0.0.1:9470", "10.0.0.2:9470"], tls=files) as index:
+        answer = index.match("tenant", space, keys)
+        best = max(answer.matches, key=lambda match: match.dram_blocks, default=None)
+
+Every replica knows everything, so any of them answers: the one that answered last is asked first,
+and when it refuses, breaks or is silent, the next, all within one deadline. A call either answers
+or raises `IndexUnavailable`; it never waits longer than `timeout_s`. Any number of threads.
+
+Covers: Match, Nodes, Watch. Does not cover: what to make of an answer; how far it can be believed
+is in it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self, TypeVar
+
+import grpc
+
+from kvstore.client.tls import ANY_INDEX, TlsFiles, load
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.index.feed import Trust
+from kvstore.index.index import Answer, Member
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.types import Incarnation
+
+DEFAULT_TIMEOUT_S: Final = 1.0
+RECONNECT_MIN_MS: Final = 100
+RECONNECT_MAX_MS: Final = 1000
+PORT_MAX: Final = 65535
+_ELSEWHERE: Final = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+"""What another replica may do better. Anything else is about the question."""
+
+_R = TypeVar("_R")
+
+
+class IndexUnavailable(KVStoreError):
+    """No replica answered in time, or none would. The text says what the last one said."""
+
+
+class Members(NamedTuple):
+    """The nodes that a replica knows."""
+
+    trust: Trust
+    """CATCHING_UP: there may be more."""
+    nodes: list[Member]
+
+
+class News(NamedTuple):
+    """What changed since the news before; the first are all there is."""
+
+    nodes: list[Member]
+    """New or changed."""
+    gone: list[str]
+    """Names of those that are not known any more."""
+    answer: Answer | None
+    """About the prefix, if that changed."""
+
+
+class Tokens(NamedTuple):
+    """A prompt of plain text, from which the replica makes keys."""
+
+    ids: Sequence[int]
+    block_tokens: int
+    hash_seed: str
+    cache_salt: str = ""
+
+
+class IndexClient:
+    """Asks replicas of the index. Use as a context."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        tls: TlsFiles | None = None,
+        insecure: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Connects when first asked.
+
+        Args:
+            endpoints: HOST:PORT of each replica.
+            tls: this client's certificate and key, and the CA of all components.
+            insecure: without TLS, for labs; instead of `tls`.
+            timeout_s: of a call, all replicas together.
+
+        Raises:
+            ConfigError: an endpoint or a file is not what it should be.
+        """
+        if not endpoints:
+            raise ConfigError("name at least one replica of the index, as HOST:PORT")
+        if (tls is None) != insecure:
+            raise ConfigError("give tls, or insecure=True, with which everybody is believed")
+        credentials = load(tls).channel_credentials() if tls is not None else None
+        self._timeout_s = timeout_s
+        self._channels = [channel(endpoint, credentials) for endpoint in endpoints]
+        self._stubs = [IndexStub(each) for each in self._channels]
+        self._first = 0
+        """Whom to ask first."""
+
+    def match(
+        self, tenant: str, space: bytes, prompt: bytes | Tokens, *, timeout_s: float | None = None
+    ) -> Answer:
+        """Who holds the first block of a prompt, and how far each of them goes.
+
+        `prompt`: keys of 32 bytes each in chain order, or the tokens that they are made from.
+
+        Raises:
+            IndexUnavailable: nobody answered.
+        """
+        request = _match_request(tenant, space, prompt)
+        reply = self._ask(lambda stub: stub.Match, request, timeout_s)
+        return feeds.answer_of(reply)
+
+    def nodes(self, *, timeout_s: float | None = None) -> Members:
+        """All nodes. Raises IndexUnavailable."""
+        reply = self._ask(lambda stub: stub.Nodes, pb.NodesRequest(), timeout_s)
+        trust = feeds.trust_of(reply.trust)
+        return Members(Trust.STALE if trust is None else trust, _members(reply.nodes))
+
+    def watch(
+        self, *, nodes: bool = True, prefix: tuple[str, bytes, bytes | Tokens] | None = None
+    ) -> Iterator[News]:
+        """News of the nodes, of a prefix (tenant, space, prompt), or both, until it is closed.
+
+        Read it steadily: who does not is hung up on. After a fail-over the first news are all there
+        is, again.
+
+        Raises:
+            IndexUnavailable: no replica would begin, or the last one ended it.
+        """
+        request = pb.WatchRequest(
+            nodes=nodes, prefix=_match_request(*prefix) if prefix is not None else None
+        )
+        failures = 0
+        while True:
+            number = self._first
+            call = self._stubs[number].Watch(request)
+            try:
+                for reply in call:
+                    failures = 0
+                    yield News(
+                        _members(reply.nodes),
+                        list(reply.gone),
+                        feeds.answer_of(reply.prefix) if reply.HasField("prefix") else None,
+                    )
+            except grpc.RpcError as error:
+                failures += 1
+                self._first = (number + 1) % len(self._stubs)
+                if failures >= len(self._stubs) or error.code() not in _ELSEWHERE:
+                    raise IndexUnavailable(_sentence(error)) from None
+            finally:
+                call.cancel()
+
+    def close(self) -> None:
+        """Hang up."""
+        for each in self._channels:
+            each.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(
+        self, call: Callable[[IndexStub], Callable[..., _R]], request: Any, timeout_s: float | None
+    ) -> Any:
+        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        first, count = self._first, len(self._stubs)
+        told = "no time was left to ask"
+        for turn in range(count):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+            number = (first + turn) % count
+            try:
+                # What is left is shared, so that a silent replica leaves time for the next.
+                reply = call(self._stubs[number])(request, timeout=left_s / (count - turn))
+            except grpc.RpcError as error:
+                told = _sentence(error)
+                if error.code() not in _ELSEWHERE:
+                    break
+            else:
+                self._first = number
+                return reply
+            self._first = (number + 1) % count
+        raise IndexUnavailable(told)
+
+
+def channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    """To one replica. Raises ConfigError."""
+    address_parts(endpoint)
+    if credentials is None:
+        return grpc.insecure_channel(endpoint, options=channel_options())
+    return grpc.secure_channel(endpoint, credentials, options=channel_options())
+
+
+def channel_options() -> list[tuple[str, Any]]:
+    """Of every channel to the index."""
+    return [
+        # Addresses are not in certificates; that it is an index is.
+        ("grpc.ssl_target_name_override", ANY_INDEX),
+        ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
+        # A pool that others share would share how long they waited before they try again, too.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.min_reconnect_backoff_ms", RECONNECT_MIN_MS),
+        ("grpc.initial_reconnect_backoff_ms", RECONNECT_MIN_MS),
+        ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
+        # Nothing here goes through a proxy that the environment names.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def address_parts(endpoint: str) -> tuple[str, int]:
+    """(host, port) of HOST:PORT. Raises ConfigError."""
+    host, colon, port = endpoint.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) <= PORT_MAX
+    if not colon or not host or "/" in host or not is_port or (":" in host) != (host[0] == "["):
+        raise ConfigError(
+            f"index {endpoint!r} must be HOST:PORT, such as index.example:9470 or [::1]:9470"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _match_request(tenant: str, space: bytes, prompt: bytes | Tokens) -> pb.MatchRequest:
+    if isinstance(prompt, Tokens):
+        return pb.MatchRequest(tenant=tenant, space=space, tokens=pb.Tokens(**prompt._asdict()))
+    return pb.MatchRequest(tenant=tenant, space=space, keys=prompt)
+
+
+def _members(rows: Sequence[pb.Node]) -> list[Member]:
+    return [
+        Member(
+            row.node,
+            Incarnation(row.incarnation),
+            row.address,
+            feeds.trust_of(row.trust),
+            row.sequence,
+        )
+        for row in rows
+    ]
+
+
+def _sentence(error: grpc.RpcError) -> str:
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "the index did not answer in time"
+    return f"the index did not answer: {error.details()}"

@@ -1,0 +1,175 @@
+"""TLS as both ends need it: three files, and the names that a certificate gives its owner.
+
+    NAME.node.kvstore       a node; it may feed an index, and speaks for NAME only
+    NAME.index.kvstore      a replica of the index; with index.kvstore beside it, which all have
+    NAME.client.kvstore     a router or script; it may ask
+
+These are DNS names among the certificate's subject alternative names. A client demands the name of
+whom it means to reach, so that addresses need not be in certificates.
+
+Covers: reading and judging the files, credentials of a channel. Does not cover: servers
+(`kvstore.serve.tls`), making certificates (`kvstore.serve.certs`).
+
+Ways for the files to be wrong, each a ConfigError of one sentence: missing, not readable, no PEM;
+a certificate that is expired, not valid yet, of another key, or not issued by the given CA.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from kvstore.errors import ConfigError
+
+Role = Literal["node", "index", "client"]
+ROLES: Final[tuple[Role, ...]] = ("node", "index", "client")
+ANY_INDEX: Final = "index.kvstore"
+"""What every replica of the index is called."""
+PEM_BYTES_MAX: Final = 1 << 20
+_NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,198}[a-z0-9])?")
+_IDENTITY: Final = re.compile(rf"({_NAME.pattern})\.({'|'.join(ROLES)})\.kvstore")
+
+
+class Identity(NamedTuple):
+    """One name that a certificate gives its owner."""
+
+    role: Role
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.role}.kvstore"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """Where the certificate of this component, its key and the CA of all components are."""
+
+    ca: Path
+    cert: Path
+    key: Path
+
+
+class Tls(NamedTuple):
+    """What the files hold, judged to be in order."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes
+    identities: frozenset[Identity]
+
+    def name_as(self, role: Role) -> str:
+        """The name of this component in a role; empty when it has none."""
+        return next((name for its_role, name in sorted(self.identities) if its_role == role), "")
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Of a client that shows its certificate and demands one of the same CA."""
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+
+def is_name(text: str) -> bool:
+    """Whether a component can be called so."""
+    return _NAME.fullmatch(text) is not None and ".." not in text
+
+
+def identities_of(names: Iterable[str]) -> frozenset[Identity]:
+    """Those of a certificate with these DNS names."""
+    found = (_IDENTITY.fullmatch(name.lower()) for name in names)
+    return frozenset(Identity(match[2], match[1]) for match in found if match)  # type: ignore[arg-type]
+
+
+def load(files: TlsFiles) -> Tls:
+    """Read and judge. Raises ConfigError."""
+    ca, cert, key = (
+        _read(f"--{name}", path)
+        for name, path in (("ca", files.ca), ("cert", files.cert), ("key", files.key))
+    )
+    authorities = _certificates("--ca", files.ca, ca)
+    chain = _certificates("--cert", files.cert, cert)
+    own = chain[0]
+    if _public(_key(files.key, key)) != _public(own):
+        raise ConfigError(
+            f"--key {files.key} is not the key of --cert {files.cert}: give the two that were made"
+            " together"
+        )
+    for option, path, each in (("--cert", files.cert, own), ("--ca", files.ca, authorities[0])):
+        _refuse_wrong_time(option, path, each)
+    if not any(_is_issued_by(own, issuer) for issuer in (*chain[1:], *authorities)):
+        raise ConfigError(
+            f"--cert {files.cert} was not issued by --ca {files.ca}: all components need"
+            " certificates of one CA, such as 'kvstore certs' makes"
+        )
+    return Tls(ca, cert, key, identities_of(_dns_names(own)))
+
+
+def _read(option: str, path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(PEM_BYTES_MAX)
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from None
+
+
+def _certificates(option: str, path: Path, pem: bytes) -> Sequence[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError:
+        raise ConfigError(f"{option} {path} is no certificate in PEM form") from None
+
+
+def _key(path: Path, pem: bytes) -> PrivateKeyTypes:
+    try:
+        return load_pem_private_key(pem, password=None)
+    except TypeError:
+        raise ConfigError(f"--key {path} needs a password: give one without") from None
+    except ValueError:
+        raise ConfigError(f"--key {path} is no private key in PEM form") from None
+
+
+def _public(owner: x509.Certificate | PrivateKeyTypes) -> bytes:
+    return owner.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+def _refuse_wrong_time(option: str, path: Path, certificate: x509.Certificate) -> None:
+    now = _now()
+    begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > end:
+        raise ConfigError(f"{option} {path} expired at {end:%Y-%m-%d %H:%M} UTC: make a new one")
+    if now < begin:
+        raise ConfigError(
+            f"{option} {path} is valid from {begin:%Y-%m-%d %H:%M} UTC only: look at the clock of"
+            " this machine, or make a new one"
+        )
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _dns_names(certificate: x509.Certificate) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return names.get_values_for_type(x509.DNSName)

@@ -1,0 +1,226 @@
+"""Messages of the index to and from what its core takes: checked here, once, at the door.
+
+Covers: words of a feed, prompts, answers. Does not cover: rows of `inspect` (`convert`).
+
+Ways for a word to be broken, each a ProtocolError: no kind; a space or keys of another length than
+32 bytes each; more keys than fit a message; a name that is empty or too long; an unknown tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from kvstore.engine.events import Offered
+from kvstore.errors import ProtocolError
+from kvstore.index.feed import Beat, Change, Delta, Hello, Part, Removed, Stored, Trust, Word
+from kvstore.index.index import Answer, Holder, Match
+from kvstore.proto import index_pb2 as pb
+from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+
+MESSAGE_BYTES_MAX: Final = 1 << 20
+KEYS_MAX: Final = 16_384
+"""Of one question, and of one change."""
+TOKENS_MAX: Final = 262_144
+NAME_BYTES_MAX: Final = 256
+_TIERS: Final = {Tier.HBM: pb.TIER_HBM, Tier.DRAM: pb.TIER_DRAM, Tier.FILE: pb.TIER_FILE}
+_OUT: Final = pb.TRUST_OUT
+_TRUSTS: Final = {
+    Trust.EXACT: pb.TRUST_EXACT,
+    Trust.CATCHING_UP: pb.TRUST_CATCHING_UP,
+    Trust.STALE: pb.TRUST_STALE,
+}
+_OF_TRUST: Final[dict[int, Trust]] = {number: trust for trust, number in _TRUSTS.items()}
+
+
+# ── what nodes say ───────────────────────────────────────────────────────────────────────────────
+
+
+def hello_of(word: pb.FeedWord) -> Hello:
+    """The first word of a stream. Raises ProtocolError."""
+    if word.WhichOneof("kind") != "hello":
+        raise ProtocolError("the first word of a feed is Hello")
+    hello = word.hello
+    if not hello.incarnation:
+        raise ProtocolError("an incarnation is not 0")
+    return Hello(
+        node=_name(hello.node),
+        incarnation=Incarnation(hello.incarnation),
+        stream=hello.stream,
+        sequence=hello.sequence,
+        address=_text(hello.address),
+    )
+
+
+def word_of(word: pb.FeedWord, hello: Hello) -> Word:
+    """A later word of the stream that `hello` opened. Raises ProtocolError."""
+    who = (hello.node, hello.incarnation, hello.stream)
+    match word.WhichOneof("kind"):
+        case "delta":
+            changes = tuple(_change(change) for change in word.delta.changes)
+            return Delta(*who, word.delta.sequence, changes)
+        case "beat":
+            return Beat(*who, word.beat.sequence)
+        case "part":
+            part = word.part
+            stored = tuple(_stored(each) for each in part.stored)
+            return Part(*who, part.sequence, part.number, part.is_last, stored)
+        case _:
+            raise ProtocolError("a feed has one Hello, then deltas, beats and parts of snapshots")
+
+
+def key_count(word: Word) -> int:
+    """Keys that a word names."""
+    match word:
+        case Delta(changes=changes):
+            count = sum(len(c.keys) for c in changes if isinstance(c, Stored | Removed))
+        case Part(stored=stored):
+            count = sum(len(each.keys) for each in stored)
+        case _:
+            count = 0
+    return count // KEY_BYTES
+
+
+def _change(change: pb.Change) -> Change:
+    match change.WhichOneof("kind"):
+        case "stored":
+            return _stored(change.stored)
+        case "removed":
+            told = change.removed
+            return Removed(
+                tenant=_text(told.tenant),
+                space=_space(told.space),
+                tier=_tier(told.tier),
+                keys=_keys(told.keys),
+                engine=_text(told.engine),
+                rank=told.rank,
+            )
+        case _:
+            raise ProtocolError("a change of no known kind")
+
+
+def _stored(told: pb.Stored) -> Stored:
+    return Stored(
+        tenant=_text(told.tenant),
+        space=_space(told.space),
+        tier=_tier(told.tier),
+        keys=_keys(told.keys),
+        engine=_text(told.engine),
+        rank=told.rank,
+    )
+
+
+def _name(text: str) -> str:
+    if not text:
+        raise ProtocolError("a node has a name")
+    return _text(text)
+
+
+def _text(text: str) -> str:
+    if len(text) > NAME_BYTES_MAX:
+        raise ProtocolError(f"a name is longer than {NAME_BYTES_MAX}")
+    return text
+
+
+def _space(space: bytes) -> SpaceId:
+    if len(space) != KEY_BYTES:
+        raise ProtocolError(f"a space has {KEY_BYTES} bytes")
+    return SpaceId(space)
+
+
+def _tier(number: int) -> Tier:
+    try:
+        return Tier(number)
+    except ValueError:
+        raise ProtocolError(f"there is no tier {number}") from None
+
+
+def _keys(keys: bytes) -> bytes:
+    if len(keys) % KEY_BYTES or len(keys) > KEYS_MAX * KEY_BYTES:
+        raise ProtocolError(f"keys are {KEY_BYTES} bytes each, {KEYS_MAX} at most")
+    return keys
+
+
+def changes_of(offers: Iterable[Offered]) -> list[pb.Change]:
+    """What a node's engine offers and takes back, as a delta has it."""
+    return [
+        pb.Change(stored=stored_of(offer))
+        if offer.stored
+        else pb.Change(
+            removed=pb.Removed(
+                tenant=offer.tenant, space=offer.space, tier=_TIERS[offer.tier], keys=offer.keys
+            )
+        )
+        for offer in offers
+    ]
+
+
+def stored_of(offer: Offered) -> pb.Stored:
+    """The same as a part of a snapshot has it."""
+    return pb.Stored(
+        tenant=offer.tenant, space=offer.space, tier=_TIERS[offer.tier], keys=offer.keys
+    )
+
+
+# ── what is asked, and answered ──────────────────────────────────────────────────────────────────
+
+
+def check_match(request: pb.MatchRequest) -> None:
+    """Raises ProtocolError."""
+    _text(request.tenant)
+    _space(request.space)
+    match request.WhichOneof("prompt"):
+        case "keys":
+            _keys(request.keys)
+        case "tokens":
+            tokens = request.tokens
+            if not 0 < tokens.block_tokens <= TOKENS_MAX or len(tokens.ids) > TOKENS_MAX:
+                raise ProtocolError(f"a block has 1 token or more, a prompt {TOKENS_MAX} at most")
+            if len(tokens.ids) // tokens.block_tokens > KEYS_MAX:
+                raise ProtocolError(f"a prompt has {KEYS_MAX} blocks at most")
+            _text(tokens.hash_seed)
+            _text(tokens.cache_salt)
+        case _:
+            raise ProtocolError("name a prompt: its keys, or its tokens")
+
+
+def reply_of(answer: Answer, *, blocks: int) -> pb.MatchReply:
+    """An answer as it travels."""
+    holders = [
+        pb.Holder(
+            node=match.holder.node,
+            engine=match.holder.engine,
+            rank=match.holder.rank,
+            hbm_blocks=match.hbm_blocks,
+            dram_blocks=match.dram_blocks,
+            file_blocks=match.file_blocks,
+            trust=_TRUSTS[match.trust],
+        )
+        for match in answer.matches
+    ]
+    return pb.MatchReply(trust=_TRUSTS[answer.trust], holders=holders, blocks=blocks)
+
+
+def answer_of(reply: pb.MatchReply) -> Answer:
+    """An answer as it was made. What is not understood is believed least."""
+    matches = [
+        Match(
+            Holder(each.node, each.engine, each.rank),
+            each.hbm_blocks,
+            each.dram_blocks,
+            each.file_blocks,
+            trust_of(each.trust) or Trust.STALE,
+        )
+        for each in reply.holders
+    ]
+    return Answer(trust_of(reply.trust) or Trust.STALE, matches)
+
+
+def trust_number(trust: Trust | None) -> pb.Trust:
+    """None: out."""
+    return _OUT if trust is None else _TRUSTS[trust]
+
+
+def trust_of(number: int) -> Trust | None:
+    """None: out, or unknown."""
+    return _OF_TRUST.get(number)

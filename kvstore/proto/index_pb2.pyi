@@ -1,0 +1,222 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Trust(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRUST_UNSPECIFIED: _ClassVar[Trust]
+    TRUST_EXACT: _ClassVar[Trust]
+    TRUST_CATCHING_UP: _ClassVar[Trust]
+    TRUST_STALE: _ClassVar[Trust]
+    TRUST_OUT: _ClassVar[Trust]
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_HBM: _ClassVar[Tier]
+    TIER_DRAM: _ClassVar[Tier]
+    TIER_FILE: _ClassVar[Tier]
+TRUST_UNSPECIFIED: Trust
+TRUST_EXACT: Trust
+TRUST_CATCHING_UP: Trust
+TRUST_STALE: Trust
+TRUST_OUT: Trust
+TIER_HBM: Tier
+TIER_DRAM: Tier
+TIER_FILE: Tier
+
+class Tokens(_message.Message):
+    __slots__ = ("ids", "block_tokens", "hash_seed", "cache_salt")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    block_tokens: int
+    hash_seed: str
+    cache_salt: str
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., block_tokens: _Optional[int] = ..., hash_seed: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class MatchRequest(_message.Message):
+    __slots__ = ("tenant", "space", "keys", "tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    space: bytes
+    keys: bytes
+    tokens: Tokens
+    def __init__(self, tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ...) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("node", "engine", "rank", "hbm_blocks", "dram_blocks", "file_blocks", "trust")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HBM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FILE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    engine: str
+    rank: int
+    hbm_blocks: int
+    dram_blocks: int
+    file_blocks: int
+    trust: Trust
+    def __init__(self, node: _Optional[str] = ..., engine: _Optional[str] = ..., rank: _Optional[int] = ..., hbm_blocks: _Optional[int] = ..., dram_blocks: _Optional[int] = ..., file_blocks: _Optional[int] = ..., trust: _Optional[_Union[Trust, str]] = ...) -> None: ...
+
+class MatchReply(_message.Message):
+    __slots__ = ("trust", "holders", "blocks")
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    trust: Trust
+    holders: _containers.RepeatedCompositeFieldContainer[Holder]
+    blocks: int
+    def __init__(self, trust: _Optional[_Union[Trust, str]] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class NodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("node", "incarnation", "address", "trust", "sequence")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    incarnation: int
+    address: str
+    trust: Trust
+    sequence: int
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., trust: _Optional[_Union[Trust, str]] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class NodesReply(_message.Message):
+    __slots__ = ("trust", "nodes")
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    trust: Trust
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    def __init__(self, trust: _Optional[_Union[Trust, str]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("nodes", "prefix")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    nodes: bool
+    prefix: MatchRequest
+    def __init__(self, nodes: _Optional[bool] = ..., prefix: _Optional[_Union[MatchRequest, _Mapping]] = ...) -> None: ...
+
+class WatchReply(_message.Message):
+    __slots__ = ("nodes", "gone", "prefix")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    prefix: MatchReply
+    def __init__(self, nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ..., prefix: _Optional[_Union[MatchReply, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("node", "incarnation", "stream", "sequence", "address")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    incarnation: int
+    stream: int
+    sequence: int
+    address: str
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., stream: _Optional[int] = ..., sequence: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Stored(_message.Message):
+    __slots__ = ("tenant", "space", "tier", "keys", "engine", "rank")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    space: bytes
+    tier: Tier
+    keys: bytes
+    engine: str
+    rank: int
+    def __init__(self, tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., keys: _Optional[bytes] = ..., engine: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class Removed(_message.Message):
+    __slots__ = ("tenant", "space", "tier", "keys", "engine", "rank")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    space: bytes
+    tier: Tier
+    keys: bytes
+    engine: str
+    rank: int
+    def __init__(self, tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., keys: _Optional[bytes] = ..., engine: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class Change(_message.Message):
+    __slots__ = ("stored", "removed")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    stored: Stored
+    removed: Removed
+    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., removed: _Optional[_Union[Removed, _Mapping]] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("sequence", "changes")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    changes: _containers.RepeatedCompositeFieldContainer[Change]
+    def __init__(self, sequence: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("sequence", "number", "is_last", "stored")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    number: int
+    is_last: bool
+    stored: _containers.RepeatedCompositeFieldContainer[Stored]
+    def __init__(self, sequence: _Optional[int] = ..., number: _Optional[int] = ..., is_last: _Optional[bool] = ..., stored: _Optional[_Iterable[_Union[Stored, _Mapping]]] = ...) -> None: ...
+
+class FeedWord(_message.Message):
+    __slots__ = ("hello", "delta", "beat", "part")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    delta: Delta
+    beat: Beat
+    part: Part
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+
+class FeedOrder(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

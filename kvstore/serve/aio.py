@@ -1,0 +1,59 @@
+"""A thread with an asyncio loop: where everything of a process that speaks gRPC to others runs.
+
+One per process, because gRPC's asyncio side has one poller per process. Does not cover: what runs
+on it (`index`, `feed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+CLOSE_TIMEOUT_S: Final = 5.0
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """Runs from construction until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, _T], *, timeout_s: float) -> _T:
+        """Run it on the loop and wait for what it returns, from another thread.
+
+        Raises:
+            TimeoutError: it took longer, and was cancelled.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, and end."""
+        with contextlib.suppress(TimeoutError):
+            self.call(_cancel_all(), timeout_s=CLOSE_TIMEOUT_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,194 @@
+"""The configuration of what reaches beyond one machine: index, feed, certificates.
+
+Covers: settings of `kvstore index`, and the part of a node's that is about the cluster. Does not
+cover: the rest of a node (`config`), what files of certificates must be (`kvstore.client.tls`).
+
+Ways to be wrong, each a ConfigError that says how to mend it: an address that is none; some of the
+three files but not all; neither files nor --insecure; a certificate that does not name what this
+component is; a name that cannot be one; a limit that is no number.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvstore.client.index import address_parts
+from kvstore.client.tls import Tls, TlsFiles, is_name, load
+from kvstore.errors import ConfigError
+from kvstore.serve.addresses import HttpConfig, address_of
+
+DEFAULT_LISTEN: Final = "127.0.0.1:9470"
+DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
+DEFAULT_ENTRIES: Final = 10_000_000
+ENTRIES_MIN: Final = 1024
+ENTRIES_MAX: Final = 1 << 30
+INDEX_COUNT_MAX: Final = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaConfig:
+    """Where a replica of the index listens, and how much it may hold."""
+
+    host: str
+    port: int
+    """0: the kernel chooses; the ready line tells."""
+    entry_count_max: int
+    """Pairs of a block and a holder."""
+    option: str
+    """The flag that chose the address, for sentences about it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """Everything `kvstore index` needs to know, checked."""
+
+    replica: ReplicaConfig
+    tls: Tls | None
+    """None: --insecure."""
+    http: HttpConfig | None
+    log_level: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """What a node tells to whom."""
+
+    node: str
+    indexes: tuple[str, ...]
+    """HOST:PORT of replicas to feed; the one inside this node not included."""
+    replica: ReplicaConfig | None
+    """Inside this node."""
+    peer_address: str
+    """Where peers reach this node; empty: they do not."""
+    tls: Tls | None
+
+
+class TlsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The four settings that every component has."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    insecure: bool = False
+
+
+def resolve_cluster(
+    *,
+    indexes: Sequence[str],
+    index_listen: str | None,
+    index_entries: int | str | None,
+    peer_listen: str | None,
+    node_name: str | None,
+    tls: TlsSettings,
+) -> ClusterConfig | None:
+    """A node's part in a cluster; None when it has none. Raises ConfigError."""
+    if not indexes and index_listen is None:
+        _refuse_lonely(index_entries, peer_listen, tls)
+        return None
+    loaded = resolve_tls(tls, what="the index")
+    certified = loaded.name_as("node") if loaded else ""
+    if loaded is not None and not certified:
+        raise ConfigError(
+            f"--cert {tls.cert} names no node: make one with 'kvstore certs DIR --node NAME'"
+        )
+    name = node_name or certified or platform.node().lower()
+    if loaded is not None and name != certified:
+        raise ConfigError(
+            f"node-name is {name!r}, but --cert {tls.cert} is of node {certified!r}: leave"
+            " node-name out, or give the certificate of this node"
+        )
+    if not is_name(name):
+        raise ConfigError(
+            f"node-name {name!r} cannot be a name in a cluster: use lower-case letters, digits, '-'"
+            " and '.'"
+        )
+    replica = None
+    if index_listen is not None:
+        replica = resolve_replica(index_listen, index_entries, option="--index-listen")
+        if loaded is not None and not loaded.name_as("index"):
+            raise ConfigError(
+                f"--cert {tls.cert} is of a node only, and --index-listen makes it an index, too:"
+                " make one with 'kvstore certs DIR --node NAME --with-index'"
+            )
+    elif index_entries is not None:
+        raise ConfigError("index-entries is about --index-listen: add that, or leave it out")
+    return ClusterConfig(
+        node=name,
+        indexes=_indexes(indexes),
+        replica=replica,
+        peer_address=_peer(peer_listen),
+        tls=loaded,
+    )
+
+
+def _refuse_lonely(entries: object, peer_listen: object, tls: TlsSettings) -> None:
+    given = {
+        "index-entries": entries,
+        "peer-listen": peer_listen,
+        "ca": tls.ca,
+        "cert": tls.cert,
+        "key": tls.key,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is about a cluster: add --index or --index-listen, or leave it out"
+            )
+
+
+def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
+    """The certificate of a component; None with --insecure and no files. Raises ConfigError."""
+    ca, cert, key = settings.ca, settings.cert, settings.key
+    if settings.insecure and not any((ca, cert, key)):
+        return None
+    if ca is None or cert is None or key is None:
+        raise ConfigError(
+            f"{what} needs TLS: give --ca, --cert and --key ('kvstore certs' makes some for a lab),"
+            " or --insecure, with which everybody is believed"
+        )
+    return load(TlsFiles(ca=Path(ca), cert=Path(cert), key=Path(key)))
+
+
+def resolve_replica(listen: str, entries: int | str | None, *, option: str) -> ReplicaConfig:
+    """Raises ConfigError."""
+    found = address_of(listen)
+    if found is None:
+        raise ConfigError(
+            f"{option} {listen!r} must be an IP address and a port, such as {DEFAULT_LISTEN}"
+        )
+    try:
+        count = DEFAULT_ENTRIES if entries is None else int(entries)
+    except ValueError:
+        count = 0
+    if not ENTRIES_MIN <= count <= ENTRIES_MAX:
+        raise ConfigError(
+            f"entries {entries!r} must be a number from {ENTRIES_MIN} to {ENTRIES_MAX}, such as"
+            f" {DEFAULT_ENTRIES}"
+        )
+    return ReplicaConfig(host=str(found[0]), port=found[1], entry_count_max=count, option=option)
+
+
+def _indexes(texts: Sequence[str]) -> tuple[str, ...]:
+    if len(texts) > INDEX_COUNT_MAX or len(set(texts)) != len(texts):
+        raise ConfigError(f"index names up to {INDEX_COUNT_MAX} replicas, each once")
+    for text in texts:
+        address_parts(text)
+    return tuple(texts)
+
+
+def _peer(text: str | None) -> str:
+    if text is None:
+        return ""
+    found = address_of(text)
+    if found is None or found[1] == 0 or found[0].is_unspecified:
+        raise ConfigError(
+            f"peer-listen {text!r} must be the IP address and port where other nodes reach this"
+            " one, such as 10.0.0.7:9480"
+        )
+    return text

@@ -1,0 +1,174 @@
+"""The command line of the cluster: `kvstore index`, `kvstore certs`, and what `kvstore node` has
+more in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from kvstore.client.tls import Identity
+from kvstore.errors import ConfigError
+from kvstore.obs import logs
+from kvstore.serve.certs import DAYS, make_certificates
+from kvstore.serve.cluster import DEFAULT_ENTRIES, DEFAULT_INDEX_METRICS, DEFAULT_LISTEN
+from kvstore.serve.config import LOG_LEVELS
+from kvstore.serve.harden import harden_process
+from kvstore.serve.index_config import load_index_config
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_TLS_OPTIONS: Final = (
+    click.option("--ca", metavar="FILE", help="Certificate of the CA of all components."),
+    click.option("--cert", metavar="FILE", help="Certificate of this component."),
+    click.option("--key", metavar="FILE", help="Its key."),
+)
+_NODE_OPTIONS: Final = (
+    click.option(
+        "--index",
+        multiple=True,
+        metavar="HOST:PORT",
+        help="Tell this replica of the index what is held here; repeatable: name all of them.",
+    ),
+    click.option(
+        "--index-listen",
+        metavar="ADDR",
+        help="Be a replica of the index, too, on this address; port 0 picks one.",
+    ),
+    click.option(
+        "--index-entries",
+        type=int,
+        metavar="N",
+        help=f"Blocks, by holder, that the replica keeps.  [default: {DEFAULT_ENTRIES}]",
+    ),
+    click.option(
+        "--peer-listen", metavar="ADDR", help="Where other nodes reach this one; told to the index."
+    ),
+    *_TLS_OPTIONS,
+)
+
+
+def cluster_options(command: _F) -> _F:
+    """Options of `kvstore node` that are about more than one machine."""
+    for option in reversed(_NODE_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _tls_options(command: _F) -> _F:
+    for option in reversed(_TLS_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option("--listen", metavar="ADDR", help=f"Where it listens.  [default: {DEFAULT_LISTEN}]")
+@click.option(
+    "--entries",
+    type=int,
+    metavar="N",
+    help="Blocks, by holder, that it keeps; what was longest not asked for and not told leaves. "
+    f" [default: {DEFAULT_ENTRIES}]",
+)
+@_tls_options
+@click.option(
+    "--insecure/--secure",
+    default=None,
+    help="Without TLS and certificates: everybody is believed. For labs.",
+)
+@click.option(
+    "--metrics",
+    metavar="ADDR|off",
+    help=f"Where /metrics and /healthz are; port 0 picks one.  [default: {DEFAULT_INDEX_METRICS}]",
+)
+@click.option(
+    "--metrics-beyond-loopback/--metrics-loopback-only",
+    default=None,
+    help="Allow an address that other machines can read, such as a pod's.",
+)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), help="[default: info]")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="YAML with the same names as the flags; flags win.",
+)
+def index(config_path: Path | None, **flags: Any) -> None:
+    """Run a replica of the index until SIGTERM: it knows which node holds which prefix, by what the
+    nodes tell it. Start several and name them all to each node; it keeps nothing on disk.
+
+    \b
+    Examples:
+      kvstore certs pki --index i1 --node n1
+      kvstore index --ca pki/ca.crt --cert pki/index-i1.crt --key pki/index-i1.key
+      kvstore index --insecure
+    """
+    # Only here: other commands need no server.
+    from kvstore.serve.replica import run_index
+
+    settings = {name.replace("_", "-"): value for name, value in flags.items()}
+    try:
+        config = load_index_config(config_path, settings)
+        logs.setup(config.log_level)
+        harden_process()
+        run_index(config)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--node", multiple=True, metavar="NAME", help="Make one of this node; repeatable.")
+@click.option("--index", multiple=True, metavar="NAME", help="Of this replica; repeatable.")
+@click.option("--client", multiple=True, metavar="NAME", help="Of a router or script; repeatable.")
+@click.option("--with-index", is_flag=True, help="The nodes are replicas, too (--index-listen).")
+@click.option(
+    "--hosts",
+    metavar="HOST,…",
+    help="Names and addresses in them for other programs; kvstore needs none.",
+)
+@click.option("--days", type=click.IntRange(1, 3650), default=DAYS, show_default=True)
+def certs(
+    directory: Path,
+    node: tuple[str, ...],
+    index: tuple[str, ...],
+    client: tuple[str, ...],
+    *,
+    with_index: bool,
+    hosts: str | None,
+    days: int,
+) -> None:
+    """Make a lab's CA in DIRECTORY, once, and certificates by it. Nothing is overwritten.
+
+    A node speaks for the name in its certificate only. Whoever has ca.key can be everybody: keep it
+    off the nodes, or use your site's CA with the same names, which are DNS names such as
+    NAME.node.kvstore, NAME.index.kvstore with index.kvstore, and NAME.client.kvstore.
+
+    \b
+    Examples:
+      kvstore certs pki --index i1 --node n1 --node n2 --client router
+      kvstore certs pki --node n3 --with-index
+    """
+    identities = [
+        *(Identity("node", name) for name in node),
+        *(Identity("index", name) for name in index),
+        *(Identity("client", name) for name in client),
+    ]
+    if not identities:
+        raise click.UsageError("name whom to make certificates of: --node, --index or --client")
+    if with_index and not node:
+        raise click.UsageError("--with-index is about nodes: add --node NAME")
+    try:
+        made = make_certificates(
+            directory,
+            identities,
+            hosts=hosts.split(",") if hosts else (),
+            days=days,
+            nodes_are_indexes=with_index,
+        )
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
+    for file in made:
+        click.echo(file)

@@ -1,0 +1,366 @@
+"""The node's end of its feeds: what it offers, told to every replica of the index.
+
+    loop of the node ─put─▶ bounded list ─▶ Feeder (asyncio) ─▶ Link per replica ─▶ gRPC stream
+
+Nothing here makes the node wait. What does not fit a link's queue is dropped and its number is used
+up, so that the replica sees a gap and asks for a snapshot; so it does after a stream broke with
+something on its way. A snapshot is read from the engine slice by slice, between steps; what changes
+meanwhile follows as deltas, and the last word about a block counts.
+
+A link that fails dials again, with jitter, for ever. A replica that takes nothing for so long as
+WRITE_TIMEOUT_S is hung up on. Carries keys, tenants and spaces; never a token.
+
+Covers: queues, numbers, streams. Does not cover: what is offered (`engine.offers`), what a replica
+believes (`index.feed`), forms (`proto.feeds`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import grpc
+
+from kvstore.client.index import channel_options
+from kvstore.engine.events import Offered
+from kvstore.index.feed import BEAT_MS
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.serve.aio import LoopThread
+from kvstore.serve.driver import NodeBusy
+from kvstore.types import KEY_BYTES, Incarnation
+
+DELTA_KEYS_MAX: Final = 4096
+"""Of one message: a replica takes it in within a millisecond or two."""
+WAITING_KEYS_MAX: Final = 1 << 17
+"""Of one link, and of those that no link has taken yet: 4 MiB of keys each."""
+BEAT_S: Final = BEAT_MS / 1000
+CONNECT_TIMEOUT_S: Final = 5.0
+WRITE_TIMEOUT_S: Final = 5.0
+RETRY_MIN_S: Final = 0.1
+RETRY_MAX_S: Final = 2.0
+BUSY_RETRY_S: Final = 0.2
+_MILLI: Final = 1000
+
+Slice = tuple[list[Offered], int]
+"""What peers can have of some rows, and the next row, -1 after the last."""
+
+_log = logging.getLogger(__name__)
+
+
+class FeedCounters:
+    """What was told since the start, to all replicas together."""
+
+    def __init__(self) -> None:
+        self.deltas = 0
+        self.snapshots = 0
+        self.keys_lost = 0
+        self.streams = 0
+
+
+class Feeder:
+    """All feeds of one node, from construction until `close`."""
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        *,
+        node: str,
+        incarnation: Incarnation,
+        address: str,
+        replicas: Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        self.counters = FeedCounters()
+        self._loop = loop
+        self._waiting: deque[Offered] = deque()
+        self._waiting_keys = 0
+        self._overflowed = False
+        self._is_woken = False
+        self._lock = threading.Lock()
+        hello = pb.Hello(node=node, incarnation=incarnation, address=address)
+        self._links = [Link(replica, credentials, hello, self.counters) for replica in replicas]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ── of the node's loop ───────────────────────────────────────────────────────────────────────
+
+    def put(self, offer: Offered) -> None:
+        """Tell soon, or see to it that replicas ask. Never blocks for long."""
+        count = len(offer.keys) // KEY_BYTES
+        with self._lock:
+            if self._waiting_keys + count <= WAITING_KEYS_MAX:
+                self._waiting.append(offer)
+                self._waiting_keys += count
+            else:
+                self._overflowed = True
+                self.counters.keys_lost += count
+        self._wake()
+
+    def lose(self) -> None:
+        """What replicas know is not all there is: see to it that they ask."""
+        with self._lock:
+            self._overflowed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._is_woken:
+                return
+            self._is_woken = True
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.loop.call_soon_threadsafe(self._take)
+
+    # ── of any other thread ──────────────────────────────────────────────────────────────────────
+
+    def start(self, ask: Callable[[int], Slice]) -> None:
+        """Begin to dial. `ask` is `Engine.offered`, on the node's loop, and may raise NodeBusy."""
+        self._loop.loop.call_soon_threadsafe(self._begin, ask)
+
+    def close(self) -> None:
+        """Hang up."""
+        with contextlib.suppress(TimeoutError):
+            self._loop.call(self._end(), timeout_s=WRITE_TIMEOUT_S)
+
+    @property
+    def connected_count(self) -> int:
+        """Replicas that are being told."""
+        return sum(link.is_connected for link in self._links)
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy node lacks; empty while all is well."""
+        away = [link.replica for link in self._links if not link.is_connected]
+        return f"the index at {', '.join(away)} is not reached" if away else ""
+
+    # ── of the asyncio loop ──────────────────────────────────────────────────────────────────────
+
+    def _begin(self, ask: Callable[[int], Slice]) -> None:
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(link.run(ask)) for link in self._links]
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _take(self) -> None:
+        with self._lock:
+            taken, self._waiting = self._waiting, deque()
+            overflowed, self._overflowed = self._overflowed, False
+            self._waiting_keys, self._is_woken = 0, False
+        for link in self._links:
+            if overflowed:
+                link.lose()
+            link.put(taken)
+
+
+class Link:
+    """The feed of one replica."""
+
+    def __init__(
+        self,
+        replica: str,
+        credentials: grpc.ChannelCredentials | None,
+        hello: pb.Hello,
+        counters: FeedCounters,
+    ) -> None:
+        self.replica = replica
+        self.is_connected = False
+        self._credentials = credentials
+        self._hello = hello
+        self._counters = counters
+        self._queue: deque[Offered] = deque()
+        self._queued_keys = 0
+        self._sequence = 0
+        """Of the last delta that was made, sent or not."""
+        self._streams = 0
+        self._wake = asyncio.Event()
+        self._is_asked = False
+        self._told = ""
+        """What was last logged."""
+
+    def put(self, offers: Sequence[Offered] | deque[Offered]) -> None:
+        """Queue; what is too much makes a gap."""
+        self._queue.extend(offers)
+        self._queued_keys += sum(len(offer.keys) for offer in offers) // KEY_BYTES
+        if self._queued_keys > WAITING_KEYS_MAX:
+            self._counters.keys_lost += self._queued_keys
+            self.lose()
+        self._wake.set()
+
+    def lose(self) -> None:
+        """A number that nobody will ever see tells the replica that it lacks something."""
+        self._queue.clear()
+        self._queued_keys = 0
+        self._sequence += 1
+        self._wake.set()
+
+    async def run(self, ask: Callable[[int], Slice]) -> None:
+        """Tell, and dial again, until cancelled."""
+        retry_s = RETRY_MIN_S
+        while True:
+            try:
+                await self._stream(ask)
+                self._note("it ended the stream")
+            except grpc.RpcError as error:
+                self._note(_reason(error))
+            except TimeoutError:
+                self._note(f"it took nothing for {WRITE_TIMEOUT_S:.0f} s")
+            finally:
+                was_connected, self.is_connected = self.is_connected, False
+            retry_s = RETRY_MIN_S if was_connected else min(2 * retry_s, RETRY_MAX_S)
+            await asyncio.sleep(retry_s * (0.5 + secrets.randbelow(_MILLI) / _MILLI))
+
+    def _note(self, reason: str) -> None:
+        if reason != self._told:
+            self._told = reason
+            _log.warning("the index at %s is not reached: %s; trying on", self.replica, reason)
+
+    async def _stream(self, ask: Callable[[int], Slice]) -> None:
+        options = channel_options()
+        channel = (
+            grpc.aio.insecure_channel(self.replica, options=options)
+            if self._credentials is None
+            else grpc.aio.secure_channel(self.replica, self._credentials, options=options)
+        )
+        async with channel:
+            # Without it a first write would wait as long as nobody is there.
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await channel.channel_ready()
+            call = IndexStub(channel).Feed()
+            try:
+                await self._feed(call, ask)
+            finally:
+                call.cancel()
+
+    async def _feed(self, call: Any, ask: Callable[[int], Slice]) -> None:
+        self._streams += 1
+        self._counters.streams += 1
+        self._is_asked = False
+        hello = pb.Hello()
+        hello.CopyFrom(self._hello)
+        hello.stream, hello.sequence = self._streams, self._sequence
+        await _write(call, pb.FeedWord(hello=hello))
+        listening = asyncio.get_running_loop().create_task(self._listen(call))
+        try:
+            # A replica says that it takes the Hello, before it has anything else to say.
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await call.initial_metadata()
+            self.is_connected = not call.done()
+            while not listening.done():
+                self._wake.clear()
+                await self._write_waiting(call)
+                if self._is_asked:
+                    self._is_asked = False
+                    await self._write_snapshot(call, ask)
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEAT_S):
+                        await self._wake.wait()
+                if not self._queue:
+                    await _write(call, pb.FeedWord(beat=pb.Beat(sequence=self._sequence)))
+                    self._told = ""
+        finally:
+            listening.cancel()
+            (ended,) = await asyncio.gather(listening, return_exceptions=True)
+        if isinstance(ended, grpc.RpcError):
+            raise ended
+
+    async def _listen(self, call: Any) -> None:
+        """Orders of the replica, until its end of the stream. Raises grpc.RpcError."""
+        try:
+            async for _ in call:
+                self._is_asked = True
+                self._wake.set()
+        finally:
+            self._wake.set()
+
+    async def _write_waiting(self, call: Any) -> None:
+        while self._queue:
+            offers: list[Offered] = []
+            count = 0
+            while self._queue and count < DELTA_KEYS_MAX:
+                offer = self._queue.popleft()
+                first, rest = _split(offer, DELTA_KEYS_MAX - count)
+                if rest is not None:
+                    self._queue.appendleft(rest)
+                offers.append(first)
+                count += len(first.keys) // KEY_BYTES
+            self._queued_keys -= count
+            self._sequence += 1
+            self._counters.deltas += 1
+            delta = pb.Delta(sequence=self._sequence, changes=feeds.changes_of(offers))
+            await _write(call, pb.FeedWord(delta=delta))
+
+    async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
+        """All that peers can have, in parts, with deltas between them."""
+        self._counters.snapshots += 1
+        number, row = 0, 0
+        while row >= 0:
+            offers, row = await _slice(ask, row)
+            for piece in _pieces(offers):
+                await self._write_part(call, number, piece, is_last=False)
+                number += 1
+            await self._write_waiting(call)
+        await self._write_part(call, number, [], is_last=True)
+
+    async def _write_part(
+        self, call: Any, number: int, offers: Sequence[Offered], *, is_last: bool
+    ) -> None:
+        part = pb.Part(
+            sequence=self._sequence,
+            number=number,
+            is_last=is_last,
+            stored=[feeds.stored_of(offer) for offer in offers],
+        )
+        await _write(call, pb.FeedWord(part=part))
+
+
+async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:
+    while True:
+        try:
+            return await asyncio.to_thread(ask, row)
+        except NodeBusy:
+            await asyncio.sleep(BUSY_RETRY_S)
+
+
+async def _write(call: Any, word: pb.FeedWord) -> None:
+    """Raises grpc.RpcError, TimeoutError."""
+    async with asyncio.timeout(WRITE_TIMEOUT_S):
+        try:
+            await call.write(word)
+        except asyncio.InvalidStateError:
+            # The other end is done with this call; its status says why.
+            raise grpc.aio.AioRpcError(
+                await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), await call.details()
+            ) from None
+
+
+def _split(offer: Offered, count: int) -> tuple[Offered, Offered | None]:
+    """The first `count` keys, and the others."""
+    if len(offer.keys) <= count * KEY_BYTES:
+        return offer, None
+    first, rest = offer.keys[: count * KEY_BYTES], offer.keys[count * KEY_BYTES :]
+    named = (offer.tier, offer.stored, offer.tenant, offer.space)
+    return Offered(*named, first), Offered(*named, rest)
+
+
+def _pieces(offers: Sequence[Offered]) -> Iterator[list[Offered]]:
+    """Of messages that a replica takes in quickly."""
+    for offer in offers:
+        rest: Offered | None = offer
+        while rest is not None:
+            first, rest = _split(rest, DELTA_KEYS_MAX)
+            yield [first]
+
+
+def _reason(error: grpc.RpcError) -> str:
+    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+    return " ".join(str(details).split())[:300]

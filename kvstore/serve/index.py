@@ -1,0 +1,309 @@
+"""The index service: feeds in, answers out, over gRPC.
+
+    Feed ─▶ checked words ─▶ Index.hear ─▶ go on, ask for a snapshot, or close
+    Match, Nodes, Watch ─▶ Index.match, Index.nodes
+
+One asyncio loop owns the index, so nothing is locked and an answer is never half of two. Bounded:
+messages of 1 MiB, calls and watchers by number, what a caller does not read by time.
+
+When a stream breaks, the node's peer address is dialled once: refused means that nobody is there,
+and it is out of every answer at once. Only an address at the host that the stream came from is
+dialled, so that no node can make this process knock elsewhere.
+
+Covers: the service. Does not cover: what is believed (`kvstore.index`), forms (`kvstore.proto.
+feeds`), sockets, threads and pages (`replica`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NoReturn
+from urllib.parse import unquote
+
+import grpc
+
+from kvstore.errors import ProtocolError
+from kvstore.index.chain import block_keys
+from kvstore.index.feed import Closed, Hello, Refused, Verdict
+from kvstore.index.index import Answer, Index, Member
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import IndexServicer
+from kvstore.serve.addresses import address_of
+from kvstore.serve.tls import peer_identities
+from kvstore.types import KEY_BYTES, SpaceId
+
+FEED_COUNT_MAX: Final = 4096
+WATCHER_COUNT_MAX: Final = 64
+WATCH_KEYS_MAX: Final = 1024
+WATCH_PERIOD_S: Final = 0.1
+"""A watcher is told at most this often; what came and went in between is left out."""
+READER_TIMEOUT_S: Final = 5.0
+"""Who takes longer to read what he watches is hung up on."""
+HELLO_TIMEOUT_S: Final = 5.0
+DIAL_TIMEOUT_S: Final = 1.0
+TICK_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class IndexCounters:
+    """What the service did since the start."""
+
+    def __init__(self) -> None:
+        self.matches = 0
+        self.words = 0
+        self.keys_told = 0
+        self.snapshots_asked = 0
+        self.words_refused = 0
+        self.feeds_refused = 0
+        self.watchers_dropped = 0
+
+
+class IndexService(IndexServicer):
+    """One replica. All of it runs on one loop."""
+
+    def __init__(self, index: Index, *, demands_names: bool) -> None:
+        """`demands_names`: a feed is of the node that its certificate names."""
+        self.index = index
+        self.counters = IndexCounters()
+        self._demands_names = demands_names
+        self._feeds: dict[str, Hello] = {}
+        """The newest stream of each node."""
+        self._watchers = 0
+        self._dials: set[asyncio.Task[None]] = set()
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
+        """Keys of long prompts take tens of milliseconds."""
+
+    @property
+    def feed_count(self) -> int:
+        return len(self._feeds)
+
+    @property
+    def watcher_count(self) -> int:
+        return self._watchers
+
+    async def tick(self) -> None:
+        """What time alone brings about, for as long as it is not cancelled."""
+        while True:
+            self.index.tick(now_ms())
+            await asyncio.sleep(TICK_S)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._hashing.shutdown(wait=False, cancel_futures=True)
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────
+
+    async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchReply:
+        keys = await self._keys(request, context)
+        return feeds.reply_of(self._match(request, keys), blocks=len(keys) // KEY_BYTES)
+
+    async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
+        # What it says of a prompt that nobody has is what it can say of itself.
+        trust = self.index.match("", SpaceId(bytes(KEY_BYTES)), b"", now_ms()).trust
+        rows = [_row(member) for member in self.index.nodes(now_ms())]
+        return pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
+        keys = b""
+        if request.HasField("prefix"):
+            keys = await self._keys(request.prefix, context)
+        if len(keys) > WATCH_KEYS_MAX * KEY_BYTES:
+            await _refuse(context, f"a watcher names {WATCH_KEYS_MAX} blocks at most")
+        if not request.nodes and not keys:
+            await _refuse(context, "watch nodes, or a prefix, or both")
+        if self._watchers >= WATCHER_COUNT_MAX:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, f"{WATCHER_COUNT_MAX} watchers are there already")
+        self._watchers += 1
+        try:
+            await self._watch(request, keys, context)
+        finally:
+            self._watchers -= 1
+
+    async def _watch(self, request: pb.WatchRequest, keys: bytes, context: Context) -> None:
+        told: dict[str, pb.Node] = {}
+        answered: pb.MatchReply | None = None
+        is_first = True
+        while True:
+            reply = pb.WatchReply()
+            if request.nodes:
+                rows = {member.node: _row(member) for member in self.index.nodes(now_ms())}
+                # Sequence numbers move all the time and are nobody's news.
+                reply.nodes.extend(r for r in rows.values() if not _is_same(r, told.get(r.node)))
+                reply.gone.extend(told.keys() - rows.keys())
+                told = rows
+            if keys:
+                blocks = len(keys) // KEY_BYTES
+                answer = feeds.reply_of(self._match(request.prefix, keys), blocks=blocks)
+                if answer != answered:
+                    reply.prefix.CopyFrom(answer)
+                    answered = answer
+            if is_first or reply.ByteSize():
+                try:
+                    await asyncio.wait_for(context.write(reply), READER_TIMEOUT_S)
+                except TimeoutError:
+                    self.counters.watchers_dropped += 1
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it is not read")
+            is_first = False
+            await asyncio.sleep(WATCH_PERIOD_S)
+
+    def _match(self, request: pb.MatchRequest, keys: bytes) -> Answer:
+        self.counters.matches += 1
+        return self.index.match(request.tenant, SpaceId(request.space), keys, now_ms())
+
+    async def _keys(self, request: pb.MatchRequest, context: Context) -> bytes:
+        try:
+            feeds.check_match(request)
+        except ProtocolError as error:
+            await _refuse(context, str(error))
+        if request.WhichOneof("prompt") == "keys":
+            return request.keys
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._hashing, _keys_of_tokens, request.tokens)
+
+    # ── feeds ────────────────────────────────────────────────────────────────────────────────────
+
+    async def Feed(
+        self, words: AsyncIterator[pb.FeedWord], context: Context
+    ) -> AsyncIterator[pb.FeedOrder]:
+        hello = await self._hello(words, context)
+        verdict = self.index.hear(hello, now_ms())
+        if verdict is Verdict.CLOSE:
+            await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
+        # A stream that this one replaces is closed at its next word, or by keep-alive.
+        self._feeds[hello.node] = hello
+        _log.info("node %s feeds, stream %d", hello.node, hello.stream)
+        try:
+            await context.send_initial_metadata(())
+            if verdict is Verdict.ASK:
+                yield self._order()
+            async for word in words:
+                verdict = await self._hear(word, hello, context)
+                if verdict is Verdict.ASK:
+                    yield self._order()
+        finally:
+            if self._feeds.get(hello.node) is hello:
+                del self._feeds[hello.node]
+            self._ended(hello, context.peer())
+
+    async def _hello(self, words: AsyncIterator[pb.FeedWord], context: Context) -> Hello:
+        """The first word, of a node that may say it."""
+        try:
+            hello = feeds.hello_of(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
+        except (TimeoutError, StopAsyncIteration):
+            await _refuse(context, f"a feed begins with Hello, within {HELLO_TIMEOUT_S:.0f} s")
+        except ProtocolError as error:
+            self.counters.words_refused += 1
+            await _refuse(context, str(error))
+        if self._demands_names:
+            names = {
+                who.name for who in peer_identities(context.auth_context()) if who.role == "node"
+            }
+            if hello.node not in names:
+                self.counters.feeds_refused += 1
+                whose = f"node {min(names)}" if names else "no node"
+                _log.warning("the certificate of %s would speak for another node", whose)
+                await context.abort(
+                    grpc.StatusCode.PERMISSION_DENIED,
+                    f"this certificate is of {whose}: it may not speak for {hello.node}",
+                )
+        if len(self._feeds) >= FEED_COUNT_MAX and hello.node not in self._feeds:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, f"{FEED_COUNT_MAX} nodes feed already")
+        return hello
+
+    async def _hear(self, message: pb.FeedWord, hello: Hello, context: Context) -> Verdict:
+        try:
+            word = feeds.word_of(message, hello)
+        except ProtocolError as error:
+            self.counters.words_refused += 1
+            await _refuse(context, str(error))
+        counters = self.counters
+        counters.words += 1
+        counters.keys_told += feeds.key_count(word)
+        verdict = self.index.hear(word, now_ms())
+        if verdict is Verdict.CLOSE:
+            await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
+        return verdict
+
+    def _order(self) -> pb.FeedOrder:
+        self.counters.snapshots_asked += 1
+        return pb.FeedOrder()
+
+    def _ended(self, hello: Hello, peer: str) -> None:
+        """Its stream is over: is the node?"""
+        self.index.hear(Closed(hello.node, hello.incarnation, hello.stream), now_ms())
+        if hello.node in self._feeds:
+            return
+        found = address_of(hello.address)
+        if found is not None and str(found[0]) == _host_of(peer):
+            dial = asyncio.get_running_loop().create_task(self._dial(hello.node, *found))
+            self._dials.add(dial)
+            dial.add_done_callback(self._dials.discard)
+
+    async def _dial(self, node: str, host: object, port: int) -> None:
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(str(host), port)
+        except ConnectionRefusedError:
+            if node not in self._feeds:
+                _log.info("node %s is gone: its address refuses connections", node)
+                self.index.hear(Refused(node), now_ms())
+        except OSError:
+            pass  # slow or unreachable: silence will tell (TimeoutError is an OSError)
+        else:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+def now_ms() -> int:
+    """Of the clock that the index is told."""
+    return time.monotonic_ns() // 1_000_000
+
+
+async def _refuse(context: Context, text: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    raise AssertionError("abort raises")
+
+
+def _row(member: Member) -> pb.Node:
+    return pb.Node(
+        node=member.node,
+        incarnation=member.incarnation,
+        address=member.address,
+        trust=feeds.trust_number(member.trust),
+        sequence=member.sequence,
+    )
+
+
+def _is_same(row: pb.Node, told: pb.Node | None) -> bool:
+    return told is not None and (row.incarnation, row.address, row.trust) == (
+        told.incarnation,
+        told.address,
+        told.trust,
+    )
+
+
+def _keys_of_tokens(tokens: pb.Tokens) -> bytes:
+    keys = block_keys(
+        tokens.ids,
+        block_tokens=tokens.block_tokens,
+        seed=tokens.hash_seed,
+        cache_salt=tokens.cache_salt,
+    )
+    return b"".join(keys)
+
+
+def _host_of(peer: str) -> str:
+    """The IP address in gRPC's name of a peer: ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
+    found = address_of(unquote(peer).partition(":")[2])
+    return str(found[0]) if found else ""

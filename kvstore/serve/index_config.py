@@ -1,0 +1,61 @@
+"""The configuration of `kvstore index`: from flags and YAML to what is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvstore.errors import ConfigError
+from kvstore.serve.addresses import http_config
+from kvstore.serve.cluster import (
+    DEFAULT_INDEX_METRICS,
+    DEFAULT_LISTEN,
+    IndexConfig,
+    TlsSettings,
+    resolve_replica,
+    resolve_tls,
+)
+from kvstore.serve.config import LOG_LEVELS, convert_settings
+
+
+class IndexSettings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab", kw_only=True
+):
+    """The settings as an operator writes them, in YAML with the names of the flags."""
+
+    listen: str = DEFAULT_LISTEN
+    entries: str | int | None = None
+    metrics: str | bool = DEFAULT_INDEX_METRICS
+    metrics_beyond_loopback: bool = False
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    insecure: bool = False
+    log_level: str = "info"
+
+
+def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfig:
+    """What these settings mean. Raises ConfigError: one sentence, and how to mend it."""
+    settings = convert_settings(path, flags, IndexSettings)
+    files = TlsSettings(
+        ca=settings.ca, cert=settings.cert, key=settings.key, insecure=settings.insecure
+    )
+    tls = resolve_tls(files, what="an index")
+    if tls is not None and settings.insecure:
+        raise ConfigError("--insecure goes without certificates: leave out one or the other")
+    if tls is not None and not tls.name_as("index"):
+        raise ConfigError(
+            f"--cert {settings.cert} names no index: make one with 'kvstore certs DIR --index NAME'"
+        )
+    level = settings.log_level.lower()
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"log-level {level!r} is unknown: use one of {', '.join(LOG_LEVELS)}")
+    return IndexConfig(
+        replica=resolve_replica(settings.listen, settings.entries, option="--listen"),
+        tls=tls,
+        http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
+        log_level=level,
+    )

@@ -1,0 +1,94 @@
+"""A node's part in a cluster: its feeds, and the replica of the index inside it, on one loop.
+
+Covers: putting the two together, what an operator is told of them. Does not cover: either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+from collections.abc import Iterable
+
+from kvstore.obs.metrics import Family
+from kvstore.serve.aio import LoopThread
+from kvstore.serve.cluster import ClusterConfig
+from kvstore.serve.feed import Feeder
+from kvstore.serve.replica import Replica
+from kvstore.serve.tls import INSECURE_NOTE
+from kvstore.types import Incarnation
+
+_log = logging.getLogger(__name__)
+
+
+class ClusterMember:
+    """From construction until `close`. `feeder` is to be started."""
+
+    def __init__(self, config: ClusterConfig, incarnation: Incarnation) -> None:
+        """Listen, if there is to be a replica.
+
+        Raises:
+            ConfigError: its address cannot be listened on.
+        """
+        self._tls = config.tls
+        if config.tls is None:
+            _log.warning(
+                "--insecure: node %s tells %s what it holds without TLS; for labs only",
+                config.node,
+                ", ".join(config.indexes) or "itself",
+            )
+        with contextlib.ExitStack() as stack:
+            loop = LoopThread("cluster")
+            stack.callback(loop.close)
+            self._replica: Replica | None = None
+            if config.replica is not None:
+                self._replica = Replica(config.replica, config.tls, loop)
+                stack.callback(self._replica.close)
+            self.feeder = Feeder(
+                loop,
+                node=config.node,
+                incarnation=incarnation,
+                address=config.peer_address,
+                replicas=(*self._own_replica(), *config.indexes),
+                credentials=config.tls.channel_credentials() if config.tls else None,
+            )
+            stack.callback(self.feeder.close)
+            self._stack = stack.pop_all()
+
+    def _own_replica(self) -> Iterable[str]:
+        """Where this node reaches it."""
+        if self._replica is None:
+            return ()
+        host = ipaddress.ip_address(self._replica.host)
+        if not host.is_unspecified:
+            return (self._replica.address,)
+        return (f"{'[::1]' if host.version == 6 else '127.0.0.1'}:{self._replica.port}",)
+
+    def close(self) -> None:
+        """Hang up and stop."""
+        self._stack.close()
+
+    @property
+    def index_address(self) -> str:
+        """Where the replica is; empty when there is none."""
+        return self._replica.address if self._replica is not None else ""
+
+    @property
+    def index_port(self) -> int:
+        """0 when there is none."""
+        return self._replica.port if self._replica is not None else 0
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy node lacks; empty while all is well."""
+        notes = (INSECURE_NOTE if self._tls is None else "", self.feeder.trouble)
+        return "; ".join(filter(None, notes))
+
+    def index_families(self) -> list[Family]:
+        """Metrics of the replica; none when there is none, or it does not answer."""
+        if self._replica is None:
+            return []
+        try:
+            return self._replica.families()
+        except TimeoutError:
+            return []

@@ -1,0 +1,228 @@
+"""A replica of the index: its socket, its pages, its process.
+
+    kvstore index ─▶ run_index ─▶ Replica (loop thread: service, health, reflection) and pages
+    kvstore node --index-listen ─▶ the same Replica, on the loop that the node's feed runs on
+
+Covers: listening, draining, what /metrics and /healthz say. Does not cover: the service (`index`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from kvstore.client.tls import Tls
+from kvstore.errors import ConfigError
+from kvstore.index.index import Index
+from kvstore.obs.metrics import Family, family
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
+from kvstore.serve.aio import LoopThread
+from kvstore.serve.cluster import IndexConfig, ReplicaConfig
+from kvstore.serve.http import HttpServer, Page, text_page
+from kvstore.serve.index import IndexService, now_ms
+from kvstore.serve.tls import INSECURE, INSECURE_NOTE, server_credentials
+
+CALL_COUNT_MAX: Final = 8192
+"""Feeds and watchers included."""
+CALLS_PER_CONNECTION_MAX: Final = 64
+DRAIN_S: Final = 1.0
+START_TIMEOUT_S: Final = 10.0
+PAGE_TIMEOUT_S: Final = 1.0
+PING_MS: Final = 10_000
+"""A connection that is silent for so long is asked whether it lives …"""
+PING_TIMEOUT_MS: Final = 5_000
+"""… and closed when it does not answer."""
+PING_LEAST_MS: Final = 1_000
+"""Of others: who asks more often is hung up on."""
+SERVICES: Final = (
+    pb.DESCRIPTOR.services_by_name["Index"].full_name,
+    health.SERVICE_NAME,
+    reflection.SERVICE_NAME,
+)
+_OPTIONS: Final = (
+    # Or a second replica could take the same port, and half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", feeds.MESSAGE_BYTES_MAX),
+    ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION_MAX),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.keepalive_time_ms", PING_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_LEAST_MS),
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Replica:
+    """Listens from construction until `close`."""
+
+    def __init__(self, config: ReplicaConfig, tls: Tls | None, loop: LoopThread) -> None:
+        """`tls` None: everybody is believed.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        self._loop = loop
+        self._index = Index(entry_count_max=config.entry_count_max, now_ms=now_ms())
+        self._service = IndexService(self._index, demands_names=tls is not None)
+        self._health = health.aio.HealthServicer()
+        self.insecure = tls is None
+        self.host = config.host
+        if tls is None:
+            _log.warning(INSECURE, f"{config.host}:{config.port}")
+        try:
+            self.port = loop.call(self._listen(config, tls), timeout_s=START_TIMEOUT_S)
+        except RuntimeError:
+            self._service.close()
+            raise ConfigError(
+                f"the index cannot listen on {config.host}:{config.port}: the address is in use or"
+                f" not of this machine; choose another {config.option}"
+            ) from None
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def note(self) -> str:
+        """What an operator should know of a replica that serves; empty when there is nothing."""
+        return INSECURE_NOTE if self.insecure else ""
+
+    async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=CALL_COUNT_MAX)
+        add_IndexServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(SERVICES, self._server)
+        for service in ("", SERVICES[0]):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        place = f"{host}:{config.port}"
+        if tls is None:
+            port = self._server.add_insecure_port(place)
+        else:
+            port = self._server.add_secure_port(place, server_credentials(tls))
+        await self._server.start()
+        self._tick = asyncio.get_running_loop().create_task(self._service.tick())
+        return int(port)
+
+    def close(self) -> None:
+        """Say that it goes, let calls end for a moment, and stop."""
+        with contextlib.suppress(TimeoutError):
+            self._loop.call(self._stop(), timeout_s=DRAIN_S + START_TIMEOUT_S)
+        self._service.close()
+
+    async def _stop(self) -> None:
+        await self._health.enter_graceful_shutdown()
+        self._tick.cancel()
+        await self._server.stop(DRAIN_S)
+
+    # ── pages ────────────────────────────────────────────────────────────────────────────────────
+
+    def families(self) -> list[Family]:
+        """Its metrics. Raises TimeoutError."""
+        return self._loop.call(self._families(), timeout_s=PAGE_TIMEOUT_S)
+
+    async def _families(self) -> list[Family]:
+        service, sizes = self._service, self._index.statistics()
+        trusts = [member.trust for member in self._index.nodes(now_ms())]
+        states = [("out" if trust is None else trust.name.lower()) for trust in trusts]
+        names = ("exact", "catching_up", "stale", "out")
+        return [
+            family("kvstore_index_entries", [((), sizes.entry_count)]),
+            family("kvstore_index_blocks", [((), sizes.block_count)]),
+            family("kvstore_index_memory_bytes", [((), sizes.memory_bytes)]),
+            family("kvstore_index_evictions_total", [((), sizes.evicted_count)]),
+            family("kvstore_index_nodes", [((name,), states.count(name)) for name in names]),
+            family("kvstore_index_feeds", [((), service.feed_count)]),
+            family("kvstore_index_watchers", [((), service.watcher_count)]),
+            *(
+                family(f"kvstore_index_{name}_total", [((), count)])
+                for name, count in vars(service.counters).items()
+            ),
+        ]
+
+
+class IndexCollector(Collector):
+    """The metrics of a replica that is a process of its own."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._version = version("kvstore")
+
+    def collect(self) -> Iterator[Family]:
+        """Raises TimeoutError when the loop does not answer."""
+        yield family("kvstore_index_info", [((self._version,), 1)])
+        yield from self._replica.families()
+
+    def describe(self) -> list[Family]:
+        return []
+
+
+def make_pages(replica: Replica) -> dict[str, Callable[[], Page]]:
+    """The pages of a replica by path."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(IndexCollector(replica))
+
+    def metrics() -> Page:
+        try:
+            return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+        except TimeoutError:
+            return text_page(503, "the index is busy: ask again later")
+
+    def healthz() -> Page:
+        try:
+            replica.families()
+        except TimeoutError:
+            return text_page(503, "the index did not answer in time")
+        return text_page(200, ", but ".join(filter(None, ["ok", replica.note])))
+
+    return {"/metrics": metrics, "/healthz": healthz}
+
+
+def run_index(config: IndexConfig) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP. Call it in the main thread.
+
+    Raises:
+        ConfigError: it cannot start with this configuration on this machine.
+    """
+    with contextlib.ExitStack() as stack:
+        loop = LoopThread("index")
+        stack.callback(loop.close)
+        replica = Replica(config.replica, config.tls, loop)
+        stack.callback(replica.close)
+        url = ""
+        if config.http is not None:
+            http = HttpServer(config.http, make_pages(replica))
+            stack.callback(http.close)
+            http.start()
+            url = http.url + "/metrics"
+        asked_to_stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: asked_to_stop.set())
+        sys.stdout.write(
+            f"kvstore index ready: listen={replica.address} metrics={url or 'off'}"
+            f" tls={'off' if replica.insecure else 'on'}"
+            f" entries={config.replica.entry_count_max}\n"
+        )
+        sys.stdout.flush()
+        asked_to_stop.wait()
+    _log.info("stopped")

@@ -1,0 +1,110 @@
+"""Settings of what reaches beyond one machine: what cannot work says so before it listens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.client.index import IndexClient, address_parts
+from kvstore.errors import ConfigError
+from kvstore.serve.config import load_config
+from kvstore.serve.index_config import load_index_config
+from kvstore.testing.index_process import Lab
+
+LEAST = {"dram": "64MiB"}
+LAB = {"index": ["127.0.0.1:9470"], "insecure": True}
+
+
+def test_a_node_is_alone_by_default() -> None:
+    assert load_config(None, LEAST).cluster is None
+
+
+def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
+    files = Lab(tmp_path / "pki").files("node", "n1")
+    paths = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    settings = LEAST | paths | {"index": "i.example:9470", "peer-listen": "10.0.0.7:9480"}
+    cluster = load_config(None, settings).cluster
+    assert cluster is not None
+    assert (cluster.node, cluster.indexes) == ("n1", ("i.example:9470",))
+    assert (cluster.peer_address, cluster.replica) == ("10.0.0.7:9480", None)
+    with pytest.raises(ConfigError, match=r"--cert .* is of node 'n1': leave node-name out"):
+        load_config(None, settings | {"node-name": "n2"})
+    with pytest.raises(ConfigError, match="is of a node only, and --index-listen"):
+        load_config(None, settings | {"index-listen": "127.0.0.1:0"})
+    files = Lab(tmp_path / "pki").files("client", "c1")
+    wrong = {"cert": str(files.cert), "key": str(files.key)}
+    with pytest.raises(ConfigError, match="names no node: make one with 'kvstore certs"):
+        load_config(None, settings | wrong)
+    with pytest.raises(ConfigError, match="names no index: make one with 'kvstore certs"):
+        load_index_config(None, paths)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"index": ["127.0.0.1:9470"]}, "the index needs TLS: give --ca, --cert and --key"),
+        ({"index-listen": "127.0.0.1:0"}, "or --insecure, with which everybody is believed"),
+        (LAB | {"ca": "/x"}, "the index needs TLS: give --ca, --cert and --key"),
+        (LAB | {"index": ["nowhere"]}, "index 'nowhere' must be HOST:PORT"),
+        (LAB | {"index": ["a:1", "a:1"]}, "each once"),
+        (LAB | {"index-listen": "example:1"}, "--index-listen 'example:1' must be an IP address"),
+        (LAB | {"index-entries": 5000}, "is about --index-listen"),
+        (LAB | {"index-listen": "127.0.0.1:0", "index-entries": "many"}, "entries 'many' must be"),
+        (LAB | {"node-name": "No"}, "node-name 'No' cannot be a name in a cluster"),
+        (LAB | {"peer-listen": "0.0.0.0:9480"}, "peer-listen '0.0.0.0:9480' must be"),
+        (LAB | {"peer-listen": "10.0.0.7:0"}, "peer-listen '10.0.0.7:0' must be"),
+        ({"peer-listen": "10.0.0.7:1"}, "peer-listen is about a cluster: add --index"),
+        ({"cert": "/x"}, "cert is about a cluster: add --index"),
+    ],
+)
+def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, LEAST | wrong)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({}, "an index needs TLS: give --ca, --cert and --key"),
+        ({"insecure": True, "listn": "x"}, "unknown key 'listn'; known keys are listen,"),
+        ({"insecure": True, "listen": "host"}, "--listen 'host' must be an IP address and a port"),
+        ({"insecure": True, "entries": 1}, "entries 1 must be a number from 1024"),
+        ({"insecure": True, "log-level": "loud"}, "log-level 'loud' is unknown"),
+        ({"insecure": True, "metrics": "10.0.0.1:1"}, "add --metrics-beyond-loopback"),
+    ],
+)
+def test_what_cannot_work_of_an_index_says_so(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_index_config(None, wrong)
+    assert sentence in str(caught.value)
+
+
+def test_an_index_is_told_by_yaml_too(tmp_path: Path) -> None:
+    path = tmp_path / "index.yaml"
+    path.write_text("listen: 127.0.0.1:0\nentries: 5000\ninsecure: true\nmetrics: off\n")
+    config = load_index_config(path, {"entries": 6000})
+    assert (config.replica.port, config.replica.entry_count_max) == (0, 6000)
+    assert (config.tls, config.http) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "host", ":1", "host:", "host:0", "host:x", "a/b:1", "::1:1"]
+)
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="must be HOST:PORT"):
+        address_parts(endpoint)
+
+
+def test_endpoints_may_have_names() -> None:
+    assert address_parts("index.example:9470") == ("index.example", 9470)
+    assert address_parts("[::1]:9470") == ("::1", 9470)
+
+
+def test_a_client_says_whom_it_believes() -> None:
+    with pytest.raises(ConfigError, match="give tls, or insecure=True"):
+        IndexClient(["127.0.0.1:1"])
+    with pytest.raises(ConfigError, match="name at least one replica"):
+        IndexClient([], insecure=True)
