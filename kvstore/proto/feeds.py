@@ -209,11 +209,11 @@ def answer_of(reply: pb.MatchReply) -> Answer:
             each.hbm_blocks,
             each.dram_blocks,
             each.file_blocks,
-            trust_of(each.trust) or Trust.STALE,
+            _OF_TRUST.get(each.trust, Trust.STALE),
         )
         for each in reply.holders
     ]
-    return Answer(trust_of(reply.trust) or Trust.STALE, matches)
+    return Answer(_OF_TRUST.get(reply.trust, Trust.STALE), matches)
 
 
 def trust_number(trust: Trust | None) -> pb.Trust:

@@ -1,0 +1,159 @@
+"""Nodes and replicas that die, stop, and come back under the same address (I8)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.index.feed import Trust
+from kvstore.testing.raw_engine import RawEngine, make_keys
+from tests.integration.cluster.kit import CONVERGES_S, Site, becomes, matches, member, trust
+from tests.integration.node.conftest import eventually
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port of which this process makes sure that nobody listens there."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()[1]
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_dead_node_is_out(site: Site, closed_port: int, *, is_refused: bool) -> None:
+    keys = make_keys(2)
+    with site.index() as index, site.client(index.address) as client:
+        flags = ["--index", index.address]
+        if is_refused:
+            flags += ["--peer-listen", f"127.0.0.1:{closed_port}"]
+        with site.node("n1", *flags) as node, RawEngine(node.socket) as engine:
+            engine.open()
+            engine.store(keys)
+            assert becomes(client, keys, {"n1": 2})
+            node.kill()
+        assert eventually(lambda: matches(client, keys) == {}, timeout_s=CONVERGES_S)
+        assert trust(client, "n1") is None
+        assert ("is gone: its address refuses connections" in index.log) is is_refused
+
+
+def test_no_address_but_the_nodes_own_is_dialled(site: Site, closed_port: int) -> None:
+    with site.index() as index, site.client(index.address) as client:
+        flags = ["--index", index.address, "--peer-listen", f"169.254.169.254:{closed_port}"]
+        with site.node("n1", *flags) as node:
+            assert eventually(lambda: member(client, "n1") is not None, timeout_s=CONVERGES_S)
+            node.kill()
+        assert eventually(lambda: trust(client, "n1") is None, timeout_s=CONVERGES_S)
+        assert "refuses" not in index.log
+
+
+def test_a_stopped_node_is_out_and_comes_back(site: Site) -> None:
+    keys = make_keys(2)
+    with (
+        site.index() as index,
+        site.client(index.address) as client,
+        site.node("n1", "--index", index.address) as node,
+        RawEngine(node.socket) as engine,
+    ):
+        engine.open()
+        engine.store(keys)
+        assert becomes(client, keys, {"n1": 2})
+        node.pause()
+        assert eventually(lambda: matches(client, keys) == {}, timeout_s=CONVERGES_S)
+        node.resume()
+        assert becomes(client, keys, {"n1": 2})
+
+
+def test_a_node_process_that_is_killed_comes_back_as_another_incarnation(site: Site) -> None:
+    keys = make_keys(3)
+    with (
+        site.index() as index,
+        site.client(index.address) as client,
+        site.node("n1", "--index", index.address) as node,
+    ):
+        with RawEngine(node.socket) as engine:
+            engine.open()
+            engine.store(keys[:2])
+            assert becomes(client, keys, {"n1": 2})
+            first = member(client, "n1")
+            node.crash()
+            # What it kept in memory is offered once an engine says what is whole.
+            assert eventually(lambda: matches(client, keys) == {}, timeout_s=CONVERGES_S)
+        with RawEngine(node.socket) as engine:
+            engine.open()
+            assert becomes(client, keys, {"n1": 2})
+            engine.store(keys[2:])
+            assert becomes(client, keys, {"n1": 3})
+        second = member(client, "n1")
+        assert first is not None
+        assert second is not None
+        assert first.incarnation != second.incarnation
+
+
+def test_a_replica_that_is_killed_is_filled_again_at_the_same_address(site: Site) -> None:
+    keys = make_keys(4)
+    with site.index() as index:
+        address = index.address
+        with (
+            site.node("n1", "--index", address) as node,
+            RawEngine(node.socket) as engine,
+            site.client(address) as client,
+        ):
+            engine.open()
+            engine.store(keys[:3])
+            assert becomes(client, keys, {"n1": 3})
+            index.kill()
+            engine.store(keys[3:])
+            with site.index(listen=address):
+                assert becomes(client, keys, {"n1": 4})
+
+
+def test_a_stopped_replica_holds_up_neither_nodes_nor_clients(site: Site) -> None:
+    keys = make_keys(64)
+    with (
+        site.index("i1") as one,
+        site.index("i2") as two,
+        site.node("n1", "--index", one.address, "--index", two.address) as node,
+        RawEngine(node.socket) as engine,
+        site.client(one.address, two.address) as client,
+    ):
+        engine.open()
+        engine.store(keys[:1])
+        assert becomes(client, keys, {"n1": 1})
+        one.pause()
+        engine.store(keys[1:])
+        assert becomes(client, keys, {"n1": 64}), "the other replica answers"
+        one.resume()
+        with site.client(one.address) as first:
+            assert becomes(first, keys, {"n1": 64}), "and the first one catches up"
+        one.kill()
+        assert becomes(client, keys, {"n1": 64})
+
+
+def test_replicas_answer_for_all_nodes_and_do_not_mix_them_up(site: Site) -> None:
+    keys = make_keys(4)
+    with (
+        site.node("n1", "--index-listen", "127.0.0.1:0", with_index=True) as one,
+        site.node("n2", "--index", one.index) as two,
+        site.client(one.index) as client,
+        RawEngine(one.socket) as first,
+        RawEngine(two.socket) as second,
+    ):
+        first.open()
+        second.open()
+        first.store(keys[:1])
+        second.store(keys)
+        assert becomes(client, keys, {"n1": 1, "n2": 4})
+        two.kill()
+        assert eventually(lambda: trust(client, "n2") is None, timeout_s=CONVERGES_S)
+        assert becomes(client, keys, {"n1": 1})
+        assert trust(client, "n1") is Trust.EXACT
