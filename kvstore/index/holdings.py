@@ -1,112 +1,208 @@
-"""Which slot holds which blocks, in which tiers: a first, plain form in dictionaries.
+"""Which slots hold which blocks, in which tiers: flat memory whose size is fixed at the start.
 
-A slot is one holder in one (tenant, space), opened and voided by `index.py`.
+A **slot** is one holder in one (tenant, space), so that to clear a space, or to forget an engine or
+a node, is to void slots: at once out of every answer, and taken out of the rows by and by. Slots
+and scopes have names here; all else is numbers, and `loops.py` works on them.
+
+Full, that is with `entry_count_max` (block, slot) pairs: the block that was longest not asked for
+and not told leaves, and its slots have lost something. Of blocks told or asked for together the
+first are the newest.
+
+Bytes for E entries and S slots: rows 48 E, cells 8 E, sets 36 E + 252 S.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.index import fields, native
 from kvstore.types import KEY_BYTES, SpaceId, Tier
+
+ENTRY_COUNT_MAX: Final = 1 << 29
+"""Places in the flat memory are 32-bit numbers."""
+_SWEPT_PER_TOLD: Final = 4
+"""So many rows are swept for each key told, while there is something void."""
 
 
 class Holdings:
-    """See the module."""
+    """See the module. `is_native` None: machine code if numba is there."""
 
-    def __init__(self, *, entry_count_max: int, slot_count_max: int, seed: int) -> None:
-        self._entry_count_max = entry_count_max
-        self._slot_count_max = slot_count_max
-        self._scopes: dict[int, tuple[str, SpaceId]] = {}
-        self._hidden: set[int] = set()
-        self._lost: set[int] = set()
-        self._blocks: dict[tuple[str, SpaceId, bytes], dict[int, int]] = {}
-        """Slots and their bits, 1 << tier; the longest not asked for and not told first."""
-        self._next = 1
-        self.entry_count = 0
-        self.evicted_count = 0
-        self.memory_bytes = 0
+    def __init__(
+        self,
+        *,
+        entry_count_max: int,
+        slot_count_max: int,
+        seed: int,
+        is_native: bool | None = None,
+    ) -> None:
+        if not slot_count_max < entry_count_max <= ENTRY_COUNT_MAX:
+            raise ValueError(
+                f"an index of {entry_count_max} entries with {slot_count_max} slots cannot be: "
+                f"entries must be more than slots, and at most {ENTRY_COUNT_MAX}"
+            )
+        if is_native is None:
+            is_native = native.is_available()
+        self._loops = native.compiled() if is_native else native.PLAIN
+        self.arrays = _arrays(entry_count_max, slot_count_max + 1, seed)
+        self._memory: tuple[Any, ...] = tuple(self.arrays.values())
+        if not is_native:
+            self._memory = tuple(array.data for array in self._memory)
+        self._meta = self.arrays["meta"].data
+        self._slots = self.arrays["slots"].data
+        self._scratch = self.arrays["scratch"]
+        self._is_native = is_native
+        self.slot_count_max = slot_count_max
+        self.free_slots = list(range(slot_count_max, 0, -1))
+        self._free_scopes = list(range(slot_count_max, 0, -1))
+        self.scopes: dict[tuple[str, SpaceId], int] = {}
+        self.scope_of: dict[int, tuple[str, SpaceId]] = {}
+        """By slot, void ones included."""
+        self._slots_in: dict[tuple[str, SpaceId], int] = {}
+        """How many slots each scope has: without one it is free again."""
+        self._void: list[int] = []
+        """Since the sweep under way began."""
+        self._sweeping: list[int] = []
+
+    @property
+    def entry_count(self) -> int:
+        """(block, slot) pairs, those of void slots until they are swept included."""
+        return self._meta[fields.ENTRIES]
 
     @property
     def block_count(self) -> int:
-        """Blocks of which somebody holds a copy."""
-        return len(self._blocks)
+        """Blocks that somebody holds."""
+        return self._meta[fields.BLOCKS]
+
+    @property
+    def evicted_count(self) -> int:
+        """Blocks that left because there was no room."""
+        return self._meta[fields.EVICTED]
+
+    @property
+    def void_slots(self) -> list[int]:
+        """Those whose rows are still to be swept."""
+        return self._sweeping + self._void
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the flat memory; the system gives it as it is first written."""
+        return sum(array.nbytes for array in self.arrays.values())
 
     def open(self, tenant: str, space: SpaceId, *, is_hidden: bool) -> int | None:
         """A new slot, empty. None: all are in use."""
-        if len(self._scopes) >= self._slot_count_max:
+        while not self.free_slots and (self._void or self._sweeping):
+            self.sweep(self._meta[fields.ROW_FRESH])
+        if not self.free_slots:
             return None
-        slot, self._next = self._next, self._next + 1
-        self._scopes[slot] = (tenant, space)
-        if is_hidden:
-            self._hidden.add(slot)
+        name = (tenant, space)
+        if name not in self.scopes:
+            self.scopes[name] = self._free_scopes.pop()
+            self._slots_in[name] = 0
+        self._slots_in[name] += 1
+        slot = self.free_slots.pop()
+        self.scope_of[slot] = name
+        self._slots[slot * fields.SLOT + fields.STATE] = (
+            fields.HIDDEN if is_hidden else fields.SHOWN
+        )
+        self._slots[slot * fields.SLOT + fields.LOST] = 0
         return slot
 
     def show(self, slot: int) -> None:
         """Let a hidden slot be in answers."""
-        self._hidden.remove(slot)
+        self._slots[slot * fields.SLOT + fields.STATE] = fields.SHOWN
 
     def void(self, slot: int) -> None:
         """Forget all that this slot holds, and the slot."""
-        del self._scopes[slot]
-        self._hidden.discard(slot)
-        for address in [a for a, held in self._blocks.items() if slot in held]:
-            del self._blocks[address][slot]
-            self.entry_count -= 1
-            if not self._blocks[address]:
-                del self._blocks[address]
+        self._slots[slot * fields.SLOT + fields.STATE] = fields.VOID
+        self._void.append(slot)
 
     def stored(self, slot: int, tier: Tier, keys: bytes) -> None:
         """The slot holds these in this tier."""
-        for address in reversed(self._addresses(slot, keys)):
-            held = self._blocks.pop(address, {})
-            self.entry_count += slot not in held
-            held[slot] = held.get(slot, 0) | 1 << tier
-            self._blocks[address] = held
-            while self.entry_count > self._entry_count_max:
-                self._evict()
+        if self._void or self._sweeping:
+            self.sweep(_SWEPT_PER_TOLD * len(keys) // KEY_BYTES)
+        scope = self.scopes[self.scope_of[slot]]
+        self._loops.store(*self._memory, self._words(keys), scope, slot, int(tier))
 
     def removed(self, slot: int, tier: Tier, keys: bytes) -> None:
-        """The slot holds these in this tier no more."""
-        for address in self._addresses(slot, keys):
-            held = self._blocks.get(address, {})
-            if slot in held:
-                held[slot] &= ~(1 << tier)
-                if not held[slot]:
-                    del held[slot]
-                    self.entry_count -= 1
-                if not held:
-                    del self._blocks[address]
+        """The slot holds these in this tier no more; no error if it did not."""
+        scope = self.scopes[self.scope_of[slot]]
+        self._loops.remove(*self._memory, self._words(keys), scope, slot, int(tier))
 
-    def match(
-        self, tenant: str, space: SpaceId, keys: bytes
-    ) -> list[tuple[int, int, int, int, bool]]:
-        """(slot, blocks in hbm, in dram too, in file too, is something of it lost) of each slot."""
-        lengths: dict[int, list[int]] = {}
-        found = []
-        for at in range(len(keys) // KEY_BYTES):
-            address = (tenant, space, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])
-            held = self._blocks.get(address, {})
-            best = {s: (b & -b).bit_length() - 1 for s, b in held.items() if s not in self._hidden}
-            if at == 0:
-                lengths = {slot: [0, 0, 0] for slot in best}
-            here = [slot for slot, length in lengths.items() if length[2] == at and slot in best]
-            if not here:
-                break
-            found.append(address)
-            for slot in here:
-                for tier in range(best[slot], 3):
-                    lengths[slot][tier] += lengths[slot][tier] == at
-        for address in reversed(found):
-            self._blocks[address] = self._blocks.pop(address)
-        return [(s, h, d, f, s in self._lost) for s, (h, d, f) in lengths.items()]
+    def match(self, tenant: str, space: SpaceId, keys: bytes) -> list[tuple[int, ...]]:
+        """(slot, blocks in hbm, in dram or faster, in any tier, has it lost something) of each
+        slot that holds the first block."""
+        scope = self.scopes.get((tenant, space))
+        if scope is None:
+            return []
+        count = self._loops.match(*self._memory, self._words(keys), scope)
+        begin = self._meta[fields.SLOT_COUNT]
+        numbers = iter(self._scratch[begin : begin + count * fields.ANSWER].tolist())
+        return list(zip(numbers, numbers, numbers, numbers, numbers, strict=True))
 
     def sweep(self, row_count: int) -> None:
-        """Reclaim what is void, looking at so many rows."""
+        """Take void slots out of so many rows; those that were void when the pass began are free
+        at its end."""
+        if not self._sweeping:
+            if not self._void:
+                return
+            self._sweeping, self._void = self._void, []
+            self._meta[fields.SWEPT] = 1
+        if not self._loops.sweep(*self._memory, row_count):
+            return
+        for slot in self._sweeping:
+            name = self.scope_of.pop(slot)
+            self._slots[slot * fields.SLOT + fields.STATE] = fields.FREE
+            self.free_slots.append(slot)
+            self._slots_in[name] -= 1
+            if not self._slots_in[name]:
+                del self._slots_in[name]
+                self._free_scopes.append(self.scopes.pop(name))
+        self._sweeping = []
 
-    def _addresses(self, slot: int, keys: bytes) -> list[tuple[str, SpaceId, bytes]]:
-        scope = self._scopes[slot]
-        return [(*scope, keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+    def _words(self, keys: bytes) -> Sequence[int]:
+        if len(keys) % KEY_BYTES:
+            raise ValueError(f"{len(keys)} bytes are no keys of {KEY_BYTES} bytes each")
+        if self._is_native:
+            return np.frombuffer(keys, dtype=np.int32)  # type: ignore[return-value]
+        return memoryview(keys).cast("i")
 
-    def _evict(self) -> None:
-        held = self._blocks.pop(next(iter(self._blocks)))
-        self._lost |= held.keys()
-        self.entry_count -= len(held)
-        self.evicted_count += 1
+
+def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray[Any]]:
+    """The flat memory, in the order in which the loops take it."""
+    # The sentinel, and one row more while there is one entry too many.
+    row_end = entry_count_max + 2
+    # Each set has a row, so its members are entries. A set of one member takes a chunk for one
+    # entry, and there are 7 such sets per slot at most; all others take at most a chunk for two.
+    # And there is one set more while a row changes hands.
+    chunk_end = entry_count_max // 2 + 7 * slot_end // 2 + slot_end // fields.MEMBERS + 3
+    cell_count, set_cell_count = 2 * row_end, 2 * chunk_end
+    sizes = {
+        "rows": (row_end + 1) * fields.ROW,
+        "cells": cell_count,
+        "sets": chunk_end * fields.CHUNK,
+        "set_cells": set_cell_count,
+        "slots": slot_end * fields.SLOT,
+        "scratch": slot_end * (2 + fields.ANSWER),
+    }
+    arrays: dict[str, NDArray[Any]] = {n: np.zeros(s, dtype=np.int32) for n, s in sizes.items()}
+    meta = arrays["meta"] = np.zeros(fields.META, dtype=np.int64)
+    meta[[fields.SECRET_A, fields.SECRET_B, fields.SECRET_C]] = _secrets(seed)
+    meta[fields.CELL_COUNT] = cell_count
+    meta[fields.SET_CELL_COUNT] = set_cell_count
+    meta[fields.CHUNK_COUNT] = chunk_end
+    meta[fields.SLOT_COUNT] = slot_end
+    meta[fields.ENTRY_MAX] = entry_count_max
+    meta[fields.ROW_FRESH] = meta[fields.CHUNK_FRESH] = 1
+    return arrays
+
+
+def _secrets(seed: int) -> list[int]:
+    """Three odd numbers of thirty bits."""
+    digest = hashlib.sha256(b"kvstore index %d" % seed).digest()
+    words = np.frombuffer(digest, dtype="<u4")[:3].tolist()
+    return [word >> 2 | 1 << 29 | 1 for word in words]

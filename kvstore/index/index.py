@@ -119,12 +119,12 @@ class Index:
         node_count_max: int = 4096,
         seed: int = 1,
     ) -> None:
-        self._holdings = Holdings(
+        self.holdings = Holdings(
             entry_count_max=entry_count_max, slot_count_max=slot_count_max, seed=seed
         )
-        self._nodes: dict[str, _Node] = {}
+        self.nodes: dict[str, _Node] = {}
         self._node_count_max = node_count_max
-        self._owners: dict[int, tuple[Holder, _Node]] = {}
+        self.owners: dict[int, tuple[Holder, _Node]] = {}
         """By slot."""
         self._young_until_ms = now_ms + OUT_MS
         self._review_ms = now_ms
@@ -133,11 +133,11 @@ class Index:
 
     def hear(self, event: Event, now_ms: int) -> Verdict:
         """Take in what a node said, or what happened to its stream."""
-        node = self._nodes.get(event.node)
+        node = self.nodes.get(event.node)
         if node is None:
-            if not isinstance(event, Hello) or len(self._nodes) >= self._node_count_max:
+            if not isinstance(event, Hello) or len(self.nodes) >= self._node_count_max:
                 return Verdict.CLOSE
-            node = self._nodes[event.node] = _Node()
+            node = self.nodes[event.node] = _Node()
         heard = node.feed.hear(event, now_ms)
         self._review_ms = now_ms
         if heard.forget:
@@ -162,8 +162,8 @@ class Index:
         if now_ms >= self._review_ms:
             self._review(now_ms)
         matches = []
-        for slot, hbm, dram, file, lost in self._holdings.match(tenant, space, keys):
-            holder, node = self._owners[slot]
+        for slot, hbm, dram, file, lost in self.holdings.match(tenant, space, keys):
+            holder, node = self.owners[slot]
             trust = node.trust
             if trust is not None:
                 if lost and trust is Trust.EXACT:
@@ -176,7 +176,7 @@ class Index:
         """Regular work, a bounded piece at a time: forget who is lost, reclaim what is void."""
         if now_ms >= self._review_ms:
             self._review(now_ms)
-        self._holdings.sweep(SWEEP_ROWS)
+        self.holdings.sweep(SWEEP_ROWS)
 
     def nodes(self, now_ms: int) -> list[Member]:
         """Everybody who is not forgotten, by name."""
@@ -188,28 +188,28 @@ class Index:
 
     def address(self, node: str) -> str | None:
         """Where peers find the node; None when it is not there, or out."""
-        known = self._nodes.get(node)
+        known = self.nodes.get(node)
         return None if known is None or known.trust is None else known.feed.address
 
     def statistics(self) -> Statistics:
         """Sizes and counts."""
-        holdings = self._holdings
+        holdings = self.holdings
         return Statistics(
             entry_count=holdings.entry_count,
             block_count=holdings.block_count,
-            slot_count=len(self._owners),
-            node_count=len(self._nodes),
+            slot_count=len(self.owners),
+            node_count=len(self.nodes),
             memory_bytes=holdings.memory_bytes,
             evicted_count=holdings.evicted_count,
         )
 
     def _review(self, now_ms: int) -> None:
         """What time, and what was heard since, changed in what is believed of each node."""
-        for name in [name for name, node in self._nodes.items() if node.feed.is_lost(now_ms)]:
-            self._forget(self._nodes.pop(name))
+        for name in [name for name, node in self.nodes.items() if node.feed.is_lost(now_ms)]:
+            self._forget(self.nodes.pop(name))
         self._others = Trust.EXACT
         self._review_ms = now_ms + OUT_MS
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             trust = node.feed.trust(now_ms)
             if trust is Trust.EXACT and node.is_short:
                 trust = Trust.CATCHING_UP
@@ -228,7 +228,7 @@ class Index:
                     place = (change.engine, change.rank, change.tenant, change.space)
                     slot = slots.get(place)
                     if slot is not None:
-                        self._holdings.removed(slot, change.tier, change.keys)
+                        self.holdings.removed(slot, change.tier, change.keys)
                 case Cleared(tenant, space):
                     self._void(slots, [p for p in slots if p[2:] == (tenant, space)])
                 case Left(engine, rank):
@@ -244,19 +244,19 @@ class Index:
         slot = slots.get(place)
         if slot is None:
             is_hidden = slots is node.coming
-            slot = self._holdings.open(stored.tenant, stored.space, is_hidden=is_hidden)
+            slot = self.holdings.open(stored.tenant, stored.space, is_hidden=is_hidden)
             if slot is None:
                 node.is_short = True
                 return
             slots[place] = slot
-            self._owners[slot] = (Holder(name, stored.engine, stored.rank), node)
-        self._holdings.stored(slot, stored.tier, stored.keys)
+            self.owners[slot] = (Holder(name, stored.engine, stored.rank), node)
+        self.holdings.stored(slot, stored.tier, stored.keys)
 
     def _void(self, slots: dict[_Place, int], places: list[_Place]) -> None:
         for place in places:
             slot = slots.pop(place)
-            del self._owners[slot]
-            self._holdings.void(slot)
+            del self.owners[slot]
+            self.holdings.void(slot)
 
     def _abandon(self, node: _Node) -> None:
         if node.coming is not None:
@@ -268,7 +268,7 @@ class Index:
             return
         self._void(node.slots, list(node.slots))
         for slot in node.coming.values():
-            self._holdings.show(slot)
+            self.holdings.show(slot)
         node.slots, node.coming = node.coming, None
 
     def _forget(self, node: _Node) -> None:

@@ -1,0 +1,79 @@
+"""The flat memory of `holdings.py`: where each number lies. What it means is said in `loops.py`."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+WORDS: Final = 8
+"""Of a key."""
+
+# A row.
+ROW: Final = 12
+SCOPE: Final = 8
+SET: Final = 9
+NEWER: Final = 10
+OLDER: Final = 11
+"""Links the free rows, too."""
+
+# A chunk of a set; the last three count in its first chunk only.
+CHUNK: Final = 16
+MEMBERS: Final = 12
+NEXT: Final = 12
+REFS: Final = 13
+"""Rows that have this set."""
+SIZE: Final = 14
+HASH: Final = 15
+
+# A slot.
+SLOT: Final = 6
+STATE: Final = 0
+LOST: Final = 1
+"""1: a row that it held was evicted."""
+LENGTH: Final = 2
+"""And the next two: leading blocks in hbm, dram, file; of the match under way."""
+WORST: Final = 5
+"""The slowest tier that the match needed so far."""
+
+FREE: Final = 0
+SHOWN: Final = 1
+HIDDEN: Final = 2
+VOID: Final = 3
+"""In no answer, and swept away."""
+
+# Of scratch, in parts as long as there are slots: a set being made, the answer, who is still in it.
+ANSWER: Final = 5
+"""Numbers of one answer: slot, three lengths, lost."""
+
+# Of meta.
+SECRET_A: Final = 0
+SECRET_B: Final = 1
+SECRET_C: Final = 2
+CELL_COUNT: Final = 3
+SET_CELL_COUNT: Final = 4
+CHUNK_COUNT: Final = 5
+SLOT_COUNT: Final = 6
+ENTRY_MAX: Final = 7
+ENTRIES: Final = 8
+BLOCKS: Final = 9
+EVICTED: Final = 10
+ROW_FREE: Final = 11
+ROW_FRESH: Final = 12
+CHUNK_FREE: Final = 13
+CHUNK_FRESH: Final = 14
+MEMO_FROM: Final = 15
+"""The change that this call makes turned this set …"""
+MEMO_TO: Final = 16
+"""… into this one. Forgotten when either of them is freed."""
+SWEPT: Final = 17
+"""The next row that the sweep looks at."""
+META: Final = 18
+
+M31: Final = (1 << 31) - 1
+"""So many bits of a number can be multiplied by a secret without wrapping."""
+
+
+class Ints(Protocol):
+    """Flat memory: a memoryview, or an array of numpy in compiled code."""
+
+    def __getitem__(self, at: int, /) -> int: ...
+    def __setitem__(self, at: int, value: int, /) -> None: ...

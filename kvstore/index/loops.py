@@ -1,0 +1,242 @@
+"""What `holdings.py` does to its flat memory: plain functions that run as they stand, or compiled.
+
+Blocks of a prompt mostly have one and the same set of holders, so that to add a holder, or to go on
+with a match, is to see that nothing changed since the block before (`MEMO_FROM`). And they mostly
+lie side by side: the row after the last one is tried before the table.
+
+Numbers fit 64 bits and never wrap, so that Python and machine code agree. All memory is int32 but
+`meta`; row 0 is the sentinel of the order of use, set 0 the empty set, scope 0 no row. Nothing in
+here checks its arguments: `holdings.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.index.fields import (
+    ANSWER,
+    CHUNK,
+    ENTRIES,
+    ENTRY_MAX,
+    EVICTED,
+    LENGTH,
+    LOST,
+    MEMO_FROM,
+    MEMO_TO,
+    NEWER,
+    REFS,
+    ROW,
+    ROW_FRESH,
+    SCOPE,
+    SET,
+    SHOWN,
+    SIZE,
+    SLOT,
+    SLOT_COUNT,
+    STATE,
+    SWEPT,
+    WORDS,
+    WORST,
+    Ints,
+)
+from kvstore.index.rows import (
+    delete,
+    find,
+    insert,
+    put_behind,
+)
+from kvstore.index.sets import (
+    altered,
+    chunk_of,
+    intern,
+    member_of,
+    release,
+    stripped,
+)
+
+
+def give(rows: Ints, sets: Ints, set_cells: Ints, meta: Ints, row: int, new: int) -> None:
+    """The row has this set from now on."""
+    old = rows[row * ROW + SET]
+    if new == old:
+        return
+    rows[row * ROW + SET] = new
+    meta[ENTRIES] += sets[new * CHUNK + SIZE] - sets[old * CHUNK + SIZE]
+    if new:
+        sets[new * CHUNK + REFS] += 1
+    if old:
+        release(sets, set_cells, meta, old)
+
+
+def alter(
+    rows: Ints, sets: Ints, set_cells: Ints, scratch: Ints, meta: Ints,
+    row: int, slot: int, drop: int, add: int,
+) -> None:  # fmt: skip
+    """Drop and add tiers of one slot, for one row."""
+    old = rows[row * ROW + SET]
+    if old == meta[MEMO_FROM]:
+        new = meta[MEMO_TO]
+    else:
+        count = altered(sets, scratch, old, slot, drop, add)
+        new = intern(sets, set_cells, meta, scratch, count)
+        meta[MEMO_FROM] = old
+        meta[MEMO_TO] = new
+    give(rows, sets, set_cells, meta, row, new)
+
+
+def evict(rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, meta: Ints) -> None:
+    """What was longest not asked for and not told leaves; its holders have lost something."""
+    row = rows[NEWER]  # of the sentinel: the oldest
+    chunk = rows[row * ROW + SET]
+    for i in range(sets[chunk * CHUNK + SIZE]):
+        chunk = chunk_of(sets, chunk, i)
+        slots[(member_of(sets, chunk, i) >> 3) * SLOT + LOST] = 1
+    give(rows, sets, set_cells, meta, row, 0)
+    delete(rows, cells, meta, row)
+    meta[EVICTED] += 1
+
+
+def store(
+    rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
+    keys: Sequence[int], scope: int, slot: int, tier: int,
+) -> None:  # fmt: skip
+    """The slot holds these keys in this tier. The first of them become the newest."""
+    meta[MEMO_FROM] = -1
+    row = 0
+    for at in range(len(keys) // WORDS):
+        before = row
+        row = find(rows, cells, meta, keys, at, scope, before)
+        if row == 0:
+            row = insert(rows, cells, meta, keys, at, scope)
+        put_behind(rows, row, before)
+        alter(rows, sets, set_cells, scratch, meta, row, slot, 0, 1 << tier)
+        while meta[ENTRIES] > meta[ENTRY_MAX]:
+            evict(rows, cells, sets, set_cells, slots, meta)
+        if rows[row * ROW + SCOPE] == 0:
+            row = before  # it was the oldest itself: there is no room for the rest
+
+
+def remove(
+    rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
+    keys: Sequence[int], scope: int, slot: int, tier: int,
+) -> None:  # fmt: skip
+    """The slot holds these keys in this tier no more."""
+    meta[MEMO_FROM] = -1
+    last = 0
+    for at in range(len(keys) // WORDS):
+        row = find(rows, cells, meta, keys, at, scope, last)
+        if row:
+            last = row
+            alter(rows, sets, set_cells, scratch, meta, row, slot, 1 << tier, 0)
+            if rows[row * ROW + SET] == 0:
+                delete(rows, cells, meta, row)
+
+
+def sweep(
+    rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
+    row_count: int,
+) -> bool:  # fmt: skip
+    """Take void slots out of the next so many rows; True when these were the last."""
+    meta[MEMO_FROM] = -1
+    begin = meta[SWEPT]
+    end = min(begin + row_count, meta[ROW_FRESH])
+    for row in range(begin, end):
+        old = rows[row * ROW + SET]
+        if rows[row * ROW + SCOPE] == 0:
+            continue
+        if old == meta[MEMO_FROM]:
+            new = meta[MEMO_TO]
+        else:
+            count = stripped(sets, slots, scratch, old)
+            new = intern(sets, set_cells, meta, scratch, count)
+            meta[MEMO_FROM] = old
+            meta[MEMO_TO] = new
+        give(rows, sets, set_cells, meta, row, new)
+        if new == 0:
+            delete(rows, cells, meta, row)
+    meta[SWEPT] = end
+    return end == meta[ROW_FRESH]
+
+
+def match(
+    rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, scratch: Ints, meta: Ints,
+    keys: Sequence[int], scope: int,
+) -> int:  # fmt: skip
+    """Write to scratch how far each shown slot goes from the first key on; how many slots."""
+    row = last_set = answers = count = at = 0
+    for at in range(len(keys) // WORDS):
+        before = row
+        row = find(rows, cells, meta, keys, at, scope, before)
+        if row == 0:
+            break
+        here = rows[row * ROW + SET]
+        if at == 0:
+            answers = count = enter(sets, slots, scratch, meta, here)
+        elif here != last_set:
+            count = narrow(sets, slots, scratch, meta, here, count, at)
+        if count == 0:
+            break
+        last_set = here
+        put_behind(rows, row, before)
+    else:
+        at = len(keys) // WORDS
+    slot_count = meta[SLOT_COUNT]
+    for i in range(count):
+        end(slots, scratch[slot_count * (1 + ANSWER) + i], 3, at)
+    for i in range(answers):
+        place = slot_count + i * ANSWER
+        base = scratch[place] * SLOT
+        for tier in range(3):
+            scratch[place + 1 + tier] = slots[base + LENGTH + tier]
+        scratch[place + 4] = slots[base + LOST]
+    return answers
+
+
+def fastest(member: int) -> int:
+    """The fastest tier of a member."""
+    return 0 if member & 1 else 1 if member & 2 else 2
+
+
+def end(slots: Ints, slot: int, tier: int, at: int) -> None:
+    """The slot's run in tiers faster than this one ends before block `at`."""
+    for faster in range(slots[slot * SLOT + WORST], tier):
+        slots[slot * SLOT + LENGTH + faster] = at
+    if slots[slot * SLOT + WORST] < tier:
+        slots[slot * SLOT + WORST] = tier
+
+
+def enter(sets: Ints, slots: Ints, scratch: Ints, meta: Ints, first: int) -> int:
+    """The shown slots of the first block's set are in the answer, and still in the run."""
+    count, chunk, slot_count = 0, first, meta[SLOT_COUNT]
+    for i in range(sets[first * CHUNK + SIZE]):
+        chunk = chunk_of(sets, chunk, i)
+        member = member_of(sets, chunk, i)
+        slot = member >> 3
+        if slots[slot * SLOT + STATE] == SHOWN:
+            scratch[slot_count + count * ANSWER] = slot
+            scratch[slot_count * (1 + ANSWER) + count] = slot
+            slots[slot * SLOT + WORST] = 0
+            end(slots, slot, fastest(member), 0)
+            count += 1
+    return count
+
+
+def narrow(
+    sets: Ints, slots: Ints, scratch: Ints, meta: Ints, here: int, count: int, at: int
+) -> int:
+    """Who of those still in the run holds block `at` too: both lists ascend. How many."""
+    size, chunk, active = sets[here * CHUNK + SIZE], here, meta[SLOT_COUNT] * (1 + ANSWER)
+    kept = i = 0
+    for a in range(count):
+        slot = scratch[active + a]
+        while i < size and member_of(sets, chunk, i) >> 3 < slot:
+            i += 1
+            if i < size:
+                chunk = chunk_of(sets, chunk, i)
+        if i < size and member_of(sets, chunk, i) >> 3 == slot:
+            end(slots, slot, fastest(member_of(sets, chunk, i)), at)
+            scratch[active + kept] = slot
+            kept += 1
+        else:
+            end(slots, slot, 3, at)
+    return kept

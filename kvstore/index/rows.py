@@ -1,0 +1,132 @@
+"""Loops over rows, the blocks: the table that finds them by key, and the order of use.
+
+    cells ─▶ row: key, scope, set, neighbours in the order of use
+
+Open addressing with linear probing at a load of at most a half; to delete leaves no tombstone. The
+order of use is a ring through row 0: `OLDER` of row 0 is the newest row, `NEWER` the oldest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.index.fields import (
+    BLOCKS,
+    CELL_COUNT,
+    M31,
+    NEWER,
+    OLDER,
+    ROW,
+    ROW_FREE,
+    ROW_FRESH,
+    SCOPE,
+    SECRET_A,
+    SECRET_B,
+    SECRET_C,
+    SET,
+    WORDS,
+    Ints,
+)
+
+
+def home(meta: Ints, low: int, high: int, scope: int) -> int:
+    """Where a probe begins. The secrets keep a tenant from choosing prompts that begin alike."""
+    mixed = (low & M31) * meta[SECRET_A] + (high & M31) * meta[SECRET_B] + scope * meta[SECRET_C]
+    return (((mixed >> 20) & M31) * meta[CELL_COUNT]) >> 31
+
+
+def is_at(rows: Ints, row: int, keys: Sequence[int], at: int, scope: int) -> bool:
+    """All 32 bytes and the scope: no other block is ever taken for this one."""
+    base, begin = row * ROW, at * WORDS
+    if rows[base + SCOPE] != scope:
+        return False
+    for i in range(WORDS):  # noqa: SIM110 - compiled code has no generators
+        if rows[base + i] != keys[begin + i]:
+            return False
+    return True
+
+
+def find(
+    rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, scope: int, last: int
+) -> int:
+    """Row of a key, 0 when there is none; `last`: the row of the key before it, or 0."""
+    if last and is_at(rows, last + 1, keys, at, scope):
+        return last + 1
+    cell = home(meta, keys[at * WORDS], keys[at * WORDS + 1], scope)
+    while True:
+        row = cells[cell]
+        if row == 0 or is_at(rows, row, keys, at, scope):
+            return row
+        cell += 1
+        if cell == meta[CELL_COUNT]:
+            cell = 0
+
+
+def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
+    """A row for an absent key, with the empty set, linked to itself."""
+    row = meta[ROW_FREE]
+    if row:
+        meta[ROW_FREE] = rows[row * ROW + OLDER]
+    else:
+        row = meta[ROW_FRESH]
+        meta[ROW_FRESH] = row + 1
+    base, begin = row * ROW, at * WORDS
+    for i in range(WORDS):
+        rows[base + i] = keys[begin + i]
+    rows[base + SCOPE] = scope
+    rows[base + SET] = 0
+    rows[base + NEWER] = row
+    rows[base + OLDER] = row
+    cell = home(meta, keys[begin], keys[begin + 1], scope)
+    while cells[cell]:
+        cell += 1
+        if cell == meta[CELL_COUNT]:
+            cell = 0
+    cells[cell] = row
+    meta[BLOCKS] += 1
+    return row
+
+
+def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
+    """Forget a row whose set is empty. What lies behind its cell moves up: no tombstones."""
+    base, count = row * ROW, meta[CELL_COUNT]
+    unlink(rows, row)
+    hole = home(meta, rows[base], rows[base + 1], rows[base + SCOPE])
+    while cells[hole] != row:
+        hole = hole + 1 if hole + 1 < count else 0
+    probe = hole
+    while True:
+        probe = probe + 1 if probe + 1 < count else 0
+        other = cells[probe]
+        if other == 0:
+            break
+        at = other * ROW
+        wanted = home(meta, rows[at], rows[at + 1], rows[at + SCOPE])
+        # Up to the hole, if its probe passes there: it begins at least as far back as the hole.
+        if (probe - wanted) % count >= (probe - hole) % count:
+            cells[hole] = other
+            hole = probe
+    cells[hole] = 0
+    rows[base + SCOPE] = 0
+    rows[base + OLDER] = meta[ROW_FREE]
+    meta[ROW_FREE] = row
+    meta[BLOCKS] -= 1
+
+
+def unlink(rows: Ints, row: int) -> None:
+    """Out of the order of use."""
+    newer, older = rows[row * ROW + NEWER], rows[row * ROW + OLDER]
+    rows[newer * ROW + OLDER] = older
+    rows[older * ROW + NEWER] = newer
+
+
+def put_behind(rows: Ints, row: int, other: int) -> None:
+    """Make this row the next older one than the other; other 0: the newest of all."""
+    older = rows[other * ROW + OLDER]
+    if older == row or other == row:
+        return
+    unlink(rows, row)
+    rows[row * ROW + NEWER] = other
+    rows[row * ROW + OLDER] = older
+    rows[other * ROW + OLDER] = row
+    rows[older * ROW + NEWER] = row
