@@ -108,7 +108,16 @@ _Place = tuple[str, int, str, SpaceId]
 
 
 class Index:
-    """One replica."""
+    """One replica.
+
+    Args:
+        entry_count_max: (block, holder) pairs at most.
+        now_ms: it began now.
+        slot_count_max: (holder, tenant, space) at most, with those that are void and not yet swept.
+        node_count_max: nodes at most.
+        seed: a random number, so that nobody can choose prompts whose keys collide in the table.
+        is_native: compiled loops; None: if numba is there.
+    """
 
     def __init__(
         self,
@@ -118,9 +127,13 @@ class Index:
         slot_count_max: int = 1 << 14,
         node_count_max: int = 4096,
         seed: int = 1,
+        is_native: bool | None = None,
     ) -> None:
         self.holdings = Holdings(
-            entry_count_max=entry_count_max, slot_count_max=slot_count_max, seed=seed
+            entry_count_max=entry_count_max,
+            slot_count_max=slot_count_max,
+            seed=seed,
+            is_native=is_native,
         )
         self.nodes: dict[str, _Node] = {}
         self._node_count_max = node_count_max

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 
-from kvstore.types import SpaceId
+from kvstore.index.feed import Beat, Change, Closed, Delta, Hello, Part, Removed, Stored
+from kvstore.index.index import Holder, Index
+from kvstore.types import Incarnation, SpaceId, Tier
 
 SPACE = SpaceId(bytes(32))
 
@@ -15,3 +17,49 @@ def keys(*numbers: int) -> bytes:
         hashlib.sha256(b"%d" % (number // 4)).digest()[:-1] + bytes([number % 4])
         for number in numbers
     )
+
+
+NODE = "a"
+
+
+def hello(*, node: str = NODE, incarnation: int = 1, stream: int = 1, sequence: int = 0) -> Hello:
+    return Hello(node, Incarnation(incarnation), stream, sequence, f"{node}:1")
+
+
+def delta(
+    sequence: int, *changes: Change, node: str = NODE, incarnation: int = 1, stream: int = 1
+) -> Delta:
+    return Delta(node, Incarnation(incarnation), stream, sequence, changes)
+
+
+def beat(sequence: int, *, node: str = NODE, incarnation: int = 1, stream: int = 1) -> Beat:
+    return Beat(node, Incarnation(incarnation), stream, sequence)
+
+
+def part(
+    sequence: int,
+    number: int,
+    *what: Stored,
+    is_last: bool = False,
+    incarnation: int = 1,
+    stream: int = 1,
+) -> Part:
+    return Part(NODE, Incarnation(incarnation), stream, sequence, number, is_last, what)
+
+
+def closed(*, incarnation: int = 1, stream: int = 1) -> Closed:
+    return Closed(NODE, Incarnation(incarnation), stream)
+
+
+def stored(*numbers: int, tier: Tier = Tier.DRAM, engine: str = "", tenant: str = "t") -> Stored:
+    return Stored(tenant, SPACE, tier, keys(*numbers), engine)
+
+
+def removed(*numbers: int, tier: Tier = Tier.DRAM) -> Removed:
+    return Removed("t", SPACE, tier, keys(*numbers))
+
+
+def lengths(index: Index, now_ms: int, *numbers: int, tenant: str = "t") -> dict[Holder, int]:
+    """Blocks by holder, in any tier."""
+    matches = index.match(tenant, SPACE, keys(*numbers), now_ms).matches
+    return {match.holder: match.file_blocks for match in matches}

@@ -1,0 +1,173 @@
+"""A node's words in every order, some of them twice: what is called exact is exact.
+
+After each event: if the node is believed exactly, the index has just what the node had at the last
+sequence number that the index took in. And however it went: the node heals it by doing what it is
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
+
+import pytest
+
+from kvstore.index.check import check
+from kvstore.index.feed import Event, Feed, Heard, Stored, Trust, Verdict
+from kvstore.index.index import Index
+from tests.unit.index.words import (
+    NODE,
+    beat,
+    closed,
+    delta,
+    hello,
+    lengths,
+    part,
+    removed,
+    stored,
+)
+
+NOW = 10_000
+UNIVERSE = (1, 2, 3, 4, 5)
+Truth = dict[tuple[int, int], set[int]]
+"""Blocks that the node holds, by incarnation and sequence number."""
+
+TELLS: tuple[list[Event], Truth] = (
+    [hello(), delta(1, stored(1, 2)), delta(2, removed(1)), delta(3, stored(3)), beat(3)],
+    {(1, 0): set(), (1, 1): {1, 2}, (1, 2): {2}, (1, 3): {2, 3}},
+)
+FILLS: tuple[list[Event], Truth] = (
+    [
+        hello(sequence=2),
+        part(2, 0, stored(1)),
+        delta(3, removed(1), stored(4)),
+        part(3, 1, stored(2, 3), is_last=True),
+        delta(4, removed(2)),
+        beat(4),
+    ],
+    {(1, 2): {1, 2, 3}, (1, 3): {2, 3, 4}, (1, 4): {3, 4}},
+)
+RESTARTS: tuple[list[Event], Truth] = (
+    [
+        hello(),
+        delta(1, stored(1, 2)),
+        closed(),
+        hello(incarnation=2),
+        delta(1, stored(3), incarnation=2),
+        beat(1, incarnation=2),
+    ],
+    {(1, 0): set(), (1, 1): {1, 2}, (2, 0): set(), (2, 1): {3}},
+)
+DIALS_AGAIN: tuple[list[Event], Truth] = (
+    [
+        hello(),
+        delta(1, stored(1)),
+        hello(stream=2, sequence=1),
+        closed(),
+        delta(2, stored(2), stream=2),
+        beat(2, stream=2),
+    ],
+    {(1, 0): set(), (1, 1): {1}, (1, 2): {1, 2}},
+)
+STORIES = {"tells": TELLS, "fills": FILLS, "restarts": RESTARTS, "dials again": DIALS_AGAIN}
+
+
+def _orders(events: list[Event]) -> Iterator[Sequence[Event]]:
+    yield from permutations(events)
+    for twice in events:
+        yield from ([*order, twice] for order in permutations(events))
+        yield [event for event in events for _ in range(1 + (event is twice))]
+
+
+def _told(index: Index) -> set[int]:
+    return {number for number in UNIVERSE if lengths(index, NOW, number)}
+
+
+def _is_exact_where_it_says_so(index: Index, truth: Truth) -> bool:
+    node = index.nodes.get(NODE)
+    if node is None:
+        return True
+    feed = node.feed
+    is_exact = feed.trust(NOW) is Trust.EXACT
+    return not is_exact or _told(index) == truth[feed._incarnation, feed.sequence]
+
+
+def _heal(index: Index, held: set[int], *, incarnation: int, sequence: int) -> None:
+    """What a node does that is told to close, and asked for a snapshot."""
+    verdict = index.hear(hello(incarnation=incarnation, stream=9, sequence=sequence), NOW)
+    if verdict is Verdict.CLOSE:  # a replaced one cannot come back: the node is started anew
+        incarnation = 3
+        verdict = index.hear(hello(incarnation=3, stream=9, sequence=sequence), NOW)
+    if verdict is Verdict.ASK:
+        whole = part(sequence, 0, stored(*held), is_last=True, incarnation=incarnation, stream=9)
+        verdict = index.hear(whole, NOW)
+    assert verdict is Verdict.GO_ON
+
+
+def _verify(story: tuple[list[Event], Truth]) -> int:
+    events, truth = story
+    last = max(truth)
+    count = 0
+    for order in _orders(events):
+        index = Index(entry_count_max=50, slot_count_max=16, now_ms=0, is_native=False)
+        for event in order:
+            index.hear(event, NOW)
+            assert _is_exact_where_it_says_so(index, truth), order
+        _heal(index, truth[last], incarnation=last[0], sequence=last[1])
+        assert index.nodes[NODE].feed.trust(NOW) is Trust.EXACT, order
+        assert _told(index) == truth[last], order
+        check(index)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_in_every_order(name: str) -> None:
+    assert _verify(STORIES[name]) > 600
+
+
+def _gap_is_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Feed, "_delta", lambda self, sequence, now: Heard(Verdict.GO_ON, apply=True))
+
+
+def _old_part_counts(patch: pytest.MonkeyPatch) -> None:
+    part_ = Feed._part
+
+    def broken(self: Feed, word: object, now_ms: int) -> Heard:
+        self.sequence = min(self.sequence, word.sequence)  # type: ignore[attr-defined]
+        return part_(self, word, now_ms)  # type: ignore[arg-type]
+
+    patch.setattr(Feed, "_part", broken)
+
+
+def _restart_keeps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Index, "_forget", lambda self, node: None)
+
+
+def _snapshot_adds(patch: pytest.MonkeyPatch) -> None:
+    store = Index._store
+
+    def broken(self: Index, name: str, node: object, what: Stored, slots: object) -> None:
+        store(self, name, node, what, node.slots)  # type: ignore[arg-type,attr-defined]
+
+    patch.setattr(Index, "_store", broken)
+    patch.setattr(Index, "_complete", lambda self, node: setattr(node, "coming", None))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "story"),
+    [
+        (_gap_is_not_seen, TELLS),
+        (_old_part_counts, FILLS),
+        (_restart_keeps, RESTARTS),
+        (_snapshot_adds, FILLS),
+    ],
+)
+def test_what_is_broken_is_seen(
+    break_it: Callable[[pytest.MonkeyPatch], None],
+    story: tuple[list[Event], Truth],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    break_it(monkeypatch)
+    with pytest.raises(AssertionError):
+        _verify(story)
