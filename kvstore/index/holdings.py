@@ -8,7 +8,7 @@ Full, that is with `entry_count_max` (block, slot) pairs: the block that was lon
 and not told leaves, and its slots have lost something. Of blocks told or asked for together the
 first are the newest.
 
-Bytes for E entries and S slots: rows 48 E, cells 8 E, sets 36 E + 252 S.
+Bytes for E entries and S slots: rows 48 E, cells 8 E, sets 36 E + 252 S, slots 56 S.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray
         "sets": chunk_end * fields.CHUNK,
         "set_cells": set_cell_count,
         "slots": slot_end * fields.SLOT,
-        "scratch": slot_end * (2 + fields.ANSWER),
+        "scratch": slot_end * (3 + fields.ANSWER),
     }
     arrays: dict[str, NDArray[Any]] = {n: np.zeros(s, dtype=np.int32) for n, s in sizes.items()}
     meta = arrays["meta"] = np.zeros(fields.META, dtype=np.int64)

@@ -21,9 +21,11 @@ from kvstore.index.fields import (
     EVICTED,
     LENGTH,
     LOST,
+    MEMBERS,
     MEMO_FROM,
     MEMO_TO,
     NEWER,
+    NEXT,
     REFS,
     ROW,
     ROW_FRESH,
@@ -33,6 +35,7 @@ from kvstore.index.fields import (
     SIZE,
     SLOT,
     SLOT_COUNT,
+    SLOWEST,
     STATE,
     SWEPT,
     WORDS,
@@ -172,7 +175,7 @@ def match(
         here = rows[row * ROW + SET]
         if at == 0:
             answers = count = enter(sets, slots, scratch, meta, here)
-        elif here != last_set:
+        elif here != last_set and not is_held_by(sets, scratch, meta, here, count):
             count = narrow(sets, slots, scratch, meta, here, count, at)
         if count == 0:
             break
@@ -182,11 +185,11 @@ def match(
         at = len(keys) // WORDS
     slot_count = meta[SLOT_COUNT]
     for i in range(count):
-        end(slots, scratch[slot_count * (1 + ANSWER) + i], 3, at)
+        end(slots, scratch[slot_count * (1 + ANSWER) + i], SLOWEST + 1, at)
     for i in range(answers):
         place = slot_count + i * ANSWER
         base = scratch[place] * SLOT
-        for tier in range(3):
+        for tier in range(SLOWEST + 1):
             scratch[place + 1 + tier] = slots[base + LENGTH + tier]
         scratch[place + 4] = slots[base + LOST]
     return answers
@@ -194,7 +197,7 @@ def match(
 
 def fastest(member: int) -> int:
     """The fastest tier of a member."""
-    return 0 if member & 1 else 1 if member & 2 else 2
+    return 0 if member & 1 else 1 if member & 2 else SLOWEST
 
 
 def end(slots: Ints, slot: int, tier: int, at: int) -> None:
@@ -217,26 +220,58 @@ def enter(sets: Ints, slots: Ints, scratch: Ints, meta: Ints, first: int) -> int
             scratch[slot_count * (1 + ANSWER) + count] = slot
             slots[slot * SLOT + WORST] = 0
             end(slots, slot, fastest(member), 0)
+            scratch[slot_count * (2 + ANSWER) + count] = tiers_upto(slots, slot)
             count += 1
     return count
+
+
+def tiers_upto(slots: Ints, slot: int) -> int:
+    """A mask of the tiers that a block may be in without making the slot's run slower."""
+    return (2 << slots[slot * SLOT + WORST]) - 1
+
+
+def is_held_by(sets: Ints, scratch: Ints, meta: Ints, here: int, count: int) -> bool:
+    """Has this set just the slots still in the run, in tiers that make none of them slower?"""
+    # The innermost loop of a prompt whose blocks all have other sets: vectors, and no branches.
+    if sets[here * CHUNK + SIZE] != count:
+        return False
+    place, differs = here * CHUNK, 0
+    active = meta[SLOT_COUNT] * (1 + ANSWER)
+    upto = active + meta[SLOT_COUNT]
+    whole = count - count % MEMBERS
+    for a in range(0, whole, MEMBERS):
+        for i in range(MEMBERS):
+            member = sets[place + i]
+            differs |= (member >> 3) ^ scratch[active + a + i]
+            differs |= (member & scratch[upto + a + i]) == 0
+        place = sets[place + NEXT] * CHUNK
+    for i in range(count - whole):
+        member = sets[place + i]
+        differs |= (member >> 3) ^ scratch[active + whole + i]
+        differs |= (member & scratch[upto + whole + i]) == 0
+    return differs == 0
 
 
 def narrow(
     sets: Ints, slots: Ints, scratch: Ints, meta: Ints, here: int, count: int, at: int
 ) -> int:
     """Who of those still in the run holds block `at` too: both lists ascend. How many."""
-    size, chunk, active = sets[here * CHUNK + SIZE], here, meta[SLOT_COUNT] * (1 + ANSWER)
-    kept = i = 0
-    for a in range(count):
-        slot = scratch[active + a]
-        while i < size and member_of(sets, chunk, i) >> 3 < slot:
-            i += 1
-            if i < size:
-                chunk = chunk_of(sets, chunk, i)
-        if i < size and member_of(sets, chunk, i) >> 3 == slot:
-            end(slots, slot, fastest(member_of(sets, chunk, i)), at)
-            scratch[active + kept] = slot
+    left, place, stop = sets[here * CHUNK + SIZE], here * CHUNK, here * CHUNK + MEMBERS
+    active = meta[SLOT_COUNT] * (1 + ANSWER)
+    kept = active
+    for a in range(active, active + count):
+        slot = scratch[a]
+        while left and sets[place] >> 3 < slot:
+            left -= 1
+            place += 1
+            if place == stop:
+                place = sets[stop] * CHUNK  # its number follows the members of a chunk
+                stop = place + MEMBERS
+        if left and sets[place] >> 3 == slot:
+            end(slots, slot, fastest(sets[place]), at)
+            scratch[kept] = slot
+            scratch[kept + meta[SLOT_COUNT]] = tiers_upto(slots, slot)
             kept += 1
         else:
-            end(slots, slot, 3, at)
-    return kept
+            end(slots, slot, SLOWEST + 1, at)
+    return kept - active

@@ -47,7 +47,7 @@ class Machine(CountedMachine):
 
     is_native = False
 
-    @initialize(room=st.sampled_from([SLOTS + 1, 60, 2000]), seed=st.integers(0, 5))
+    @initialize(room=st.sampled_from([SLOTS + 1, 60, 500]), seed=st.integers(0, 5))
     def start(self, room: int, seed: int) -> None:
         self.flat = Holdings(
             entry_count_max=room, slot_count_max=SLOTS, seed=seed, is_native=self.is_native
