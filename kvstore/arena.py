@@ -287,6 +287,17 @@ def _read(path: str) -> str:
         return ""
 
 
+def map_arena(fd: int, *, size_bytes: int, writable: bool) -> NDArray[np.uint8]:
+    """An arena that another process of the node holds, shape [size_bytes] u8, after a look at its
+    size and seals. `fd` stays the caller's to close; the pages stay mapped as long as the array.
+
+    Raises:
+        AttachError: this is no such arena.
+    """
+    _verify(fd, size_bytes=size_bytes, seals=ARENA_SEALS, what="arena")
+    return np.asarray(_map(fd, size_bytes, writable=writable))
+
+
 # ── engine side ──────────────────────────────────────────────────────────────────────────────────
 
 

@@ -3,7 +3,8 @@
     KVStoreError
     ├── ConfigError      the operator: a flag, key or size; the text says how to mend it
     ├── ProtocolError    the peer: a datagram that is malformed, too long or out of turn
-    └── AttachError      the surroundings: no node, another version, refused
+    ├── AttachError      the surroundings: no node, another version, refused
+    └── TransportError   a peer or its back end: cannot be reached, or said what cannot be
 
 A bug of our own is an AssertionError. Full, late, busy and absent are not errors but outcomes.
 """
@@ -25,3 +26,7 @@ class ProtocolError(KVStoreError):
 
 class AttachError(KVStoreError):
     """The node cannot be reached or will not serve this engine. The cache is off until it can."""
+
+
+class TransportError(KVStoreError):
+    """A peer cannot be read from. Nothing was begun that could still write."""

@@ -1,15 +1,20 @@
 """What the pure core needs from the world, as Protocols. Mechanisms implement them.
 
-Clock   monotonic time                serve/clock.py, testing/clock.py
-Tier    memory that holds slots       tiers/dram.py, tiers/memory.py (reference)
+Clock       monotonic time                    serve/clock.py, testing/clock.py
+Tier        memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
+Transport   reads from arenas of other nodes  transport/{nixl,tcp,ucx}.py, transport/loopback.py
+                                              (reference)
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.types import Generation, SlotId
 
@@ -72,4 +77,97 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give the memory back. Mappings of other processes stay."""
+        ...
+
+
+class Pieces(NamedTuple):
+    """What to read: byte ranges of the peer's arena, and where they go in ours. Equally long
+    arrays of u64; piece i is `length[i]` bytes from `remote[i]` to `local[i]`."""
+
+    local: NDArray[np.uint64]
+    remote: NDArray[np.uint64]
+    length: NDArray[np.uint64]
+
+
+class End(enum.Enum):
+    """How a read ended."""
+
+    DONE = "done"
+    """All bytes are there, and nothing writes to their places any more."""
+    FAILED = "failed"
+    """Some bytes may be missing, but nothing writes to their places any more."""
+    UNKNOWN = "unknown"
+    """It came to nothing, and something may still write: only the end of this process proves
+    that it does not. No other outcome of this read follows."""
+
+
+class Outcome(NamedTuple):
+    """One read has ended."""
+
+    read: int
+    end: End
+    reason: str = ""
+
+
+class TransportCapabilities(msgspec.Struct, frozen=True):
+    """What a back end can do with this memory, found when it was opened."""
+
+    one_sided: bool
+    """The owner's program does no work for what others read."""
+    read_only_source: bool
+    """Peers are given a mapping that cannot be written through."""
+    secure: bool
+    """Peers prove who they are, and bytes are encrypted."""
+
+
+class Transport(Protocol):
+    """Reads from arenas of other processes into one's own. One thread; no verb waits for a peer.
+
+    Of every read that was posted exactly one outcome is told, if ever. A peer that stopped gives
+    none: deadlines are the caller's. Who may be read from, and when, is the caller's too.
+    """
+
+    @property
+    def capabilities(self) -> TransportCapabilities:
+        """What was found when it was opened."""
+        ...
+
+    def describe(self) -> bytes:
+        """What a peer needs to read from here; to be passed on over a channel that is trusted."""
+        ...
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        """Reads from `peer`, which must not be connected, are possible from now on.
+
+        Raises:
+            TransportError: the descriptor is of another peer or back end, or makes no sense.
+        """
+        ...
+
+    def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
+        """Begin to read. Callers choose numbers that are not under way, and places that nobody
+        else writes to.
+
+        Raises:
+            TransportError: the peer is not connected, or a piece lies outside of an arena; nothing
+                was begun.
+        """
+        ...
+
+    def poll(self) -> list[Outcome]:
+        """Work that is due, and the reads that ended since."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something to do; -1: there is no such descriptor, it must be
+        called again and again while reads are under way."""
+        ...
+
+    def forget(self, peer: str) -> None:
+        """Reads from this peer end soon, as FAILED or UNKNOWN, if the back end can see to it.
+        Others go on. The peer may be connected again, also as another process."""
+        ...
+
+    def close(self) -> None:
+        """Give all back. Reads under way have no outcome: as good as UNKNOWN. Idempotent."""
         ...

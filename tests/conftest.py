@@ -30,7 +30,7 @@ __all__ = [
     "tiny_model",
 ]
 
-_LEAK_CHECKED = ("integration", "faults")
+_LEAK_CHECKED = ("contract", "integration", "faults")
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000, print_blob=True)

@@ -1,0 +1,223 @@
+"""The loop of a mover child: messages of the node in, reads of a back end, outcomes out.
+
+It holds no state that the node does not, waits for no peer, and ends with its socket. Does not
+cover: how the process is made (`serve.mover_process`), when it must be killed (`watch`).
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.arena import map_arena
+from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
+from kvstore.ports import End, Outcome, Pieces, Transport
+from kvstore.transport.backends import open_transport
+from kvstore.transport.pieces import check_within, joined
+from kvstore.transport.reads import Reads
+from kvstore.units import NS_PER_S
+from kvstore.wire import mover as wire
+
+BEAT_NS: Final = NS_PER_S // 4
+POLL_S: Final = 100e-6
+"""Between two looks at a back end that has no descriptor to wait for."""
+DATAGRAMS_PER_TURN: Final = 64
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)
+
+
+def run(sock: socket.socket) -> int:
+    """Serve the node at the other end until it ends; returns the exit status."""
+    begun = _hear_begin(sock)
+    if begun is None:
+        return 1
+    begin, fd = begun
+    try:
+        arena = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
+        source = map_arena(fd, size_bytes=begin.arena_bytes, writable=False)
+        transport = open_transport(
+            begin.backend, begin.name, arena=arena, source=source, options=begin.options
+        )
+    except (AttachError, ConfigError) as error:
+        sock.send(wire.encode(wire.Unable(str(error)[: wire.REASON_CHARS_MAX])))
+        return 2
+    finally:
+        os.close(fd)
+    MoverLoop(sock, transport, begin).run()
+    return 0
+
+
+def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
+    data, ancillary, _, _ = sock.recvmsg(
+        wire.DATAGRAM_BYTES_MAX, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+    )
+    if not data:
+        return None
+    begin = wire.decode_from_node(data)
+    assert isinstance(begin, wire.Begin), begin
+    ((_, _, passed),) = ancillary
+    return begin, array.array("i", passed)[0]
+
+
+class MoverLoop:
+    """One transport, for one node."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        transport: Transport,
+        begin: wire.Begin,
+        *,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._socket, self._transport, self._now_ns = sock, transport, now_ns
+        self._reads = Reads(paced=begin.paced)
+        self._arena_bytes = begin.arena_bytes
+        self._parts: dict[int, list[wire.Read]] = {}
+        """Of transfers that have not all parts yet."""
+        self._outbox: deque[wire.MoverMessage] = deque()
+        """What the node has not taken yet: at most an answer to each message, and a beat."""
+        self._next_beat_ns = 0
+        self._ended = False
+        can = transport.capabilities
+        self._tell(
+            wire.Registered(
+                backend=begin.backend,
+                descriptor=transport.describe(),
+                one_sided=can.one_sided,
+                read_only_source=can.read_only_source,
+                secure=can.secure,
+            )
+        )
+
+    def run(self) -> None:
+        """Until the node has ended."""
+        while not self._ended:
+            self._wait()
+            self.turn()
+
+    def turn(self) -> None:
+        """All that can be done without waiting."""
+        self._hear()
+        self._collect()
+        self._post()
+        if self._now_ns() >= self._next_beat_ns:
+            self._beat()
+        self._flush()
+
+    def _wait(self) -> None:
+        now_ns = self._now_ns()
+        until_ns = min(filter(None, (self._next_beat_ns, self._reads.pause_ns(now_ns))), default=0)
+        timeout_s = max(0.0, (until_ns - now_ns) / NS_PER_S)
+        readable: list[int] = [self._socket.fileno()]
+        if (fd := self._transport.fileno()) >= 0:
+            readable.append(fd)
+        elif self._reads.under_way:
+            timeout_s = min(timeout_s, POLL_S)
+        # Not epoll, which counts in milliseconds; a mover has few descriptors.
+        select.select(readable, readable[:1] if self._outbox else [], [], timeout_s)
+
+    # ── from the node ────────────────────────────────────────────────────────────────────────────
+
+    def _hear(self) -> None:
+        for _ in range(DATAGRAMS_PER_TURN):
+            try:
+                data = self._socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._ended = True
+                return
+            self._take(wire.decode_from_node(data))
+
+    def _take(self, message: wire.FromNode) -> None:
+        match message:
+            case wire.Connect(peer=peer, descriptor=descriptor):
+                self._connect(peer, descriptor)
+            case wire.Read(transfer=transfer):
+                parts = self._parts.setdefault(transfer, [])
+                parts.append(message)
+                if message.last:
+                    self._begin_read(self._parts.pop(transfer))
+            case wire.Forget(peer=peer):
+                self._tell(*self._reads.forget(peer, self._now_ns()))
+                self._transport.forget(peer)
+            case wire.Begin():
+                raise ProtocolError("a mover begins once")
+
+    def _connect(self, peer: str, descriptor: bytes) -> None:
+        try:
+            self._transport.connect(peer, descriptor)
+        except TransportError as error:
+            self._tell(wire.Unreachable(peer, str(error)[: wire.REASON_CHARS_MAX]))
+        else:
+            self._tell(wire.Connected(peer))
+
+    def _begin_read(self, parts: list[wire.Read]) -> None:
+        first = parts[0]
+        pieces = joined(
+            Pieces(
+                _joined([part.local for part in parts]),
+                _joined([part.remote for part in parts]),
+                _joined([part.length for part in parts]),
+            )
+        )
+        try:
+            # Of the whole, before its first part; what a peer has, the transport knows.
+            check_within(pieces.local, pieces.length, self._arena_bytes, "this node's arena")
+        except TransportError as error:
+            self._tell(wire.Failed(first.transfer, str(error)))
+        else:
+            self._tell(*self._reads.begin(first.transfer, first.peer, pieces, self._now_ns()))
+
+    # ── reads ────────────────────────────────────────────────────────────────────────────────────
+
+    def _post(self) -> None:
+        while (post := self._reads.next_post(self._now_ns())) is not None:
+            try:
+                self._transport.post_read(post.read, post.peer, post.pieces)
+            except TransportError as error:
+                refused = Outcome(post.read, End.FAILED, str(error))
+                self._tell(*self._reads.ended(refused, self._now_ns()))
+
+    def _collect(self) -> None:
+        for outcome in self._transport.poll():
+            self._tell(*self._reads.ended(outcome, self._now_ns()))
+
+    # ── to the node ──────────────────────────────────────────────────────────────────────────────
+
+    def _tell(self, *messages: wire.MoverMessage) -> None:
+        self._outbox.extend(messages)
+
+    def _beat(self) -> None:
+        self._next_beat_ns = self._now_ns() + BEAT_NS
+        if not self._outbox:  # otherwise it does not read, and beats say nothing to it
+            reads = self._reads
+            self._tell(wire.Beat(reads.under_way, reads.read_bytes, reads.window_bytes))
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                self._socket.send(
+                    wire.encode(self._outbox[0]), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+                )
+            except BlockingIOError:
+                return
+            except OSError:
+                self._ended = True
+                return
+            self._outbox.popleft()
+
+
+def _joined(parts: list[bytes]) -> NDArray[np.uint64]:
+    return wire.array_of(b"".join(parts))

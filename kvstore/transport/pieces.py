@@ -1,0 +1,73 @@
+"""Pieces of a read: neighbours joined, limits checked, cut into parts. Pure.
+
+local   0   4   8       32          one piece of 12 bytes and one of 4: neighbours in both arenas
+remote  64  68  72      76          are one, in whatever number they came
+length  4   4   4       4
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import TransportError
+from kvstore.ports import Pieces
+
+
+def make_pieces(local: object, remote: object, length: object) -> Pieces:
+    """Of anything that numpy takes."""
+    return Pieces(*(np.asarray(part, np.uint64).reshape(-1) for part in (local, remote, length)))
+
+
+def total_bytes(pieces: Pieces) -> int:
+    """Of all pieces together; they are not so many that it overflows."""
+    return int(pieces.length.sum(dtype=np.uint64))
+
+
+def joined(pieces: Pieces) -> Pieces:
+    """Neighbours that follow each other in both arenas as one, empty pieces left out."""
+    keep = pieces.length > 0
+    local, remote, length = (part[keep] for part in pieces)
+    if len(length) < 2:
+        return Pieces(local, remote, length)
+    begins = np.empty(len(length), np.bool_)
+    begins[0] = True
+    begins[1:] = (local[:-1] + length[:-1] != local[1:]) | (remote[:-1] + length[:-1] != remote[1:])
+    at = np.flatnonzero(begins)
+    return Pieces(local[at], remote[at], np.add.reduceat(length, at))
+
+
+def check_pieces(pieces: Pieces, *, local_bytes: int, remote_bytes: int) -> None:
+    """Raises TransportError when a piece does not lie within both arenas."""
+    check_within(pieces.local, pieces.length, local_bytes, "this node's arena")
+    check_within(pieces.remote, pieces.length, remote_bytes, "the peer's arena")
+
+
+def check_within(
+    begin: NDArray[np.uint64], length: NDArray[np.uint64], limit_bytes: int, what: str
+) -> None:
+    """Raises TransportError when a range does not lie within `limit_bytes`."""
+    limit = np.uint64(limit_bytes)
+    # No sum that could overflow.
+    if ((begin > limit) | (length > limit - np.minimum(begin, limit))).any():
+        raise TransportError(f"a piece lies outside of {what}")
+
+
+def cut(pieces: Pieces, limit_bytes: int) -> tuple[Pieces, Pieces]:
+    """The first `limit_bytes` of them, the last piece cut if need be, and the rest."""
+    ends = np.cumsum(pieces.length, dtype=np.uint64)
+    whole = int(np.searchsorted(ends, np.uint64(limit_bytes), side="right"))
+    if whole == len(pieces.length):
+        return pieces, Pieces(*(part[whole:] for part in pieces))
+    first = np.uint64(limit_bytes) - (ends[whole - 1] if whole else np.uint64(0))
+    if not first:
+        return Pieces(*(part[:whole] for part in pieces)), Pieces(
+            *(part[whole:] for part in pieces)
+        )
+    head = Pieces(*(part[: whole + 1].copy() for part in pieces))
+    head.length[-1] = first
+    tail = Pieces(*(part[whole:].copy() for part in pieces))
+    tail.local[0] += first
+    tail.remote[0] += first
+    tail.length[0] -= first
+    return head, tail

@@ -1,0 +1,193 @@
+"""Which part of which transfer is read next, and how transfers end. Pure.
+
+    transfer 7 ─ peer b ─ 64 MiB ──▶ posts 20, 21, 22 …, as many as b's window has room for
+    transfer 8 ─ peer b ─ waits for its turn
+    transfer 9 ─ peer c ─ post 23: peers take turns and never wait for each other
+
+A transfer ends when all its posts have. One that failed posts no more, but what is under way still
+writes: it is told as failed only when that has ended too. With a post whose end cannot be known it
+is in limbo at once, and for ever.
+
+Does not cover: moving bytes (`ports.Transport`), deadlines (`watch`, on the node's side).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple
+
+from kvstore.ports import End, Outcome, Pieces
+from kvstore.transport.pieces import cut, total_bytes
+from kvstore.transport.window import STEP_BYTES, Window
+from kvstore.wire.mover import REASON_CHARS_MAX, Done, Failed, Limbo
+
+POST_BYTES_MAX: Final = 32 << 20
+POSTS_PER_WINDOW: Final = 4
+"""While one ends, the others are under way."""
+PIECES_PER_POST_MAX: Final = 4096
+
+Told = Done | Failed | Limbo
+
+
+class Post(NamedTuple):
+    """One read for the back end."""
+
+    read: int
+    peer: str
+    pieces: Pieces
+    size_bytes: int
+
+
+class _Transfer:
+    def __init__(self, number: int, peer: str, rest: Pieces, now_ns: int) -> None:
+        self.number = number
+        self.peer = peer
+        self.rest: Pieces | None = rest
+        """None: nothing more of it is posted."""
+        self.begun_ns = now_ns
+        self.posts = 0
+        """Under way."""
+        self.failed: str | None = None
+        self.limbo = False
+
+
+class _UnderWay(NamedTuple):
+    transfer: _Transfer
+    peer: _Peer
+    size_bytes: int
+    queued_bytes: int
+    posted_ns: int
+
+
+class _Peer:
+    def __init__(self) -> None:
+        self.window = Window()
+        self.waiting: deque[_Transfer] = deque()
+        """That have more to post."""
+        self.under_way_bytes = 0
+
+
+class Reads:
+    """Of one mover."""
+
+    def __init__(self, *, paced: bool = True) -> None:
+        """`paced`: False posts each transfer whole and at once, to measure what windows cost."""
+        self._paced = paced
+        self._peers: dict[str, _Peer] = {}
+        self._under_way: dict[int, _UnderWay] = {}
+        self._turns: deque[str] = deque()
+        """Peers in the order of their turns."""
+        self._next_read = 1
+        self.read_bytes = 0
+
+    @property
+    def under_way(self) -> int:
+        """Posts that have not ended."""
+        return len(self._under_way)
+
+    @property
+    def window_bytes(self) -> int:
+        """The narrowest window; 0 without peers."""
+        return int(min((peer.window.size_bytes for peer in self._peers.values()), default=0))
+
+    def begin(self, number: int, peer: str, pieces: Pieces, now_ns: int) -> list[Told]:
+        """A transfer, whose pieces are joined and not empty unless it is."""
+        if not len(pieces.length):
+            return [Done(number, 0)]
+        if peer not in self._peers:
+            self._peers[peer] = _Peer()
+            self._turns.append(peer)
+        self._peers[peer].waiting.append(_Transfer(number, peer, pieces, now_ns))
+        return []
+
+    def next_post(self, now_ns: int) -> Post | None:
+        """What to post now; ask until there is none."""
+        for _ in range(len(self._turns)):
+            name = self._turns[0]
+            self._turns.rotate(-1)
+            peer = self._peers[name]
+            if peer.waiting and (size := self._size(peer, now_ns)):
+                return self._post(name, peer, size, now_ns)
+        return None
+
+    def pause_ns(self, now_ns: int) -> int:
+        """When to ask again although nothing ended; 0: no need to."""
+        waiting = [peer for peer in self._peers.values() if peer.waiting]
+        return min(filter(None, (peer.window.pause_ns(now_ns) for peer in waiting)), default=0)
+
+    def ended(self, outcome: Outcome, now_ns: int) -> list[Told]:
+        """A post has."""
+        post = self._under_way.pop(outcome.read)
+        transfer, window = post.transfer, post.peer.window
+        transfer.posts -= 1
+        post.peer.under_way_bytes -= post.size_bytes
+        if outcome.end is End.DONE:
+            self.read_bytes += post.size_bytes
+            window.ended(
+                size_bytes=post.size_bytes,
+                queued_bytes=post.queued_bytes,
+                posted_ns=post.posted_ns,
+                now_ns=now_ns,
+            )
+            return self._settle(transfer, now_ns)
+        window.failed(posted_ns=post.posted_ns, now_ns=now_ns)
+        self._stop(transfer, outcome.reason)
+        if outcome.end is End.UNKNOWN and not transfer.limbo:
+            transfer.limbo = True
+            return [Limbo(transfer.number, outcome.reason[:REASON_CHARS_MAX])]
+        return self._settle(transfer, now_ns)
+
+    def forget(self, name: str, now_ns: int) -> list[Told]:
+        """Nothing more is posted to this peer; what is under way ends, or does not."""
+        peer = self._peers.pop(name, None)
+        if peer is None:
+            return []
+        self._turns.remove(name)
+        told: list[Told] = []
+        for transfer in list(peer.waiting):
+            self._stop(transfer, "the peer was forgotten", peer)
+            told += self._settle(transfer, now_ns)
+        return told
+
+    def _size(self, peer: _Peer, now_ns: int) -> int:
+        """How much to post to this peer; 0: nothing now."""
+        if not self._paced:
+            return 1 << 62
+        room = peer.window.room_bytes(peer.under_way_bytes, now_ns)
+        wanted = min(int(peer.window.size_bytes) // POSTS_PER_WINDOW, POST_BYTES_MAX)
+        size = max(STEP_BYTES, wanted // STEP_BYTES * STEP_BYTES)
+        # Whole posts, but for a window that is narrower than one and has nothing under way.
+        return size if room >= size or (room and not peer.under_way_bytes) else 0
+
+    def _post(self, name: str, peer: _Peer, size: int, now_ns: int) -> Post:
+        transfer = peer.waiting[0]
+        assert transfer.rest is not None
+        pieces, rest = cut(transfer.rest, size)
+        if len(pieces.length) > PIECES_PER_POST_MAX:
+            pieces = Pieces(*(part[:PIECES_PER_POST_MAX] for part in transfer.rest))
+            rest = Pieces(*(part[PIECES_PER_POST_MAX:] for part in transfer.rest))
+        transfer.rest = rest if len(rest.length) else None
+        if transfer.rest is None:
+            peer.waiting.popleft()
+        size_bytes = total_bytes(pieces)
+        transfer.posts += 1
+        peer.under_way_bytes += size_bytes
+        read, self._next_read = self._next_read, self._next_read + 1
+        self._under_way[read] = _UnderWay(transfer, peer, size_bytes, peer.under_way_bytes, now_ns)
+        return Post(read, name, pieces, size_bytes)
+
+    def _stop(self, transfer: _Transfer, why: str, peer: _Peer | None = None) -> None:
+        """Post no more of it."""
+        if transfer.failed is None:
+            transfer.failed = why
+        if transfer.rest is not None:
+            (peer or self._peers[transfer.peer]).waiting.remove(transfer)
+            transfer.rest = None
+
+    def _settle(self, transfer: _Transfer, now_ns: int) -> list[Told]:
+        """What there is to say, if all its posts have ended."""
+        if transfer.posts or transfer.rest is not None or transfer.limbo:
+            return []
+        if transfer.failed is None:
+            return [Done(transfer.number, now_ns - transfer.begun_ns)]
+        return [Failed(transfer.number, transfer.failed[:REASON_CHARS_MAX])]

@@ -1,0 +1,276 @@
+"""TCP with TLS 1.3 on both sides: the owner copies its bytes out, when it is asked for them.
+
+Bytes go from the socket into their places in this process, by this thread alone: a connection that
+is closed writes no more, so every end is known. The forms are in `tcp_ends`.
+
+Options: `listen` (HOST:PORT, port 0: the kernel's choice), `host` (what peers dial, default that of
+`listen`), `ca`, `certificate`, `key` (paths of PEM files); `insecure=yes` instead of those three,
+in labs. A peer's certificate must carry the peer's name; a reader's, be of the same authority.
+
+Does not cover: who may read what (the node lends, ADR 21), when a peer is given up (the caller).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import ConfigError, TransportError
+from kvstore.ports import End, Outcome, Pieces, TransportCapabilities
+from kvstore.transport.loopback import open_descriptor
+from kvstore.transport.pieces import check_pieces
+from kvstore.transport.tcp_ends import PIECES_MAX, Address, Closed, Owner, Reader, Stream
+from kvstore.wire.mover import Descriptor, encode
+
+READERS_MAX: Final = 256
+
+
+class Tcp:
+    """A `Transport` over TCP and TLS."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        arena: NDArray[np.uint8],
+        source: NDArray[np.uint8],
+        options: Mapping[str, str],
+    ) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: certificates or the address cannot be used.
+        """
+        self._name, self._arena, self._source = name, memoryview(arena.data), source
+        self._theirs, self._ours = _contexts(options)
+        self._listener = _listen(options)
+        self._host = options.get("host") or self._listener.getsockname()[0]
+        self._selector = selectors.EpollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._again_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when a turn ended before its bytes did: those may be in TLS's buffers."""
+        self._selector.register(self._again_fd, selectors.EVENT_READ)
+        self._again: set[Reader | Owner] = set()
+        self._readers: set[Reader] = set()
+        self._owners: dict[str, Owner] = {}
+        self._outcomes: list[Outcome] = []
+
+    @property
+    def capabilities(self) -> TransportCapabilities:
+        secure = self._theirs is not None
+        return TransportCapabilities(one_sided=False, read_only_source=True, secure=secure)
+
+    def describe(self) -> bytes:
+        port = self._listener.getsockname()[1]
+        address = Address(self._host, port, self._theirs is not None)
+        details = msgspec.msgpack.encode(address)
+        return encode(Descriptor("tcp", self._name, len(self._source), 0, details))
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        assert peer not in self._owners, peer
+        found = open_descriptor(descriptor, peer=peer, backend="tcp")
+        try:
+            address = msgspec.msgpack.decode(found.details, type=Address)
+        except msgspec.DecodeError:
+            raise TransportError(f"the descriptor of {peer} has no address") from None
+        if address.secure != (self._ours is not None):
+            raise TransportError(f"only one of {peer} and this node is insecure")
+        self._owners[peer] = Owner(peer, found, address)
+
+    def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
+        owner = self._owners.get(peer)
+        if owner is None:
+            raise TransportError(f"{peer} is not connected")
+        check_pieces(pieces, local_bytes=len(self._arena), remote_bytes=owner.found.size_bytes)
+        if len(pieces.length) > PIECES_MAX:
+            raise TransportError(f"more than {PIECES_MAX} pieces in one read")
+        if not len(pieces.length):
+            self._outcomes.append(Outcome(read, End.DONE))
+            return
+        ranges = zip(pieces.local.tolist(), pieces.length.tolist(), strict=True)
+        places = [self._arena[at : at + size] for at, size in ranges]
+        if owner.stream is None:
+            try:
+                owner.stream = self._dial(owner)
+            except OSError as error:
+                raise TransportError(f"{peer} cannot be reached: {error}") from None
+        owner.waiting.append((read, pieces, places))
+        self._turn(owner)
+
+    def poll(self) -> list[Outcome]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._again_fd)
+        due, self._again = self._again, set()
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.data is not None:
+                due.add(key.data)
+        for end in due:
+            self._turn(end)
+        self._expire()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def forget(self, peer: str) -> None:
+        owner = self._owners.pop(peer, None)
+        if owner is not None:
+            self._fail(owner, "forgotten")
+
+    def close(self) -> None:
+        if self._again_fd < 0:
+            return
+        for peer in list(self._owners):
+            self.forget(peer)
+        for reader in list(self._readers):
+            self._end(reader)
+        self._outcomes.clear()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._again_fd)
+        self._again_fd = -1
+
+    # ── connections ──────────────────────────────────────────────────────────────────────────────
+
+    def _dial(self, owner: Owner) -> Stream:
+        address = owner.address
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect((address.host, address.port))
+        except OSError:
+            sock.close()
+            raise
+        secure = None
+        if self._ours is not None:
+            secure = partial(
+                self._ours.wrap_socket, server_hostname=owner.name, do_handshake_on_connect=False
+            )
+        stream = Stream(sock, secure)
+        self._selector.register(stream.fd, stream.events, owner)
+        return stream
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it left, or there are no descriptors for it
+            return
+        if len(self._readers) >= READERS_MAX:
+            sock.close()
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        secure = None
+        if self._theirs is not None:
+            secure = partial(
+                self._theirs.wrap_socket, server_side=True, do_handshake_on_connect=False
+            )
+        reader = Reader(Stream(sock, secure), self._source)
+        self._readers.add(reader)
+        self._selector.register(reader.stream.fd, reader.stream.events, reader)
+        self._turn(reader)
+
+    def _turn(self, end: Reader | Owner) -> None:
+        if end.stream is None:
+            return
+        try:
+            if isinstance(end, Owner):
+                done, more = end.turn()
+                self._outcomes += [Outcome(read, End.DONE) for read in done]
+            else:
+                more = end.turn()
+        except (OSError, Closed) as error:
+            if isinstance(end, Owner):
+                self._fail(end, str(error))
+            else:
+                self._end(end)
+            return
+        self._selector.modify(end.stream.fd, end.stream.wants(write=end.wants_to_write), end)
+        if more:
+            self._again.add(end)
+            os.eventfd_write(self._again_fd, 1)
+
+    def _fail(self, owner: Owner, reason: str) -> None:
+        """Its connection is closed: nothing of it writes any more."""
+        self._end(owner)
+        why = f"{owner.name}: {reason}"
+        self._outcomes += [Outcome(read, End.FAILED, why) for read in owner.reads()]
+
+    def _end(self, end: Reader | Owner) -> None:
+        self._again.discard(end)
+        if end.stream is not None:
+            self._selector.unregister(end.stream.fd)
+            end.stream.close()
+        if isinstance(end, Owner):
+            end.stream = None
+        else:
+            self._readers.discard(end)
+
+    def _expire(self) -> None:
+        now_ns = time.monotonic_ns()
+        ends: list[Reader | Owner] = [*self._readers, *self._owners.values()]
+        for end in ends:
+            if (
+                end.stream is not None
+                and end.stream.deadline_ns
+                and now_ns > end.stream.deadline_ns
+            ):
+                if isinstance(end, Owner):
+                    self._fail(end, "it does not answer")
+                else:
+                    self._end(end)
+
+
+def _contexts(options: Mapping[str, str]) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+    """For those who dial and for those whom we dial; None: insecure."""
+    if options.get("insecure") == "yes":
+        return None, None
+    try:
+        ca, certificate, key = (options[name] for name in ("ca", "certificate", "key"))
+    except KeyError as error:
+        raise ConfigError(
+            f"the tcp transport lacks the option {error}: give ca, certificate and key, or in a lab"
+            " insecure=yes"
+        ) from None
+    contexts = []
+    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(certificate, key)
+            context.load_verify_locations(ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"the certificates cannot be used: {error}") from None
+        contexts.append(context)
+    return contexts[0], contexts[1]
+
+
+def _listen(options: Mapping[str, str]) -> socket.socket:
+    address = options.get("listen", "127.0.0.1:0")
+    host, _, port = address.rpartition(":")
+    try:
+        listener = socket.create_server(
+            (host.strip("[]"), int(port)),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the tcp transport cannot listen on {address!r}: {error}") from None
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,300 @@
+"""The two ends of a connection of the tcp transport: requests, answers, and bytes in their places.
+
+    reader                                       owner
+      │── TLS: both show certificates ───────────▶│
+      │── request: read, count, bytes, pieces ───▶│   at most REQUESTS_MAX unanswered
+      │◀──────── answer: read, bytes, the bytes ──│   in the order of the requests
+
+    request  "KVRQ" u32 count  u64 read  u64 bytes  count × (u64 offset, u64 length)   little-endian
+    answer   "KVAN" u32 0      u64 read  u64 bytes  the bytes
+
+Whatever is not so closes the connection. Does not cover: who is connected (`tcp`).
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import ssl
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import TransportError
+from kvstore.ports import Pieces
+from kvstore.transport.pieces import check_within, total_bytes
+from kvstore.units import NS_PER_S
+from kvstore.wire.mover import Descriptor
+
+HEADER: Final = struct.Struct("<4sIQQ")
+PIECE_BYTES: Final = 16
+REQUEST: Final = b"KVRQ"
+ANSWER: Final = b"KVAN"
+REQUESTS_MAX: Final = 32
+"""Of one connection, not answered."""
+PIECES_MAX: Final = 4096
+HELLO_NS: Final = 10 * NS_PER_S
+"""For the certificates."""
+SEND_BYTES: Final = 256 << 10
+TURN_BYTES: Final = 8 << 20
+"""That one connection moves before others have their turn."""
+
+
+class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where an owner listens."""
+
+    host: str
+    port: int
+    secure: bool
+
+
+class Closed(Exception):
+    """The other end closed, or is not what it should be."""
+
+
+class Stream:
+    """A connection: bytes both ways, without waiting."""
+
+    def __init__(
+        self, sock: socket.socket, secure: Callable[[socket.socket], ssl.SSLSocket] | None
+    ) -> None:
+        self._socket, self._secure = sock, secure
+        self.fd = sock.fileno()
+        self.deadline_ns = time.monotonic_ns() + HELLO_NS
+        """For being open; 0: it is."""
+        self.is_open = False
+        """Connected, and certificates seen."""
+        self.events = selectors.EVENT_READ | selectors.EVENT_WRITE
+
+    def shake(self) -> bool:
+        """Whether it is open by now. Raises OSError."""
+        if not self.is_open:
+            if code := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(code, os.strerror(code))
+            try:
+                self._socket.getpeername()
+            except OSError:  # not yet
+                return False
+            if self._secure is not None:
+                self._socket, self._secure = self._secure(self._socket), None
+            if isinstance(self._socket, ssl.SSLSocket):
+                try:
+                    self._socket.do_handshake()
+                except ssl.SSLWantReadError:
+                    self.events = selectors.EVENT_READ
+                    return False
+                except ssl.SSLWantWriteError:
+                    self.events = selectors.EVENT_WRITE
+                    return False
+            self.is_open, self.deadline_ns = True, 0
+        return True
+
+    def receive(self, into: memoryview) -> int:
+        """How many bytes came; 0: none for now. Raises OSError, Closed."""
+        try:
+            count = self._socket.recv_into(into)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+        if not count:
+            raise Closed("it closed the connection")
+        return count
+
+    def send(self, data: memoryview) -> int:
+        """How many bytes went; 0: there is no room. Raises OSError."""
+        try:
+            return self._socket.send(data[:SEND_BYTES])
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def wants(self, *, write: bool) -> int:
+        """What to wait for."""
+        if self.is_open:
+            self.events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
+        return self.events
+
+
+class _Incoming:
+    """Bytes that come in pieces: into one place after the other."""
+
+    def __init__(self, places: list[memoryview]) -> None:
+        self._places = deque(place for place in places if len(place))
+
+    def take(self, stream: Stream, budget: int) -> int:
+        """How many bytes came, at most about `budget`. Raises OSError, Closed."""
+        taken = 0
+        while self._places and taken < budget:
+            count = stream.receive(self._places[0])
+            if not count:
+                break
+            taken += count
+            rest = self._places[0][count:]
+            self._places.popleft()
+            if len(rest):
+                self._places.appendleft(rest)
+        return taken
+
+    @property
+    def is_full(self) -> bool:
+        return not self._places
+
+
+class _Outgoing:
+    """Bytes that go, without copies of them."""
+
+    def __init__(self) -> None:
+        self._parts: deque[memoryview] = deque()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def put(self, *parts: memoryview) -> None:
+        self._parts.extend(part for part in parts if len(part))
+
+    def give(self, stream: Stream, budget: int) -> int:
+        """How many bytes went, at most about `budget`. Raises OSError."""
+        given = 0
+        while self._parts and given < budget:
+            count = stream.send(self._parts[0])
+            if not count:
+                break
+            given += count
+            rest = self._parts.popleft()[count:]
+            if len(rest):
+                self._parts.appendleft(rest)
+        return given
+
+
+class Reader:
+    """A peer that reads from here."""
+
+    def __init__(self, stream: Stream, source: NDArray[np.uint8]) -> None:
+        self.stream, self._source, self._view = stream, source, memoryview(source.data)
+        self._out = _Outgoing()
+        self._unanswered: deque[int] = deque()
+        """Bytes that were given when each of the answers is."""
+        self._put = self._given = 0
+        self._expect_header()
+
+    def turn(self) -> bool:
+        """Whether there may be more to do at once. Raises OSError, Closed."""
+        if not self.stream.shake():
+            return False
+        moved = self._in.take(self.stream, TURN_BYTES)
+        while self._in.is_full:
+            self._heard()
+            moved += self._in.take(self.stream, TURN_BYTES)
+        given = self._out.give(self.stream, TURN_BYTES)
+        self._given += given
+        while self._unanswered and self._unanswered[0] <= self._given:
+            self._unanswered.popleft()
+        return given >= TURN_BYTES or moved >= TURN_BYTES
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._out)
+
+    def _expect_header(self) -> None:
+        self._header, self._pieces = bytearray(HEADER.size), bytearray()
+        self._in = _Incoming([memoryview(self._header)])
+
+    def _heard(self) -> None:
+        magic, count, read, size_bytes = HEADER.unpack(self._header)
+        if not self._pieces:
+            if magic != REQUEST or not 0 < count <= PIECES_MAX:
+                raise Closed("its request makes no sense")
+            self._pieces = bytearray(PIECE_BYTES * count)
+            self._in = _Incoming([memoryview(self._pieces)])
+            return
+        if len(self._unanswered) >= REQUESTS_MAX:
+            raise Closed("it asks for too much")
+        begin, length = np.frombuffer(self._pieces, "<u8").reshape(-1, 2).T.astype(np.uint64)
+        try:
+            check_within(begin, length, len(self._source), "the arena")
+        except TransportError as error:
+            raise Closed(str(error)) from None
+        if total_bytes(Pieces(begin, begin, length)) != size_bytes:
+            raise Closed("its request makes no sense")
+        self._out.put(memoryview(HEADER.pack(ANSWER, 0, read, size_bytes)))
+        for at, size in zip(begin.tolist(), length.tolist(), strict=True):
+            self._out.put(self._view[at : at + size])
+        self._put += HEADER.size + size_bytes
+        self._unanswered.append(self._put)
+        self._expect_header()
+
+
+class Owner:
+    """A peer that is read from, and the reads from it in the order of their answers."""
+
+    def __init__(self, name: str, found: Descriptor, address: Address) -> None:
+        self.name, self.found, self.address = name, found, address
+        self.stream: Stream | None = None
+        """None until the first read, and after a failure until the next."""
+        self.waiting: deque[tuple[int, Pieces, list[memoryview]]] = deque()
+        self.asked: deque[tuple[int, int, list[memoryview]]] = deque()
+        """Reads that are on their way: number, bytes, places."""
+        self._out = _Outgoing()
+        self._expect_header()
+
+    def turn(self) -> tuple[list[int], bool]:
+        """The reads that are done, and whether there may be more to do at once. Raises OSError,
+        Closed."""
+        assert self.stream is not None
+        done: list[int] = []
+        if not self.stream.shake():
+            return done, False
+        moved = 0
+        while moved < TURN_BYTES:
+            self._ask()
+            self._out.give(self.stream, TURN_BYTES)
+            moved += self._in.take(self.stream, TURN_BYTES)
+            if not self._in.is_full:
+                return done, moved >= TURN_BYTES
+            done += self._heard()
+        return done, True
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._out)
+
+    def reads(self) -> list[int]:
+        """Those that have not ended; none from now on."""
+        found = [read for read, *_ in (*self.asked, *self.waiting)]
+        self.asked.clear()
+        self.waiting.clear()
+        self._out = _Outgoing()
+        self._expect_header()
+        return found
+
+    def _ask(self) -> None:
+        while self.waiting and len(self.asked) < REQUESTS_MAX:
+            read, pieces, places = self.waiting.popleft()
+            size_bytes = total_bytes(pieces)
+            table = np.stack([pieces.remote, pieces.length], axis=1).astype("<u8").tobytes()
+            header = HEADER.pack(REQUEST, len(pieces.length), read, size_bytes)
+            self._out.put(memoryview(header + table))
+            self.asked.append((read, size_bytes, places))
+
+    def _expect_header(self) -> None:
+        self._header, self._is_body = bytearray(HEADER.size), False
+        self._in = _Incoming([memoryview(self._header)])
+
+    def _heard(self) -> list[int]:
+        if self._is_body:
+            read, *_ = self.asked.popleft()
+            self._expect_header()
+            return [read]
+        magic, _, number, size_bytes = HEADER.unpack(self._header)
+        if not self.asked or (magic, number, size_bytes) != (ANSWER, *self.asked[0][:2]):
+            raise Closed("its answer makes no sense")
+        self._is_body, self._in = True, _Incoming(self.asked[0][2])
+        return []

@@ -1,0 +1,132 @@
+"""When a mover must be killed, because nothing else can end what it does. Pure.
+
+    posted ──▶ under way ──▶ ended              by the mover's own words
+                  │  deadline
+                  ▼
+               limbo ──▶ the peer is forgotten, and after GRACE_NS without an end: Recycle
+                  ▲
+    Limbo ────────┘                             the mover says that it cannot know; at its deadline,
+                                                or when too much of the arena is in limbo: Recycle
+
+A mover that does not beat is recycled, too. While this process was stopped itself, nothing was
+heard: a look that comes late moves the deadlines of beats, not of transfers.
+
+All that was under way has ended when the mover is dead and reaped; nothing else says so.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kvstore.units import NS_PER_S
+
+GRACE_NS: Final = NS_PER_S // 4
+SILENT_NS: Final = 5 * NS_PER_S
+START_NS: Final = 60 * NS_PER_S
+"""Until its first word: libraries are loaded, an arena is registered."""
+LOOK_LATE_NS: Final = NS_PER_S
+LIMBO_DIVISOR: Final = 16
+"""A sixteenth of the arena may be in limbo."""
+PAUSES_NS: Final = (0, NS_PER_S // 10, NS_PER_S // 2, NS_PER_S, 2 * NS_PER_S, 5 * NS_PER_S)
+LONG_NS: Final = 30 * NS_PER_S
+"""A mover that served for longer did not die of its start."""
+
+
+class Overdue(NamedTuple):
+    """A transfer is past its deadline: have its peer forgotten."""
+
+    transfer: int
+    peer: str
+
+
+class Recycle(NamedTuple):
+    """Kill the mover."""
+
+    reason: str
+
+
+class _Transfer:
+    def __init__(self, peer: str, size_bytes: int, deadline_ns: int) -> None:
+        self.peer, self.size_bytes, self.deadline_ns = peer, size_bytes, deadline_ns
+        self.limbo = False
+        self.overdue = False
+
+
+class Watch:
+    """Of one mover after the other."""
+
+    def __init__(self, *, arena_bytes: int) -> None:
+        self._limbo_max = arena_bytes // LIMBO_DIVISOR
+        self._transfers: dict[int, _Transfer] = {}
+        self._silent_at_ns = 0
+        """When it will have been silent for too long; 0: there is none."""
+        self._looked_ns = 0
+        self._begun_ns = 0
+        self._deaths = 0
+
+    @property
+    def transfers(self) -> list[int]:
+        """That have not ended."""
+        return list(self._transfers)
+
+    @property
+    def limbo_bytes(self) -> int:
+        """Whose end only the mover's death would prove."""
+        return sum(each.size_bytes for each in self._transfers.values() if each.limbo)
+
+    def began(self, now_ns: int) -> None:
+        """A mover was started."""
+        self._begun_ns = self._looked_ns = now_ns
+        self._silent_at_ns = now_ns + START_NS
+
+    def heard(self, now_ns: int) -> None:
+        """Something came from the mover."""
+        self._silent_at_ns = now_ns + SILENT_NS
+
+    def posted(self, transfer: int, peer: str, *, size_bytes: int, deadline_ns: int) -> None:
+        assert transfer not in self._transfers, transfer
+        self._transfers[transfer] = _Transfer(peer, size_bytes, deadline_ns)
+
+    def ended(self, transfer: int) -> bool:
+        """The mover says so. False: that transfer is not known."""
+        return self._transfers.pop(transfer, None) is not None
+
+    def in_limbo(self, transfer: int) -> None:
+        """The mover says that it cannot know."""
+        if transfer in self._transfers:
+            self._transfers[transfer].limbo = True
+
+    def look(self, now_ns: int) -> list[Overdue] | Recycle:
+        """What has to be done now."""
+        if now_ns - self._looked_ns > LOOK_LATE_NS:
+            self._silent_at_ns = max(self._silent_at_ns, now_ns + SILENT_NS)
+        self._looked_ns = now_ns
+        if now_ns >= self._silent_at_ns:
+            return Recycle("it is silent")
+        overdue = []
+        for number, each in self._transfers.items():
+            if now_ns < each.deadline_ns:
+                continue
+            if each.overdue and now_ns >= each.deadline_ns + GRACE_NS:
+                return Recycle(f"a read from {each.peer} has no end")
+            if not each.overdue:
+                each.overdue = each.limbo = True
+                overdue.append(Overdue(number, each.peer))
+        if self.limbo_bytes > self._limbo_max:
+            return Recycle("too many reads have no end")
+        return overdue
+
+    def next_ns(self) -> int:
+        """When to look again at the latest."""
+        times = [each.deadline_ns + GRACE_NS * each.overdue for each in self._transfers.values()]
+        return min([*times, self._looked_ns + LOOK_LATE_NS // 2, self._silent_at_ns])
+
+    def died(self, now_ns: int) -> tuple[list[int], int]:
+        """It is dead and reaped: the transfers that have ended with it, and how long to wait before
+        another is started."""
+        ended = list(self._transfers)
+        self._transfers.clear()
+        soon = now_ns - self._begun_ns <= LONG_NS
+        self._deaths = self._deaths + 1 if soon else 1
+        self._silent_at_ns = 0
+        return ended, PAUSES_NS[min(self._deaths, len(PAUSES_NS)) - 1]

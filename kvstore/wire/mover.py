@@ -1,0 +1,231 @@
+"""Between a node process and its mover child: one SOCK_SEQPACKET pair, one struct a datagram.
+
+    node process                             mover
+      │── Begin + arena ─────────────────────▶│   maps, opens the back end, registers once
+      │◀──────────── Registered, or Unable ───│   Unable: it ends
+      │── Connect(peer, descriptor) ─────────▶│
+      │◀──────── Connected, or Unreachable ───│
+      │── Read(transfer, …), … last=True ────▶│   in parts, which arrive in order
+      │◀──── Done, or Failed, or Limbo ───────│   exactly one; none of a peer that has stopped
+      │── Forget(peer) ──────────────────────▶│   its reads end, if the back end can see to it
+      │◀──────────────────────────── Beat … ──│
+
+Done and Failed say that nothing writes to the places of the transfer any more. Limbo says that only
+the mover's death proves that.
+
+A `Descriptor` is what movers give to those of other nodes. It goes through the node processes,
+which do not look inside.
+
+Ways to be broken: not msgpack; unknown tag; field of another type; arrays that are no multiple of 8
+bytes or not equally long; ranges that overflow. `decode_*` raises `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.errors import ProtocolError
+
+PIECES_PER_DATAGRAM_MAX: Final = 4096
+PIECES_PER_READ_MAX: Final = 1 << 17
+DATAGRAM_BYTES_MAX: Final = 128 << 10
+"""Room for the largest: 4,096 pieces are 96 KiB, a descriptor is at most 64."""
+DESCRIPTOR_BYTES_MAX: Final = 64 << 10
+REASON_CHARS_MAX: Final = 400
+
+U64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]
+Words = Annotated[bytes, msgspec.Meta(max_length=8 * PIECES_PER_DATAGRAM_MAX)]
+"""u64, little-endian."""
+Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
+
+
+class MoverMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of all datagrams; the tag is the class name."""
+
+
+# ── node → mover ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Begin(MoverMessage, frozen=True):
+    """First datagram. With the arena's descriptor."""
+
+    backend: str
+    name: PeerName
+    """Of this node: what peers connect to it as."""
+    arena_bytes: U64
+    options: dict[str, str]
+    """Of the back end, see `transport.backends`."""
+    paced: bool = True
+
+
+class Connect(MoverMessage, frozen=True):
+    """Reads from this peer will follow."""
+
+    peer: PeerName
+    descriptor: Blob
+
+
+class Read(MoverMessage, frozen=True):
+    """Pieces of a transfer, see `ports.Pieces`; it begins with the last part."""
+
+    transfer: U64
+    peer: PeerName
+    local: Words
+    remote: Words
+    length: Words
+    last: bool = True
+
+
+class Forget(MoverMessage, frozen=True):
+    """Nothing more from this peer, which may be connected again."""
+
+    peer: PeerName
+
+
+# ── mover → node ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Registered(MoverMessage, frozen=True):
+    """The arena is known to the back end."""
+
+    backend: str
+    descriptor: Blob
+    """For movers of other nodes."""
+    one_sided: bool
+    read_only_source: bool
+    secure: bool
+
+
+class Unable(MoverMessage, frozen=True):
+    """This back end cannot be used here, which another start does not change by itself."""
+
+    reason: Reason
+
+
+class Connected(MoverMessage, frozen=True):
+    """Answer to Connect: reads may follow. Whether the peer lives, they tell."""
+
+    peer: PeerName
+
+
+class Unreachable(MoverMessage, frozen=True):
+    """Answer to Connect: its reads will fail."""
+
+    peer: PeerName
+    reason: Reason
+
+
+class Done(MoverMessage, frozen=True):
+    """All bytes of a transfer are there, and nothing writes to their places any more."""
+
+    transfer: U64
+    took_ns: U64
+    """From the last part of its Read."""
+
+
+class Failed(MoverMessage, frozen=True):
+    """Bytes are missing, and nothing writes to their places any more."""
+
+    transfer: U64
+    reason: Reason
+
+
+class Limbo(MoverMessage, frozen=True):
+    """Bytes are missing, and something may still write to their places until the mover is dead."""
+
+    transfer: U64
+    reason: Reason
+
+
+class Beat(MoverMessage, frozen=True):
+    """The mover's loop turns. Counts since its start."""
+
+    under_way: U64
+    read_bytes: U64
+    window_bytes: U64
+    """The narrowest of all peers; 0 without any."""
+
+
+FromNode = Begin | Connect | Read | Forget
+FromMover = Registered | Unable | Connected | Unreachable | Done | Failed | Limbo | Beat
+
+
+class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer needs to read from a mover's arena."""
+
+    backend: str
+    name: PeerName
+    size_bytes: U64
+    """Of the arena."""
+    base: U64
+    """Address of its first byte in the mover, where the back end counts by addresses."""
+    details: Blob
+    """As the back end makes it."""
+
+
+_T = TypeVar("_T")
+_encoder = msgspec.msgpack.Encoder()
+_from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
+_from_mover: msgspec.msgpack.Decoder[FromMover] = msgspec.msgpack.Decoder(FromMover)
+_descriptor = msgspec.msgpack.Decoder(Descriptor)
+
+
+def encode(message: MoverMessage | Descriptor) -> bytes:
+    """One datagram, or what a peer is given."""
+    return _encoder.encode(message)
+
+
+def decode_from_node(data: bytes) -> FromNode:
+    """Raises ProtocolError."""
+    message = _decode(_from_node, data)
+    if isinstance(message, Read):
+        if not len(message.local) == len(message.remote) == len(message.length):
+            raise ProtocolError("the arrays of a read are not equally long")
+        if len(message.local) % 8:
+            raise ProtocolError("an array of a read is cut off")
+    return message
+
+
+def decode_from_mover(data: bytes) -> FromMover:
+    """Raises ProtocolError."""
+    return _decode(_from_mover, data)
+
+
+def decode_descriptor(data: bytes) -> Descriptor:
+    """Raises ProtocolError."""
+    return _decode(_descriptor, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ProtocolError("a datagram of a mover is malformed") from None
+
+
+def parts_of(transfer: int, peer: str, arrays: Sequence[NDArray[np.uint64]]) -> list[Read]:
+    """The datagrams of a transfer; `arrays` are local, remote and length of its pieces."""
+    count, total = PIECES_PER_DATAGRAM_MAX, len(arrays[0])
+    parts = []
+    for at in range(0, max(1, total), count):
+        local, remote, length = (words(array[at : at + count]) for array in arrays)
+        last = at + count >= total
+        parts.append(Read(transfer, peer, local, remote, length, last=last))
+    return parts
+
+
+def words(array: NDArray[np.uint64]) -> bytes:
+    """As it travels."""
+    return array.astype("<u8", copy=False).tobytes()
+
+
+def array_of(data: bytes) -> NDArray[np.uint64]:
+    """What `words` was given."""
+    return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)

@@ -1,0 +1,125 @@
+"""Which part is read next, and when a transfer may be called ended."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.ports import End, Outcome
+from kvstore.transport.pieces import make_pieces, total_bytes
+from kvstore.transport.reads import PIECES_PER_POST_MAX, Post, Reads, Told
+from kvstore.wire.mover import Done, Failed, Limbo
+from tests.unit.transport.link import begin
+
+BIG = 1 << 30
+
+
+def _posts(reads: Reads, now_ns: int = 1) -> list[Post]:
+    found = []
+    while (post := reads.next_post(now_ns)) is not None:
+        found.append(post)
+    return found
+
+
+def test_nothing_is_done_at_once() -> None:
+    assert Reads().begin(1, "b", make_pieces([], [], []), 1) == [Done(1, 0)]
+
+
+def test_a_transfer_is_done_with_its_last_post() -> None:
+    reads = Reads()
+    begin(reads, 1, BIG, 1)
+    told: list[Told] = []
+    moved = 0
+    while posts := _posts(reads):
+        assert not told
+        for post in posts:
+            moved += post.size_bytes
+            told += reads.ended(Outcome(post.read, End.DONE), 2)
+    assert told == [Done(1, 1)]
+    assert moved == reads.read_bytes == BIG
+    assert reads.under_way == 0
+
+
+def test_one_that_failed_ends_when_nothing_of_it_is_under_way() -> None:
+    reads = Reads()
+    begin(reads, 1, BIG, 1)
+    first, *others = _posts(reads)
+    assert others
+    assert reads.ended(Outcome(first.read, End.FAILED, "why"), 2) == []
+    assert _posts(reads, 10**12) == []
+    for post in others[:-1]:
+        assert reads.ended(Outcome(post.read, End.DONE), 2) == []
+    assert reads.ended(Outcome(others[-1].read, End.DONE), 2) == [Failed(1, "why")]
+
+
+@pytest.mark.parametrize("later", [End.DONE, End.FAILED, End.UNKNOWN])
+def test_limbo_is_told_once_and_is_for_ever(later: End) -> None:
+    reads = Reads()
+    begin(reads, 1, BIG, 1)
+    first, *others = _posts(reads)
+    assert reads.ended(Outcome(first.read, End.UNKNOWN, "why"), 2) == [Limbo(1, "why")]
+    for post in others:
+        assert reads.ended(Outcome(post.read, later), 2) == []
+    assert _posts(reads, 10**12) == []
+
+
+def test_peers_do_not_wait_for_each_other() -> None:
+    reads = Reads()
+    begin(reads, 1, BIG, 1, "b")
+    begin(reads, 2, BIG, 1, "c")
+    posts = _posts(reads)
+    assert {post.peer for post in posts[:2]} == {"b", "c"}
+    for post in posts:
+        if post.peer == "c":
+            reads.ended(Outcome(post.read, End.DONE), 2)
+    assert {post.peer for post in _posts(reads)} == {"c"}
+
+
+def test_a_forgotten_peer_gets_nothing_more_and_its_transfers_end() -> None:
+    reads = Reads()
+    begin(reads, 1, BIG, 1)
+    posts = _posts(reads)
+    begin(reads, 2, BIG, 1)
+    assert reads.forget("b", 2) == [Failed(2, "the peer was forgotten")]
+    assert _posts(reads) == []
+    told = [each for post in posts for each in reads.ended(Outcome(post.read, End.FAILED), 3)]
+    assert told == [Failed(1, "the peer was forgotten")]
+    begin(reads, 3, 5, 4)
+    (post,) = _posts(reads)
+    assert reads.ended(Outcome(post.read, End.DONE), 5) == [Done(3, 1)]
+
+
+def test_many_pieces_go_in_several_posts() -> None:
+    reads = Reads(paced=False)
+    count = 2 * PIECES_PER_POST_MAX + 1
+    at = [64 * n for n in range(count)]
+    reads.begin(1, "b", make_pieces(at, at, [1] * count), 1)
+    posts = _posts(reads)
+    assert [len(post.pieces.length) for post in posts] == [4096, 4096, 1]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("bc"), st.integers(1, 1 << 25)), max_size=6), st.integers()
+)
+def test_all_bytes_are_read_once_in_any_order_of_ends(
+    transfers: list[tuple[str, int]], seed: int
+) -> None:
+    reads, now_ns, moved, order = Reads(), 1, 0, Random(seed)
+    under_way: list[Post] = []
+    told: list[Told] = []
+    for number, (peer, size) in enumerate(transfers):
+        begin(reads, number, size, now_ns, peer)
+    while True:
+        now_ns = max(now_ns + 10**9, reads.pause_ns(now_ns))
+        under_way += _posts(reads, now_ns)
+        if not under_way:
+            break
+        post = under_way.pop(order.randrange(len(under_way)))
+        assert post.size_bytes == total_bytes(post.pieces) > 0
+        moved += post.size_bytes
+        told += reads.ended(Outcome(post.read, End.DONE), now_ns)
+    assert sorted(each.transfer for each in told) == list(range(len(transfers)))
+    assert moved == sum(size for _, size in transfers)

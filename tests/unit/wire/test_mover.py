@@ -1,0 +1,99 @@
+"""Messages between a node and its mover: there and back, and every way to be broken is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.errors import ProtocolError
+from kvstore.wire import mover as wire
+
+ARRAY = wire.words(np.array([1, 2**40], np.uint64))
+
+FROM_NODE = [
+    wire.Begin("nixl", "a", 4096, {"plugin": "UCX"}, paced=False),
+    wire.Connect("b", b"x" * 100),
+    wire.Read(7, "b", ARRAY, ARRAY, ARRAY, last=False),
+    wire.Forget("b"),
+]
+FROM_MOVER = [
+    wire.Registered("nixl", b"d", one_sided=True, read_only_source=True, secure=False),
+    wire.Unable("why"),
+    wire.Connected("b"),
+    wire.Unreachable("b", "why"),
+    wire.Done(7, 12),
+    wire.Failed(7, "why"),
+    wire.Limbo(7, "why"),
+    wire.Beat(1, 2, 3),
+]
+
+
+@pytest.mark.parametrize("message", FROM_NODE)
+def test_what_a_node_says_arrives(message: wire.FromNode) -> None:
+    assert wire.decode_from_node(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FROM_MOVER)
+def test_what_a_mover_says_arrives(message: wire.FromMover) -> None:
+    assert wire.decode_from_mover(wire.encode(message)) == message
+
+
+def test_the_largest_datagram_has_room() -> None:
+    full = bytes(8 * wire.PIECES_PER_DATAGRAM_MAX)
+    data = wire.encode(wire.Read(2**63 - 1, "b" * 255, full, full, full))
+    assert len(data) <= wire.DATAGRAM_BYTES_MAX
+    assert isinstance(wire.decode_from_node(data), wire.Read)
+    with pytest.raises(ProtocolError):
+        wire.decode_from_node(wire.encode(wire.Read(1, "b", full + bytes(8), full, full)))
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [(ARRAY, ARRAY, ARRAY[:8]), (ARRAY[:9], ARRAY[:9], ARRAY[:9]), (b"", ARRAY, ARRAY)],
+)
+def test_arrays_that_do_not_fit_are_refused(arrays: tuple[bytes, bytes, bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode_from_node(wire.encode(wire.Read(1, "b", *arrays)))
+
+
+def test_each_side_takes_only_what_the_other_says() -> None:
+    with pytest.raises(ProtocolError):
+        wire.decode_from_node(wire.encode(FROM_MOVER[0]))
+    with pytest.raises(ProtocolError):
+        wire.decode_from_mover(wire.encode(FROM_NODE[0]))
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused_with_a_protocol_error(data: bytes) -> None:
+    for decode in (wire.decode_from_node, wire.decode_from_mover, wire.decode_descriptor):
+        try:
+            decode(data)
+        except ProtocolError:
+            continue
+
+
+def test_a_descriptor_arrives_whole_or_not_at_all() -> None:
+    descriptor = wire.Descriptor("nixl/UCX", "a", 4096, 2**47, b"details")
+    data = wire.encode(descriptor)
+    assert wire.decode_descriptor(data) == descriptor
+    for bad in (data[:-1], data + b"x", msgspec.msgpack.encode({"backend": "nixl"})):
+        with pytest.raises(ProtocolError):
+            wire.decode_descriptor(bad)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=20))
+def test_arrays_come_back(numbers: list[int]) -> None:
+    assert wire.array_of(wire.words(np.array(numbers, np.uint64))).tolist() == numbers
+
+
+@pytest.mark.parametrize("count", [0, 1, 4096, 4097, 9000])
+def test_a_transfer_goes_in_parts_of_which_one_is_the_last(count: int) -> None:
+    numbers = np.arange(count, dtype=np.uint64)
+    parts = wire.parts_of(7, "b", (numbers, numbers + np.uint64(1), numbers + np.uint64(2)))
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    for at, field in enumerate(("local", "remote", "length")):
+        joined = b"".join(getattr(part, field) for part in parts)
+        assert wire.array_of(joined).tolist() == (numbers + np.uint64(at)).tolist()
