@@ -6,21 +6,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.engine.slots import FILE_WRITER, UNKNOWN_WRITER, SlotState
+from kvstore.engine.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, SlotState
 
 if TYPE_CHECKING:
+    from kvstore.engine.fetches import Fetches
     from kvstore.engine.files import Files
+    from kvstore.engine.loans import Loans
     from kvstore.engine.state import State
 
 
-def check(state: State, files: Files) -> None:
+def check(state: State, files: Files, fetches: Fetches, loans: Loans) -> None:
     """Raises AssertionError with the first contradiction found."""
     _check_slabs(state)
     _check_slots(state)
     _check_blocks(state)
     _check_journal(state)
-    _check_leases(state, files)
+    _check_leases(state, files, loans)
     _check_files(state, files)
+    _check_fetches(state, fetches)
     _check_owners(state)
 
 
@@ -48,7 +51,7 @@ def _check_slots(state: State) -> None:
     writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
     assert bool(((slots.writer != 0) == writable).all()), "a writer without a grant, or reverse"
     writers = set(np.unique(slots.writer[writable]).tolist())
-    ours = {FILE_WRITER, UNKNOWN_WRITER}
+    ours = {FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER}
     assert writers <= {*ours, *state.connections}, "a slot is granted to nobody"
     for writer in writers - ours:
         states = slots.state[slots.writer == writer]
@@ -102,9 +105,9 @@ def _check_journal(state: State) -> None:
     assert not residency.unverified[slots.state != SlotState.SEALED].any(), "a mark without a block"
 
 
-def _check_leases(state: State, files: Files) -> None:
+def _check_leases(state: State, files: Files, loans: Loans) -> None:
     expected = np.zeros_like(state.slots.leases)
-    sessions = {owner.open_session for owner in state.owners.values()}
+    sessions = {owner.open_session for owner in state.owners.values()} | loans.sessions()
     for session, _, lease in state.leases.items():
         assert session in sessions, "a lease outlived its session"
         for words in lease.pieces:
@@ -118,6 +121,14 @@ def _check_files(state: State, files: Files) -> None:
     reading = files.reading_words()
     assert len(np.unique(reading)) == len(reading), "two reads into one slot"
     assert set(held.tolist()) == set(reading.tolist()), "a slot held for a read that nobody makes"
+
+
+def _check_fetches(state: State, fetches: Fetches) -> None:
+    fetches.check()
+    held = np.flatnonzero(state.slots.writer == PEER_WRITER)
+    fetching = fetches.fetching_words()
+    assert len(np.unique(fetching)) == len(fetching), "two fetches into one slot"
+    assert set(held.tolist()) == set(fetching.tolist()), "a slot held for a fetch nobody makes"
 
 
 def _check_owners(state: State) -> None:

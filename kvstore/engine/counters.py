@@ -14,6 +14,8 @@ class Counters:
         "blocks_missed",
         "blocks_verified",
         "evictions",
+        "fetch_blocks_lost",
+        "fetched_blocks",
         "file_blocks_crowded",
         "file_blocks_damaged",
         "file_blocks_not_admitted",
@@ -26,6 +28,10 @@ class Counters:
         "grants_refused",
         "lease_asks",
         "leases_expired",
+        "loan_blocks_changed",
+        "loaned_blocks",
+        "loans_expired",
+        "locates",
         "protocol_refusals",
         "sessions_opened",
         "shadow_blocks",
@@ -53,10 +59,16 @@ class Counters:
         self.file_blocks_unread = 0
         self.file_blocks_written = 0
         self.file_reads_late = 0
+        self.fetch_blocks_lost = 0
+        self.fetched_blocks = 0
         self.file_writes_dropped = 0
         self.grants_refused = 0
         self.lease_asks = 0
         self.leases_expired = 0
+        self.loan_blocks_changed = 0
+        self.loaned_blocks = 0
+        self.loans_expired = 0
+        self.locates = 0
         self.protocol_refusals = 0
         self.sessions_opened = 0
         self.shadow_blocks = 0

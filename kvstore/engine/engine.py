@@ -7,11 +7,13 @@ sockets and memory (`kvstore.serve`, `kvstore.tiers`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from kvstore.engine import check, report
 from kvstore.engine.admission import Admission
 from kvstore.engine.adoption import adopt
+from kvstore.engine.arrivals import Arrivals
 from kvstore.engine.counters import Counters
 from kvstore.engine.events import (
     Adopt,
@@ -22,6 +24,7 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Exited,
+    Fetched,
     FileEvent,
     FileGone,
     FileKnown,
@@ -31,7 +34,12 @@ from kvstore.engine.events import (
     FileReclaim,
     FileWritten,
     Hangup,
+    Lend,
+    LoanReturned,
+    Located,
     Offered,
+    PeerEvent,
+    PeerGone,
     Ready,
     Received,
     Release,
@@ -39,9 +47,11 @@ from kvstore.engine.events import (
     Tick,
 )
 from kvstore.engine.explain import Explain
+from kvstore.engine.fetches import Fetches
 from kvstore.engine.files import Files
 from kvstore.engine.findings import Findings
 from kvstore.engine.journal import Journal
+from kvstore.engine.loans import Loans
 from kvstore.engine.lookups import Lookups
 from kvstore.engine.owners import Connection
 from kvstore.engine.scrubs import Scrubs, Sealed
@@ -97,10 +107,18 @@ class Engine:
             high_watermark=config.high_watermark,
             evict=self._state.evict,
         )
-        self._files = Files(self._state, admission)
+        numbers = itertools.count(1)
+        self._arrivals = Arrivals(self._state)
+        self._files = Files(self._state, admission, self._arrivals, numbers)
         self._stores = Stores(self._state, admission, self._files.writes)
         self._findings = Findings(self._state)
-        self._lookups = Lookups(self._state, self._files, self._findings)
+        self._fetches = Fetches(self._state, admission, self._arrivals, self._files.writes, numbers)
+        for source in (self._files, self._fetches):
+            self._arrivals.add(source)
+        self._loans = Loans(self._state)
+        self._lookups = Lookups(
+            self._state, self._files, self._fetches, self._arrivals, self._findings
+        )
         self._switches = Switches(self._state, self._findings, self._files)
         self._scrubs = Scrubs(self._state)
         self.explain = Explain(self._state, self._findings)
@@ -145,6 +163,7 @@ class Engine:
                 state.slots.retry_starved()
                 state.credits_due = True
                 self._findings.tick()
+                self._loans.tick()
                 self._empty_what_is_off()
             case Adopt():
                 adopt(state, event)
@@ -157,8 +176,23 @@ class Engine:
                 state.say(Cleared(count))
             case Scrubbed():
                 self._scrubs.take(event)
+            case Located() | Fetched() | Lend() | LoanReturned() | PeerGone():
+                self._take_peer_event(event)
             case _:
                 self._take_file_event(event)
+
+    def _take_peer_event(self, event: PeerEvent) -> None:
+        match event:
+            case Located():
+                self._fetches.located(event)
+            case Fetched():
+                self._fetches.fetched(event)
+            case Lend():
+                self._loans.lend(event)
+            case LoanReturned():
+                self._loans.returned(event)
+            case PeerGone():
+                self._loans.gone(event)
 
     def _take_file_event(self, event: FileEvent) -> None:
         files = self._files
@@ -257,6 +291,7 @@ class Engine:
         stamp = self._state.stamp(why)
         residency.drop_file(in_file, stamp)
         self._state.empty(words[words >= 0], stamp)
+        self._fetches.void(tenant, space)
         return len(rows)
 
     def salvage(self) -> list[Command]:
@@ -287,7 +322,7 @@ class Engine:
 
     def check(self) -> None:
         """Raises AssertionError when the parts contradict each other."""
-        check.check(self._state, self._files)
+        check.check(self._state, self._files, self._fetches, self._loans)
         self._findings.check()
         self.explain.check()
 

@@ -159,8 +159,62 @@ class FileReclaim(msgspec.Struct, frozen=True):
     parts: tuple[FilePart, ...]
 
 
+class Candidate(msgspec.Struct, frozen=True):
+    """Another node that holds a run of what was asked for, from the first key on."""
+
+    node: str
+    dram_blocks: int
+    """The leading ones that are in its dram."""
+
+
+class Located(msgspec.Struct, frozen=True):
+    """Answer to Locate, always, and soon: who holds what."""
+
+    locate: int
+    candidates: tuple[Candidate, ...] = ()
+    is_known: bool = True
+    """False: the index did not answer."""
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """A Fetch has truly ended: nothing writes to its slots any more. `good`: one bool per block,
+    true where the bytes of all its shards are there and verified, and were lent until the end."""
+
+    job: int
+    good: bytes
+    checksums: bytes = b""
+    """[n][S], 16 bytes each, of the good ones; or nothing if none is good."""
+    peer_failed: bool = False
+    """The peer, or the way to it, is at fault: something else may be asked elsewhere."""
+
+
+class Lend(msgspec.Struct, frozen=True):
+    """Another node asks to read blocks: the longest run of these keys that is in dram."""
+
+    peer: int
+    """The shell's number for one incarnation of a node; never used again."""
+    loan: int
+    tenant: str
+    space: bytes
+    keys: bytes
+
+
+class LoanReturned(msgspec.Struct, frozen=True):
+    """It has read them: LoanEnded says whether they were there until now."""
+
+    peer: int
+    loan: int
+
+
+class PeerGone(msgspec.Struct, frozen=True):
+    """All of a peer's loans end."""
+
+    peer: int
+
+
+PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone
 FileEvent = FileKnown | FileMoved | FileGone | FileWritten | FileRead | FileLate | FileReclaim
-Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | Scrubbed | FileEvent
+Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | Scrubbed | PeerEvent | FileEvent
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -297,6 +351,54 @@ class OffersUntold(msgspec.Struct, frozen=True):
     """What is held of a space can be judged only since now: `Engine.offered` tells it."""
 
 
+class Locate(msgspec.Struct, frozen=True):
+    """Ask the index who holds these keys, in chain order. Located answers."""
+
+    locate: int
+    tenant: str
+    space: SpaceId
+    keys: bytes
+    cause: int
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Bring these blocks from another node, and verify them. `slots` u32 [n][S], the peer's until
+    Fetched: one column per shard, whose blocks have so many bytes."""
+
+    job: int
+    node: str
+    tenant: str
+    space: SpaceId
+    shards: tuple[Shard, ...]
+    block_bytes: tuple[int, ...]
+    keys: bytes
+    slots: Any
+    cause: int
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """Answer to Lend: the leading run, pinned until LoanReturned or the end of its time; possibly
+    nothing. Arrays are [n][S] of these shards, which cover all layers and heads."""
+
+    peer: int
+    loan: int
+    shards: tuple[Shard, ...]
+    block_bytes: tuple[int, ...]
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+    cause: int
+
+
+class LoanEnded(msgspec.Struct, frozen=True):
+    """Answer to LoanReturned: one bool per block, true where it did not change since Lent."""
+
+    peer: int
+    loan: int
+    intact: bytes
+
+
+PeerCommand = Locate | Fetch | Lent | LoanEnded
 FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
 Command = (
     Send
@@ -309,5 +411,6 @@ Command = (
     | Changed
     | Offered
     | OffersUntold
+    | PeerCommand
     | FileCommand
 )

@@ -8,21 +8,21 @@ Rules. 1: a slot that is being read into belongs to FILE_WRITER until the read h
 however late. 2: what a read brings counts only if the block is still wanted: its row is there and
 not in dram. 3: at most a quarter of the arena is in motion each way.
 
-Covers: reads, waits of leases, places on disk. Does not cover: writes (`writes`), the I/O, its
-deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`), how long a promotion
-takes (`pace`).
+Covers: reads, places on disk. Does not cover: writes (`writes`), leases that wait (`arrivals`), the
+I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`), how long a
+promotion takes (`pace`).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.admission import Admission
+from kvstore.engine.arrivals import Arrivals
 from kvstore.engine.events import (
     FileGone,
     FileKnown,
@@ -35,13 +35,12 @@ from kvstore.engine.events import (
     ReclaimFile,
     VoidFile,
 )
-from kvstore.engine.findings import Finding, Flags
-from kvstore.engine.leases import Lease
-from kvstore.engine.owners import Connection, Owner
-from kvstore.engine.pace import DiskPace
+from kvstore.engine.findings import Origin
+from kvstore.engine.owners import Owner
+from kvstore.engine.pace import ReadPace
 from kvstore.engine.policy.port import Words, prints
 from kvstore.engine.quotas import GroupId
-from kvstore.engine.runs import Run, has_repeats, leading_run
+from kvstore.engine.runs import has_repeats
 from kvstore.engine.slots import FILE_WRITER
 from kvstore.engine.state import State
 from kvstore.engine.table import NO_ROWS, Keys, Rows
@@ -49,7 +48,7 @@ from kvstore.engine.tombstones import Why
 from kvstore.engine.writes import JOB_BYTES_MAX, MOVING_SHARE, Writes
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 from kvstore.wire.layout import shard_bytes
-from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, LeaseMore, keys_array
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
 BLOCKS_PER_READ = 64
 """A promotion is told piece by piece: a reader whose time is up takes what is there."""
@@ -79,43 +78,28 @@ class _Read(msgspec.Struct):
     late: bool = False
 
 
-class Wait(msgspec.Struct):
-    """A lease that grows while blocks arrive."""
-
-    connection: Connection
-    lease: int
-    held: Lease
-    """Another lease may have the same number by the time the blocks come."""
-    keys: Keys
-    """What was asked for and is not leased yet, in chain order."""
-    with_checksums: bool
-    finding: Finding
-    """What is told of it later."""
-
-
 class Files:
     """Everything the engine decides about its file tier."""
 
-    def __init__(self, state: State, admission: Admission) -> None:
+    def __init__(
+        self, state: State, admission: Admission, arrivals: Arrivals, numbers: Iterator[int]
+    ) -> None:
         self._state = state
         self._admission = admission
-        self._numbers = itertools.count(1)
+        self._arrivals = arrivals
+        self._numbers = numbers
         self.writes = Writes(state, self._numbers)
         rows = state.residency.table.row_count_max
         self._reading = np.zeros(rows + 1, dtype=np.int32)
         """Read job of each row, 0 when none; row -1 reads as none."""
         self._asked_for = np.zeros(rows, dtype=bool)
         """Since its record was written."""
-        self._read_generation = np.zeros(len(state.slots.state), dtype=np.uint64)
-        """Of each slot that a block from disk was put into and that nobody has leased since."""
         self._reads: dict[int, _Read] = {}
-        self.waits: dict[tuple[int, int], Wait] = {}
-        """By (session, lease)."""
         self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
         self._reading_bytes = 0
         self.left_out_count = 0
         """Blocks that the tier told of and that found no row."""
-        self.pace = DiskPace(state.config.learned.disk_ns_per_mib)
+        self.pace = ReadPace(state.config.learned.disk_ns_per_mib)
 
     @property
     def enabled(self) -> bool:
@@ -252,25 +236,13 @@ class Files:
         taken, words = rows[wanted], job.words[wanted]
         state.residency.put_dram(taken, words, job.checksums[wanted])
         state.slots.seal_read(words, prints(job.scope, job.keys[wanted]), state.cause)
-        self._read_generation[words] = state.slots.generation[words]
+        self._arrivals.brought(words, Origin.FILE)
         state.free(job.words[~wanted])
         state.counters.file_blocks_read += int(good.sum())
         state.counters.file_blocks_unread += int((~good).sum())
         self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
         state.credits_due = True
-        self._advance_waits()
-
-    def take_from_disk(self, run: Run) -> Flags | None:
-        """Which blocks of a run that is leased now came from disk for whoever leases them first;
-        None: no one did. Told once."""
-        if not run.count or not self.enabled:
-            return None
-        words = run.words_by_shard[0][: run.count]
-        flags: Flags = self._read_generation[words] == self._state.slots.generation[words]
-        if not flags.any():
-            return None
-        self._read_generation[words[flags]] = 0
-        return flags
+        self._arrivals.advance()
 
     def late(self, event: FileLate) -> None:
         """Nobody waits for this read any more; its slots stay until it has ended."""
@@ -279,64 +251,16 @@ class Files:
             job.late = True
             self._state.counters.file_reads_late += 1
             self._no_more_reading(event.job, job)
-            self._advance_waits()
+            self._arrivals.advance()
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]
         self._reading[mine] = 0
 
-    # ── leases that wait ─────────────────────────────────────────────────────────────────────────
-
-    def wait(self, wait: Wait) -> None:
-        """Let a lease grow as its blocks arrive."""
-        self.waits[wait.connection.owner.open_session, wait.lease] = wait
-
-    def _advance_waits(self) -> None:
-        for key, wait in list(self.waits.items()):
-            is_held = self._state.leases.get(*key) is wait.held
-            if not (is_held and self._advance(key[0], wait)):
-                del self.waits[key]
-
-    def _advance(self, session: int, wait: Wait) -> bool:
-        """Lease what has arrived and say so. False: nothing more will come."""
-        state, owner = self._state, wait.connection.owner
-        run = leading_run(state, owner.scopes, wait.keys)
-        count = run.count
-        rest = wait.keys[count:]
-        promoting = self._on_their_way(owner.scopes, rest)
-        if count == 0 and promoting:
-            return True
-        words = run.words()
-        state.leases.extend(session, wait.lease, words)
-        wait.keys = rest
-        from_disk = self.take_from_disk(run)
-        wait.finding.brought(wait.finding.held + wait.finding.arrived, from_disk)
-        wait.finding.arrived += count
-        state.counters.blocks_hit += count
-        state.counters.blocks_missed += 0 if promoting else len(rest)
-        state.send(
-            wait.connection,
-            LeaseMore(
-                lease=wait.lease,
-                slots=state.slots.slots_of(words).tobytes(),
-                generations=state.slots.generation[words].tobytes(),
-                checksums=run.checksums(state, asked=wait.with_checksums),
-                promoting=promoting,
-                from_file=0 if from_disk is None else int(from_disk.sum()),
-            ),
-        )
-        return promoting > 0
-
-    def _on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
-        """Leading keys that are in dram or being read in every shard, at least one being read."""
-        residency, count, moving = self._state.residency, len(keys), False
-        for scope in scopes:
-            rows = residency.find(scope, keys[:count])
-            reading = self._reading[rows] != 0
-            there = (residency.words(rows) >= 0) | reading
-            count = len(rows) if bool(there.all()) else int(np.argmin(there))
-            moving |= bool(reading[:count].any())
-        return count if moving else 0
+    def coming(self, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these rows are being read (`arrivals.Source`)."""
+        being_read: NDArray[np.bool_] = self._reading[rows] != 0
+        return being_read
 
     # ── what the tier tells ──────────────────────────────────────────────────────────────────────
 

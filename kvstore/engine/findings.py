@@ -72,6 +72,21 @@ class Found(enum.IntEnum):
     """Behind SPANS_MAX spans."""
     SWITCHED_OFF = 14
     """Nobody looked: the space is switched off."""
+    PEER = 15
+    """Came to dram from another node, for this lookup."""
+
+
+class Origin(enum.IntEnum):
+    """Where a leased block was when it was asked for."""
+
+    DRAM = 0
+    FILE = 1
+    PEER = 2
+
+
+_FOUND_OF_ORIGIN = np.array([Found.DRAM, Found.FILE, Found.PEER], dtype=np.int64)
+Origins = NDArray[np.uint8]
+"""An `Origin` per block."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -93,7 +108,7 @@ class Finding:
     __slots__ = (
         "arrived",
         "asked_ns",
-        "came_from_disk",
+        "brought_pieces",
         "held",
         "in_dram",
         "keys",
@@ -113,9 +128,9 @@ class Finding:
         self.held = run.count
         """Leased at once."""
         self.arrived = 0
-        """Leased later, as they came from disk."""
-        self.came_from_disk: list[tuple[int, Flags]] = []
-        """(place of the first, one flag per block) of pieces in which any did."""
+        """Leased later, as they came."""
+        self.brought_pieces: list[tuple[int, Origins]] = []
+        """(place of the first, one origin per block) of pieces of which not all were in dram."""
         self.promoting = promoting
         self.keys: Keys | None = keys if len(keys) else None
         """What was not held; None once examined."""
@@ -140,22 +155,21 @@ class Finding:
         _close(self, [Span(len(self.keys), Found.SWITCHED_OFF)])
         return self
 
-    def from_disk(self) -> Flags:
-        """Which of the leased blocks came from disk for this lookup."""
-        flags = np.zeros(self.held + self.arrived, dtype=bool)
-        for begin, some in self.came_from_disk:
-            flags[begin : begin + len(some)] = some
-        return flags
+    def origins(self) -> Origins:
+        """Where each of the leased blocks came from for this lookup."""
+        origins = np.full(self.held + self.arrived, Origin.DRAM, dtype=np.uint8)
+        for begin, some in self.brought_pieces:
+            origins[begin : begin + len(some)] = some
+        return origins
 
-    def brought(self, begin: int, flags: Flags | None) -> None:
-        """Some of the leased blocks from `begin` on came from disk."""
-        if flags is not None:
-            self.came_from_disk.append((begin, flags))
+    def brought(self, begin: int, origins: Origins | None) -> None:
+        """Where the leased blocks from `begin` on came from; None: all were in dram."""
+        if origins is not None:
+            self.brought_pieces.append((begin, origins))
 
     def every_span(self) -> list[Span]:
         """What was found, then what was not. It must have been examined."""
-        flags = self.from_disk()
-        codes = np.where(flags, int(Found.FILE), int(Found.DRAM)).astype(np.int64)
+        codes = _FOUND_OF_ORIGIN[self.origins()]
         found = spans(codes, np.zeros(len(codes), dtype=np.uint64))
         rest, skip = [], self.arrived
         for span in self.spans:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.engine.files import REPEATED, Files, Wait
-from kvstore.engine.findings import Finding, Findings
-from kvstore.engine.owners import Connection
+from kvstore.engine.arrivals import Arrivals, Wait, count_of
+from kvstore.engine.fetches import Fetches
+from kvstore.engine.files import REPEATED, Files
+from kvstore.engine.findings import Finding, Findings, Origin
+from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.port import prints
-from kvstore.engine.runs import leading_run
+from kvstore.engine.runs import Run, leading_run
 from kvstore.engine.state import State
+from kvstore.engine.table import Keys
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
@@ -24,9 +27,18 @@ from kvstore.wire.messages import (
 class Lookups:
     """Answers LeaseAsk and Hint."""
 
-    def __init__(self, state: State, files: Files, findings: Findings) -> None:
+    def __init__(
+        self,
+        state: State,
+        files: Files,
+        fetches: Fetches,
+        arrivals: Arrivals,
+        findings: Findings,
+    ) -> None:
         self._state = state
         self._files = files
+        self._fetches = fetches
+        self._arrivals = arrivals
         self._findings = findings
 
     def lease(self, connection: Connection, ask: LeaseAsk) -> str:
@@ -50,10 +62,10 @@ class Lookups:
                 state.slots.touch(state.slots.pools[size], shard_words[: run.count])
             # Before anything makes room for what is promoted.
             held = state.leases.add(session, ask.lease, words, state.now_ns)
-        promoting = self._files.promote(owner, rest, held=run.rows()) if len(rest) else 0
+        promoting, estimate_ms = self._bring(owner, rest, run) if len(rest) else (0, 0)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
-        from_disk = self._files.take_from_disk(run)
+        origins = self._arrivals.take_origins(run)
         state.counters.blocks_hit += run.count
         state.counters.blocks_missed += len(rest) - promoting
         state.send(
@@ -65,21 +77,37 @@ class Lookups:
                 generations=state.slots.generation[words].tobytes(),
                 checksums=run.checksums(state, asked=ask.with_checksums),
                 promoting=promoting,
-                promoting_ms=self._files.pace.estimate_ms(state.now_ns) if promoting else 0,
-                from_file=0 if from_disk is None else int(from_disk.sum()),
+                promoting_ms=estimate_ms,
+                from_file=count_of(origins, Origin.FILE),
+                from_peer=count_of(origins, Origin.PEER),
             ),
         )
         if not len(keys):
             return ""
         finding = Finding(connection, run, rest, promoting, state.now_ns)
-        finding.brought(0, from_disk)
+        finding.brought(0, origins)
         self._findings.add(session, ask.lease, finding)
         if promoting:
             if not run.count:
                 held = state.leases.add(session, ask.lease, words, state.now_ns)
             rest = rest[:promoting]
-            self._files.wait(Wait(connection, ask.lease, held, rest, ask.with_checksums, finding))
+            self._arrivals.wait(
+                Wait(connection, ask.lease, held, rest, ask.with_checksums, finding)
+            )
         return ""
+
+    def _bring(self, owner: Owner, keys: Keys, run: Run) -> tuple[int, int]:
+        """Begin to bring what is not in dram, from disk and behind that from other nodes. Returns
+        how many are on their way, or may be, and an estimate of how long that takes in ms."""
+        promoting = self._files.promote(owner, keys, held=run.rows())
+        if promoting == REPEATED:
+            return REPEATED, 0
+        estimate_ms = self._files.pace.estimate_ms(self._state.now_ns) if promoting else 0
+        behind = keys[promoting:]
+        fetching = self._fetches.want(owner, behind)
+        if fetching:
+            estimate_ms = max(estimate_ms, self._fetches.estimate_ms(owner, fetching))
+        return promoting + fetching, estimate_ms
 
     def _refuse(self, connection: Connection, ask: LeaseAsk, session: int) -> str:
         """Nothing of this space is lent; explain says why."""
@@ -111,5 +139,7 @@ class Lookups:
                 block_bytes = shard_bytes(space, state.residency.address(scope)[2])
                 self._files.writes.asked_again(scope, rows, block_bytes=block_bytes)
             self._files.promote(owner, keys)
+            held = len(keys) if bool(present.all()) else int(np.argmin(present))
+            self._fetches.want(owner, keys[held:])
         bits = np.packbits(present, bitorder="little").tobytes()
         state.send(connection, HintReply(request=hint.request, present=bits))

@@ -1,4 +1,5 @@
-"""How long the disk takes, learned from every read: the estimate that requests decide by.
+"""How long the disk takes, or another node, learned from every read: the estimate that requests
+decide by.
 
 A read is timed from question to answer, queue, seeks and checksums included, over the bytes that
 were under way with it. The slowest of the last few counts: a disk that became slow is known after
@@ -38,8 +39,8 @@ class _Read:
         self.begin_ns = begin_ns
 
 
-class DiskPace:
-    """What one file tier's disk takes."""
+class ReadPace:
+    """What reads from one place take: a file tier's disk, another node."""
 
     def __init__(self, learned_ns_per_mib: int = 0) -> None:
         self._guess = (MIB, learned_ns_per_mib or int(NS_PER_BYTE_GUESS * MIB))

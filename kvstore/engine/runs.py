@@ -36,10 +36,16 @@ class Run(msgspec.Struct, frozen=True):
         unverified = state.residency.unverified[self.words()]
         if not asked and not unverified.any():
             return b""
-        sums = state.residency.checksum[_interleave(self.rows_by_shard, self.count)]
+        sums = self.every_checksum(state)
         if not asked:
             sums[~unverified] = 0
         return sums.astype("<u8").tobytes()
+
+    def every_checksum(self, state: State) -> NDArray[np.uint64]:
+        """Of all blocks, [n][S] of two words."""
+        rows = _interleave(self.rows_by_shard, self.count)
+        sums: NDArray[np.uint64] = state.residency.checksum[rows]
+        return sums
 
     def repeats(self) -> bool:
         """Whether a key comes twice. Slots are distinct if rows are."""

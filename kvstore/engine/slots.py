@@ -33,6 +33,8 @@ from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 FILE_WRITER = -1
 """Writer of slots that the file tier reads into; connections count from 1. It ends with the node's
 process: the next one finds these slots free."""
+PEER_WRITER = -2
+"""Writer of slots that are fetched into from another node."""
 UNKNOWN_WRITER = -15
 """Writer of slots whose writer cannot be read in the journal. It never ends."""
 _HISTORY_BATCHES = 256

@@ -76,6 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `Changed` commands are wanted."""
     tell_offers: bool = False
     """Whether `Offered` commands are wanted."""
+    fetches: bool = False
+    """Whether other nodes are asked for what is not here."""
 
 
 KNOWN_SPACES_MAX = 1024

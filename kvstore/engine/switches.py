@@ -29,7 +29,7 @@ import numpy as np
 
 from kvstore.engine.events import SwitchedOff
 from kvstore.engine.files import Files
-from kvstore.engine.findings import Findings
+from kvstore.engine.findings import Findings, Origin
 from kvstore.engine.owners import Connection
 from kvstore.engine.state import Off, State
 from kvstore.types import SpaceId, Tier
@@ -58,14 +58,14 @@ class Switches:
         if finding is None:
             return  # so long ago that nobody knows what it was lent
         blocks = np.unique(slots_array(message.diverged)).astype(np.int64)
-        from_disk = finding.from_disk()
-        blocks = blocks[blocks < len(from_disk)]
+        origins = finding.origins()
+        blocks = blocks[blocks < len(origins)]
         self.worst_error = max(self.worst_error, message.error_ppm / PPM)
-        state.counters.shadow_blocks += min(message.blocks, len(from_disk))
+        state.counters.shadow_blocks += min(message.blocks, len(origins))
         state.counters.shadow_blocks_diverged += len(blocks)
         if not len(blocks):
             return
-        tier = Tier.FILE if bool(from_disk[blocks].all()) else None
+        tier = Tier.FILE if bool((origins[blocks] == Origin.FILE).all()) else None
         assert owner.known is not None
         self._switch_off(owner.known, tier, owner.title, message, diverged=len(blocks))
 

@@ -161,6 +161,8 @@ class Story(Message, frozen=True):
     """Behind those, from the node."""
     file_tokens: U64 = 0
     """Of the loaded ones: came from disk for this request."""
+    peer_tokens: U64 = 0
+    """Of the loaded ones: came from another node for this request."""
     outcome: Annotated[str, msgspec.Meta(max_length=32)] = ""
     """Why nothing, or nothing more, was loaded: words of `client.core`; empty after a load."""
     detail: Annotated[str, msgspec.Meta(max_length=255)] = ""
@@ -175,7 +177,7 @@ class Story(Message, frozen=True):
     lookup_ns: U64 = 0
     """From there to the node's answer."""
     promotion_ns: U64 = 0
-    """From there on: waited for blocks from disk."""
+    """From there on: waited for blocks from disk or another node."""
     load_ns: U64 = 0
     """Copying, on the slowest rank."""
     stored_blocks: U64 = 0
@@ -302,6 +304,8 @@ class LeaseReply(Message, frozen=True):
     """Estimate of how long that takes."""
     from_file: U64 = 0
     """So many of the leased blocks came from disk, and nobody has leased them since."""
+    from_peer: U64 = 0
+    """The same of another node."""
 
 
 class LeaseMore(Message, frozen=True):
@@ -315,6 +319,7 @@ class LeaseMore(Message, frozen=True):
     """So many more are on their way; 0: this was the last."""
     from_file: U64 = 0
     """As in LeaseReply."""
+    from_peer: U64 = 0
 
 
 class Grant(Message, frozen=True):

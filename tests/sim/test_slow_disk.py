@@ -14,7 +14,7 @@ import pytest
 from kvstore.client.core import costs
 from kvstore.client.core.lookups import Lookups
 from kvstore.client.core.pace import LOADS_MIN
-from kvstore.engine.pace import READS, DiskPace
+from kvstore.engine.pace import READS, ReadPace
 from kvstore.units import KIB, MIB, NS_PER_MS
 from tests.sim.slow_disk import Setting, SlowDiskWorld, Story
 
@@ -165,8 +165,8 @@ def test_memory_slower_than_computing_is_left_alone() -> None:
 
 def never_learns(patch: pytest.MonkeyPatch) -> None:
     """The disk is taken for as quick as the guess."""
-    patch.setattr(DiskPace, "ns_per_byte", lambda *_: 1.0)
-    patch.setattr(DiskPace, "estimate_ms", lambda *_: 1)
+    patch.setattr(ReadPace, "ns_per_byte", lambda *_: 1.0)
+    patch.setattr(ReadPace, "estimate_ms", lambda *_: 1)
 
 
 def waits_for_all(patch: pytest.MonkeyPatch) -> None:

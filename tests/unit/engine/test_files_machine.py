@@ -205,7 +205,7 @@ class DiskMachine(CountedMachine):
         while self.leased:
             self.lets_go()
         files = self.node.engine._files
-        assert not files.waits
+        assert not self.node.engine._arrivals.waits
         assert files._reading_bytes == files.writes._moving_bytes == 0
         assert not files.writes._job_of_word.any()
         assert not files._reading.any()

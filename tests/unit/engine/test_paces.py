@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.engine.pace import DOUBTFUL_MS, READS, DiskPace
+from kvstore.engine.pace import DOUBTFUL_MS, READS, ReadPace
 from kvstore.engine.paces import Paces
 from kvstore.types import SpaceId
 from kvstore.units import MIB
@@ -104,13 +104,13 @@ def test_a_space_that_was_never_told_of_is_empty() -> None:
 # ── the disk ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def read(pace: DiskPace, job: int, mib: int, ms: int) -> None:
+def read(pace: ReadPace, job: int, mib: int, ms: int) -> None:
     pace.begun(job, mib * MIB, 0)
     pace.ended(job, ms * 10**6, counts=True)
 
 
 def test_the_slowest_of_the_last_reads_counts() -> None:
-    pace = DiskPace()
+    pace = ReadPace()
     read(pace, 1, 10, 10)
     read(pace, 2, 10, 1000)
     for job in range(3, 2 + READS):
@@ -122,7 +122,7 @@ def test_the_slowest_of_the_last_reads_counts() -> None:
 
 
 def test_a_read_behind_others_is_not_taken_for_slow() -> None:
-    pace = DiskPace()
+    pace = ReadPace()
     for job in range(4):
         pace.begun(job, 10 * MIB, 0)
     for job in range(4):
@@ -134,7 +134,7 @@ def test_a_read_behind_others_is_not_taken_for_slow() -> None:
 
 
 def test_a_shorter_read_is_not_taken_to_be_quicker_in_proportion() -> None:
-    pace = DiskPace()
+    pace = ReadPace()
     read(pace, 1, 100, 1000)
     pace.begun(2, MIB, 0)
     assert pace.estimate_ms(0) == 101
@@ -143,7 +143,7 @@ def test_a_shorter_read_is_not_taken_to_be_quicker_in_proportion() -> None:
 
 
 def test_a_short_read_is_mostly_latency() -> None:
-    pace = DiskPace()
+    pace = ReadPace()
     pace.begun(1, 4096, 0)
     pace.ended(1, 10**6, counts=True)
     assert pace.ns_per_byte(0) == pytest.approx(4e6 / MIB)
@@ -152,14 +152,14 @@ def test_a_short_read_is_mostly_latency() -> None:
 
 
 def test_a_read_that_was_refused_says_nothing_of_the_disk() -> None:
-    pace = DiskPace(10**6)
+    pace = ReadPace(10**6)
     pace.begun(1, MIB, 0)
     pace.ended(1, 10, counts=False)
     assert (pace.ns_per_byte(0), pace.measured_ns_per_mib) == (10**6 / MIB, 0)
 
 
 def test_a_read_under_way_counts_with_the_time_it_has_taken() -> None:
-    pace = DiskPace(10**6)
+    pace = ReadPace(10**6)
     pace.begun(1, 10 * MIB, 0)
     assert pace.estimate_ms(0) == 11
     assert pace.estimate_ms(5 * 10**6) == 11

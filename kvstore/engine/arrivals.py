@@ -1,0 +1,143 @@
+"""Leases that grow while blocks arrive, from disk or from another node; and where blocks came from.
+
+    LeaseAsk ──▶ Wait ──blocks arrive──▶ LeaseMore … ──nothing more comes──▶ over
+
+Rules. 1: a wait ends with its lease, when all came, or when no source brings the next block. 2:
+where a block came from is told once, to whoever leases it first.
+Does not cover: bringing them (`files`, `fetches`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.findings import Finding, Origin, Origins
+from kvstore.engine.leases import Lease
+from kvstore.engine.owners import Connection
+from kvstore.engine.policy.port import Words
+from kvstore.engine.runs import Run, leading_run
+from kvstore.engine.state import State
+from kvstore.engine.table import Keys, Rows
+from kvstore.wire.messages import LeaseMore
+
+
+class Source(Protocol):
+    """What brings blocks to dram."""
+
+    def coming(self, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these keys of a scope, whose rows are given, are on their way, or may be."""
+        ...
+
+
+class Wait(msgspec.Struct):
+    """A lease that grows while blocks arrive."""
+
+    connection: Connection
+    lease: int
+    held: Lease
+    """Another lease may have the same number by the time the blocks come."""
+    keys: Keys
+    """What was asked for and is not leased yet, in chain order."""
+    with_checksums: bool
+    finding: Finding
+    """What is told of it later."""
+
+
+class Arrivals:
+    """All waits of a node."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._sources: list[Source] = []
+        word_count = len(state.slots.state)
+        self._generation = np.zeros(word_count, dtype=np.uint64)
+        """Of each slot that a block was brought into and that nobody has leased since."""
+        self._origin = np.zeros(word_count, dtype=np.uint8)
+        self.waits: dict[tuple[int, int], Wait] = {}
+        """By (session, lease)."""
+
+    def add(self, source: Source) -> None:
+        """Blocks come from there, too."""
+        self._sources.append(source)
+
+    def brought(self, words: Words, origin: Origin) -> None:
+        """Blocks were put into these slots because they were asked for."""
+        self._generation[words] = self._state.slots.generation[words]
+        self._origin[words] = origin
+
+    def take_origins(self, run: Run) -> Origins | None:
+        """Where the blocks of a run that is leased now came from; None: all were in dram."""
+        if not run.count or not self._sources:
+            return None
+        words = run.words_by_shard[0][: run.count]
+        flags = self._generation[words] == self._state.slots.generation[words]
+        if not flags.any():
+            return None
+        self._generation[words[flags]] = 0
+        origins: Origins = np.where(flags, self._origin[words], np.uint8(Origin.DRAM))
+        return origins
+
+    def wait(self, wait: Wait) -> None:
+        """Let a lease grow as its blocks arrive."""
+        self.waits[wait.connection.owner.open_session, wait.lease] = wait
+
+    def advance(self) -> None:
+        """Something arrived, or will not: tell who waits for it."""
+        for key, wait in list(self.waits.items()):
+            is_held = self._state.leases.get(*key) is wait.held
+            if not (is_held and self._advance(key[0], wait)):
+                del self.waits[key]
+
+    def _advance(self, session: int, wait: Wait) -> bool:
+        """Lease what has arrived and say so. False: nothing more will come."""
+        state, owner = self._state, wait.connection.owner
+        run = leading_run(state, owner.scopes, wait.keys)
+        count = run.count
+        rest = wait.keys[count:]
+        promoting = self._on_their_way(owner.scopes, rest)
+        if count == 0 and promoting:
+            return True
+        words = run.words()
+        state.leases.extend(session, wait.lease, words)
+        wait.keys = rest
+        origins = self.take_origins(run)
+        wait.finding.brought(wait.finding.held + wait.finding.arrived, origins)
+        wait.finding.arrived += count
+        state.counters.blocks_hit += count
+        state.counters.blocks_missed += 0 if promoting else len(rest)
+        state.send(
+            wait.connection,
+            LeaseMore(
+                lease=wait.lease,
+                slots=state.slots.slots_of(words).tobytes(),
+                generations=state.slots.generation[words].tobytes(),
+                checksums=run.checksums(state, asked=wait.with_checksums),
+                promoting=promoting,
+                from_file=count_of(origins, Origin.FILE),
+                from_peer=count_of(origins, Origin.PEER),
+            ),
+        )
+        return promoting > 0
+
+    def _on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
+        """Leading keys that are in dram or coming in every shard, at least one of them coming."""
+        residency, count, moving = self._state.residency, len(keys), False
+        for scope in scopes:
+            rows = residency.find(scope, keys[:count])
+            coming = np.zeros(len(rows), dtype=bool)
+            for source in self._sources:
+                coming |= source.coming(scope, keys[:count], rows)
+            there = (residency.words(rows) >= 0) | coming
+            count = len(rows) if bool(there.all()) else int(np.argmin(there))
+            moving |= bool(coming[:count].any())
+        return count if moving else 0
+
+
+def count_of(origins: Origins | None, origin: Origin) -> int:
+    """How many blocks came from there."""
+    return 0 if origins is None else int(np.count_nonzero(origins == origin))

@@ -1,0 +1,419 @@
+"""Blocks of other nodes: when the index is asked, what is fetched, and what becomes of it.
+
+    keys not held ──Locate──▶ Located ──worth it? room?──Fetch──▶ slots held ──Fetched──▶ sealed
+
+Rules. 1: a slot that is being fetched into belongs to PEER_WRITER until the fetch has truly ended,
+however late. 2: who asks for a key on its way waits for the same fetch; nothing is asked of the
+index or of a peer twice at a time. 3: everything is bounded: LOCATES_MAX questions, a quarter of
+the arena in motion. 4: what is cleared or switched off while it is on its way is dropped when it
+comes.
+
+Covers: whom to ask, and whether it pays: a peer's measured pace beside what this space takes to
+compute. Does not cover: the index, loans, bytes and checksums (`kvstore.serve`), leases that wait
+(`arrivals`), what this node lends (`loans`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.admission import Admission
+from kvstore.engine.arrivals import Arrivals
+from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
+from kvstore.engine.findings import Origin
+from kvstore.engine.owners import Owner
+from kvstore.engine.pace import NS_PER_BYTE_GUESS, ReadPace
+from kvstore.engine.policy.port import Words, prints
+from kvstore.engine.quotas import GroupId
+from kvstore.engine.slots import PEER_WRITER
+from kvstore.engine.state import State
+from kvstore.engine.table import Keys, Rows
+from kvstore.engine.tombstones import Why
+from kvstore.engine.writes import MOVING_SHARE, Writes
+from kvstore.types import KEY_BYTES, Shard, SpaceId
+from kvstore.units import MIB, NS_PER_MS, NS_PER_S
+from kvstore.wire.layout import shard_bytes
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
+
+LOCATES_MAX = 256
+"""Questions to the index under way."""
+LOCATE_MS = 2
+"""What a question to the index is estimated at."""
+ABSENT_NS = NS_PER_S
+"""So long after the index knew nobody, the same question is not asked again."""
+ABSENT_MAX = 4096
+FETCH_BYTES = 16 * MIB
+"""Of one fetch: the loan of the next is asked for while this one moves, and whoever waits is told
+piece by piece."""
+GAIN = 2
+"""A fetch must be estimated at one part in so many of what computing takes, or less."""
+AVOID_FIRST_NS, AVOID_MOST_NS = NS_PER_S, 30 * NS_PER_S
+"""A peer that failed is left alone, longer each time in a row."""
+PEERS_MAX = 1024
+
+
+class _Asker(msgspec.Struct, frozen=True):
+    """For whom blocks are brought: an engine's columns, which outlive the engine here."""
+
+    tenant: str
+    space: SpaceId
+    shards: tuple[Shard, ...]
+    slot_sizes: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    block_tokens: int
+    group: GroupId
+    scopes: tuple[int, ...]
+    owner: Owner
+
+
+class _Locating(msgspec.Struct, frozen=True):
+    asker: _Asker
+    keys: Keys
+
+
+class _Fetching(msgspec.Struct):
+    """Blocks on their way; their slots, one column per shard, are PEER_WRITER's."""
+
+    node: str
+    asker: _Asker
+    keys: Keys
+    columns: list[Words]
+    size_bytes: int
+    is_void: bool = False
+    """Cleared meanwhile."""
+
+
+class _Peer:
+    """What is known of another node."""
+
+    __slots__ = ("avoid_until_ns", "failures", "pace")
+
+    def __init__(self) -> None:
+        self.pace = ReadPace()
+        self.failures = 0
+        """In a row."""
+        self.avoid_until_ns = 0
+
+
+class Fetches:
+    """Everything the engine decides about fetching from other nodes."""
+
+    def __init__(
+        self,
+        state: State,
+        admission: Admission,
+        arrivals: Arrivals,
+        writes: Writes,
+        numbers: Iterator[int],
+    ) -> None:
+        self._state = state
+        self._admission = admission
+        self._arrivals = arrivals
+        self._writes = writes
+        """What came is written through like what was computed."""
+        self._numbers = numbers
+        self._locating: dict[int, _Locating] = {}
+        self._fetching: dict[int, _Fetching] = {}
+        self._coming: dict[tuple[int, bytes], int] = {}
+        """Question or fetch of each (scope, key)."""
+        self._absent: OrderedDict[tuple[int, bytes], int] = OrderedDict()
+        """Until when nobody is asked for a run that begins with this (scope, key)."""
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
+        self._moving_bytes = 0
+
+    # ── what is asked ────────────────────────────────────────────────────────────────────────────
+
+    def want(self, owner: Owner, keys: Keys) -> int:
+        """A request names these keys, in chain order, of which this node holds not even the first.
+        Returns how many of them, from the first on, are on their way or may be."""
+        state = self._state
+        if not state.config.fetches or not len(keys) or not owner.scopes or owner.known is None:
+            return 0
+        keys = keys[:KEYS_PER_DATAGRAM_MAX]
+        coming = self._leading(owner.scopes, keys)
+        if coming:
+            return coming
+        first = (owner.scopes[0], keys[0].tobytes())
+        if self._absent.get(first, 0) > state.now_ns or len(self._locating) >= LOCATES_MAX:
+            return 0
+        if len(set(_each(keys))) != len(keys):
+            return 0  # a chain names no key twice: whoever does is not served with more work
+        asker = _asker(owner)
+        number = next(self._numbers)
+        self._locating[number] = _Locating(asker, keys)
+        self._expect(number, asker.scopes, keys)
+        state.counters.locates += 1
+        state.say(
+            Locate(
+                locate=number,
+                tenant=asker.tenant,
+                space=asker.space,
+                keys=keys.tobytes(),
+                cause=state.cause,
+            )
+        )
+        return len(keys)
+
+    def _leading(self, scopes: Sequence[int], keys: Keys) -> int:
+        """How many from the first on are on their way, or asked for."""
+        count = len(keys)
+        for scope in scopes:
+            coming = self.coming(scope, keys[:count], np.empty(0, dtype=np.int64))
+            count = count if bool(coming.all()) else int(np.argmin(coming))
+        return count
+
+    def coming(self, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these keys are on their way, or asked for (`arrivals.Source`)."""
+        del rows
+        if not self._coming:
+            return np.zeros(len(keys), dtype=bool)
+        raw, coming = keys.tobytes(), self._coming
+        flags = (
+            (scope, raw[at : at + KEY_BYTES]) in coming for at in range(0, len(raw), KEY_BYTES)
+        )
+        return np.fromiter(flags, dtype=bool, count=len(keys))
+
+    def _expect(self, number: int, scopes: Sequence[int], keys: Keys) -> None:
+        for key in _each(keys):
+            for scope in scopes:
+                self._coming.setdefault((scope, key), number)
+
+    def _expect_no_more(self, number: int, scopes: Sequence[int], keys: Keys) -> None:
+        for key in _each(keys):
+            for scope in scopes:
+                if self._coming.get((scope, key)) == number:
+                    del self._coming[scope, key]
+
+    def estimate_ms(self, owner: Owner, block_count: int) -> int:
+        """How long so many blocks take to come from wherever they are, as far as anybody knows."""
+        size = block_count * sum(owner.slot_sizes)
+        now_ns = self._state.now_ns
+        paces = [p.pace.ns_per_byte(now_ns) for p in self._peers.values() if not p.failures]
+        return LOCATE_MS + int(size * min(paces, default=NS_PER_BYTE_GUESS) / NS_PER_MS)
+
+    # ── what the index knows ─────────────────────────────────────────────────────────────────────
+
+    def located(self, event: Located) -> None:
+        """The index answered, or did not: fetch from whoever is best, or from nobody."""
+        state, question = self._state, self._locating.pop(event.locate, None)
+        assert question is not None, f"question {event.locate} was answered twice"
+        asker, keys = question.asker, question.keys
+        self._expect_no_more(event.locate, asker.scopes, keys)
+        chosen = self._choose(asker, event.candidates)
+        if chosen is None:
+            if event.is_known:
+                self._remember_absent((asker.scopes[0], keys[0].tobytes()))
+        elif not state.is_off(asker.tenant, asker.space):
+            self._fetch_all(chosen.node, asker, keys[: chosen.dram_blocks])
+        self._arrivals.advance()
+
+    def _remember_absent(self, first: tuple[int, bytes]) -> None:
+        self._absent[first] = self._state.now_ns + ABSENT_NS
+        self._absent.move_to_end(first)
+        if len(self._absent) > ABSENT_MAX:
+            self._absent.popitem(last=False)
+
+    def _choose(self, asker: _Asker, candidates: Sequence[Candidate]) -> Candidate | None:
+        """The one that saves most time; None: computing is as quick."""
+        state = self._state
+        pace = state.paces.of(asker.tenant, asker.space)
+        compute_ns = pace.compute_ns_per_token * asker.block_tokens
+        best, best_saved_ns = None, 0.0
+        for candidate in candidates:
+            peer = self._peers.get(candidate.node)
+            if not candidate.dram_blocks or (peer and peer.avoid_until_ns > state.now_ns):
+                continue
+            ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
+            cost_ns = ns_per_byte * sum(asker.block_bytes)
+            if compute_ns and cost_ns * GAIN > compute_ns:
+                continue
+            # Nothing is known of computing: the longest run is the best, the quickest of equals.
+            worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)
+            if candidate.dram_blocks * worth_ns > best_saved_ns:
+                best, best_saved_ns = candidate, candidate.dram_blocks * worth_ns
+        return best
+
+    # ── what is fetched ──────────────────────────────────────────────────────────────────────────
+
+    def _fetch_all(self, node: str, asker: _Asker, keys: Keys) -> None:
+        """Fetch what of these is not here by now, as far as there is room."""
+        state = self._state
+        missing = np.zeros(len(keys), dtype=bool)
+        for scope in asker.scopes:
+            rows = state.residency.find(scope, keys)
+            missing |= (state.residency.words(rows) < 0) & ~self.coming(scope, keys, rows)
+        keys = keys[missing]
+        block_bytes = sum(asker.slot_sizes)
+        room = max(0, self._moving_bytes_max - self._moving_bytes) // block_bytes
+        room = max(room, 0 if self._fetching else 1)
+        state.make_room_for(Why.READS, asker.owner)
+        count = self._make_room(asker, min(len(keys), room))
+        per_fetch = max(1, FETCH_BYTES // block_bytes)
+        for begin in range(0, count, per_fetch):
+            self._fetch(node, asker, keys[begin : min(begin + per_fetch, count)])
+
+    def _make_room(self, asker: _Asker, wanted: int) -> int:
+        """Free slots for up to so many blocks; returns for how many there are some."""
+        if not wanted:
+            return 0
+        state, sizes = self._state, asker.slot_sizes
+        active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
+        pools = {size: state.slots.pool(size) for size in sizes}
+        for size, pool in pools.items():
+            need = wanted * sizes.count(size)
+            self._admission.make_room(pool, need, active | set(sizes), asker.group)
+        return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
+
+    def _fetch(self, node: str, asker: _Asker, keys: Keys) -> None:
+        state, number = self._state, next(self._numbers)
+        columns = [
+            state.slots.grant(
+                state.slots.pools[size],
+                len(keys),
+                writer=PEER_WRITER,
+                session=0,
+                group=asker.group,
+                cause=state.cause,
+            )
+            for size in asker.slot_sizes
+        ]
+        size_bytes = len(keys) * sum(asker.slot_sizes)
+        self._fetching[number] = _Fetching(node, asker, keys, columns, size_bytes)
+        self._moving_bytes += size_bytes
+        self._expect(number, asker.scopes, keys)
+        self._peer(node).pace.begun(number, size_bytes, state.now_ns)
+        words = np.stack(columns, axis=1).reshape(-1)
+        state.say(
+            Fetch(
+                job=number,
+                node=node,
+                tenant=asker.tenant,
+                space=asker.space,
+                shards=asker.shards,
+                block_bytes=asker.block_bytes,
+                keys=keys.tobytes(),
+                slots=state.slots.slots_of(words),
+                cause=state.cause,
+            )
+        )
+
+    def _peer(self, node: str) -> _Peer:
+        peer = self._peers.get(node)
+        if peer is None:
+            peer = self._peers[node] = _Peer()
+            if len(self._peers) > PEERS_MAX:
+                busy = {fetching.node for fetching in self._fetching.values()}
+                del self._peers[next(name for name in self._peers if name not in busy)]
+        self._peers.move_to_end(node)
+        return peer
+
+    def fetched(self, event: Fetched) -> None:
+        """A fetch has truly ended: what is good and not here by another way is in dram now."""
+        state, job = self._state, self._fetching.pop(event.job, None)
+        assert job is not None, f"fetch {event.job} ended twice"
+        asker = job.asker
+        self._expect_no_more(event.job, asker.scopes, job.keys)
+        self._moving_bytes -= job.size_bytes
+        good = np.frombuffer(event.good, dtype=np.bool_)
+        self._judge(job, event)
+        if job.is_void or state.is_off(asker.tenant, asker.space):
+            good = np.zeros(len(job.keys), dtype=bool)
+        if not good.any():
+            # The index knew of what is not there: it is not asked the same again at once.
+            self._remember_absent((asker.scopes[0], job.keys[0].tobytes()))
+        checksums = np.zeros((len(job.keys), len(asker.shards), 2), dtype=np.uint64)
+        if event.checksums:
+            checksums[:] = checksums_array(event.checksums).reshape(checksums.shape)
+        for column, words in enumerate(job.columns):
+            taken = self._take(asker, column, job.keys, words, good, checksums[:, column])
+            if column == 0:
+                self._arrivals.brought(words[taken], Origin.PEER)
+        state.counters.fetched_blocks += int(good.sum())
+        state.counters.fetch_blocks_lost += int((~good).sum())
+        state.credits_due = True
+        self._arrivals.advance()
+
+    def _judge(self, job: _Fetching, event: Fetched) -> None:
+        """What this says of the peer."""
+        peer = self._peer(job.node)
+        good = any(event.good)
+        peer.pace.ended(event.job, self._state.now_ns, counts=good)
+        if good:
+            peer.failures = peer.avoid_until_ns = 0
+        elif event.peer_failed:
+            wait_ns = min(AVOID_FIRST_NS << min(peer.failures, 10), AVOID_MOST_NS)
+            peer.failures += 1
+            peer.avoid_until_ns = self._state.now_ns + wait_ns
+
+    def _take(
+        self,
+        asker: _Asker,
+        column: int,
+        keys: Keys,
+        words: Words,
+        good: NDArray[np.bool_],
+        checksums: NDArray[np.uint64],
+    ) -> NDArray[np.bool_]:
+        """Seal one shard's good blocks and give the other slots back. Returns which were taken."""
+        state, residency = self._state, self._state.residency
+        # Its number may have been forgotten and given anew while the blocks were on their way.
+        scope = residency.scope(asker.tenant, asker.space, asker.shards[column])
+        rows = residency.find(scope, keys)
+        taken = good & (residency.words(rows) < 0)
+        rows, its = rows[taken], words[taken]
+        absent = np.flatnonzero(rows < 0)
+        rows[absent] = residency.insert(scope, keys[taken][absent])
+        residency.put_dram(rows, its, checksums[taken])
+        state.slots.seal_read(its, prints(scope, keys[taken]), state.cause)
+        state.free(words[~taken])
+        self._writes.sealed(scope, rows, block_bytes=asker.block_bytes[column])
+        return taken
+
+    def void(self, tenant: str | None, space: bytes | None) -> None:
+        """What was cleared must not come from what is on its way."""
+        for job in self._fetching.values():
+            if tenant in (None, job.asker.tenant) and space in (None, job.asker.space):
+                job.is_void = True
+
+    # ── looking in ───────────────────────────────────────────────────────────────────────────────
+
+    def fetching_words(self) -> Words:
+        """Slots that are being fetched into."""
+        held = [words for job in self._fetching.values() for words in job.columns]
+        return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
+
+    def check(self) -> None:
+        """Raises AssertionError when a bound or the bookkeeping is broken. For tests."""
+        assert len(self._locating) <= LOCATES_MAX
+        assert len(self._absent) <= ABSENT_MAX
+        assert self._moving_bytes == sum(job.size_bytes for job in self._fetching.values())
+        for number in self._coming.values():
+            assert number in self._locating or number in self._fetching, "nobody brings a key"
+
+
+def _asker(owner: Owner) -> _Asker:
+    assert owner.known is not None
+    space = owner.rank_hellos()[0].space
+    shards = tuple(owner.columns())
+    return _Asker(
+        tenant=owner.known[0],
+        space=owner.known[1],
+        shards=shards,
+        slot_sizes=owner.slot_sizes,
+        block_bytes=tuple(shard_bytes(space, shard) for shard in shards),
+        block_tokens=space.block_tokens,
+        group=owner.group,
+        scopes=owner.scopes,
+        owner=owner,
+    )
+
+
+def _each(keys: Keys) -> Iterator[bytes]:
+    raw = keys.tobytes()
+    return (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
