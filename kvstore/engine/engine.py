@@ -385,7 +385,7 @@ class Engine:
 
     def leases(self) -> list[report.LeaseReport]:
         """Leases, at most report.ROWS_MAX."""
-        return report.leases(self._state)
+        return report.leases(self._state, self._loans.blocks())
 
     def jobs(self) -> list[report.JobReport]:
         """Ranks that hold slots they may write."""

@@ -396,6 +396,7 @@ class LoanEnded(msgspec.Struct, frozen=True):
     peer: int
     loan: int
     intact: bytes
+    cause: int
 
 
 PeerCommand = Locate | Fetch | Lent | LoanEnded

@@ -131,6 +131,10 @@ class Loans:
             del self._loans[name]
         self._state.counters.loans_expired += len(late)
 
+    def blocks(self) -> dict[tuple[int, int], int]:
+        """How many each loan is about."""
+        return {name: loan.block_count for name, loan in self._loans.items()}
+
     def sessions(self) -> set[int]:
         """Sessions that hold leases for peers."""
         return {-peer for peer, _ in self._loans}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from kvstore.engine.scrubs import TierScrub
     from kvstore.engine.state import State
 
+ANOTHER_NODE = "(another node)"
+"""Instead of an engine's id."""
 ROWS_MAX = 10_000
 NO_BUDGET = -1
 
@@ -287,21 +290,27 @@ def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
     return out
 
 
-def leases(state: State) -> list[LeaseReport]:
-    """All leases, at most ROWS_MAX."""
-    owner_of = {o.open_session: o for o in state.owners.values() if o.open_session}
-    now_ns = state.now_ns
-    return [
-        LeaseReport(
-            engine_id=owner_of[session].key[1],
-            session=session,
-            lease=number,
-            blocks=lease.slot_count // len(owner_of[session].scopes),
-            age_ms=(now_ns - lease.granted_ns) // NS_PER_MS,
-            expires_in_ms=(lease.expires_ns - now_ns) // NS_PER_MS,
+def leases(state: State, loans: Mapping[tuple[int, int], int]) -> list[LeaseReport]:
+    """Leases of engines and of other nodes, at most ROWS_MAX. `loans`: blocks by (peer, loan)."""
+    owner_of = {owner.open_session: owner for owner in state.owners.values()}
+    now_ns, rows = state.now_ns, []
+    for session, number, lease in state.leases.items()[:ROWS_MAX]:
+        owner = owner_of.get(session)
+        rows.append(
+            LeaseReport(
+                engine_id=owner.key[1] if owner is not None else ANOTHER_NODE,
+                session=session if owner is not None else 0,
+                lease=number,
+                blocks=(
+                    lease.slot_count // len(owner.scopes)
+                    if owner is not None
+                    else loans.get((-session, number), 0)
+                ),
+                age_ms=(now_ns - lease.granted_ns) // NS_PER_MS,
+                expires_in_ms=(lease.expires_ns - now_ns) // NS_PER_MS,
+            )
         )
-        for session, number, lease in state.leases.items()[:ROWS_MAX]
-    ]
+    return rows
 
 
 def jobs(state: State) -> list[JobReport]:

@@ -1,0 +1,81 @@
+"""Other nodes for a node under test: keeps questions and fetches until a test answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvstore.engine.events import (
+    Candidate,
+    Command,
+    Event,
+    Fetch,
+    Fetched,
+    Lend,
+    Lent,
+    LoanEnded,
+    LoanReturned,
+    Locate,
+    Located,
+)
+from tests.unit.engine.disk import SPACE, DiskNode
+from tests.unit.engine.harness import checksum, key, keys
+
+
+class PeerNode(DiskNode):
+    """A node that may fetch; nobody answers by himself."""
+
+    def __init__(self, *, slots: int = 32, **config: Any) -> None:
+        self.locates: list[Locate] = []
+        self.fetches: list[Fetch] = []
+        self.lent: list[Lent] = []
+        self.loans_ended: list[LoanEnded] = []
+        super().__init__(slots=slots, fetches=True, **config)
+
+    def step(self, *events: Event) -> list[Command]:
+        """As `DiskNode.step`; what is about other nodes is kept."""
+        commands = super().step(*events)
+        for command in commands:
+            match command:
+                case Locate():
+                    self.locates.append(command)
+                case Fetch():
+                    self.fetches.append(command)
+                case Lent():
+                    self.lent.append(command)
+                case LoanEnded():
+                    self.loans_ended.append(command)
+                case _:
+                    pass
+        return commands
+
+    def locate(self, *candidates: tuple[str, int], is_known: bool = True) -> None:
+        """The oldest question is answered: (node, blocks in its dram)."""
+        found = tuple(Candidate(node, blocks) for node, blocks in candidates)
+        self.step(Located(self.locates.pop(0).locate, found, is_known))
+
+    def arrive(self, good: Sequence[bool] | None = None, *, peer_failed: bool = False) -> None:
+        """The oldest fetch ends; without `good` all is well."""
+        fetch = self.fetches.pop(0)
+        count = len(fetch.keys) // 32
+        flags = list(good) if good is not None else [True] * count
+        numbers = [number_of(fetch.keys[at : at + 32]) for at in range(0, count * 32, 32)]
+        sums = b"".join(
+            checksum(number, rank) for number in numbers for rank in range(len(fetch.shards))
+        )
+        self.step(Fetched(fetch.job, bytes(flags), sums if any(flags) else b"", peer_failed))
+
+    def lend(self, loan: int, *numbers: int, peer: int = 1, tenant: str = "t") -> Lent:
+        """Another node asks for blocks."""
+        self.step(Lend(peer, loan, tenant, SPACE, keys(*numbers)))
+        return self.lent[-1]
+
+    def give_back(self, loan: int, peer: int = 1) -> list[bool]:
+        """Another node has read them. Returns which stayed."""
+        self.step(LoanReturned(peer, loan))
+        return [bool(flag) for flag in self.loans_ended[-1].intact]
+
+
+def number_of(raw: bytes) -> int:
+    """Which `key` this is."""
+    return next(number for number in range(1000) if key(number) == raw)

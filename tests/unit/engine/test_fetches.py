@@ -1,0 +1,324 @@
+"""What is asked of other nodes, what comes, and who waits for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.engine import fetches as fetches_module
+from kvstore.engine.events import Clear, Fetched, Locate, Located
+from kvstore.engine.fetches import ABSENT_NS, AVOID_FIRST_NS
+from kvstore.engine.state import Off
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease, LeaseReply, Measured
+from tests.unit.engine.disk import SPACE, DiskNode, known
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, key, keys, pairs
+from tests.unit.engine.peers import PeerNode
+
+
+def short(number: int) -> str:
+    return key(number)[:4].hex()
+
+
+def more(node: PeerNode, peer: Peer) -> LeaseMore:
+    return node.last(peer.scheduler, LeaseMore)
+
+
+def attached(**config: int) -> tuple[PeerNode, Peer]:
+    node = PeerNode(**config)
+    return node, Peer(node)
+
+
+def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
+    node, peer = attached()
+    reply = peer.lease(1, 1, 2, 3)
+    assert (reply.slots, reply.promoting) == (b"", 3)
+    assert reply.promoting_ms >= 2
+    (question,) = node.locates
+    assert (question.tenant, question.space, question.keys) == ("t", SPACE, keys(1, 2, 3))
+    node.locate(("far", 2))
+    (fetch,) = node.fetches
+    assert (fetch.node, fetch.tenant, fetch.space) == ("far", "t", SPACE)
+    assert (fetch.shards, fetch.keys) == ((WHOLE,), keys(1, 2))
+    assert fetch.block_bytes == (peer.rank_hello(0).block_bytes,)
+    node.arrive()
+    told = more(node, peer)
+    assert [slot for slot, _ in pairs(told)] == fetch.slots.tolist()
+    assert (told.promoting, told.from_peer, told.from_file) == (0, 2, 0)
+    assert node.engine.counters.fetched_blocks == 2
+    node.write_all()
+    assert node.blocks() == {short(1): "dram+file", short(2): "dram+file"}, "kept like a store"
+
+
+def test_the_checksums_are_the_ones_that_were_verified() -> None:
+    node, peer = attached()
+    peer.hint(1, 2)
+    node.locate(("far", 2))
+    node.arrive()
+    assert peer.lease(1, 1, 2, with_checksums=True).checksums == checksum(1) + checksum(2)
+
+
+def test_nobody_holds_it_and_the_wait_is_over() -> None:
+    node, peer = attached()
+    assert peer.lease(1, 1, 2).promoting == 2
+    node.locate()
+    assert (more(node, peer).promoting, more(node, peer).slots) == (0, b"")
+    assert not node.fetches
+
+
+def test_a_node_alone_asks_nobody() -> None:
+    node = DiskNode()
+    peer = Peer(node)
+    commands = node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1)))
+    assert not any(isinstance(command, Locate) for command in commands)
+    assert node.last(peer.scheduler, LeaseReply).promoting == 0
+
+
+def test_the_same_is_not_asked_twice_at_a_time_nor_at_once_again() -> None:
+    node, peer = attached()
+    peer.hint(1, 2, 3)
+    assert peer.lease(1, 1, 2, 3).promoting == 3
+    assert len(node.locates) == 1
+    node.locate()
+    assert peer.lease(2, 1, 2, 3).promoting == 0
+    assert not node.locates
+    node.tick(ABSENT_NS / 10**6)
+    assert peer.lease(3, 1, 2, 3).promoting == 3
+
+
+def test_an_index_that_does_not_answer_is_asked_for_the_next_request() -> None:
+    node, peer = attached()
+    peer.hint(1)
+    node.locate(is_known=False)
+    peer.hint(1)
+    assert len(node.locates) == 1
+
+
+def test_who_asks_for_what_is_coming_waits_for_the_same_fetch() -> None:
+    node, peer = attached()
+    other = Peer(node, "f")
+    peer.lease(1, 1, 2)
+    node.locate(("far", 2))
+    assert other.lease(1, 1, 2).promoting == 2
+    assert len(node.fetches) == 1
+    node.arrive()
+    assert len(pairs(more(node, peer))) == len(pairs(more(node, other))) == 2
+    assert (more(node, peer).from_peer, more(node, other).from_peer) == (2, 0), "told once"
+
+
+def test_what_is_in_dram_is_leased_and_only_the_rest_fetched() -> None:
+    node, peer = attached()
+    peer.store(1, 2)
+    reply = peer.lease(1, 1, 2, 3, 4)
+    assert len(pairs(reply)) == 2
+    assert reply.promoting == 2
+    assert node.locates[0].keys == keys(3, 4)
+    node.locate(("far", 2))
+    node.arrive([True, False])
+    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (1, 0)
+
+
+def test_what_is_on_disk_comes_from_there_and_what_is_behind_from_the_other_node() -> None:
+    node, peer = attached()
+    node.step(known(1, 2))
+    assert peer.lease(1, 1, 2, 3).promoting == 3
+    assert node.locates[0].keys == keys(3)
+    node.locate(("far", 1))
+    node.arrive()
+    assert not node.count(peer.scheduler, LeaseMore), "the first is not there yet"
+    node.read_all()
+    told = more(node, peer)
+    assert (len(pairs(told)), told.from_file, told.from_peer) == (3, 2, 1)
+
+
+def test_what_was_stored_here_meanwhile_is_not_fetched_and_not_replaced() -> None:
+    node, peer = attached()
+    peer.hint(1, 2, 3)
+    peer.store(1)
+    node.locate(("far", 3))
+    (fetch,) = node.fetches
+    assert fetch.keys == keys(2, 3)
+    ((slot, _),) = peer.seal(2)
+    node.arrive()
+    assert node.blocks().keys() == {short(1), short(2), short(3)}
+    assert [s for s, _ in pairs(peer.lease(1, 2))] == [slot]
+
+
+def test_all_ranks_shards_come_together() -> None:
+    node = PeerNode()
+    peer = Peer(node, shards=HALVES)
+    assert peer.lease(1, 1, 2).promoting == 2
+    node.locate(("far", 2))
+    (fetch,) = node.fetches
+    assert fetch.shards == HALVES
+    assert len(fetch.slots) == 4
+    node.arrive()
+    told = more(node, peer)
+    assert [slot for slot, _ in pairs(told)] == fetch.slots.tolist(), "[n][S], shard minor"
+
+
+def test_a_shard_that_is_here_keeps_its_copy() -> None:
+    node = PeerNode()
+    peer = Peer(node, shards=HALVES)
+    ((slot, _),) = peer.seal(1, rank=0)
+    peer.lease(1, 1)
+    node.locate(("far", 1))
+    node.arrive()
+    places = [s for s, _ in pairs(more(node, peer))]
+    assert places[0] == slot
+
+
+def test_cleared_while_on_its_way() -> None:
+    node, peer = attached()
+    peer.hint(1)
+    node.locate(("far", 1))
+    node.step(Clear(None, "t"))
+    node.arrive()
+    assert node.blocks() == {}
+    assert node.granted() == len(peer.unused())
+
+
+def test_another_tenants_clear_is_not_ours() -> None:
+    node, peer = attached()
+    peer.hint(1)
+    node.locate(("far", 1))
+    node.step(Clear(None, "u"))
+    node.arrive()
+    assert short(1) in node.blocks()
+
+
+def test_a_fetch_that_never_ends_keeps_its_slots_and_nothing_else() -> None:
+    node, peer = attached()
+    peer.lease(1, 1)
+    node.locate(("far", 1))
+    (fetch,) = node.fetches
+    node.hear(peer.scheduler, LeaseRelease([1]))
+    node.end(peer.scheduler, *peer.ranks)
+    for _ in range(100):
+        node.tick(1000)
+    held = node.engine._state.slots.of_writer(-2)
+    assert node.engine._state.slots.slots_of(held).tolist() == fetch.slots.tolist()
+    node.arrive([False])
+    assert not len(node.engine._state.slots.of_writer(-2))
+
+
+def test_it_comes_after_its_engine_has_gone() -> None:
+    node, peer = attached()
+    peer.hint(1, 2)
+    node.locate(("far", 2))
+    node.end(peer.scheduler, *peer.ranks)
+    node.arrive()
+    assert node.blocks().keys() == {short(1), short(2)}
+    assert len(pairs(Peer(node, "g").lease(1, 1, 2))) == 2
+
+
+def test_the_longest_run_is_fetched_and_of_equals_the_quicker_peer() -> None:
+    node, peer = attached()
+    peer.hint(1, 2, 3)
+    node.locate(("a", 1), ("b", 3), ("c", 2))
+    assert node.fetches[0].node == "b"
+    node.now_ns += 10**10
+    node.arrive()
+    peer.hint(11, 12)
+    node.locate(("b", 2), ("c", 2))
+    assert node.fetches[0].node == "c", "b took ten seconds"
+
+
+def test_nothing_is_fetched_that_is_computed_as_quickly() -> None:
+    node, peer = attached()
+    node.hear(peer.scheduler, Measured(compute_ns_per_token=1_000_000, load_ns_per_token=10))
+    peer.hint(1)
+    node.locate(("slow", 1))
+    node.now_ns += 10**11
+    node.arrive()
+    peer.hint(11)
+    node.locate(("slow", 1))
+    assert not node.fetches
+    peer.hint(21)
+    node.locate(("slow", 1), ("new", 1))
+    assert node.fetches[0].node == "new"
+
+
+def test_a_peer_that_fails_is_left_alone_for_a_while_and_longer_each_time() -> None:
+    node, peer = attached()
+    for failures in range(3):
+        peer.hint(100 + failures)
+        node.locate(("bad", 1))
+        node.arrive([False], peer_failed=True)
+        peer.hint(200 + failures)
+        node.locate(("bad", 1))
+        assert not node.fetches
+        node.tick((AVOID_FIRST_NS << failures) / 10**6)
+    peer.hint(300)
+    node.locate(("bad", 1))
+    node.arrive()
+    peer.hint(301)
+    node.locate(("bad", 1))
+    assert node.fetches, "it is well again"
+
+
+def test_no_more_than_a_quarter_of_the_arena_is_fetched_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetches_module, "FETCH_BYTES", 3 * SLOT_BYTES_MIN)
+    node, peer = attached(slots=32)
+    peer.hint(*range(1, 21))
+    node.locate(("far", 20))
+    assert [len(fetch.slots) for fetch in node.fetches] == [3, 3, 2]
+    peer.hint(*range(30, 40))
+    node.locate(("far", 10))
+    assert len(node.fetches) == 3
+
+
+def test_a_full_arena_gives_room_by_the_policy_and_never_what_is_leased() -> None:
+    node, peer = attached(slots=8, slab_slots=4)
+    stored = []
+    while peer.unused() and len(stored) < 6:
+        stored.append(len(stored) + 1)
+        peer.store(stored[-1])
+    leased = peer.lease(1, *stored[-1:])
+    peer.hint(101, 102)
+    node.locate(("far", 2))
+    taken = {slot for fetch in node.fetches for slot in fetch.slots.tolist()}
+    assert taken
+    assert not taken & {slot for slot, _ in pairs(leased)}
+
+
+def test_a_switched_off_space_is_neither_asked_for_nor_kept() -> None:
+    node, peer = attached()
+    peer.hint(1)
+    node.locate(("far", 1))
+    node.engine._state.off["t", SPACE] = Off(None)
+    node.arrive()
+    assert node.blocks() == {}
+    peer.hint(2)
+    assert not node.locates
+
+
+def test_a_question_that_names_a_key_twice_is_asked_of_nobody() -> None:
+    node, peer = attached()
+    node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(1, 2, 1)))
+    assert not node.locates
+
+
+@pytest.mark.parametrize("event", [Located(99), Fetched(99, b"")])
+def test_an_answer_to_nothing_is_a_bug(event: Located | Fetched) -> None:
+    node, _ = attached()
+    with pytest.raises(AssertionError):
+        node.step(event)
+
+
+def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches_module, "LOCATES_MAX", 2)
+    node, peer = attached()
+    for number in range(5):
+        peer.hint(number)
+    assert len(node.locates) == 2
+
+
+def test_the_estimate_follows_the_quickest_peer() -> None:
+    node, peer = attached()
+    first = peer.lease(1, *range(1, 9)).promoting_ms
+    node.locate(("far", 8))
+    node.now_ns += 10**10
+    node.arrive()
+    assert peer.lease(2, *range(11, 19)).promoting_ms > 100 * first

@@ -1,0 +1,122 @@
+"""What a node lends to others, and what it says of it afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvstore.engine.events import Clear, PeerGone
+from kvstore.engine.state import Off
+from tests.unit.engine.disk import SPACE
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum
+from tests.unit.engine.peers import PeerNode
+
+
+def stored(*numbers: int, slots: int = 32) -> tuple[PeerNode, Peer]:
+    node = PeerNode(slots=slots)
+    peer = Peer(node)
+    peer.store(*numbers)
+    return node, peer
+
+
+def test_the_leading_run_is_lent_with_what_proves_it() -> None:
+    node, peer = stored(1, 2, 4)
+    lent = node.lend(1, 1, 2, 3, 4)
+    assert lent.shards == (WHOLE,)
+    assert lent.block_bytes == (peer.rank_hello(0).block_bytes,)
+    assert lent.checksums == checksum(1) + checksum(2)
+    assert len(np.frombuffer(lent.slots, "<u4")) == len(np.frombuffer(lent.generations, "<u8")) == 2
+    assert node.give_back(1) == [True, True]
+    assert node.engine.counters.loaned_blocks == 2
+
+
+def test_nothing_is_lent_of_what_is_not_there_or_anothers() -> None:
+    node, _ = stored(1)
+    assert node.lend(1, 9).slots == b""
+    assert node.lend(2, 1, tenant="u").slots == b""
+    node.engine._state.off["t", SPACE] = Off(None)
+    assert node.lend(3, 1).slots == b""
+    assert node.give_back(3) == []
+
+
+def test_what_is_lent_is_not_evicted() -> None:
+    node, peer = stored(1, slots=8)
+    node.lend(1, 1)
+    for number in range(100, 140):
+        if peer.unused():
+            peer.store(number)
+    assert node.give_back(1) == [True]
+
+
+def test_what_was_cleared_meanwhile_is_told() -> None:
+    node, _ = stored(1, 2)
+    node.lend(1, 1, 2)
+    node.step(Clear(None, None))
+    assert node.give_back(1) == [False, False]
+    assert node.engine.counters.loan_blocks_changed == 2
+
+
+def test_a_loan_ends_with_its_time_and_says_so() -> None:
+    node, _ = stored(1)
+    node.lend(1, 1)
+    (row,) = node.engine.leases()
+    assert (row.engine_id, row.session, row.blocks) == ("(another node)", 0, 1)
+    node.tick(node.config.lease_ttl_ms)
+    assert not node.engine.leases()
+    assert node.give_back(1) == [], "too late: nothing is vouched for"
+    assert node.engine.counters.loans_expired == 1
+
+
+def test_a_peer_that_is_gone_holds_nothing() -> None:
+    node, _ = stored(1, 2)
+    node.lend(1, 1)
+    node.lend(2, 2)
+    node.lend(1, 1, peer=2)
+    node.step(PeerGone(1))
+    assert len(node.engine.leases()) == 1
+    assert node.give_back(1) == []
+    assert node.give_back(1, peer=2) == [True]
+
+
+def test_one_peers_number_is_not_anothers() -> None:
+    node, _ = stored(1)
+    node.lend(1, 1)
+    assert node.give_back(1, peer=2) == []
+    assert node.give_back(1) == [True]
+
+
+def test_a_loan_that_is_asked_for_twice_is_lent_once() -> None:
+    node, _ = stored(1, 2)
+    assert node.lend(1, 1).slots
+    assert not node.lend(1, 2).slots
+    assert node.give_back(1) == [True]
+
+
+def test_all_shards_are_lent_together_or_the_block_is_not() -> None:
+    node = PeerNode()
+    peer = Peer(node, shards=HALVES)
+    peer.store(1)
+    peer.seal(2, rank=0)
+    lent = node.lend(1, 1, 2)
+    assert lent.shards == HALVES
+    assert lent.checksums == checksum(1, 0) + checksum(1, 1)
+    assert node.give_back(1) == [True]
+
+
+def test_of_two_parallel_sizes_the_longer_run_is_lent() -> None:
+    node = PeerNode()
+    halves, whole = Peer(node, "h", shards=HALVES), Peer(node, "w")
+    halves.store(1)
+    whole.store(1, 2)
+    assert node.lend(1, 1, 2).shards == (WHOLE,)
+
+
+def test_a_key_named_twice_is_lent_nothing() -> None:
+    node, _ = stored(1)
+    assert node.lend(1, 1, 1).slots == b""
+
+
+def test_loans_of_a_peer_are_bounded() -> None:
+    node = PeerNode(lease_count_max=2)
+    Peer(node).store(1)
+    assert [bool(node.lend(loan, 1).slots) for loan in range(1, 5)] == [True, True, False, False]
+    assert node.lend(1, 1, peer=2).slots, "another's share is its own"
