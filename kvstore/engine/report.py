@@ -14,8 +14,6 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import HelloRank
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kvstore.engine.scrubs import TierScrub
     from kvstore.engine.state import State
 

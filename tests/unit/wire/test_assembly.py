@@ -1,0 +1,155 @@
+"""Blocks between parallel sizes: every byte in its place, and no wrong one unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.types import BlockKey, Shard
+from kvstore.wire.assembly import Assembly
+from kvstore.wire.record import Scope, header
+
+LAYERS, HEADS, HEAD_BYTES = 4, 8, 24
+KEY = BlockKey(bytes(range(32)))
+
+
+def ranks(count: int, stages: int = 1) -> list[Shard]:
+    """Shards of `count` tensor-parallel ranks in each of `stages` stages."""
+    heads, layers = HEADS // count, LAYERS // stages
+    return [
+        Shard(stage * layers, (stage + 1) * layers, rank * heads, (rank + 1) * heads)
+        for stage in range(stages)
+        for rank in range(count)
+    ]
+
+
+def scopes(shards: list[Shard], head_bytes: int = HEAD_BYTES, tenant: str = "t") -> list[Scope]:
+    return [
+        Scope(
+            tenant,
+            b"s" * 32,
+            shard,
+            (shard.layer_end - shard.layer_begin)
+            * (shard.head_end - shard.head_begin)
+            * head_bytes,
+        )
+        for shard in shards
+    ]
+
+
+def cut(block: np.ndarray, shard: Shard) -> bytes:
+    """The bytes of a shard, [layer][head][byte], the obvious way."""
+    part = block[shard.layer_begin : shard.layer_end, shard.head_begin : shard.head_end]
+    return np.ascontiguousarray(part).tobytes()
+
+
+def checksum(scope: Scope, payload: bytes) -> bytes:
+    return xxhash.xxh3_128(header(scope.prefix(), KEY) + payload).digest()
+
+
+class Move:
+    """One block that goes from a peer's arena into ours."""
+
+    def __init__(self, source: list[Shard], target: list[Shard], seed: int = 1) -> None:
+        self.block = np.random.default_rng(seed).integers(
+            0, 256, (LAYERS, HEADS, HEAD_BYTES), dtype=np.uint8
+        )
+        self.sources, self.targets = scopes(source), scopes(target)
+        self.assembly = Assembly(self.sources, self.targets)
+        payloads = [cut(self.block, scope.shard) for scope in self.sources]
+        self.checksums = [checksum(s, p) for s, p in zip(self.sources, payloads, strict=True)]
+        slot = 4096
+        there = bytearray(slot * len(payloads))
+        for number, payload in enumerate(payloads):
+            there[number * slot : number * slot + len(payload)] = payload
+        self.here = bytearray(slot * len(target))
+        begins, ends, lengths = self.assembly.moves(
+            np.arange(len(source), dtype=np.int64)[None] * slot,
+            np.arange(len(target), dtype=np.int64)[None] * slot,
+        )
+        for begin, end, length in zip(begins, ends, lengths, strict=True):
+            self.here[end : end + length] = there[begin : begin + length]
+        self.slots = [memoryview(self.here)[n * slot : (n + 1) * slot] for n in range(len(target))]
+
+    def verify(self) -> list[bytes] | None:
+        return self.assembly.verify(KEY, self.slots, self.checksums)
+
+
+SIZES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (1, 1), (4, 4)]
+
+
+@pytest.mark.parametrize(("there", "here"), SIZES)
+@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_every_byte_is_in_its_place(there: int, here: int, stages: tuple[int, int]) -> None:
+    move = Move(ranks(there, stages[0]), ranks(here, stages[1]))
+    made = move.verify()
+    expected = [cut(move.block, scope.shard) for scope in move.targets]
+    assert [bytes(s[: len(e)]) for s, e in zip(move.slots, expected, strict=True)] == expected
+    assert made == [checksum(s, e) for s, e in zip(move.targets, expected, strict=True)]
+
+
+def each_byte(move: Move) -> Iterator[tuple[memoryview, int]]:
+    for slot, scope in zip(move.slots, move.targets, strict=True):
+        for at in range(0, scope.block_bytes, 37):
+            yield slot, at
+
+
+@pytest.mark.parametrize(("there", "here"), SIZES)
+def test_a_flipped_bit_anywhere_is_noticed(there: int, here: int) -> None:
+    move = Move(ranks(there), ranks(here))
+    for slot, at in each_byte(move):
+        slot[at] ^= 1
+        assert move.verify() is None
+        slot[at] ^= 1
+    assert move.verify() is not None
+
+
+def test_a_block_of_another_key_or_tenant_is_noticed() -> None:
+    move = Move(ranks(2), ranks(1))
+    assert move.assembly.verify(BlockKey(bytes(32)), move.slots, move.checksums) is None
+    others = Assembly(scopes(ranks(2), tenant="u"), scopes(ranks(1), tenant="u"))
+    assert others.verify(KEY, move.slots, move.checksums) is None
+
+
+def test_equal_shards_are_one_run_each() -> None:
+    assembly = Assembly(scopes(ranks(2)), scopes(ranks(2)))
+    assert [(p.source, p.target, p.runs.lengths.tolist()) for p in assembly.pieces] == [
+        (0, 0, [LAYERS * HEADS // 2 * HEAD_BYTES]),
+        (1, 1, [LAYERS * HEADS // 2 * HEAD_BYTES]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (ranks(2)[:1], ranks(1)),
+        (ranks(1), ranks(2)[:1]),
+        (ranks(1) + ranks(1), ranks(1)),
+        ([Shard(0, 4, 0, 16)], ranks(1)),
+    ],
+)
+def test_what_is_not_the_same_blocks_is_refused(there: list[Shard], here: list[Shard]) -> None:
+    with pytest.raises(ValueError, match="cover"):
+        Assembly(scopes(there), scopes(here))
+
+
+def test_blocks_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="sizes"):
+        Assembly(scopes(ranks(1)), scopes(ranks(1), head_bytes=48))
+    with pytest.raises(ValueError, match="multiple"):
+        Assembly([Scope("t", b"s" * 32, Shard(0, 1, 0, 3), 100)], scopes(ranks(1)))
+    with pytest.raises(ValueError, match="multiple"):
+        Assembly([Scope("t", b"s" * 32, Shard(1, 1, 0, 3), 100)], scopes(ranks(1)))
+
+
+@given(st.sampled_from(SIZES), st.integers(0, 2**32))
+def test_there_and_back_is_the_same(sizes: tuple[int, int], seed: int) -> None:
+    there = Move(ranks(sizes[0]), ranks(sizes[1]), seed)
+    back = Move(ranks(sizes[1]), ranks(sizes[0]), seed)
+    assert there.verify() == back.checksums
+    assert back.verify() == there.checksums
