@@ -43,6 +43,7 @@ class RequestReport(msgspec.Struct, frozen=True):
     local_tokens: int
     loaded_tokens: int
     file_tokens: int
+    peer_tokens: int
     outcome: str
     """Why nothing, or nothing more, was loaded; empty after a load."""
     text: str
@@ -129,6 +130,13 @@ _ABSENT: Final = {
     Found.UNEXAMINED: ("", "not known", "not held; too many lookups at once to see why"),
     Found.MIXED: ("", "not known", "too many different reasons to tell apart"),
 }
+
+_LOADED: Final = {
+    Found.DRAM: ("dram", "loaded from dram"),
+    Found.FILE: ("file", "loaded, after it was read from disk"),
+    Found.PEER: ("peer", "loaded, after it was fetched from another node"),
+}
+"""Tier and words for what a lookup found, if it was loaded."""
 
 
 class Explain:
@@ -246,6 +254,7 @@ class Explain:
             local_tokens=story.local_tokens,
             loaded_tokens=story.loaded_tokens,
             file_tokens=story.file_tokens,
+            peer_tokens=story.peer_tokens,
             outcome=_printable(story.outcome),
             text=_printable(text),
             queued_us=story.queued_ns // NS_PER_US,
@@ -290,12 +299,11 @@ class Explain:
     ) -> list[RangeReport]:
         """A span, without what the engine had itself: what was loaded of it, and what was not."""
         begin, end = max(at, local), min(at + span.blocks, total)
-        held = span.found in (Found.DRAM, Found.FILE)
+        held = span.found in _LOADED
         cut = min(max(begin, served), end) if held else begin
         out = []
         if begin < cut:
-            tier = "dram" if span.found is Found.DRAM else "file"
-            text = "loaded from dram" if tier == "dram" else "loaded, after it was read from disk"
+            tier, text = _LOADED[span.found]
             out.append(RangeReport(begin, cut - begin, tier, "", text))
         if cut < end:
             tier, reason, text = self._missed(told, asked_ns, span)
@@ -305,7 +313,7 @@ class Explain:
     def _missed(self, told: _Told, asked_ns: int, span: Span) -> tuple[str, str, str]:
         story = told.story
         match span.found:
-            case Found.DRAM | Found.FILE:
+            case Found.DRAM | Found.FILE | Found.PEER:
                 reason = story.outcome or "not needed"
                 text = _OUTCOMES.get(reason, "held, but the engine took fewer blocks")
                 return "dram", _printable(reason), text

@@ -276,8 +276,8 @@ def examine(
         keys: in chain order; before the first of them everything was held.
         present: which of them some tier held, by the first shard, when it was asked.
         in_dram: which of those were in dram.
-        promoting: so many of the first ones were on their way from disk, and the one behind ended
-            the lookup; None: it is not about a lookup.
+        promoting: so many of the first ones were on their way, and the one behind ended the
+            lookup; None: it is not about a lookup.
         asked_ns: when.
     """
     residency = state.residency
@@ -296,7 +296,8 @@ def examine(
             codes[promoting] = Found.SOME_SHARDS  # what else could have ended it?
         unread = codes[promoting:end]
         unread[unread == Found.BEHIND_FILE] = Found.NOT_READ
-        codes[:promoting][~in_dram[:promoting]] = Found.COMING
+        # What is in no tier here may come from another node; why it is not here is the story.
+        codes[:promoting][present[:promoting] & ~in_dram[:promoting]] = Found.COMING
     return codes, stamps
 
 

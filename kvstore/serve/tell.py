@@ -95,8 +95,9 @@ def _facts(out: Console, lines: dict[str, str]) -> None:
 def _prompt(request: RequestReport) -> str:
     loaded = f"{request.loaded_tokens} loaded"
     if request.loaded_tokens:
-        dram = request.loaded_tokens - request.file_tokens
-        loaded += f" ({dram} from dram, {request.file_tokens} from disk)"
+        dram = request.loaded_tokens - request.file_tokens - request.peer_tokens
+        loaded += f" ({dram} from dram, {request.file_tokens} from disk"
+        loaded += f", {request.peer_tokens} from other nodes)" if request.peer_tokens else ")"
     computed = max(0, request.prompt_tokens - request.local_tokens - request.loaded_tokens)
     return (
         f"{request.prompt_tokens} tokens: {request.local_tokens} in the engine's own cache, "
@@ -107,7 +108,7 @@ def _prompt(request: RequestReport) -> str:
 def _times(request: RequestReport) -> str:
     return (
         f"queued {_ms(request.queued_us)}, lookup {_ms(request.lookup_us)}, "
-        f"waited for disk {_ms(request.promotion_us)}, load {_ms(request.load_us)}"
+        f"waited for them {_ms(request.promotion_us)}, load {_ms(request.load_us)}"
     )
 
 

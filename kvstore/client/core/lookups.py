@@ -85,7 +85,16 @@ WAITING_STAGES = (Stage.ASKED, Stage.PROMOTING, Stage.HELD)
 class Part:
     """One LeaseAsk of a request; long prompts need several."""
 
-    __slots__ = ("count", "file_blocks", "lease", "promoting", "renew_at_ns", "reply", "ttl_ns")
+    __slots__ = (
+        "count",
+        "file_blocks",
+        "lease",
+        "peer_blocks",
+        "promoting",
+        "renew_at_ns",
+        "reply",
+        "ttl_ns",
+    )
 
     def __init__(self, lease: int, count: int) -> None:
         self.lease = lease
@@ -94,6 +103,8 @@ class Part:
         """Blocks behind those of the reply that are on their way to dram."""
         self.file_blocks = 0
         """Of those found: came from disk for this request."""
+        self.peer_blocks = 0
+        """The same from another node."""
         self.reply: LeaseReply | None = None
         self.renew_at_ns = 0
         self.ttl_ns = 0
@@ -157,6 +168,11 @@ class Lookup:
     def file_blocks(self) -> int:
         """Blocks found that came from disk for this request."""
         return sum(part.file_blocks for part in self.parts)
+
+    @property
+    def peer_blocks(self) -> int:
+        """Blocks found that came from another node for this request."""
+        return sum(part.peer_blocks for part in self.parts)
 
 
 class Lookups:
@@ -259,7 +275,7 @@ class Lookups:
         lookup, part = entry
         part.reply = reply
         part.promoting = reply.promoting
-        part.file_blocks = reply.from_file
+        part.file_blocks, part.peer_blocks = reply.from_file, reply.from_peer
         part.ttl_ns = reply.ttl_ms * NS_PER_MS
         part.renew_at_ns = now_ns + part.ttl_ns // 3
         if lookup.stage is not Stage.ASKED or any(p.reply is None for p in lookup.parts):
@@ -292,6 +308,7 @@ class Lookups:
         )
         part.promoting = more.promoting
         part.file_blocks += more.from_file
+        part.peer_blocks += more.from_peer
         if lookup.stage is Stage.PROMOTING:
             self._count_found(lookup)
             if not self._coming(lookup):

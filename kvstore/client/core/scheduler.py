@@ -61,6 +61,7 @@ class _Request:
         "local_blocks",
         "local_tokens",
         "lookup",
+        "peer_tokens",
         "progress",
         "prompt_tokens",
         "tag",
@@ -75,6 +76,7 @@ class _Request:
         self.local_tokens = 0
         self.loaded_tokens = 0
         self.file_tokens = 0
+        self.peer_tokens = 0
         self.answer: Outcome | None = None
         self.arrived_ns = 0
         self.answered_ns = 0
@@ -223,9 +225,11 @@ class SchedulerCore:
             return
         lookup = entry.lookup
         # The engine repeats its question at will, but admits a request once a start.
-        file_tokens = min(external_tokens, lookup.file_blocks * self.config.block_tokens)
+        size = self.config.block_tokens
+        file_tokens = min(external_tokens, lookup.file_blocks * size)
+        peer_tokens = min(external_tokens - file_tokens, lookup.peer_blocks * size)
         if entry.answer is not None:
-            self._count(entry.answer, file_tokens)
+            self._count(entry.answer, file_tokens=file_tokens, peer_tokens=peer_tokens)
             entry.answer = None
         if external_tokens > 0 and lookup.stage is Stage.HELD:
             count = external_tokens // self.config.block_tokens
@@ -241,7 +245,8 @@ class SchedulerCore:
             self._loads.append(job)
             self._load_targets.extend(job.block_ids)
             self._loads_running += 1
-            entry.loaded_tokens, entry.file_tokens = external_tokens, file_tokens
+            entry.loaded_tokens = external_tokens
+            entry.file_tokens, entry.peer_tokens = file_tokens, peer_tokens
             self.stats.add("load_blocks", count)
         elif external_tokens == 0 and lookup.stage in WAITING_STAGES:
             self._lookups.release(lookup)
@@ -327,14 +332,15 @@ class SchedulerCore:
             age_ns = max(0, self._now_ns - ended_ns)
             self.attachment.outbox.append(msgspec.structs.replace(story, age_ns=age_ns))
 
-    def _count(self, outcome: Outcome, file_tokens: int) -> None:
+    def _count(self, outcome: Outcome, *, file_tokens: int, peer_tokens: int) -> None:
         """Count how a request was answered when it was admitted."""
         match outcome:
             case Hit(tokens):
                 self.stats.add("hits")
                 self.stats.add("hit_tokens", tokens)
                 self.stats.add("hit_tokens_file", file_tokens)
-                self.stats.add("hit_tokens_dram", tokens - file_tokens)
+                self.stats.add("hit_tokens_peer", peer_tokens)
+                self.stats.add("hit_tokens_dram", tokens - file_tokens - peer_tokens)
             case Miss(reason):
                 self.stats.add("misses")
                 self.stats.add("misses_" + reason.replace(" ", "_"))
@@ -385,6 +391,8 @@ class SchedulerCore:
                         entry.loaded_tokens, result.loaded_blocks * self.config.block_tokens
                     )
                     entry.file_tokens = min(entry.file_tokens, entry.loaded_tokens)
+                    left = entry.loaded_tokens - entry.file_tokens
+                    entry.peer_tokens = min(entry.peer_tokens, left)
             if self._lookups.reported(result, now_ns) is not None:
                 self._loads_running -= 1
         for compared in report.compared:
@@ -423,6 +431,7 @@ def _story(request: str, entry: _Request) -> Story:
         local_tokens=entry.local_tokens,
         loaded_tokens=entry.loaded_tokens,
         file_tokens=entry.file_tokens,
+        peer_tokens=entry.peer_tokens,
         outcome=reason,
         detail=lookup.detail[:DETAIL_LENGTH_MAX],
         session=lookup.session,
