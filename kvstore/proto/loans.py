@@ -1,0 +1,113 @@
+"""Messages between nodes to and from what the engine takes: checked here, once, at the door.
+
+Ways for a word to be broken, each a ProtocolError: no kind; a space or keys of another length than 32
+bytes each; more keys than fit a message; a name that is empty or too long; shards that are none;
+arrays that are not [n][S]; slots outside of what the lender has.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.events import Lent
+from kvstore.errors import ProtocolError
+from kvstore.proto import peer_pb2 as pb
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Incarnation, Shard
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, NAME_BYTES_MAX, checksums_array
+from kvstore.wire.record import PAYLOAD_BYTES_MAX
+
+MESSAGE_BYTES_MAX: Final = 1 << 20
+SHARDS_MAX: Final = 1024
+_SLOT_BYTES: Final = 4
+
+
+class Who(NamedTuple):
+    """One start of a node."""
+
+    node: str
+    incarnation: Incarnation
+
+
+class Borrowed(NamedTuple):
+    """What a peer lends, as it told it."""
+
+    shards: tuple[Shard, ...]
+    block_bytes: tuple[int, ...]
+    slots: NDArray[np.int64]
+    """[n][S]"""
+    checksums: list[list[bytes]]
+    """[n][S]"""
+
+
+def who_of(hello: pb.Hello | pb.Welcome) -> Who:
+    """Raises ProtocolError."""
+    if not 0 < len(hello.node.encode()) <= NAME_BYTES_MAX or not hello.incarnation:
+        raise ProtocolError("a node without a name, or with one that is too long")
+    return Who(hello.node, Incarnation(hello.incarnation))
+
+
+def check_lend(lend: pb.Lend) -> None:
+    """Raises ProtocolError."""
+    count, rest = divmod(len(lend.keys), KEY_BYTES)
+    if rest or not 0 < count <= KEYS_PER_DATAGRAM_MAX or len(lend.space) != KEY_BYTES:
+        raise ProtocolError("keys and spaces have 32 bytes, and a loan has a few of them")
+    if not 0 < len(lend.tenant.encode()) <= NAME_BYTES_MAX:
+        raise ProtocolError("a tenant without a name, or with one that is too long")
+    if lend.loan >= 1 << 63:
+        raise ProtocolError("a loan's number is below 2**63")
+
+
+def lent_answer(lent: Lent) -> pb.Answer:
+    """As it travels. The generations stay here: whether they do is what Returned tells."""
+    shards = [
+        pb.Shard(
+            layer_begin=shard.layer_begin,
+            layer_end=shard.layer_end,
+            head_begin=shard.head_begin,
+            head_end=shard.head_end,
+            block_bytes=size,
+        )
+        for shard, size in zip(lent.shards, lent.block_bytes, strict=True)
+    ]
+    return pb.Answer(
+        lent=pb.Lent(loan=lent.loan, shards=shards, slots=lent.slots, checksums=lent.checksums)
+    )
+
+
+def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
+    """What was lent of so many keys. Raises ProtocolError."""
+    columns = len(lent.shards)
+    if columns > SHARDS_MAX or any(
+        not 0 < shard.block_bytes <= PAYLOAD_BYTES_MAX for shard in lent.shards
+    ):
+        raise ProtocolError("a loan of shards that are none")
+    cells = len(lent.slots) // _SLOT_BYTES
+    count = cells // columns if columns else 0
+    if (
+        len(lent.slots) % _SLOT_BYTES
+        or count * columns != cells
+        or count > asked
+        or len(lent.checksums) != cells * CHECKSUM_BYTES
+    ):
+        raise ProtocolError("a loan whose arrays do not fit each other")
+    shards = tuple(Shard(s.layer_begin, s.layer_end, s.head_begin, s.head_end) for s in lent.shards)
+    slots = np.frombuffer(lent.slots, "<u4").astype(np.int64).reshape(count, columns)
+    sums = checksums_array(lent.checksums).reshape(count, columns, 2)
+    return Borrowed(
+        shards,
+        tuple(s.block_bytes for s in lent.shards),
+        slots,
+        [[cell.tobytes() for cell in row] for row in sums],
+    )
+
+
+def intact_of(returned: pb.Returned, *, count: int) -> NDArray[np.bool_]:
+    """Which of so many blocks stayed; none when the loan had ended. Raises ProtocolError."""
+    if not returned.intact:
+        return np.zeros(count, dtype=bool)
+    if len(returned.intact) != count or not set(returned.intact) <= {0, 1}:
+        raise ProtocolError("an answer about other blocks than were lent")
+    return np.frombuffer(returned.intact, dtype=np.bool_)
