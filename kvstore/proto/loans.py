@@ -1,7 +1,7 @@
 """Messages between nodes to and from what the engine takes: checked here, once, at the door.
 
-Ways for a word to be broken, each a ProtocolError: no kind; a space or keys of another length than 32
-bytes each; more keys than fit a message; a name that is empty or too long; shards that are none;
+Ways for a word to be broken, each a ProtocolError: no kind; a space or keys of another length than
+32 bytes each; more keys than fit a message; a name that is empty or too long; shards that are none;
 arrays that are not [n][S]; slots outside of what the lender has.
 """
 

@@ -1,0 +1,310 @@
+"""Blocks from other nodes, as the engine wants them: where they are, and their bytes, verified.
+
+    Locate ─▶ index ─▶ Located
+    Fetch ──▶ lend ─▶ mover reads ─▶ give back: did they stay? ─▶ verify ─▶ Fetched
+
+Rules. 1: every Locate and every Fetch is answered, whatever happens. 2: Fetched comes when nothing
+writes to its slots any more: a transfer that was begun is awaited to its end. 3: a block is good if
+it was lent until after it was read, and its bytes are what was stored under its key. 4: addresses
+come from the index's members, never from an answer of a peer.
+
+Does not cover: what is worth it (`engine.fetches`), sessions (`peer_session`), the mover
+(`mover_host`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.index import IndexUnavailable, Members
+from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
+from kvstore.index.index import Answer
+from kvstore.ports import Pieces
+from kvstore.proto import loans
+from kvstore.serve.exchange import Exchange
+from kvstore.serve.mover_host import MoverHost
+from kvstore.serve.peer_session import PeerLost, PeerSession
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, SlotId
+from kvstore.wire.assembly import Assembly
+from kvstore.wire.record import Scope
+
+LOCATE_TIMEOUT_S: Final = 0.25
+MEMBERS_EVERY_S: Final = 1.0
+ASK_TIMEOUT_S: Final = 2.0
+MOVE_TIMEOUT_S: Final = 10.0
+"""Whoever waits has given up long before; the mover of a peer that stopped is not waited for
+longer."""
+THREADS: Final = 4
+"""That ask the index, and verify."""
+
+_log = logging.getLogger(__name__)
+
+
+class Index(Protocol):
+    """What is needed of `client.index.IndexClient`."""
+
+    def match(
+        self, tenant: str, space: bytes, prompt: bytes, *, timeout_s: float | None = None
+    ) -> Answer: ...
+
+    def nodes(self, *, timeout_s: float | None = None) -> Members: ...
+
+
+class BorrowerCounters:
+    """Since the start."""
+
+    def __init__(self) -> None:
+        self.damaged = 0
+        """Blocks that were lent all the while, and are not what was stored."""
+        self.not_kept = 0
+        """Blocks that did not stay until they were read."""
+        self.fetched_bytes = 0
+
+
+class Borrower:
+    """On the asyncio loop; `start` and `close` too."""
+
+    def __init__(
+        self,
+        *,
+        who: loans.Who,
+        index: Index,
+        mover: MoverHost,
+        view: Callable[[SlotId, int], memoryview],
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        """`view`: bytes of a slot of this node's arena (`ports.Tier.view`)."""
+        self.counters = BorrowerCounters()
+        self.exchange: Exchange | None = None
+        """Where answers go; set before the first command."""
+        self._who = who
+        self._index = index
+        self._mover = mover
+        self._view = view
+        self._credentials = credentials
+        self._addresses: dict[str, str] = {}
+        self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="borrower")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Begin to follow the members."""
+        self._run(self._follow_members())
+
+    async def close(self) -> None:
+        """Hang up on all peers. Fetches under way are not answered any more: the node ends."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for opening in list(self._sessions.values()):
+            opening.cancel()
+            (session,) = await asyncio.gather(opening, return_exceptions=True)
+            if isinstance(session, PeerSession):
+                await session.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def locate(self, command: Locate) -> None:
+        """Answered by Located."""
+        self._run(self._locate(command))
+
+    def fetch(self, command: Fetch) -> None:
+        """Answered by Fetched."""
+        self._run(self._fetch(command))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a bug in what asks other nodes", exc_info=error)
+
+    # ── where blocks are ─────────────────────────────────────────────────────────────────────────
+
+    async def _locate(self, command: Locate) -> None:
+        assert self.exchange is not None
+        located = Located(command.locate, is_known=False)
+        try:
+            answer = await self._in_thread(
+                lambda: self._index.match(
+                    command.tenant, command.space, command.keys, timeout_s=LOCATE_TIMEOUT_S
+                )
+            )
+            candidates = tuple(
+                Candidate(match.holder.node, match.dram_blocks)
+                for match in answer.matches
+                if match.holder.node != self._who.node
+                and match.dram_blocks
+                and match.holder.node in self._addresses
+            )
+            located = Located(command.locate, candidates)
+        except IndexUnavailable as error:
+            self._note("the index", str(error))
+        finally:
+            self.exchange.post(located)
+
+    async def _follow_members(self) -> None:
+        while True:
+            try:
+                members = await self._in_thread(
+                    lambda: self._index.nodes(timeout_s=MEMBERS_EVERY_S)
+                )
+            except IndexUnavailable as error:
+                self._note("the index", str(error))
+            else:
+                self._note("the index", "")
+                self._addresses = {
+                    member.node: member.address
+                    for member in members.nodes
+                    if member.address and member.node != self._who.node
+                }
+            await asyncio.sleep(MEMBERS_EVERY_S)
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _note(self, name: str, trouble: str) -> None:
+        """One line when it changes."""
+        if self._told.get(name, "") != trouble:
+            self._told[name] = trouble
+            if trouble:
+                _log.warning("blocks are not fetched from %s: %s", name, trouble)
+            else:
+                _log.info("blocks are fetched from %s again", name)
+
+    # ── their bytes ──────────────────────────────────────────────────────────────────────────────
+
+    async def _fetch(self, command: Fetch) -> None:
+        assert self.exchange is not None
+        count = len(command.keys) // KEY_BYTES
+        fetched = Fetched(command.job, bytes(count), peer_failed=True)
+        try:
+            session = await self._session(command.node)
+            fetched = await self._borrow(session, command, count)
+            self._note(f"node {command.node}", "")
+        except PeerLost as error:
+            self._forget(command.node)
+            self._note(f"node {command.node}", str(error))
+        finally:
+            self.exchange.post(fetched)
+
+    async def _borrow(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
+        """Raises PeerLost; nothing is under way then."""
+        loan, borrowed = await session.lend(
+            command.tenant, command.space, command.keys, timeout_s=ASK_TIMEOUT_S
+        )
+        lent = len(borrowed.slots)
+        if not lent:
+            return Fetched(command.job, bytes(count))
+        targets = [
+            Scope(command.tenant, command.space, shard, size)
+            for shard, size in zip(command.shards, command.block_bytes, strict=True)
+        ]
+        sources = [
+            Scope(command.tenant, command.space, shard, size)
+            for shard, size in zip(borrowed.shards, borrowed.block_bytes, strict=True)
+        ]
+        try:
+            assembly = Assembly(sources, targets)
+        except ValueError as error:
+            raise PeerLost(f"node {command.node} lends {error}") from None
+        slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:lent]
+        remote, local, length = assembly.moves(borrowed.slots * PAGE_BYTES, slots * PAGE_BYTES)
+        ended = await self._mover.move(
+            command.node,
+            session.descriptor,
+            Pieces(_u64(local), _u64(remote), _u64(length)),
+            timeout_s=MOVE_TIMEOUT_S,
+        )
+        if not ended.good:
+            raise PeerLost(f"reading from node {command.node} failed: {ended.reason}")
+        stayed = await session.give_back(loan, count=lent, timeout_s=ASK_TIMEOUT_S)
+        self.counters.not_kept += int((~stayed).sum())
+        good, checksums = await self._in_thread(
+            lambda: self._verify(assembly, command, slots, borrowed.checksums, stayed)
+        )
+        self.counters.fetched_bytes += int(length.sum())
+        behind = count - lent
+        checksums += bytes(behind * len(targets) * CHECKSUM_BYTES)
+        return Fetched(command.job, good + bytes(behind), checksums)
+
+    def _verify(
+        self,
+        assembly: Assembly,
+        command: Fetch,
+        slots: NDArray[np.int64],
+        checksums: list[list[bytes]],
+        stayed: NDArray[np.bool_],
+    ) -> tuple[bytes, bytes]:
+        """(one bool per block, checksums of our shards); on a thread of its own."""
+        good, made = bytearray(len(stayed)), []
+        nothing = [bytes(CHECKSUM_BYTES)] * len(assembly.targets)
+        for number, row in enumerate(slots.tolist()):
+            sums = None
+            if stayed[number]:
+                at = number * KEY_BYTES
+                views = [
+                    self._view(SlotId(slot), scope.block_bytes)
+                    for slot, scope in zip(row, assembly.targets, strict=True)
+                ]
+                key = BlockKey(command.keys[at : at + KEY_BYTES])
+                sums = assembly.verify(key, views, checksums[number])
+                if sums is None:
+                    self._damaged(command.node)
+            good[number] = sums is not None
+            made += sums or nothing
+        return bytes(good), b"".join(made)
+
+    def _damaged(self, node: str) -> None:
+        self.counters.damaged += 1
+        self._note(f"node {node}", "a block that it lent is not what was stored; see its scrub")
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _session(self, node: str) -> PeerSession:
+        """The open one, or a new one; who asks at the same time waits for the same. Raises
+        PeerLost."""
+        opening = self._sessions.get(node)
+        if opening is None or (opening.done() and _is_lost(opening)):
+            address = self._addresses.get(node)
+            if address is None:
+                raise PeerLost(f"node {node} is no member any more")
+            opening = asyncio.get_running_loop().create_task(
+                PeerSession.open(node, address, me=self._who, credentials=self._credentials)
+            )
+            self._sessions[node] = opening
+        session = await asyncio.shield(opening)
+        if not session.descriptor:
+            self._forget(node)
+            raise PeerLost(f"the mover of node {node} is not up")
+        return session
+
+    def _forget(self, node: str) -> None:
+        """Its session ends; the next fetch opens another."""
+        opening = self._sessions.pop(node, None)
+        self._mover.forget(node)
+        if opening is not None and opening.done() and _has_session(opening):
+            self._run(opening.result().close())
+
+
+def _has_session(opening: asyncio.Task[PeerSession]) -> bool:
+    return not opening.cancelled() and opening.exception() is None
+
+
+def _is_lost(opening: asyncio.Task[PeerSession]) -> bool:
+    return not _has_session(opening) or bool(opening.result().lost)
+
+
+def _u64(array: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return array.astype(np.uint64)

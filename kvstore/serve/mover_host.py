@@ -1,0 +1,117 @@
+"""The mover on the asyncio loop: a transfer is something to be awaited.
+
+Does not cover: starting, watching and killing it (`mover`), whom to read from (`borrower`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.ports import Clock, Pieces
+from kvstore.serve.mover import Down, Ended, Mover, MoverEvent, PeerLost, Unusable, Up
+from kvstore.units import NS_PER_S
+
+IDLE_POLL_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class MoverHost:
+    """One mover, from `start` to `close`, both on the asyncio loop."""
+
+    def __init__(self, mover: Mover, clock: Clock) -> None:
+        self.descriptor = b""
+        """What peers need to read from here; empty while nothing can be read."""
+        self.trouble = "the mover is starting"
+        """Why nothing moves; empty while all is well."""
+        self._mover = mover
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._ends: dict[int, asyncio.Future[Ended]] = {}
+        self._connected: dict[str, bytes] = {}
+        """Descriptor of each peer that the mover is connected to."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_up: Callable[[], None] = lambda: None
+        """Peers have another descriptor to read by."""
+
+    def start(self) -> None:
+        """Begin. The loop's thread lives as long as the node: the mover dies with it."""
+        self._loop = asyncio.get_running_loop()
+        self._mover.start()
+        self._loop.add_reader(self._mover.fileno(), self._turn)
+        self._turn()
+
+    def close(self) -> None:
+        """End it; every transfer has ended on return."""
+        if self._loop is None:
+            return
+        self._loop.remove_reader(self._mover.fileno())
+        if self._timer is not None:
+            self._timer.cancel()
+        for event in self._mover.close():
+            self._take(event)
+
+    async def move(
+        self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
+    ) -> Ended:
+        """Read from a peer. On return nothing writes to the places of the pieces any more.
+
+        It is not to be cancelled: only its end says that.
+        """
+        assert self._loop is not None
+        if self._connected.get(peer) != descriptor:
+            if peer in self._connected:
+                self._mover.forget(peer)
+            self._connected[peer] = descriptor
+            self._mover.connect(peer, descriptor)
+        number = next(self._numbers)
+        deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
+        if not self._mover.post(number, peer, pieces, deadline_ns=deadline_ns):
+            return Ended(number, good=False, reason=self.trouble or "the mover takes nothing now")
+        end = self._ends[number] = self._loop.create_future()
+        self._plan()
+        return await asyncio.shield(end)
+
+    def forget(self, peer: str) -> None:
+        """Its process is gone; what comes under that name is another."""
+        if self._connected.pop(peer, None) is not None:
+            self._mover.forget(peer)
+
+    def _turn(self) -> None:
+        for event in self._mover.read():
+            self._take(event)
+        self._plan()
+
+    def _plan(self) -> None:
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        at_ns = self._mover.next_ns()
+        wait_s = (at_ns - self._clock.now_ns()) / NS_PER_S if at_ns else IDLE_POLL_S
+        self._timer = self._loop.call_later(max(0.0, min(wait_s, IDLE_POLL_S)), self._turn)
+
+    def _take(self, event: MoverEvent) -> None:
+        match event:
+            case Up(registered=registered):
+                self.descriptor, self.trouble = registered.descriptor, ""
+                self._connected.clear()
+                self.on_up()
+            case Down(reason=reason):
+                _log.warning("the mover ended: %s; another one is started", reason)
+                self.descriptor, self.trouble = b"", f"the mover ended: {reason}"
+                self._connected.clear()
+            case Unusable(reason=reason):
+                _log.error("blocks cannot be moved between nodes: %s", reason)
+                self.descriptor, self.trouble = b"", f"blocks cannot be moved: {reason}"
+            case PeerLost(peer=peer, reason=reason):
+                _log.info("the mover does not reach node %s: %s", peer, reason)
+                self._connected.pop(peer, None)
+            case Ended(transfer=transfer):
+                end = self._ends.pop(transfer, None)
+                if end is not None and not end.done():
+                    end.set_result(event)

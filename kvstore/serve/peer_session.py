@@ -1,0 +1,177 @@
+"""One stream to another node: ask to be lent blocks, give them back.
+
+A session ends with the first thing that goes wrong, and everything that waits on it then raises
+`PeerLost`; whoever needs the peer again opens another. The peer proves its name by its certificate;
+its address comes from membership.
+
+Does not cover: serving others (`lender`), what is asked for (`borrower`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from typing import Any, Final, Self
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.tls import Identity
+from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.proto import loans
+from kvstore.proto import peer_pb2 as pb
+from kvstore.proto.peer_pb2_grpc import PeersStub
+from kvstore.types import KEY_BYTES, SpaceId
+
+OPEN_TIMEOUT_S: Final = 2.0
+
+
+class PeerLost(KVStoreError):
+    """The peer is gone, refuses, or talks nonsense. The text says which."""
+
+
+class PeerSession:
+    """A stream that is open. On the asyncio loop."""
+
+    def __init__(self, channel: grpc.aio.Channel, call: Any, welcome: pb.Welcome) -> None:
+        self.who = loans.who_of(welcome)
+        self.descriptor = welcome.descriptor
+        """What our mover needs to read there."""
+        self.lost = ""
+        """Why it has ended."""
+        self._channel = channel
+        self._call = call
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[pb.Answer]] = {}
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    @classmethod
+    async def open(
+        cls,
+        name: str,
+        address: str,
+        *,
+        me: loans.Who,
+        credentials: grpc.ChannelCredentials | None,
+    ) -> Self:
+        """Raises PeerLost."""
+        channel = _channel(name, address, credentials)
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await channel.channel_ready()
+                call = PeersStub(channel).Session()
+                hello = pb.Hello(node=me.node, incarnation=me.incarnation)
+                await call.write(pb.Ask(hello=hello))
+                answer = await call.read()
+            if answer is grpc.aio.EOF or answer.WhichOneof("kind") != "welcome":
+                raise PeerLost(f"node {name} does not welcome this one")
+            session = cls(channel, call, answer.welcome)
+        except (TimeoutError, grpc.RpcError, ProtocolError, PeerLost) as error:
+            await channel.close()
+            raise PeerLost(_sentence(name, error)) from None
+        if session.who.node != name:
+            await session.close()
+            raise PeerLost(f"{address} is not node {name}")
+        return session
+
+    async def lend(
+        self, tenant: str, space: SpaceId, keys: bytes, *, timeout_s: float
+    ) -> tuple[int, loans.Borrowed]:
+        """(loan, what is lent) of the longest run that the peer has in dram. Raises PeerLost."""
+        loan = next(self._numbers)
+        lend = pb.Lend(loan=loan, tenant=tenant, space=space, keys=keys)
+        answer = await self._ask(loan, pb.Ask(lend=lend), "lent", timeout_s)
+        try:
+            return loan, loans.borrowed_of(answer.lent, asked=len(keys) // KEY_BYTES)
+        except ProtocolError as error:
+            self._end(str(error))
+            raise PeerLost(self.lost) from None
+
+    async def give_back(self, loan: int, *, count: int, timeout_s: float) -> NDArray[np.bool_]:
+        """Which of the loan's blocks stayed as they were lent until now. Raises PeerLost."""
+        ask = pb.Ask(give_back=pb.GiveBack(loan=loan))
+        answer = await self._ask(loan, ask, "returned", timeout_s)
+        try:
+            return loans.intact_of(answer.returned, count=count)
+        except ProtocolError as error:
+            self._end(str(error))
+            raise PeerLost(self.lost) from None
+
+    async def close(self) -> None:
+        """Hang up: the peer ends what it lent."""
+        self._end("this node has hung up")
+        self._reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reading
+        await self._channel.close()
+
+    async def _ask(self, loan: int, ask: pb.Ask, kind: str, timeout_s: float) -> pb.Answer:
+        if self.lost:
+            raise PeerLost(self.lost)
+        future = self._waiting[loan] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._call.write(ask)
+                answer = await future
+        except TimeoutError:
+            self._end("it does not answer")
+            raise PeerLost(self.lost) from None
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            self._end(_sentence(self.who.node, error))
+            raise PeerLost(self.lost) from None
+        finally:
+            self._waiting.pop(loan, None)
+        if answer.WhichOneof("kind") != kind:
+            self._end("it answers what was not asked")
+            raise PeerLost(self.lost)
+        return answer
+
+    async def _read(self) -> None:
+        reason = "it has hung up"
+        try:
+            while (answer := await self._call.read()) is not grpc.aio.EOF:
+                kind = answer.WhichOneof("kind")
+                loan = getattr(answer, kind).loan if kind in ("lent", "returned") else 0
+                future = self._waiting.get(loan)
+                if future is not None and not future.done():
+                    future.set_result(answer)
+        except grpc.RpcError as error:
+            reason = _sentence(self.who.node, error)
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self.lost:
+            return
+        self.lost = reason
+        self._call.cancel()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(PeerLost(reason))
+
+
+def _channel(
+    name: str, address: str, credentials: grpc.ChannelCredentials | None
+) -> grpc.aio.Channel:
+    options = [
+        # Addresses are not in certificates; whose it is, is.
+        ("grpc.ssl_target_name_override", str(Identity("node", name))),
+        ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 3_000),
+    ]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def _sentence(name: str, error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"node {name} does not answer"
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"node {name}: {error.details()}"
+    return str(error) or f"node {name} is lost"
