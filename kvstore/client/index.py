@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import grpc
 
-from kvstore.client.tls import ANY_INDEX, TlsFiles, load
+from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles, load
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
@@ -89,7 +89,7 @@ class IndexClient:
         self,
         endpoints: Sequence[str],
         *,
-        tls: TlsFiles | None = None,
+        tls: TlsFiles | Tls | None = None,
         insecure: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -108,7 +108,8 @@ class IndexClient:
             raise ConfigError("name at least one replica of the index, as HOST:PORT")
         if (tls is None) != insecure:
             raise ConfigError("give tls, or insecure=True, with which everybody is believed")
-        credentials = load(tls).channel_credentials() if tls is not None else None
+        loaded = load(tls) if isinstance(tls, TlsFiles) else tls
+        credentials = loaded.channel_credentials() if loaded is not None else None
         self._timeout_s = timeout_s
         self._channels = [channel(endpoint, credentials) for endpoint in endpoints]
         self._stubs = [IndexStub(each) for each in self._channels]

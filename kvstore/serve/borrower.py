@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.index import IndexUnavailable, Members
+from kvstore.client.tls import Identity
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.index.index import Answer
 from kvstore.ports import Pieces
@@ -76,7 +77,6 @@ class Borrower:
         self,
         *,
         who: loans.Who,
-        index: Index,
         mover: MoverHost,
         view: Callable[[SlotId, int], memoryview],
         credentials: grpc.ChannelCredentials | None,
@@ -85,8 +85,9 @@ class Borrower:
         self.counters = BorrowerCounters()
         self.exchange: Exchange | None = None
         """Where answers go; set before the first command."""
+        self.index: Index | None = None
+        """Who is asked; set before `start`."""
         self._who = who
-        self._index = index
         self._mover = mover
         self._view = view
         self._credentials = credentials
@@ -134,10 +135,12 @@ class Borrower:
 
     async def _locate(self, command: Locate) -> None:
         assert self.exchange is not None
+        assert self.index is not None
+        index = self.index
         located = Located(command.locate, is_known=False)
         try:
             answer = await self._in_thread(
-                lambda: self._index.match(
+                lambda: index.match(
                     command.tenant, command.space, command.keys, timeout_s=LOCATE_TIMEOUT_S
                 )
             )
@@ -155,11 +158,11 @@ class Borrower:
             self.exchange.post(located)
 
     async def _follow_members(self) -> None:
+        assert self.index is not None
+        index = self.index
         while True:
             try:
-                members = await self._in_thread(
-                    lambda: self._index.nodes(timeout_s=MEMBERS_EVERY_S)
-                )
+                members = await self._in_thread(lambda: index.nodes(timeout_s=MEMBERS_EVERY_S))
             except IndexUnavailable as error:
                 self._note("the index", str(error))
             else:
@@ -222,7 +225,7 @@ class Borrower:
         slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:lent]
         remote, local, length = assembly.moves(borrowed.slots * PAGE_BYTES, slots * PAGE_BYTES)
         ended = await self._mover.move(
-            command.node,
+            _mover_name(command.node),
             session.descriptor,
             Pieces(_u64(local), _u64(remote), _u64(length)),
             timeout_s=MOVE_TIMEOUT_S,
@@ -293,9 +296,14 @@ class Borrower:
     def _forget(self, node: str) -> None:
         """Its session ends; the next fetch opens another."""
         opening = self._sessions.pop(node, None)
-        self._mover.forget(node)
+        self._mover.forget(_mover_name(node))
         if opening is not None and opening.done() and _has_session(opening):
             self._run(opening.result().close())
+
+
+def _mover_name(node: str) -> str:
+    """What its mover is called: as in its certificate."""
+    return str(Identity("node", node))
 
 
 def _has_session(opening: asyncio.Task[PeerSession]) -> bool:

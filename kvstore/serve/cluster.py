@@ -10,6 +10,7 @@ component is; a name that cannot be one; a limit that is no number.
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ DEFAULT_ENTRIES: Final = 10_000_000
 ENTRIES_MIN: Final = 1024
 ENTRIES_MAX: Final = 1 << 30
 INDEX_COUNT_MAX: Final = 16
+TRANSPORTS: Final = ("nixl", "tcp", "ucx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,17 @@ class IndexConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerConfig:
+    """Where other nodes reach this one, and by what blocks move."""
+
+    host: str
+    port: int
+    """0: the kernel chooses; the index is told."""
+    transport: str
+    """A name of `transport.backends`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """What a node tells to whom."""
 
@@ -64,9 +77,11 @@ class ClusterConfig:
     """HOST:PORT of replicas to feed; the one inside this node not included."""
     replica: ReplicaConfig | None
     """Inside this node."""
-    peer_address: str
-    """Where peers reach this node; empty: they do not."""
+    peers: PeerConfig | None
+    """None: this node lends and borrows nothing, and only tells what it holds."""
     tls: Tls | None
+    files: TlsFiles | None
+    """What `tls` was read from."""
 
 
 class TlsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +92,12 @@ class TlsSettings(msgspec.Struct, frozen=True, kw_only=True):
     key: str | None = None
     insecure: bool = False
 
+    def files(self) -> TlsFiles | None:
+        """All three, or none."""
+        if self.ca is None or self.cert is None or self.key is None:
+            return None
+        return TlsFiles(ca=Path(self.ca), cert=Path(self.cert), key=Path(self.key))
+
 
 def resolve_cluster(
     *,
@@ -84,12 +105,13 @@ def resolve_cluster(
     index_listen: str | None,
     index_entries: int | str | None,
     peer_listen: str | None,
+    transport: str | None,
     node_name: str | None,
     tls: TlsSettings,
 ) -> ClusterConfig | None:
     """A node's part in a cluster; None when it has none. Raises ConfigError."""
     if not indexes and index_listen is None:
-        _refuse_lonely(index_entries, peer_listen, tls)
+        _refuse_lonely(index_entries, peer_listen, transport, tls)
         return None
     loaded = resolve_tls(tls, what="the index")
     certified = loaded.name_as("node") if loaded else ""
@@ -122,15 +144,19 @@ def resolve_cluster(
         node=name,
         indexes=_indexes(indexes),
         replica=replica,
-        peer_address=_peer(peer_listen),
+        peers=_peers(peer_listen, transport),
         tls=loaded,
+        files=tls.files() if loaded else None,
     )
 
 
-def _refuse_lonely(entries: object, peer_listen: object, tls: TlsSettings) -> None:
+def _refuse_lonely(
+    entries: object, peer_listen: object, transport: object, tls: TlsSettings
+) -> None:
     given = {
         "index-entries": entries,
         "peer-listen": peer_listen,
+        "transport": transport,
         "ca": tls.ca,
         "cert": tls.cert,
         "key": tls.key,
@@ -144,15 +170,15 @@ def _refuse_lonely(entries: object, peer_listen: object, tls: TlsSettings) -> No
 
 def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
     """The certificate of a component; None with --insecure and no files. Raises ConfigError."""
-    ca, cert, key = settings.ca, settings.cert, settings.key
-    if settings.insecure and not any((ca, cert, key)):
+    if settings.insecure and not any((settings.ca, settings.cert, settings.key)):
         return None
-    if ca is None or cert is None or key is None:
+    files = settings.files()
+    if files is None:
         raise ConfigError(
             f"{what} needs TLS: give --ca, --cert and --key ('kvstore certs' makes some for a lab),"
             " or --insecure, with which everybody is believed"
         )
-    return load(TlsFiles(ca=Path(ca), cert=Path(cert), key=Path(key)))
+    return load(files)
 
 
 def resolve_replica(listen: str, entries: int | str | None, *, option: str) -> ReplicaConfig:
@@ -182,13 +208,24 @@ def _indexes(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _peer(text: str | None) -> str:
-    if text is None:
-        return ""
-    found = address_of(text)
-    if found is None or found[1] == 0 or found[0].is_unspecified:
+def _peers(listen: str | None, transport: str | None) -> PeerConfig | None:
+    if listen is None:
+        if transport is not None:
+            raise ConfigError("transport is about --peer-listen: add that, or leave it out")
+        return None
+    found = address_of(listen)
+    if found is None or found[0].is_unspecified:
         raise ConfigError(
-            f"peer-listen {text!r} must be the IP address and port where other nodes reach this"
+            f"peer-listen {listen!r} must be the IP address and port where other nodes reach this"
             " one, such as 10.0.0.7:9480"
         )
-    return text
+    chosen = transport or default_transport()
+    if chosen not in TRANSPORTS:
+        raise ConfigError(f"transport {chosen!r} must be one of {', '.join(TRANSPORTS)}")
+    return PeerConfig(host=str(found[0]), port=found[1], transport=chosen)
+
+
+def default_transport() -> str:
+    """NIXL where it is installed."""
+    installed = any(importlib.util.find_spec(name) for name in ("nixl_cu13", "nixl_cu12"))
+    return "nixl" if installed else "tcp"

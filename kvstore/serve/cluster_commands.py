@@ -13,7 +13,12 @@ from kvstore.client.tls import Identity
 from kvstore.errors import ConfigError
 from kvstore.obs import logs
 from kvstore.serve.certs import DAYS, make_certificates
-from kvstore.serve.cluster import DEFAULT_ENTRIES, DEFAULT_INDEX_METRICS, DEFAULT_LISTEN
+from kvstore.serve.cluster import (
+    DEFAULT_ENTRIES,
+    DEFAULT_INDEX_METRICS,
+    DEFAULT_LISTEN,
+    TRANSPORTS,
+)
 from kvstore.serve.config import LOG_LEVELS
 from kvstore.serve.harden import harden_process
 from kvstore.serve.index_config import load_index_config
@@ -44,7 +49,15 @@ _NODE_OPTIONS: Final = (
         help=f"Blocks, by holder, that the replica keeps.  [default: {DEFAULT_ENTRIES}]",
     ),
     click.option(
-        "--peer-listen", metavar="ADDR", help="Where other nodes reach this one; told to the index."
+        "--peer-listen",
+        metavar="ADDR",
+        help="Where other nodes reach this one, to fetch what is held here; it fetches from them,"
+        " too. Port 0 picks one.",
+    ),
+    click.option(
+        "--transport",
+        type=click.Choice(TRANSPORTS),
+        help="By what blocks are moved between nodes.  [default: nixl where it is installed]",
     ),
     *_TLS_OPTIONS,
 )

@@ -70,6 +70,7 @@ class Places(Control, frozen=True):
     events: str = ""
     events_replay: str = ""
     index_port: int = 0
+    peer_port: int = 0
 
 
 class Begin(Control, frozen=True):

@@ -20,7 +20,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Adopt, Clear, Ended, Event, Ready, Tick
@@ -31,6 +31,9 @@ from kvstore.serve.executor import Executor, Poisoned
 from kvstore.serve.files import FileEnd
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
+
+if TYPE_CHECKING:
+    from kvstore.serve.exchange import Exchange
 
 BEAT_NS: Final = 20 * NS_PER_MS
 """Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
@@ -80,6 +83,7 @@ class Driver:
         executor: Executor,
         clock: Clock,
         files: FileEnd | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.counters = DriverCounters()
         self._engine = engine
@@ -104,6 +108,8 @@ class Driver:
         attach.watch(self._wake_fd, Source(TURN_WAKE, None, self._answer))
         if files is not None:
             attach.watch(files.fileno(), Source(TURN_FILES, None, files.read))
+        if exchange is not None:
+            attach.watch(exchange.fileno(), Source(TURN_FILES, None, exchange.read))
 
     # ── from any thread ──────────────────────────────────────────────────────────────────────────
 

@@ -18,7 +18,11 @@ from kvstore.engine.events import (
     Command,
     Ended,
     Event,
+    Fetch,
     Hangup,
+    Lent,
+    LoanEnded,
+    Locate,
     Offered,
     OffersUntold,
     RaiseGenerations,
@@ -34,6 +38,7 @@ from kvstore.types import ConnectionId
 from kvstore.wire.messages import encode
 
 if TYPE_CHECKING:
+    from kvstore.serve.exchange import Exchange
     from kvstore.serve.feed import Feeder
 
 _log = logging.getLogger(__name__)
@@ -64,9 +69,11 @@ class Executor:
         files: FileEnd | None = None,
         publish: Callable[[Changed], None] | None = None,
         feeder: Feeder | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._publish = publish
         self._feeder = feeder
+        self._exchange = exchange
         self._tier = tier
         self._files = files
         self._attach = attach
@@ -115,6 +122,9 @@ class Executor:
                     self._publish(command)
                 case Offered() | OffersUntold():
                     self._offer(command)
+                case Locate() | Fetch() | Lent() | LoanEnded():
+                    assert self._exchange is not None, "a peer command without peers"
+                    self._exchange.carry_out(command)
                 case _:
                     assert self._files is not None, "a file command without a file tier"
                     events += self._files.carry_out(command)

@@ -1,6 +1,6 @@
-"""A node's part in a cluster: its feeds, and the replica of the index inside it, on one loop.
+"""A node's part in a cluster, on one loop: feeds, a replica of the index inside it, its peers.
 
-Covers: putting the two together, what an operator is told of them. Does not cover: either.
+Covers: putting them together, what an operator is told of them. Does not cover: either.
 """
 
 from __future__ import annotations
@@ -8,12 +8,16 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from kvstore.arena import Arena
 from kvstore.obs.metrics import Family
+from kvstore.ports import Clock, Tier
+from kvstore.proto.loans import Who
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ClusterConfig
-from kvstore.serve.feed import Feeder
+from kvstore.serve.feed import Feeder, Slice
+from kvstore.serve.peering import Peering
 from kvstore.serve.replica import Replica
 from kvstore.serve.tls import INSECURE_NOTE
 from kvstore.types import Incarnation
@@ -24,11 +28,19 @@ _log = logging.getLogger(__name__)
 class ClusterMember:
     """From construction until `close`. `feeder` is to be started."""
 
-    def __init__(self, config: ClusterConfig, incarnation: Incarnation) -> None:
-        """Listen, if there is to be a replica.
+    def __init__(
+        self,
+        config: ClusterConfig,
+        incarnation: Incarnation,
+        *,
+        arena: Arena,
+        tier: Tier,
+        clock: Clock,
+    ) -> None:
+        """Listen, for peers and as a replica, as far as that is wanted.
 
         Raises:
-            ConfigError: its address cannot be listened on.
+            ConfigError: an address cannot be listened on.
         """
         self._tls = config.tls
         if config.tls is None:
@@ -44,12 +56,26 @@ class ClusterMember:
             if config.replica is not None:
                 self._replica = Replica(config.replica, config.tls, loop)
                 stack.callback(self._replica.close)
+            self.peering: Peering | None = None
+            if config.peers is not None:
+                self.peering = Peering(
+                    config,
+                    config.peers,
+                    loop,
+                    who=Who(config.node, incarnation),
+                    arena_fd=arena.arena_fd,
+                    arena_bytes=tier.capacity_bytes,
+                    view=tier.view,
+                    clock=clock,
+                )
+                stack.callback(self.peering.close)
+            self._replicas = (*self._own_replica(), *config.indexes)
             self.feeder = Feeder(
                 loop,
                 node=config.node,
                 incarnation=incarnation,
-                address=config.peer_address,
-                replicas=(*self._own_replica(), *config.indexes),
+                address=self.peering.address if self.peering else "",
+                replicas=self._replicas,
                 credentials=config.tls.channel_credentials() if config.tls else None,
             )
             stack.callback(self.feeder.close)
@@ -63,6 +89,12 @@ class ClusterMember:
         if not host.is_unspecified:
             return (self._replica.address,)
         return (f"{'[::1]' if host.version == 6 else '127.0.0.1'}:{self._replica.port}",)
+
+    def start(self, ask: Callable[[int], Slice]) -> None:
+        """Tell, lend and borrow. `ask` is `Engine.offered`, on the node's loop."""
+        if self.peering is not None:
+            self.peering.start(self._replicas)
+        self.feeder.start(ask)
 
     def close(self) -> None:
         """Hang up and stop."""
@@ -79,9 +111,18 @@ class ClusterMember:
         return self._replica.port if self._replica is not None else 0
 
     @property
+    def peer_port(self) -> int:
+        """0 when peers do not reach this node."""
+        return int(self.peering.address.rpartition(":")[2]) if self.peering is not None else 0
+
+    @property
     def trouble(self) -> str:
         """What a healthy node lacks; empty while all is well."""
-        notes = (INSECURE_NOTE if self._tls is None else "", self.feeder.trouble)
+        notes = (
+            INSECURE_NOTE if self._tls is None else "",
+            self.feeder.trouble,
+            self.peering.trouble if self.peering is not None else "",
+        )
         return "; ".join(filter(None, notes))
 
     def index_families(self) -> list[Family]:

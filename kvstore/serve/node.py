@@ -146,6 +146,9 @@ def _in_place(config: NodeConfig, places: Places) -> NodeConfig:
     if cluster is not None and cluster.replica is not None and places.index_port:
         replica = dataclasses.replace(cluster.replica, port=places.index_port)
         cluster = dataclasses.replace(cluster, replica=replica)
+    if cluster is not None and cluster.peers is not None and places.peer_port:
+        peers = dataclasses.replace(cluster.peers, port=places.peer_port)
+        cluster = dataclasses.replace(cluster, peers=peers)
     return dataclasses.replace(config, http=http, events=events, cluster=cluster)
 
 
@@ -165,8 +168,9 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     stack.callback(attach.close)
     files = _open_files(config, arena, clock, handover, stack)
     publisher = _open_publisher(config, incarnation, clock, stack)
-    member = _open_member(config, incarnation, stack)
+    member = _open_member(config, incarnation, arena, tier, clock, stack)
     engine = _make_engine(config, memory, life, files)
+    exchange = member.peering.exchange if member and member.peering else None
     executor = Executor(
         tier=tier,
         attach=attach,
@@ -175,9 +179,16 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         files=files,
         publish=publisher.put if publisher else None,
         feeder=member.feeder if member else None,
+        exchange=exchange,
     )
     driver = Driver(
-        engine=engine, tier=tier, attach=attach, executor=executor, clock=clock, files=files
+        engine=engine,
+        tier=tier,
+        attach=attach,
+        executor=executor,
+        clock=clock,
+        files=files,
+        exchange=exchange,
     )
     attach.watch(handover.fileno(), Source(TURN_WAKE, None, lambda _: _supervisor_ended(driver)))
     _adopt_writers(memory, attach)
@@ -234,6 +245,7 @@ def _serving(
         events=publisher.endpoint if publisher else "",
         events_replay=publisher.replay_endpoint if publisher else "",
         index_port=member.index_port if member else 0,
+        peer_port=member.peer_port if member else 0,
     )
     kept_bytes = engine.tiers()[0].used_bytes
     return Serving(places, blocks=engine.counters.blocks_kept, size_bytes=kept_bytes)
@@ -317,20 +329,25 @@ def _start_scrub(
 
 
 def _open_member(
-    config: NodeConfig, incarnation: Incarnation, stack: contextlib.ExitStack
+    config: NodeConfig,
+    incarnation: Incarnation,
+    arena: Arena,
+    tier: DramTier,
+    clock: Clock,
+    stack: contextlib.ExitStack,
 ) -> ClusterMember | None:
     if config.cluster is None:
         return None
     # Only here: a node by itself needs no gRPC beyond its own socket.
     from kvstore.serve.member import ClusterMember
 
-    member = ClusterMember(config.cluster, incarnation)
+    member = ClusterMember(config.cluster, incarnation, arena=arena, tier=tier, clock=clock)
     stack.callback(member.close)
     return member
 
 
 def _start_member(member: ClusterMember, driver: Driver) -> None:
-    member.feeder.start(
+    member.start(
         lambda row: driver.query(lambda engine: engine.offered(row), timeout_s=HELD_TIMEOUT_S)
     )
 
@@ -390,6 +407,7 @@ def _make_engine(config: NodeConfig, memory: Memory, life: int, files: FileEnd |
             quotas=config.quotas,
             tell_changes=config.events is not None,
             tell_offers=config.cluster is not None,
+            fetches=config.cluster is not None and config.cluster.peers is not None,
         ),
         memory.journal,
     )

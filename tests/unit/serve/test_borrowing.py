@@ -75,7 +75,7 @@ class MemoryMover:
             await self.gate.wait()
         self.before()
         for to, begin, size in zip(*(array.tolist() for array in pieces), strict=True):
-            self.memory[to : to + size] = self.peers[peer][begin : begin + size]
+            self.memory[to : to + size] = self.peers[peer.removesuffix(".node.kvstore")][begin : begin + size]
         return Ended(1, good=not self.reason, reason=self.reason)
 
     def forget(self, peer: str) -> None:
@@ -129,11 +129,11 @@ class Together(Node):
         who = loans.Who(name, Incarnation(abs(hash(name)) + 1))
         self.borrower = Borrower(
             who=who,
-            index=index,
             mover=self.mover,  # type: ignore[arg-type]
             view=lambda slot, size: memoryview(self.memory)[slot * PAGE_BYTES :][:size],
             credentials=None,
         )
+        self.borrower.index = index
         self._who = who
         self._index = index
 
@@ -427,7 +427,7 @@ def test_a_transfer_that_fails_gives_everything_back_on_both_sides() -> None:
         assert (await two.lease(engine, 1, 1)).slots == b""
         two.a.hear(engine.scheduler, _release(1))
         await two.at_rest()
-        assert "b" in two.a.mover.forgotten
+        assert "b.node.kvstore" in two.a.mover.forgotten
 
     run(body)
 

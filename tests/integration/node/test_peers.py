@@ -1,0 +1,135 @@
+"""Two nodes, real movers: what one holds the other serves, and nothing that dies costs more than a
+miss."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from kvstore.testing.peers import PeerPair, at_rest, metric, mover_of
+from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
+
+TRANSPORTS = ("tcp", "nixl")
+BLOCKS = 300
+SEED = 20261121
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PeerPair]:
+    folder = tmp_path_factory.mktemp("pair")
+    with PeerPair.start(folder, transport=request.param, dram="256MiB") as pair:
+        yield pair
+
+
+def right(engine: RawEngine, reply: object, keys: list[bytes]) -> bool:
+    """Whether every byte of every rank's leased blocks is that of its key."""
+    blocks = [engine.read(reply, rank=rank) for rank in range(len(engine.ranks))]  # type: ignore[arg-type]
+    count = len(blocks[0])
+    return all(
+        block == key * (engine.block_bytes // len(key))
+        for its in blocks
+        for block, key in zip(its, keys[:count], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "here"), [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
+)
+def test_every_parallel_size_is_served_from_the_other_node(
+    pair: PeerPair, there: int, here: int
+) -> None:
+    keys = make_keys(50, seed=f"{there}-{here}")
+    with (
+        RawEngine(pair.b.socket, engine_id="b", rank_count=there) as holder,
+        RawEngine(pair.a.socket, engine_id="a", rank_count=here) as asker,
+    ):
+        holder.open()
+        asker.open()
+        holder.store(keys)
+        reply = pair.borrow(asker, keys)
+        assert right(asker, reply, keys)
+        asker.release(reply)
+    at_rest(pair.a)
+    at_rest(pair.b)
+
+
+def test_who_did_not_store_it_is_never_given_it(pair: PeerPair) -> None:
+    keys = make_keys(20, seed="mine")
+    with (
+        RawEngine(pair.b.socket, engine_id="b", tenant="one") as holder,
+        RawEngine(pair.a.socket, engine_id="a", tenant="two") as asker,
+        RawEngine(pair.a.socket, engine_id="c", tenant="one", model="other") as stranger,
+        RawEngine(pair.a.socket, engine_id="d", tenant="one") as friend,
+    ):
+        for engine in (holder, asker, stranger, friend):
+            engine.open()
+        holder.store(keys)
+        pair.borrow(friend, keys)
+        assert asker.lease(keys).slots == b""
+        assert stranger.lease(keys).slots == b""
+
+
+def _kill(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+ACTS: dict[str, Callable[[PeerPair], psutil.Process]] = {
+    "mover here": lambda pair: mover_of(pair.a),
+    "mover there": lambda pair: mover_of(pair.b),
+    "node here": lambda pair: psutil.Process(pair.a.pid),
+    "node there": lambda pair: psutil.Process(pair.b.pid),
+}
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", ACTS)
+def test_what_dies_or_stops_while_blocks_come_costs_a_miss_at_most(
+    pair: PeerPair, victim: str, stop: bool
+) -> None:
+    if stop and victim == "node here":
+        pytest.skip("engines of a stopped node give up by its heartbeat: test_attach")
+    chance = random.Random(f"{SEED}-{victim}-{stop}")
+    with RawEngine(pair.b.socket, engine_id="b", timeout_s=60) as holder:
+        holder.open()
+        for turn in range(3):
+            keys = make_keys(BLOCKS, seed=f"{victim}-{stop}-{turn}-{os.getpid()}")
+            holder.store(keys)
+            asker = RawEngine(pair.a.socket, engine_id="a", timeout_s=60)
+            with contextlib.closing(asker):
+                asker.open()
+                process = ACTS[victim](pair)
+                number = signal.SIGSTOP if stop else signal.SIGKILL
+                timer = threading.Timer(chance.uniform(0.0, 0.08), _kill, (process, number))
+                timer.start()
+                try:
+                    with contextlib.suppress(EngineGone):
+                        reply = asker.lease(keys)
+                        assert right(asker, reply, keys)
+                        asker.release(reply)
+                finally:
+                    timer.join()
+                    _kill(process, signal.SIGCONT)
+            with RawEngine(pair.a.socket, engine_id="c", timeout_s=60) as again:
+                again.open()
+                if victim == "node there":
+                    holder.close()
+                    holder = RawEngine(pair.b.socket, engine_id="b", timeout_s=60)
+                    holder.open()
+                reply = pair.borrow(again, keys)
+                assert right(again, reply, keys)
+                again.release(reply)
+        holder.close()
+    at_rest(pair.a)
+    at_rest(pair.b)
+    assert metric(pair.a, "kvstore_loop_failures_total") == 0
+    assert metric(pair.b, "kvstore_loop_failures_total") == 0
