@@ -24,6 +24,7 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -296,6 +297,29 @@ def map_arena(fd: int, *, size_bytes: int, writable: bool) -> NDArray[np.uint8]:
     """
     _verify(fd, size_bytes=size_bytes, seals=ARENA_SEALS, what="arena")
     return np.asarray(_map(fd, size_bytes, writable=writable))
+
+
+def hold_arena(fd: int) -> int:
+    """Say that this process may write to an arena, before it does. Returns a descriptor that must
+    stay open: the kernel takes the word back when the process has ended, however it ends."""
+    held = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    fcntl.fcntl(held, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK))
+    return held
+
+
+def wait_for_holders(fd: int) -> None:
+    """Return when every process that holds an arena has ended, which may take as long as one that
+    was killed takes to leave the kernel."""
+    mine = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(mine, fcntl.F_OFD_SETLKW, _whole_file(fcntl.F_WRLCK))
+    finally:
+        os.close(mine)
+
+
+def _whole_file(kind: int) -> bytes:
+    """A `struct flock`."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
 
 
 # ── engine side ──────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from typing import Final, NamedTuple
 
-from kvstore.arena import Arena, JournalMemory
+from kvstore.arena import Arena, JournalMemory, wait_for_holders
 from kvstore.engine.events import Adopt, Writer
 from kvstore.engine.journal import UNREADABLE, Journal, JournalUnusable
 from kvstore.errors import ConfigError, ProtocolError
@@ -53,6 +53,10 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
     found: tuple[Journal, Adopt] | None = None
     if handover.memory:
         try:
+            # The mover of the process before was killed with it, and may be in the kernel still: its
+            # slots are taken for free.
+            if _ARENA in handover.memory:
+                wait_for_holders(handover.memory[_ARENA])
             found = _examine(config, handover)
         except (JournalUnusable, ProtocolError, OSError) as error:
             _log.error("all that was in memory is lost: its journal cannot be used: %s", error)

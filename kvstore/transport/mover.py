@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import map_arena
+from kvstore.arena import hold_arena, map_arena
 from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
 from kvstore.ports import End, Outcome, Pieces, Transport
 from kvstore.transport.backends import open_transport
@@ -40,6 +40,7 @@ def run(sock: socket.socket) -> int:
     if begun is None:
         return 1
     begin, fd = begun
+    hold_arena(fd)  # until this process has ended
     try:
         arena = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
         source = map_arena(fd, size_bytes=begin.arena_bytes, writable=False)

@@ -7,6 +7,10 @@ import errno
 import fcntl
 import mmap
 import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +25,9 @@ from kvstore.arena import (
     ArenaView,
     GenerationView,
     generation_page_bytes,
+    hold_arena,
     huge_page_pool,
+    wait_for_holders,
 )
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation
@@ -326,3 +332,48 @@ def test_huge_pages_are_used_when_the_pool_has_room() -> None:
     on_huge_pages = os.fstat(arena.arena_fd).st_blksize == page_bytes
     arena.close()
     assert on_huge_pages == (free_bytes >= page_bytes)
+
+
+HOLDER = """
+import sys
+from kvstore.arena import hold_arena
+hold_arena(int(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_who_holds_an_arena_is_waited_for_until_it_has_ended(arena: Arena) -> None:
+    fd = arena.arena_fd
+    wait_for_holders(fd)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(fd)],
+        pass_fds=[fd],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            waited = threading.Event()
+
+            def wait() -> None:
+                wait_for_holders(fd)
+                waited.set()
+
+            thread = threading.Thread(target=wait)
+            thread.start()
+            holder.send_signal(signal.SIGSTOP)
+            assert not waited.wait(0.2), "it only stands still"
+        finally:
+            holder.kill()
+        thread.join(30)
+        assert waited.is_set()
+
+
+def test_several_may_hold_an_arena(arena: Arena) -> None:
+    held = [hold_arena(arena.arena_fd) for _ in range(2)]
+    for fd in held:
+        os.close(fd)
+    wait_for_holders(arena.arena_fd)

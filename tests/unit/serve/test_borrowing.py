@@ -75,7 +75,8 @@ class MemoryMover:
             await self.gate.wait()
         self.before()
         for to, begin, size in zip(*(array.tolist() for array in pieces), strict=True):
-            self.memory[to : to + size] = self.peers[peer.removesuffix(".node.kvstore")][begin : begin + size]
+            there = self.peers[peer.removesuffix(".node.kvstore")]
+            self.memory[to : to + size] = there[begin : begin + size]
         return Ended(1, good=not self.reason, reason=self.reason)
 
     def forget(self, peer: str) -> None:

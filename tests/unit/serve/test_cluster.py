@@ -28,7 +28,9 @@ def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
     cluster = load_config(None, settings).cluster
     assert cluster is not None
     assert (cluster.node, cluster.indexes) == ("n1", ("i.example:9470",))
-    assert (cluster.peer_address, cluster.replica) == ("10.0.0.7:9480", None)
+    assert cluster.peers is not None
+    assert (cluster.peers.host, cluster.peers.port, cluster.replica) == ("10.0.0.7", 9480, None)
+    assert cluster.files == files
     with pytest.raises(ConfigError, match=r"--cert .* is of node 'n1': leave node-name out"):
         load_config(None, settings | {"node-name": "n2"})
     with pytest.raises(ConfigError, match="is of a node only, and --index-listen"):
@@ -54,7 +56,9 @@ def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
         (LAB | {"index-listen": "127.0.0.1:0", "index-entries": "many"}, "entries 'many' must be"),
         (LAB | {"node-name": "No"}, "node-name 'No' cannot be a name in a cluster"),
         (LAB | {"peer-listen": "0.0.0.0:9480"}, "peer-listen '0.0.0.0:9480' must be"),
-        (LAB | {"peer-listen": "10.0.0.7:0"}, "peer-listen '10.0.0.7:0' must be"),
+        (LAB | {"peer-listen": "example:1"}, "peer-listen 'example:1' must be"),
+        (LAB | {"transport": "tcp"}, "transport is about --peer-listen"),
+        (LAB | {"peer-listen": "10.0.0.7:1", "transport": "x"}, "transport 'x' must be one of"),
         ({"peer-listen": "10.0.0.7:1"}, "peer-listen is about a cluster: add --index"),
         ({"cert": "/x"}, "cert is about a cluster: add --index"),
     ],
