@@ -53,8 +53,8 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
     found: tuple[Journal, Adopt] | None = None
     if handover.memory:
         try:
-            # The mover of the process before was killed with it, and may be in the kernel still: its
-            # slots are taken for free.
+            # The mover of the process before was killed with it, and may be in the kernel still,
+            # writing: its slots are taken for free.
             if _ARENA in handover.memory:
                 wait_for_holders(handover.memory[_ARENA])
             found = _examine(config, handover)
