@@ -191,12 +191,12 @@ class Index:
             self._review(now_ms)
         self.holdings.sweep(SWEEP_ROWS)
 
-    def nodes(self, now_ms: int) -> list[Member]:
+    def members(self, now_ms: int) -> list[Member]:
         """Everybody who is not forgotten, by name."""
         self._review(now_ms)
         return [
             Member(name, node.feed.incarnation, node.feed.address, node.trust, node.feed.sequence)
-            for name, node in sorted(self._nodes.items())
+            for name, node in sorted(self.nodes.items())
         ]
 
     def address(self, node: str) -> str | None:

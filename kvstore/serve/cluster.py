@@ -44,6 +44,8 @@ class ReplicaConfig:
     """Pairs of a block and a holder."""
     option: str
     """The flag that chose the address, for sentences about it."""
+    is_plain: bool = True
+    """Begin at once; otherwise its loops are compiled first, which takes many seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,6 +101,12 @@ def _tls_options(command: _F) -> _F:
     default=None,
     help="Allow an address that other machines can read, such as a pod's.",
 )
+@click.option(
+    "--plain/--compiled",
+    default=None,
+    help="Start at once, and be some times slower; --compiled needs the extra 'index', and many"
+    " seconds before it is ready.  [default: compiled, where the extra is installed]",
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), help="[default: info]")
 @click.option(
     "--config",

@@ -129,6 +129,11 @@ class Feeder:
             self._loop.call(self._end(), timeout_s=WRITE_TIMEOUT_S)
 
     @property
+    def waiting_keys(self) -> int:
+        """Keys that some replica is still to be told."""
+        return self._waiting_keys + max((link.queued_keys for link in self._links), default=0)
+
+    @property
     def connected_count(self) -> int:
         """Replicas that are being told."""
         return sum(link.is_connected for link in self._links)
@@ -177,7 +182,7 @@ class Link:
         self._hello = hello
         self._counters = counters
         self._queue: deque[Offered] = deque()
-        self._queued_keys = 0
+        self.queued_keys = 0
         self._sequence = 0
         """Of the last delta that was made, sent or not."""
         self._streams = 0
@@ -189,16 +194,16 @@ class Link:
     def put(self, offers: Sequence[Offered] | deque[Offered]) -> None:
         """Queue; what is too much makes a gap."""
         self._queue.extend(offers)
-        self._queued_keys += sum(len(offer.keys) for offer in offers) // KEY_BYTES
-        if self._queued_keys > WAITING_KEYS_MAX:
-            self._counters.keys_lost += self._queued_keys
+        self.queued_keys += sum(len(offer.keys) for offer in offers) // KEY_BYTES
+        if self.queued_keys > WAITING_KEYS_MAX:
+            self._counters.keys_lost += self.queued_keys
             self.lose()
         self._wake.set()
 
     def lose(self) -> None:
         """A number that nobody will ever see tells the replica that it lacks something."""
         self._queue.clear()
-        self._queued_keys = 0
+        self.queued_keys = 0
         self._sequence += 1
         self._wake.set()
 
@@ -293,7 +298,7 @@ class Link:
                     self._queue.appendleft(rest)
                 offers.append(first)
                 count += len(first.keys) // KEY_BYTES
-            self._queued_keys -= count
+            self.queued_keys -= count
             self._sequence += 1
             self._counters.deltas += 1
             delta = pb.Delta(sequence=self._sequence, changes=feeds.changes_of(offers))

@@ -1,7 +1,7 @@
 """The index service: feeds in, answers out, over gRPC.
 
     Feed ─▶ checked words ─▶ Index.hear ─▶ go on, ask for a snapshot, or close
-    Match, Nodes, Watch ─▶ Index.match, Index.nodes
+    Match, Nodes, Watch ─▶ Index.match, Index.members
 
 One asyncio loop owns the index, so nothing is locked and an answer is never half of two. Bounded:
 messages of 1 MiB, calls and watchers by number, what a caller does not read by time.
@@ -108,7 +108,7 @@ class IndexService(IndexServicer):
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         # What it says of a prompt that nobody has is what it can say of itself.
         trust = self.index.match("", SpaceId(bytes(KEY_BYTES)), b"", now_ms()).trust
-        rows = [_row(member) for member in self.index.nodes(now_ms())]
+        rows = [_row(member) for member in self.index.members(now_ms())]
         return pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
@@ -135,7 +135,7 @@ class IndexService(IndexServicer):
         while True:
             reply = pb.WatchReply()
             if request.nodes:
-                rows = {member.node: _row(member) for member in self.index.nodes(now_ms())}
+                rows = {member.node: _row(member) for member in self.index.members(now_ms())}
                 # Sequence numbers move all the time and are nobody's news.
                 reply.nodes.extend(r for r in rows.values() if not _is_same(r, told.get(r.node)))
                 reply.gone.extend(told.keys() - rows.keys())

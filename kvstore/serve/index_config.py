@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class IndexSettings(
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
+    plain: bool = False
     insecure: bool = False
     log_level: str = "info"
 
@@ -50,11 +52,12 @@ def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfi
         raise ConfigError(
             f"--cert {settings.cert} names no index: make one with 'kvstore certs DIR --index NAME'"
         )
+    replica = resolve_replica(settings.listen, settings.entries, option="--listen")
     level = settings.log_level.lower()
     if level not in LOG_LEVELS:
         raise ConfigError(f"log-level {level!r} is unknown: use one of {', '.join(LOG_LEVELS)}")
     return IndexConfig(
-        replica=resolve_replica(settings.listen, settings.entries, option="--listen"),
+        replica=dataclasses.replace(replica, is_plain=settings.plain),
         tls=tls,
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         log_level=level,

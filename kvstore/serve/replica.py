@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import sys
 import threading
@@ -81,7 +82,12 @@ class Replica:
             ConfigError: the address cannot be listened on.
         """
         self._loop = loop
-        self._index = Index(entry_count_max=config.entry_count_max, now_ms=now_ms())
+        self._index = Index(
+            entry_count_max=config.entry_count_max,
+            now_ms=now_ms(),
+            seed=secrets.randbits(62),
+            is_native=False if config.is_plain else None,
+        )
         self._service = IndexService(self._index, demands_names=tls is not None)
         self._health = health.aio.HealthServicer()
         self.insecure = tls is None
@@ -143,7 +149,7 @@ class Replica:
 
     async def _families(self) -> list[Family]:
         service, sizes = self._service, self._index.statistics()
-        trusts = [member.trust for member in self._index.nodes(now_ms())]
+        trusts = [member.trust for member in self._index.members(now_ms())]
         states = [("out" if trust is None else trust.name.lower()) for trust in trusts]
         names = ("exact", "catching_up", "stale", "out")
         return [

@@ -62,6 +62,7 @@ class IndexProcess:
         *,
         listen: str = "127.0.0.1:0",
         name: str = "index",
+        ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> IndexProcess:
         """Start one and wait for its ready line. `flags` come last, so they win.
 
@@ -73,7 +74,7 @@ class IndexProcess:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "kvstore.serve.main", "index"),
-                    *("--listen", listen, "--metrics", "127.0.0.1:0", *flags),
+                    *("--listen", listen, "--metrics", "127.0.0.1:0", "--plain", *flags),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -83,7 +84,7 @@ class IndexProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
             )
         try:
-            line = read_line(process, READY_TIMEOUT_S)
+            line = read_line(process, ready_timeout_s)
             if not line.startswith("kvstore index ready:"):
                 process.kill()
                 raise NodeFailed(process.wait(STOP_TIMEOUT_S), log.read_text(encoding="utf-8"))

@@ -1,0 +1,303 @@
+"""Who may speak to an index, and for whom (T8, T9); what else arrives at its port."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from kvstore.client.index import IndexClient, IndexUnavailable, channel, channel_options
+from kvstore.client.tls import Identity, TlsFiles, load
+from kvstore.errors import ConfigError
+from kvstore.index.feed import Trust
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.serve.certs import make_certificates
+from kvstore.testing.index_process import IndexProcess, Lab
+from kvstore.testing.process import NodeFailed, NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
+from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, member, trust
+from tests.integration.node.conftest import eventually
+
+pytestmark = pytest.mark.slow
+
+GARBAGE = 200
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def index(site: Site) -> Iterator[IndexProcess]:
+    with site.index() as made:
+        yield made
+
+
+def feed(index: IndexProcess, files: TlsFiles, node: str) -> grpc.StatusCode:
+    """What becomes of a stream that says it is of `node`: OK when it is taken."""
+    with channel(index.address, load(files).channel_credentials()) as open_channel:
+        words = [
+            pb.FeedWord(hello=pb.Hello(node=node, incarnation=1, stream=1)),
+            pb.FeedWord(beat=pb.Beat()),
+        ]
+        call = IndexStub(open_channel).Feed(iter(words), timeout=ASK_S)
+        try:
+            list(call)
+        except grpc.RpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+
+def test_a_node_speaks_for_itself_only(site: Site, index: IndexProcess) -> None:
+    files = site.lab.files("node", "n1")
+    assert feed(index, files, "n2") is grpc.StatusCode.PERMISSION_DENIED
+    assert feed(index, site.files, "router") is grpc.StatusCode.PERMISSION_DENIED
+    assert feed(index, site.lab.files("index", "i9"), "i9") is grpc.StatusCode.PERMISSION_DENIED
+    with site.client(index.address) as client:
+        assert client.nodes().nodes == []
+        assert feed(index, files, "n1") is grpc.StatusCode.OK
+        assert member(client, "n1") is not None
+    assert "would speak for another node" in index.log
+
+
+def test_a_foreign_or_expired_certificate_is_refused(
+    site: Site, index: IndexProcess, tmp_path: Path
+) -> None:
+    foreign = Lab(tmp_path / "elsewhere").files("client", "router")
+    mixed = TlsFiles(ca=site.files.ca, cert=foreign.cert, key=foreign.key)
+    with pytest.raises(ConfigError, match="was not issued by --ca"):
+        load(mixed)
+    make_certificates(site.lab.directory, [Identity("client", "old")], days=0)
+    old = site.lab.files("client", "old")
+    with pytest.raises(ConfigError, match="expired at"):
+        load(old)
+    for wrong in (mixed, old):
+        # As if it had not looked itself.
+        credentials = grpc.ssl_channel_credentials(
+            site.files.ca.read_bytes(), wrong.key.read_bytes(), wrong.cert.read_bytes()
+        )
+        assert code_of(index, credentials) is grpc.StatusCode.UNAVAILABLE
+    # The other way round: an index of another CA is not believed.
+    with (
+        IndexClient([index.address], tls=foreign, timeout_s=ASK_S) as client,
+        pytest.raises(IndexUnavailable),
+    ):
+        client.nodes()
+
+
+def test_without_a_certificate_nobody_is_heard(site: Site, index: IndexProcess) -> None:
+    ca_only = grpc.ssl_channel_credentials(site.files.ca.read_bytes())
+    assert code_of(index, ca_only) is grpc.StatusCode.UNAVAILABLE
+    with (
+        IndexClient([index.address], insecure=True, timeout_s=ASK_S) as client,
+        pytest.raises(IndexUnavailable),
+    ):
+        client.nodes()
+
+
+def code_of(index: IndexProcess, credentials: grpc.ChannelCredentials) -> grpc.StatusCode:
+    options = channel_options()
+    with grpc.secure_channel(index.address, credentials, options=options) as open_channel:
+        try:
+            IndexStub(open_channel).Nodes(pb.NodesRequest(), timeout=ASK_S)
+        except grpc.RpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_what_is_no_index_is_told_nothing(site: Site) -> None:
+    """A node's certificate is not an index's, whoever its CA is."""
+    with site.index(listen="127.0.0.1:0") as real:
+        address = real.address
+        real.kill()
+    tls = site.lab.flags("node", "thief")
+    with pytest.raises(NodeFailed, match="names no index"):
+        IndexProcess.start(site.directory, tls, listen=address)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_nothing_listens_without_tls_but_by_insecure(site: Site, *, is_inside: bool) -> None:
+    if is_inside:
+        with pytest.raises(NodeFailed, match="give --ca, --cert and --key"):
+            NodeProcess.start(site.directory, flags=["--index-listen", "127.0.0.1:0"])
+        with NodeProcess.start(
+            site.directory, flags=["--index-listen", "127.0.0.1:0", "--insecure"]
+        ) as node:
+            process, log, page = psutil.Process(node.pid), node.log, node.metrics_url
+            seen = listeners(process), "no TLS, no certificates; for labs only" in log, health(page)
+    else:
+        with pytest.raises(NodeFailed, match="give --ca, --cert and --key"):
+            IndexProcess.start(site.directory, ())
+        with IndexProcess.start(site.directory) as index:
+            process, log, page = psutil.Process(index.process.pid), index.log, index.metrics_url
+            seen = listeners(process), "no TLS, no certificates; for labs only" in log, health(page)
+    assert seen[0] == ["127.0.0.1", "127.0.0.1"]  # metrics, and the index
+    assert seen[1]
+    assert "it serves without TLS (--insecure)" in seen[2]
+
+
+def listeners(process: psutil.Process) -> list[str]:
+    found = (c for c in process.net_connections(kind="inet") if c.status == "LISTEN")
+    return [connection.laddr.ip.removeprefix("::ffff:") for connection in found]
+
+
+def health(metrics_url: str) -> str:
+    host, _, _ = metrics_url.removeprefix("http://").partition("/")
+    name, _, port = host.rpartition(":")
+    with socket.create_connection((name, int(port)), timeout=ASK_S) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        answer = b""
+        while piece := sock.recv(4096):
+            answer += piece
+    return answer.decode()
+
+
+def test_two_replicas_do_not_share_a_port(site: Site, index: IndexProcess) -> None:
+    with pytest.raises(NodeFailed, match="the address is in use"):
+        site.index("i2", listen=index.address)
+
+
+def test_garbage_at_the_port_costs_nobody_else(site: Site, index: IndexProcess) -> None:
+    source = random.Random(7)
+    host, _, port = index.address.rpartition(":")
+    context = ssl.create_default_context(cafile=str(site.files.ca))
+    context.check_hostname = False
+    context.load_cert_chain(site.files.cert, site.files.key)
+    context.set_alpn_protocols(["h2"])
+    before = psutil.Process(index.process.pid).memory_info().rss
+    for number in range(GARBAGE):
+        with socket.create_connection((host, int(port)), timeout=ASK_S) as plain:
+            sock: socket.socket = plain
+            if number % 4 == 0:  # inside of TLS, too
+                sock = context.wrap_socket(plain)
+            try:
+                if number % 8 == 0:
+                    sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+                sock.sendall(source.randbytes(source.randrange(1, 4096)))
+            except OSError:
+                continue
+            finally:
+                sock.close()
+    with site.client(index.address) as client:
+        assert client.nodes().nodes == []
+    assert psutil.Process(index.process.pid).memory_info().rss - before < 64 << 20
+    assert "Traceback" not in index.log
+
+
+def test_words_that_make_no_sense_end_that_stream_only(site: Site, index: IndexProcess) -> None:
+    files = site.lab.files("node", "n1")
+    hello = pb.FeedWord(hello=pb.Hello(node="n1", incarnation=1, stream=1))
+    bad = [
+        [pb.FeedWord()],
+        [pb.FeedWord(beat=pb.Beat())],
+        [pb.FeedWord(hello=pb.Hello(node="n1"))],
+        [hello, pb.FeedWord()],
+        [hello, hello],
+        *(
+            [hello, pb.FeedWord(delta=pb.Delta(sequence=1, changes=[change]))]
+            for change in (
+                pb.Change(),
+                pb.Change(stored=pb.Stored(tenant="t", space=b"x", keys=bytes(32))),
+                pb.Change(stored=pb.Stored(tenant="t", space=bytes(32), keys=bytes(33))),
+                pb.Change(removed=pb.Removed(tenant="t" * 300, space=bytes(32))),
+            )
+        ),
+    ]
+    credentials = load(files).channel_credentials()
+    with channel(index.address, credentials) as open_channel, site.client(index.address) as client:
+        for number, words in enumerate(bad, start=1):
+            for word in words:
+                if word.WhichOneof("kind") == "hello":
+                    word.hello.stream = number
+            with pytest.raises(grpc.RpcError) as caught:
+                list(IndexStub(open_channel).Feed(iter(words), timeout=ASK_S))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, words
+        with site.node("n1", "--index", index.address) as node, RawEngine(node.socket) as engine:
+            engine.open()
+            keys = make_keys(2)
+            engine.store(keys)
+            assert becomes(client, keys, {"n1": 2})
+
+
+def test_a_node_that_is_refused_says_why_and_goes_on(site: Site) -> None:
+    """Of the wrong name, which only --insecure lets it claim; its engine does not notice."""
+    other = Lab(site.directory / "elsewhere")
+    with site.index() as index, site.client(index.address) as client:
+        directory = site.directory / "n1"
+        directory.mkdir()
+        flags = ("--index", index.address, *other.flags("node", "n1"))
+        with NodeProcess.start(directory, flags=flags) as node, RawEngine(node.socket) as engine:
+            engine.open()
+            engine.store(make_keys(2))
+            assert eventually(lambda: "is not reached" in node.log, timeout_s=CONVERGES_S)
+            assert f"but the index at {index.address} is not reached" in health(node.metrics_url)
+            assert client.nodes().nodes == []
+
+
+def test_who_asks_a_dead_replica_is_told_so_at_once(site: Site, index: IndexProcess) -> None:
+    with site.client(index.address) as client:
+        assert trust(client, "nobody") is None
+        index.kill()
+        with pytest.raises(IndexUnavailable, match="the index did not answer"):
+            client.nodes()
+
+
+def test_the_wire_and_the_logs_hold_no_token_and_no_whole_key(site: Site) -> None:
+    told = {
+        field.name
+        for message in (pb.FeedWord, pb.Hello, pb.Delta, pb.Change, pb.Stored, pb.Removed, pb.Part)
+        for field in message.DESCRIPTOR.fields
+    }
+    assert told == {
+        *("hello", "delta", "beat", "part", "node", "incarnation", "stream", "sequence", "address"),
+        *("changes", "stored", "removed", "tenant", "space", "tier", "keys", "engine", "rank"),
+        *("number", "is_last"),
+    }
+    keys = make_keys(3, seed="secret")
+    with (
+        site.index("i1", "--log-level", "debug") as index,
+        site.client(index.address) as client,
+        site.node("n1", "--index", index.address, "--log-level", "debug") as node,
+        RawEngine(node.socket) as engine,
+    ):
+        engine.open()
+        engine.store(keys)
+        assert becomes(client, keys, {"n1": 3})
+        assert eventually(lambda: trust(client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
+        index.kill()
+        assert eventually(lambda: "is not reached" in node.log, timeout_s=CONVERGES_S)
+        said = (node.log + index.log).lower()
+    assert not [key for key in keys if key[:5].hex() in said or repr(key[:6])[2:-1] in said]
+
+
+def test_the_commands_say_what_is_wrong_in_one_sentence(site: Site) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "kvstore.serve.main",
+            "index",
+            "--ca",
+            "/nowhere",
+            "--metrics",
+            "off",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvstore: an index needs TLS: give --ca, --cert and --key")
+    assert len(done.stderr.splitlines()) == 1
