@@ -108,8 +108,8 @@ class IndexClient:
             raise ConfigError("name at least one replica of the index, as HOST:PORT")
         if (tls is None) != insecure:
             raise ConfigError("give tls, or insecure=True, with which everybody is believed")
-        loaded = load(tls) if isinstance(tls, TlsFiles) else tls
-        credentials = loaded.channel_credentials() if loaded is not None else None
+        files = load(tls) if isinstance(tls, TlsFiles) else tls
+        credentials = files.channel_credentials() if files is not None else None
         self._timeout_s = timeout_s
         self._channels = [channel(endpoint, credentials) for endpoint in endpoints]
         self._stubs = [IndexStub(each) for each in self._channels]

@@ -1,4 +1,5 @@
-"""Rows of `kvstore.engine.report` and `.explain` to and from protobuf: the same field names."""
+"""Rows of `kvstore.engine.report` and `.explain`, and of a cluster, to and from protobuf: the same
+field names."""
 
 from __future__ import annotations
 
@@ -19,8 +20,23 @@ from kvstore.engine.report import (
 )
 from kvstore.proto import inspect_pb2 as pb
 
+
+class MemberReport(msgspec.Struct, frozen=True):
+    """A node of the cluster, as the index knows it."""
+
+    node: str
+    trust: str
+    """exact, catching-up, stale or out; or why that is not known."""
+    address: str
+    """Where peers find it."""
+    incarnation: str
+    sequence: int
+    """Of the last thing that it told the index."""
+
+
 Row = (
     NodeReport
+    | MemberReport
     | TierReport
     | QuotaReport
     | SpaceReport
@@ -34,6 +50,7 @@ Row = (
 
 MESSAGES: Final[dict[type[Row], type[Message]]] = {
     NodeReport: pb.NodeReport,
+    MemberReport: pb.MemberReport,
     TierReport: pb.TierReport,
     QuotaReport: pb.QuotaReport,
     SpaceReport: pb.SpaceReport,

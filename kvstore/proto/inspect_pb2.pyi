@@ -36,6 +36,30 @@ class NodeReport(_message.Message):
     blocks_kept: int
     def __init__(self, incarnation: _Optional[str] = ..., connections: _Optional[int] = ..., owners: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., restarts: _Optional[int] = ..., blocks_kept: _Optional[int] = ...) -> None: ...
 
+class MembersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MembersReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[MemberReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[MemberReport, _Mapping]]] = ...) -> None: ...
+
+class MemberReport(_message.Message):
+    __slots__ = ("node", "trust", "address", "incarnation", "sequence")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    trust: str
+    address: str
+    incarnation: str
+    sequence: int
+    def __init__(self, node: _Optional[str] = ..., trust: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+
 class TiersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -39,6 +39,11 @@ class InspectStub:
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.NodesRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.NodesReply.FromString,
                 _registered_method=True)
+        self.Members = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Members',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.MembersRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.MembersReply.FromString,
+                _registered_method=True)
         self.Tiers = channel.unary_unary(
                 '/kvstore.inspect.v1.Inspect/Tiers',
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.TiersRequest.SerializeToString,
@@ -101,6 +106,13 @@ class InspectServicer:
 
     def Nodes(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Members(self, request, context):
+        """The nodes of the cluster, as the index knows them; nothing when this node feeds none.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -185,6 +197,11 @@ def add_InspectServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.NodesRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.NodesReply.SerializeToString,
             ),
+            'Members': grpc.unary_unary_rpc_method_handler(
+                    servicer.Members,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.MembersRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.MembersReply.SerializeToString,
+            ),
             'Tiers': grpc.unary_unary_rpc_method_handler(
                     servicer.Tiers,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.TiersRequest.FromString,
@@ -268,6 +285,33 @@ class Inspect:
             '/kvstore.inspect.v1.Inspect/Nodes',
             kvstore_dot_proto_dot_inspect__pb2.NodesRequest.SerializeToString,
             kvstore_dot_proto_dot_inspect__pb2.NodesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Members(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Members',
+            kvstore_dot_proto_dot_inspect__pb2.MembersRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.MembersReply.FromString,
             options,
             channel_credentials,
             insecure,

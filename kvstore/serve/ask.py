@@ -28,7 +28,7 @@ from kvstore.engine.report import (
 from kvstore.engine.scrubs import NO_PASS
 from kvstore.errors import AttachError
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.proto.convert import Row, from_message
+from kvstore.proto.convert import MemberReport, Row, from_message
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.serve.inspect import REPLY_BYTES_MAX
 from kvstore.serve.listener import INSPECT_SUFFIX
@@ -37,8 +37,9 @@ from kvstore.units import format_size
 
 TIMEOUT_S: Final = 5.0
 TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "prefix")
-SUMMARY: Final = ("nodes", "tiers", "quotas", "spaces", "leases", "jobs")
-"""Quotas come with tiers, where there are any."""
+SUMMARY: Final = ("nodes", "members", "tiers", "quotas", "spaces", "leases", "jobs")
+"""Members come with nodes, quotas with tiers, where there are any."""
+OPTIONAL: Final = ("members", "quotas")
 WIDE_COLUMNS: Final = 240
 """Of output that is no terminal: scripts must not see a line break in a row."""
 
@@ -65,6 +66,7 @@ class NodeClient:
         stub = self._stub
         kinds: dict[str, tuple[Any, Any, type[Any]]] = {
             "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
+            "members": (stub.Members, pb.MembersRequest(), MemberReport),
             "tiers": (stub.Tiers, pb.TiersRequest(), TierReport),
             "quotas": (stub.Quotas, pb.QuotasRequest(), QuotaReport),
             "spaces": (stub.Spaces, pb.SpacesRequest(), SpaceReport),

@@ -22,13 +22,13 @@ import msgspec
 from kvstore.client.index import address_parts
 from kvstore.client.tls import Tls, TlsFiles, is_name, load
 from kvstore.errors import ConfigError
+from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.serve.addresses import HttpConfig, address_of
 
 DEFAULT_LISTEN: Final = "127.0.0.1:9470"
 DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
 DEFAULT_ENTRIES: Final = 10_000_000
-ENTRIES_MIN: Final = 1024
-ENTRIES_MAX: Final = 1 << 30
+ENTRIES_MIN: Final = 1 << 16
 INDEX_COUNT_MAX: Final = 16
 TRANSPORTS: Final = ("nixl", "tcp", "ucx")
 
@@ -194,9 +194,9 @@ def resolve_replica(listen: str, entries: int | str | None, *, option: str) -> R
         count = DEFAULT_ENTRIES if entries is None else int(entries)
     except ValueError:
         count = 0
-    if not ENTRIES_MIN <= count <= ENTRIES_MAX:
+    if not ENTRIES_MIN <= count <= ENTRY_COUNT_MAX:
         raise ConfigError(
-            f"entries {entries!r} must be a number from {ENTRIES_MIN} to {ENTRIES_MAX}, such as"
+            f"entries {entries!r} must be a number from {ENTRIES_MIN} to {ENTRY_COUNT_MAX}, such as"
             f" {DEFAULT_ENTRIES}"
         )
     return ReplicaConfig(host=str(found[0]), port=found[1], entry_count_max=count, option=option)

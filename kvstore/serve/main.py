@@ -18,7 +18,7 @@ import click
 
 from kvstore.errors import AttachError, ConfigError
 from kvstore.serve.addresses import DEFAULT_METRICS, EXAMPLE_EVENTS
-from kvstore.serve.ask import SUMMARY, TOPICS, NodeClient, as_json, show
+from kvstore.serve.ask import OPTIONAL, SUMMARY, TOPICS, NodeClient, as_json, show
 from kvstore.serve.begin import supervise
 from kvstore.serve.cluster_commands import certs, cluster_options, index
 from kvstore.serve.config import (
@@ -237,7 +237,7 @@ def inspect(
 
     \b
     Topics:
-      nodes    who is attached, how much is cached
+      nodes    who is attached, how much is cached; and the nodes of the cluster, by its index
       tiers    memory: capacity, in use, being written, leased; and quotas, if there are any
       spaces   models: what their engines share
       blocks   single blocks
@@ -261,12 +261,12 @@ def inspect(
         raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
     if topic != "blocks" and (limit is not None or space is not None):
         raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
-    topics = {None: SUMMARY, "tiers": ("tiers", "quotas")}.get(topic, (str(topic),))
+    both = {"tiers": ("tiers", "quotas"), "nodes": ("nodes", "members")}
+    topics = SUMMARY if topic is None else both.get(topic, (topic,))
     shown = limit or BLOCKS_LISTED
     with _client(socket) as client:
         found = {name: client.rows(name, limit=shown + 1, space=space or "") for name in topics}
-    if not found.get("quotas", True):
-        del found["quotas"]
+    found = {name: rows for name, rows in found.items() if rows or name not in OPTIONAL}
     left_out = len(found.get("blocks", ())) > shown
     if left_out:
         found["blocks"] = found["blocks"][:shown]

@@ -11,8 +11,10 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvstore.arena import Arena
+from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.obs.metrics import Family
 from kvstore.ports import Clock, Tier
+from kvstore.proto.convert import MemberReport
 from kvstore.proto.loans import Who
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ClusterConfig
@@ -69,13 +71,16 @@ class ClusterMember:
                     clock=clock,
                 )
                 stack.callback(self.peering.close)
-            self._replicas = (*self._own_replica(), *config.indexes)
+            replicas = (*self._own_replica(), *config.indexes)
+            self._client = IndexClient(replicas, tls=config.tls, insecure=config.tls is None)
+            stack.callback(self._client.close)
+            self._node = config.node
             self.feeder = Feeder(
                 loop,
                 node=config.node,
                 incarnation=incarnation,
                 address=self.peering.address if self.peering else "",
-                replicas=self._replicas,
+                replicas=replicas,
                 credentials=config.tls.channel_credentials() if config.tls else None,
             )
             stack.callback(self.feeder.close)
@@ -93,7 +98,7 @@ class ClusterMember:
     def start(self, ask: Callable[[int], Slice]) -> None:
         """Tell, lend and borrow. `ask` is `Engine.offered`, on the node's loop."""
         if self.peering is not None:
-            self.peering.start(self._replicas)
+            self.peering.start(self._client)
         self.feeder.start(ask)
 
     def close(self) -> None:
@@ -124,6 +129,23 @@ class ClusterMember:
             self.peering.trouble if self.peering is not None else "",
         )
         return "; ".join(filter(None, notes))
+
+    def members(self) -> list[MemberReport]:
+        """The nodes of the cluster, by the first replica that answers; takes a second at most."""
+        try:
+            known = self._client.nodes().nodes
+        except IndexUnavailable as error:
+            return [MemberReport(self._node, str(error), "", "", 0)]
+        return [
+            MemberReport(
+                member.node,
+                "out" if member.trust is None else member.trust.name.lower().replace("_", "-"),
+                member.address,
+                f"{member.incarnation:016x}",
+                member.sequence,
+            )
+            for member in known
+        ]
 
     def index_families(self) -> list[Family]:
         """Metrics of the replica; none when there is none, or it does not answer."""

@@ -204,7 +204,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     )
     pages = make_pages(collector, driver, door, files, publisher, member)
     http = _serve_pages(config, pages, handover, stack)
-    rpc = InspectServer(config.socket, driver)
+    rpc = InspectServer(config.socket, driver, member.members if member else tuple)
     stack.callback(rpc.close)
     tier.start()
     _start_scrub(config, driver, tier, stack)

@@ -6,7 +6,7 @@ them (`lender`, `borrower`, `mover_host`), the index (`member`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -56,7 +56,6 @@ class Peering:
         settings = MoverSettings(peers.transport, name, _options(cluster, peers))
         self.mover = MoverHost(Mover(arena_fd, arena_bytes, settings, clock), clock)
         self._who, self._view = who, view
-        self._index: IndexClient | None = None
         self.address = loop.call(self._listen(peers), timeout_s=START_TIMEOUT_S)
         """Where peers reach this node."""
 
@@ -94,10 +93,9 @@ class Peering:
             ) from None
         return f"{host}:{port}"
 
-    def start(self, replicas: Sequence[str]) -> None:
-        """Begin. `replicas` of the index are asked where blocks are."""
-        self._index = IndexClient(replicas, tls=self._tls, insecure=self._tls is None)
-        self.borrower.index = self._index
+    def start(self, index: IndexClient) -> None:
+        """Begin. `index` is asked where blocks are; it stays the caller's to close."""
+        self.borrower.index = index
         self._loop.call(self._start(), timeout_s=START_TIMEOUT_S)
 
     async def _start(self) -> None:
@@ -108,8 +106,6 @@ class Peering:
     def close(self) -> None:
         """Hang up. No byte is written for any fetch after this."""
         self._loop.call(self._close(), timeout_s=START_TIMEOUT_S)
-        if self._index is not None:
-            self._index.close()
         self.exchange.close()
 
     async def _close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -116,6 +117,20 @@ def test_news_come_to_who_watches(system: System) -> None:
                 held = more.answer.matches[0].dram_blocks
     assert (held, nodes) == (2, {"n1"})
     news.close()  # type: ignore[attr-defined]
+
+
+def test_inspect_shows_the_cluster(system: System) -> None:
+    assert eventually(lambda: trust(system.client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
+    command = [
+        *(sys.executable, "-m", "kvstore.serve.main", "inspect", "nodes", "--json"),
+        *("--socket", str(system.node.socket)),
+    ]
+    shown = subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
+    )
+    (row,) = json.loads(shown.stdout)["members"]
+    assert (row["node"], row["trust"]) == ("n1", "exact")
+    assert row["incarnation"] in system.node.ready_line
 
 
 def test_health_reflection_and_pages(system: System) -> None:

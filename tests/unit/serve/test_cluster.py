@@ -75,7 +75,7 @@ def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
         ({}, "an index needs TLS: give --ca, --cert and --key"),
         ({"insecure": True, "listn": "x"}, "unknown key 'listn'; known keys are listen,"),
         ({"insecure": True, "listen": "host"}, "--listen 'host' must be an IP address and a port"),
-        ({"insecure": True, "entries": 1}, "entries 1 must be a number from 1024"),
+        ({"insecure": True, "entries": 1}, "entries 1 must be a number from 65536"),
         ({"insecure": True, "log-level": "loud"}, "log-level 'loud' is unknown"),
         ({"insecure": True, "metrics": "10.0.0.1:1"}, "add --metrics-beyond-loopback"),
     ],
@@ -88,9 +88,9 @@ def test_what_cannot_work_of_an_index_says_so(wrong: dict[str, Any], sentence: s
 
 def test_an_index_is_told_by_yaml_too(tmp_path: Path) -> None:
     path = tmp_path / "index.yaml"
-    path.write_text("listen: 127.0.0.1:0\nentries: 5000\ninsecure: true\nmetrics: off\n")
-    config = load_index_config(path, {"entries": 6000})
-    assert (config.replica.port, config.replica.entry_count_max) == (0, 6000)
+    path.write_text("listen: 127.0.0.1:0\nentries: 100000\ninsecure: true\nmetrics: off\n")
+    config = load_index_config(path, {"entries": 200000})
+    assert (config.replica.port, config.replica.entry_count_max) == (0, 200000)
     assert (config.tls, config.http) == (None, None)
 
 

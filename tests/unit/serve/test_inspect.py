@@ -28,7 +28,7 @@ from kvstore.engine.report import (
 )
 from kvstore.engine.scrubs import NO_PASS
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.proto.convert import MESSAGES, Row, from_message, to_message
+from kvstore.proto.convert import MESSAGES, MemberReport, Row, from_message, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.serve.driver import Driver, NodeBusy
 from kvstore.serve.inspect import (
@@ -66,6 +66,7 @@ def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None
 
 ROWS: list[Row] = [
     NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
+    MemberReport("n1", "exact", "10.0.0.7:9480", "ff", 2**63),
     TierReport(
         *("dram", 2**40, 2, 3, 4, 5, 6, 7, 8, "lru", 9, 10, NO_BUDGET),
         *("closed", "half-open", 10, 11, 12, NO_PASS),
