@@ -139,6 +139,7 @@ class MoverParty:
         options: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         arena_bytes: int = ARENA_BYTES,
+        paced: bool = True,
     ) -> None:
         """Started, and known to its back end."""
         self._arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(1))
@@ -147,6 +148,7 @@ class MoverParty:
             name=name,
             options=dict(options or {}),
             environment=dict(environment or {}),
+            paced=paced,
         )
         self.child = MoverChild(self._arena.arena_fd, arena_bytes, settings)
         self._ends: dict[int, End] = {}

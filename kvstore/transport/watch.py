@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from kvstore.units import NS_PER_S
 
-GRACE_NS: Final = NS_PER_S // 4
+GRACE_NS: Final = NS_PER_S
 SILENT_NS: Final = 5 * NS_PER_S
 START_NS: Final = 60 * NS_PER_S
 """Until its first word: libraries are loaded, an arena is registered."""

@@ -1,0 +1,168 @@
+"""Reads of 256 MiB between two processes: NIXL by itself, and through movers, by back end.
+
+    python bench/micro/transfer.py [--rounds 7] [--out transfer]
+
+Every round does each once, so that what else the machine does falls on all; ratios are of medians.
+`raw` is one NIXL READ of one descriptor; `nixl` the same bytes through two mover children, in 64 KiB
+blocks that lie scattered in one and in order in the other, paced or not, from the message to its
+`Done`. UCX over tcp in both, as between machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from bench import record
+from kvstore.ports import End, Pieces
+from kvstore.testing.authority import Authority
+from kvstore.testing.transports import MoverParty
+from kvstore.transport.pieces import make_pieces
+
+SIZE_BYTES = 256 << 20
+BLOCK_BYTES = 64 << 10
+SEED = 1
+UCX = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "FATAL"}
+
+_RAW = """if True:
+    import sys, time
+    import nixl_cu13._api as api
+    import numpy as np
+    size, role = int(sys.argv[1]), sys.argv[2]
+    agent = api.nixl_agent(role, api.nixl_agent_config(backends=["UCX"]))
+    memory = np.ones(size, np.uint8)
+    agent.register_memory([(memory.ctypes.data, size, 0, "")], "DRAM")
+    if role == "owner":
+        print(memory.ctypes.data, agent.get_agent_metadata().hex(), flush=True)
+        input()
+        sys.exit()
+    base, metadata = input().split()
+    name = agent.add_remote_agent(bytes.fromhex(metadata))
+    while input():
+        begin = time.perf_counter_ns()
+        lists = [agent.get_xfer_descs([(at, size, 0)], "DRAM")
+                 for at in (memory.ctypes.data, int(base))]
+        handle = agent.initialize_xfer("READ", *lists, name)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        print(time.perf_counter_ns() - begin, flush=True)
+        handle.release()
+"""
+
+
+class Raw:
+    """NIXL in two processes that do nothing else."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._in, self._out = self._start(stack, "reader")
+        _, told = self._start(stack, "owner")
+        self._say(told.readline())
+
+    def read_ns(self) -> int:
+        self._say("again\n")
+        return int(self._out.readline())
+
+    def _say(self, line: str) -> None:
+        self._in.write(line)
+        self._in.flush()
+
+    @staticmethod
+    def _start(stack: ExitStack, role: str) -> tuple[IO[str], IO[str]]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RAW, str(SIZE_BYTES), role],
+            env={**os.environ, **UCX},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return process.stdin, process.stdout
+
+
+class Pair:
+    """Two movers of one back end."""
+
+    def __init__(
+        self, stack: ExitStack, backend: str, *, tls: Authority | None = None, paced: bool = True
+    ) -> None:
+        self._parties = []
+        for name in ("a", "b"):
+            insecure = {"insecure": "yes"} if backend == "tcp" else {}
+            party = MoverParty(
+                name,
+                backend,
+                options=tls.options(name) if tls else insecure,
+                environment=UCX,
+                arena_bytes=SIZE_BYTES,
+                paced=paced,
+            )
+            stack.callback(party.close)
+            party.arena[:] = np.random.default_rng(SEED).integers(0, 256, SIZE_BYTES, np.uint8)
+            self._parties.append(party)
+        a, b = self._parties
+        a.connect("b", b.descriptor())
+
+    def read_ns(self, pieces: Pieces) -> int:
+        begin = time.perf_counter_ns()
+        self._parties[0].read(1, "b", pieces)
+        assert self._parties[0].ends(1) == {1: End.DONE}
+        return time.perf_counter_ns() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", default="transfer")
+    arguments = parser.parse_args()
+    whole = make_pieces([0], [0], [SIZE_BYTES])
+    at = np.arange(0, SIZE_BYTES, BLOCK_BYTES, dtype=np.uint64)
+    order = np.random.default_rng(SEED).permutation(at)
+    blocks = make_pieces(order, at, np.full(len(at), BLOCK_BYTES))
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        raw, nixl = Raw(stack), Pair(stack, "nixl")
+        unpaced = Pair(stack, "nixl", paced=False)
+        tcp = Pair(stack, "tcp", tls=Authority(Path(folder)))
+        plain = Pair(stack, "tcp")
+        ways = {
+            "raw": raw.read_ns,
+            "nixl": lambda: nixl.read_ns(whole),
+            "nixl_unpaced": lambda: unpaced.read_ns(whole),
+            "nixl_blocks": lambda: nixl.read_ns(blocks),
+            "tcp_tls": lambda: tcp.read_ns(whole),
+            "tcp_insecure": lambda: plain.read_ns(whole),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(arguments.rounds + 1):
+            for name, once in ways.items():
+                took_ns = once()
+                if number:  # the first warms connections, windows and pages
+                    times[name].append(took_ns / 1e9)
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    result = {
+        "what": "reads of 256 MiB between two processes, seconds",
+        "seconds": {name: record.summary(values) for name, values in times.items()},
+        "gib_per_s": {name: round(SIZE_BYTES / 2**30 / took, 3) for name, took in medians.items()},
+        "speed_over_raw": {name: round(medians["raw"] / took, 3) for name, took in medians.items()},
+        "paced_over_unpaced_time": round(medians["nixl"] / medians["nixl_unpaced"], 3),
+        "goal": {"nixl_over_raw": 0.9, "paced_over_unpaced_time": 1.02},
+    }
+    print(record.write(arguments.out, result, seed=SEED))
+    print(result["gib_per_s"], result["speed_over_raw"], result["paced_over_unpaced_time"])
+
+
+if __name__ == "__main__":
+    main()

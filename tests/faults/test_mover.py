@@ -1,0 +1,257 @@
+"""The node's end of a mover, with real children: each transfer ends once, and when it is quiet."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from kvstore.arena import Arena
+from kvstore.serve.mover import Down, Ended, Mover, MoverEvent, MoverSettings, Unusable, Up
+from kvstore.testing.transports import ALL, ARENA_BYTES, LIMIT_S, MoverParty
+from kvstore.transport.pieces import make_pieces
+from kvstore.types import Incarnation
+from kvstore.units import NS_PER_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TCP = MoverSettings(backend="tcp", name="a", options={"insecure": "yes"})
+NIXL = MoverSettings(backend="nixl", name="a", environment={"UCX_TLS": "tcp"})
+
+
+class Clock:
+    """Real time, and what is added to it."""
+
+    def __init__(self) -> None:
+        self.added_ns = 0
+
+    def now_ns(self) -> int:
+        return time.monotonic_ns() + self.added_ns
+
+
+class Node:
+    """A mover, its arena, and all that it told."""
+
+    def __init__(self, settings: MoverSettings) -> None:
+        self.memory = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(1))
+        self.clock = Clock()
+        self.mover = Mover(self.memory.arena_fd, ARENA_BYTES, settings, self.clock)
+        self.told: list[MoverEvent] = []
+        self.mover.start()
+
+    def until(self, kind: type[MoverEvent], count: int = 1) -> list[MoverEvent]:
+        """Waits for so many of a kind."""
+        end_s = time.monotonic() + LIMIT_S
+        while len(found := [each for each in self.told if isinstance(each, kind)]) < count:
+            assert time.monotonic() < end_s, self.told
+            wait_s = max(0.0, (self.mover.next_ns() - self.clock.now_ns()) / NS_PER_S)
+            select.select([self.mover.fileno()], [], [], min(wait_s, 0.1))
+            self.told += self.mover.read()
+        return found
+
+    def post(self, transfer: int, peer: str, *, after_s: float = LIMIT_S) -> None:
+        deadline_ns = self.clock.now_ns() + int(after_s * NS_PER_S)
+        assert self.mover.post(transfer, peer, ALL, deadline_ns=deadline_ns)
+
+    def close(self) -> None:
+        self.told += self.mover.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _node(opened: ExitStack, settings: MoverSettings) -> Node:
+    node = Node(settings)
+    opened.callback(node.close)
+    node.until(Up)
+    return node
+
+
+def _peer(opened: ExitStack, settings: MoverSettings, name: str = "b") -> MoverParty:
+    party = MoverParty(
+        name,
+        settings.backend,
+        options=settings.options,
+        environment=settings.environment,
+    )
+    opened.callback(party.close)
+    party.arena[:] = np.random.default_rng(1).integers(0, 256, ARENA_BYTES, np.uint8)
+    return party
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
+def test_a_transfer_ends_once(opened: ExitStack, settings: MoverSettings) -> None:
+    node, peer = _node(opened, settings), _peer(opened, settings)
+    node.mover.connect("b", peer.descriptor())
+    node.post(7, "b")
+    (ended,) = node.until(Ended)
+    assert isinstance(ended, Ended)
+    assert (ended.transfer, ended.good) == (7, True)
+    assert ended.took_ns > 0
+    assert np.array_equal(node.memory.array, peer.arena)
+
+
+def test_what_was_under_way_has_ended_when_the_child_is_dead(opened: ExitStack) -> None:
+    node, peer = _node(opened, TCP), _peer(opened, TCP)
+    node.mover.connect("b", peer.descriptor())
+    peer.pause()
+    node.post(1, "b")
+    node.post(2, "b")
+    pid = node.mover.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert [each.transfer for each in node.until(Ended, 2) if isinstance(each, Ended)] == [1, 2]
+    assert _is_gone(pid)
+    node.until(Down)
+    peer.resume()
+    node.until(Up, 2)
+    assert node.mover.pid != pid
+    node.mover.connect("b", peer.descriptor())
+    node.post(3, "b")
+    last = node.until(Ended, 3)[-1]
+    assert isinstance(last, Ended)
+    assert (last.transfer, last.good) == (3, True)
+
+
+def test_a_peer_that_stopped_costs_no_mover_where_its_reads_can_be_ended(
+    opened: ExitStack,
+) -> None:
+    node, peer = _node(opened, TCP), _peer(opened, TCP)
+    node.mover.connect("b", peer.descriptor())
+    peer.pause()
+    node.post(1, "b", after_s=0.2)
+    (ended,) = node.until(Ended)
+    assert isinstance(ended, Ended)
+    assert not ended.good
+    assert node.mover.restarts == 0
+
+
+def test_a_peer_that_stopped_costs_a_mover_where_they_cannot(opened: ExitStack) -> None:
+    node, peer = _node(opened, NIXL), _peer(opened, NIXL)
+    node.mover.connect("b", peer.descriptor())
+    peer.pause()
+    node.post(1, "b", after_s=0.2)
+    pid = node.mover.pid
+    assert pid is not None
+    (ended,) = node.until(Ended)
+    assert isinstance(ended, Ended)
+    assert not ended.good
+    assert _is_gone(pid)
+    peer.resume()
+    node.memory.array[:] = 0xA5
+    node.until(Up, 2)
+    assert (node.memory.array == 0xA5).all()
+
+
+def test_a_child_that_stopped_is_killed(opened: ExitStack) -> None:
+    node = _node(opened, TCP)
+    pid = node.mover.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    for _ in range(9):
+        node.clock.added_ns += NS_PER_S * 8 // 10
+        node.told += node.mover.read()
+    node.until(Down)
+    assert _is_gone(pid)
+
+
+def test_what_an_operator_must_mend_is_not_tried_again(opened: ExitStack) -> None:
+    node = Node(MoverSettings(backend="tcp", name="a"))
+    opened.callback(node.close)
+    (unusable,) = node.until(Unusable)
+    assert isinstance(unusable, Unusable)
+    assert "insecure=yes" in unusable.reason
+    node.until(Down)
+    assert node.mover.next_ns() == 0
+    assert not node.mover.post(1, "b", make_pieces([0], [0], [1]), deadline_ns=1)
+
+
+def test_a_child_ends_with_its_node() -> None:
+    program = """if True:
+        import os
+        from kvstore.arena import Arena
+        from kvstore.serve.clock import MonotonicClock
+        from kvstore.serve.mover import Mover, MoverSettings
+        from kvstore.types import Incarnation
+        arena = Arena(arena_bytes=1 << 20, incarnation=Incarnation(1))
+        settings = MoverSettings(backend="tcp", name="a", options={"insecure": "yes"})
+        mover = Mover(arena.arena_fd, 1 << 20, settings, MonotonicClock())
+        mover.start()
+        print(mover.pid, flush=True)
+        input()
+        os._exit(0)
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe) as node:
+        assert node.stdout is not None
+        pidfd = os.pidfd_open(int(node.stdout.readline()))
+        node.communicate(b"\n")
+    try:
+        assert select.select([pidfd], [], [], LIMIT_S)[0]
+    finally:
+        os.close(pidfd)
+
+
+_WRITER = """if True:
+    import sys
+    import nixl_cu13._api as api
+    import numpy as np
+    from kvstore.wire.mover import decode_descriptor
+    found = decode_descriptor(bytes.fromhex(sys.argv[1]))
+    agent = api.nixl_agent("writer", api.nixl_agent_config(backends=["UCX"]))
+    mine = np.full(1 << 20, 0xA5, np.uint8)
+    agent.register_memory([(mine.ctypes.data, len(mine), 0, "")], "DRAM")
+    name = agent.add_remote_agent(found.details)
+    lists = [agent.get_xfer_descs([(at, len(mine), 0)], "DRAM") for at in
+             (mine.ctypes.data, found.base)]
+    try:
+        handle = agent.initialize_xfer("WRITE", *lists, name)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+    except Exception as error:
+        state = type(error).__name__
+    print(state)
+    sys.stdout.flush()
+    import os
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("tls", ["tcp", "^cma"])
+def test_a_remote_write_changes_nothing(opened: ExitStack, tls: str) -> None:
+    environment = {"UCX_TLS": tls}
+    peer = _peer(opened, MoverSettings("nixl", "b", environment=environment))
+    assert peer.registered is not None
+    assert peer.registered.read_only_source
+    before = peer.arena.copy()
+    done = subprocess.run(
+        [sys.executable, "-c", _WRITER, peer.descriptor().hex()],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=LIMIT_S,
+    )
+    assert np.array_equal(peer.arena, before)
+    assert done.stdout.strip().splitlines()[-1] != ""
