@@ -3,9 +3,9 @@
     python bench/micro/transfer.py [--rounds 7] [--out transfer]
 
 Every round does each once, so that what else the machine does falls on all; ratios are of medians.
-`raw` is one NIXL READ of one descriptor; `nixl` the same bytes through two mover children, in 64 KiB
-blocks that lie scattered in one and in order in the other, paced or not, from the message to its
-`Done`. UCX over tcp in both, as between machines.
+`raw` is one NIXL READ of one descriptor; `nixl` the same bytes through two mover children, from the
+message to its `Done`, paced or not, or as 64 KiB blocks that lie scattered. UCX over tcp in both, as
+between machines.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
 from kvstore.ports import End, Pieces

@@ -70,9 +70,10 @@ def test_each_side_takes_only_what_the_other_says() -> None:
 def test_noise_is_refused_with_a_protocol_error(data: bytes) -> None:
     for decode in (wire.decode_from_node, wire.decode_from_mover, wire.decode_descriptor):
         try:
-            decode(data)
-        except ProtocolError as error:
-            assert "malformed" in str(error) or "read" in str(error)
+            found: object = decode(data)
+        except ProtocolError:
+            continue
+        assert isinstance(found, (wire.MoverMessage, wire.Descriptor))
 
 
 def test_a_descriptor_arrives_whole_or_not_at_all() -> None:
