@@ -199,8 +199,10 @@ class Index:
             for name, node in sorted(self.nodes.items())
         ]
 
-    def address(self, node: str) -> str | None:
+    def address(self, node: str, now_ms: int) -> str | None:
         """Where peers find the node; None when it is not there, or out."""
+        if now_ms >= self._review_ms:
+            self._review(now_ms)
         known = self.nodes.get(node)
         return None if known is None or known.trust is None else known.feed.address
 

@@ -95,11 +95,11 @@ def test_silence_makes_stale_then_out_then_forgotten() -> None:
     index = told(1)
     assert trust(index, NOW + STALE_MS - 1) is Trust.EXACT
     assert trust(index, NOW + STALE_MS) is Trust.STALE
+    assert index.address(NODE, NOW + OUT_MS - 1) == f"{NODE}:1"
+    assert index.address(NODE, NOW + OUT_MS) is None
     assert trust(index, NOW + OUT_MS) is None
-    assert index.address(NODE) is None
     assert index.hear(beat(1), NOW + OUT_MS) is Verdict.GO_ON
     assert trust(index, NOW + OUT_MS) is Trust.EXACT
-    assert index.address(NODE) == f"{NODE}:1"
     lost = NOW + OUT_MS + FORGET_MS
     index.tick(lost - 1)
     assert index.statistics().node_count == 1
