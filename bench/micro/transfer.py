@@ -4,8 +4,8 @@
 
 Every round does each once, so that what else the machine does falls on all; ratios are of medians.
 `raw` is one NIXL READ of one descriptor; `nixl` the same bytes through two mover children, from the
-message to its `Done`, paced or not, or as 64 KiB blocks that lie scattered. UCX over tcp in both, as
-between machines.
+message to its `Done`, paced or not, or as 64 KiB blocks that lie scattered. UCX over tcp in both,
+as between machines.
 """
 
 from __future__ import annotations

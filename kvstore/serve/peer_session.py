@@ -114,7 +114,7 @@ class PeerSession:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._call.write(ask)
-                answer = await future
+                answer: pb.Answer = await future
         except TimeoutError:
             self._end("it does not answer")
             raise PeerLost(self.lost) from None

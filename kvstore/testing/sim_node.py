@@ -29,8 +29,12 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Exited,
+    Fetch,
     FileGone,
     Hangup,
+    Lent,
+    LoanEnded,
+    Locate,
     Offered,
     OffersUntold,
     RaiseGenerations,
@@ -188,6 +192,8 @@ class SimNode:
                 pass
             case SwitchedOff():
                 raise Violation("a space was switched off where each key has one block")
+            case Locate() | Fetch() | Lent() | LoanEnded():
+                raise AssertionError("a peer command without peers")
             case _:
                 assert self.files is not None, "a file command without a file tier"
                 if isinstance(command, ReadFile):

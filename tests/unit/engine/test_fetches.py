@@ -271,7 +271,7 @@ def test_no_more_than_a_quarter_of_the_arena_is_fetched_at_a_time(
 
 def test_a_full_arena_gives_room_by_the_policy_and_never_what_is_leased() -> None:
     node, peer = attached(slots=8, slab_slots=4)
-    stored = []
+    stored: list[int] = []
     while peer.unused() and len(stored) < 6:
         stored.append(len(stored) + 1)
         peer.store(stored[-1])

@@ -61,7 +61,7 @@ class MemoryMover:
         self.memory = memory
         self.descriptor = b"memory"
         self.peers: dict[str, bytearray] = {}
-        self.before: Callable[[], None] = lambda: None
+        self.before: Callable[[], object] = lambda: None
         self.gate: asyncio.Event | None = None
         self.reason = ""
         self.forgotten: list[str] = []
@@ -357,7 +357,7 @@ def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_did() -
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        two.a.mover.before = lambda: two.b.step(Clear(None, None)) and None
+        two.a.mover.before = lambda: two.b.step(Clear(None, None))
         engine = Stored(two.a, "ea")
         more = await two.lease(engine, 1, 1)
         assert more.slots == b""
@@ -591,7 +591,7 @@ def test_a_restarted_peer_voids_what_it_had_lent() -> None:
         two.b.step(PeerGone(77))
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
-        two.a.mover.before = lambda: two.b.step(PeerGone(1)) and None
+        two.a.mover.before = lambda: two.b.step(PeerGone(1))
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
         assert two.a.borrower.counters.not_kept == 1

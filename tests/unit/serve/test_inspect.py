@@ -76,7 +76,7 @@ ROWS: list[Row] = [
     BlockReport("k", "s", "t", "layers 0-1 heads 0-1", "dram", -1, 2**63, 3),
     LeaseReport("e", 1, 2, 3, 4, -5),
     JobReport("e", 1, 2, True, 3, 4),
-    RequestReport(1, "r", "e", "m", "t", "s", 2, 16, 3, 4, 5, 6, "o", "text", 7, 8, 9, 10, 11),
+    RequestReport(1, "r", "e", "m", "t", "s", 2, 16, 3, 4, 5, 6, 7, "o", "text", 7, 8, 9, 10, 11),
     RangeReport(0, 2**40, "dram", "", "loaded from dram"),
     HashingReport("s", "t", "m", 16, "sha256_cbor", "seed"),
 ]
