@@ -150,7 +150,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(arguments.rounds + 1):
             for name, once in ways.items():
-                took_ns = once()
+                took_ns = once()  # type: ignore[no-untyped-call]
                 if number:  # the first warms connections, windows and pages
                     times[name].append(took_ns / 1e9)
     medians = {name: float(np.median(values)) for name, values in times.items()}
