@@ -289,19 +289,24 @@ class Link:
 
     async def _write_waiting(self, call: Any) -> None:
         while self._queue:
-            offers: list[Offered] = []
+            offers: list[tuple[Offered, list[bytes]]] = []
             count = 0
             while self._queue and count < DELTA_KEYS_MAX:
                 offer = self._queue.popleft()
                 first, rest = _split(offer, DELTA_KEYS_MAX - count)
                 if rest is not None:
                     self._queue.appendleft(rest)
-                offers.append(first)
+                if offers and _is_like(offers[-1][0], first):
+                    offers[-1][1].append(first.keys)
+                else:
+                    offers.append((first, [first.keys]))
                 count += len(first.keys) // KEY_BYTES
             self.queued_keys -= count
             self._sequence += 1
             self._counters.deltas += 1
-            delta = pb.Delta(sequence=self._sequence, changes=feeds.changes_of(offers))
+            delta = pb.Delta(
+                sequence=self._sequence, changes=feeds.changes_of(map(_joined, offers))
+            )
             await _write(call, pb.FeedWord(delta=delta))
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
@@ -346,6 +351,24 @@ async def _write(call: Any, word: pb.FeedWord) -> None:
             raise grpc.aio.AioRpcError(
                 await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), await call.details()
             ) from None
+
+
+def _is_like(one: Offered, other: Offered) -> bool:
+    """Whether they differ in their keys only."""
+    return (one.stored, one.tier, one.space, one.tenant) == (
+        other.stored,
+        other.tier,
+        other.space,
+        other.tenant,
+    )
+
+
+def _joined(run: tuple[Offered, list[bytes]]) -> Offered:
+    """One change instead of several alike: engines store block by block."""
+    offer, keys = run
+    if len(keys) == 1:
+        return offer
+    return Offered(offer.tier, offer.stored, offer.tenant, offer.space, b"".join(keys))
 
 
 def _split(offer: Offered, count: int) -> tuple[Offered, Offered | None]:
