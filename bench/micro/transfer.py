@@ -3,9 +3,9 @@
     python bench/micro/transfer.py [--rounds 7] [--out transfer]
 
 Every round does each once, so that what else the machine does falls on all; ratios are of medians.
-`raw` is one NIXL READ of one descriptor; `nixl` the same bytes through two mover children, from the
-message to its `Done`, paced or not, or as 64 KiB blocks that lie scattered. UCX over tcp in both,
-as between machines.
+`raw` is one NIXL READ of one descriptor; `nixl` the same bytes through two mover children, from
+the message to its `Done`, paced or not, or as 64 KiB blocks that lie scattered. UCX over tcp in
+both, as between machines.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(arguments.rounds + 1):
             for name, once in ways.items():
-                took_ns = once()  # type: ignore[no-untyped-call]
+                took_ns = once()
                 if number:  # the first warms connections, windows and pages
                     times[name].append(took_ns / 1e9)
     medians = {name: float(np.median(values)) for name, values in times.items()}

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvstore.errors import ConfigError
 from kvstore.ports import Transport
 
-NAMES: Final = ("nixl", "tcp")
+NAMES: Final = ("nixl", "tcp", "ucx")
 
 
 def open_transport(
@@ -37,5 +37,9 @@ def open_transport(
             from kvstore.transport.tcp import Tcp
 
             return Tcp(name, arena=arena, source=source, options=options)
+        case "ucx":
+            from kvstore.transport.ucx import Ucx
+
+            return Ucx(name, arena=arena, source=source, options=options)
         case _:
             raise ConfigError(f"there is no transport {backend!r}: use {', '.join(NAMES)}")

@@ -27,6 +27,7 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
     "nixl": lambda _: partial(MoverParty, backend="nixl", environment=_UCX),
     "tcp": _secure,
     "tcp-insecure": lambda _: partial(MoverParty, backend="tcp", options={"insecure": "yes"}),
+    "ucx": lambda _: partial(MoverParty, backend="ucx", environment=_UCX),
 }
 
 

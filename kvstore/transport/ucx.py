@@ -1,0 +1,242 @@
+"""Plain UCX through ucxx: tagged messages, for machines without NIXL.
+
+    reader                                        owner
+      │ receives for every piece, with a tag of its own
+      │── CONTROL: own address, tag, pieces ─────▶│
+      │◀──────────────── tag: the bytes of each ──│   in order, from the owner's arena
+
+ucxx has no one-sided reads in Python, so the owner's loop takes part. A receive that has completed,
+well or in error, is a place that UCX is done with; others of a peer that has ended or is forgotten
+are not, and end as UNKNOWN.
+
+Options: none; UCX itself reads UCX_* of the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvstore.errors import ConfigError, TransportError
+from kvstore.ports import End, Outcome, Pieces, TransportCapabilities
+from kvstore.transport.loopback import open_descriptor
+from kvstore.transport.pieces import check_pieces, check_within
+from kvstore.wire.mover import Descriptor, Words, array_of, encode, words
+
+CONTROL: Final = 1
+DATA: Final = 1 << 62
+REQUESTS_PER_TURN: Final = 64
+READERS_MAX: Final = 256
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a reader asks of an owner."""
+
+    address: Annotated[bytes, msgspec.Meta(max_length=8192)]
+    tag: Annotated[int, msgspec.Meta(ge=DATA, le=2**63 - 1)]
+    begin: Words
+    length: Words
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Request)
+
+
+class _Owner:
+    """A peer that is read from."""
+
+    def __init__(self, found: Descriptor, endpoint: Any) -> None:
+        self.found, self.endpoint = found, endpoint
+
+
+class _Read:
+    def __init__(self, owner: _Owner, requests: list[Any], ask: bytes) -> None:
+        self.owner, self.requests = owner, requests
+        self._ask = ask
+        """UCX reads a long message from where it lies, when the owner fetches it."""
+        self.completed = 0
+        """So many from the first on have been looked at."""
+
+    def is_over(self) -> bool:
+        """Nothing of it is under way any more. Looks at each request once."""
+        while self.completed < len(self.requests) and self.requests[self.completed].completed:
+            self.completed += 1
+        return self.completed == len(self.requests)
+
+
+class Ucx:
+    """A `Transport` over UCX."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        arena: NDArray[np.uint8],
+        source: NDArray[np.uint8],
+        options: Mapping[str, str],
+    ) -> None:
+        """Raises ConfigError: ucxx is not installed, or cannot work here."""
+        if options:
+            raise ConfigError(f"the ucx transport knows no option {next(iter(options))!r}")
+        try:
+            self._lib: Any = importlib.import_module("ucxx._lib.libucxx")
+            self._array: Any = importlib.import_module("ucxx._lib.arr").Array
+        except ModuleNotFoundError:
+            raise ConfigError("ucxx is not installed: pip install 'kvstore[ucx]'") from None
+        self._name, self._arena, self._source = name, arena, source
+        feature = self._lib.Feature
+        try:
+            context = self._lib.UCXContext({}, feature_flags=(feature.TAG, feature.WAKEUP))
+            self._worker: Any = self._lib.UCXWorker(context)
+            self._worker.init_blocking_progress_mode()
+        except self._lib.UCXError as error:
+            raise ConfigError(f"UCX cannot work here: {error}") from None
+        address: bytes = self._worker.address.tobytes()
+        self._address = xxhash.xxh3_64_digest(address) + address
+        """With a checksum: UCX itself reads whatever it is given."""
+        self._owners: dict[str, _Owner] = {}
+        self._readers: dict[bytes, Any] = {}
+        """Endpoints to those that read from here, by address."""
+        self._reads: dict[int, _Read] = {}
+        self._given_up: list[_Read] = []
+        """Whose places may still be written to, and whose requests must not be freed."""
+        self._sends: deque[Any] = deque()
+        self._next_tag = DATA
+        self._outcomes: list[Outcome] = []
+
+    @property
+    def capabilities(self) -> TransportCapabilities:
+        return TransportCapabilities(one_sided=False, read_only_source=True, secure=False)
+
+    def describe(self) -> bytes:
+        return encode(Descriptor("ucx", self._name, len(self._source), 0, self._address))
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        assert peer not in self._owners, peer
+        found = open_descriptor(descriptor, peer=peer, backend="ucx")
+        self._owners[peer] = _Owner(found, self._dial(found.details))
+
+    def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
+        owner = self._owners.get(peer)
+        if owner is None:
+            raise TransportError(f"{peer} is not connected")
+        check_pieces(pieces, local_bytes=len(self._arena), remote_bytes=owner.found.size_bytes)
+        if not owner.endpoint.alive:
+            raise TransportError(f"{peer} has ended")
+        tag, self._next_tag = self._next_tag, self._next_tag + 1
+        places = zip(pieces.local.tolist(), pieces.length.tolist(), strict=True)
+        requests = [
+            owner.endpoint.tag_recv(self._array(self._arena[at : at + size]), self._tag(tag))
+            for at, size in places
+            if size
+        ]
+        ask = _encoder.encode(
+            _Request(self._address, tag, words(pieces.remote), words(pieces.length))
+        )
+        requests.append(owner.endpoint.tag_send(self._array(ask), self._tag(CONTROL)))
+        self._reads[read] = _Read(owner, requests, ask)
+        self._progress()
+
+    def poll(self) -> list[Outcome]:
+        self._progress()
+        self._answer()
+        while self._sends and self._sends[0].completed:
+            self._sends.popleft()
+        for read, begun in list(self._reads.items()):
+            self._look(read, begun)
+        self._readers = {at: end for at, end in self._readers.items() if end.alive}
+        self._progress()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def fileno(self) -> int:
+        return int(self._worker.epoll_file_descriptor)
+
+    def forget(self, peer: str) -> None:
+        gone = self._owners.pop(peer, None)
+        under_way = [read for read, begun in self._reads.items() if begun.owner is gone]
+        for read in under_way:
+            self._give_up(read, "forgotten")
+        if gone is not None and not under_way and gone.endpoint.alive:
+            gone.endpoint.close()
+
+    def close(self) -> None:
+        for peer in list(self._owners):
+            self.forget(peer)
+        self._reads.clear()
+
+    def _tag(self, number: int) -> Any:
+        return self._lib.UCXXTag(number)
+
+    def _dial(self, address: bytes) -> Any:
+        if len(address) < 8 or xxhash.xxh3_64_digest(address[8:]) != address[:8]:
+            raise TransportError("this is no address of UCX")
+        try:
+            place = self._lib.UCXAddress.create_from_buffer(address[8:])
+            return self._worker.create_endpoint_from_worker_address(place, True)
+        except (self._lib.UCXError, ValueError, TypeError) as error:
+            raise TransportError(f"UCX cannot use this address: {error}") from None
+
+    def _progress(self) -> None:
+        """All that is due; and have the descriptor tell of what comes next."""
+        self._worker.progress()
+        while not self._worker.arm():
+            self._worker.progress()
+
+    def _look(self, read: int, begun: _Read) -> None:
+        if begun.is_over():
+            del self._reads[read]
+            try:
+                for request in begun.requests:
+                    request.check_error()
+            except self._lib.UCXError as error:
+                self._outcomes.append(Outcome(read, End.FAILED, str(error)))
+            else:
+                self._outcomes.append(Outcome(read, End.DONE))
+        elif not begun.owner.endpoint.alive:
+            self._give_up(read, "it has ended")
+
+    def _give_up(self, read: int, reason: str) -> None:
+        """Its receives stay posted: to cancel them at an endpoint that has failed ends in UCX."""
+        begun = self._reads.pop(read)
+        self._given_up.append(begun)
+        self._outcomes.append(Outcome(read, End.UNKNOWN, reason))
+
+    # ── for readers ──────────────────────────────────────────────────────────────────────────────
+
+    def _answer(self) -> None:
+        for _ in range(REQUESTS_PER_TURN):
+            found = self._worker.tag_probe(self._tag(CONTROL), remove=True)
+            if not found.matched:
+                return
+            data = np.empty(found.length, np.uint8)
+            request = self._worker.tag_recv_with_handle(self._array(data), found)
+            while not request.completed:  # it is here already, or its sender is gone
+                self._worker.progress()
+            try:
+                self._give(_decoder.decode(data.tobytes()))
+            except (msgspec.DecodeError, TransportError):
+                continue  # whoever asked so waits for its own deadline
+
+    def _give(self, ask: _Request) -> None:
+        """Raises TransportError."""
+        if len(ask.begin) != len(ask.length) or len(ask.begin) % 8:
+            raise TransportError("the arrays of a request are not equally long")
+        begin, length = array_of(ask.begin), array_of(ask.length)
+        check_within(begin, length, len(self._source), "the arena")
+        endpoint = self._readers.get(ask.address)
+        if endpoint is None:
+            if len(self._readers) >= READERS_MAX:
+                raise TransportError("too many readers")
+            endpoint = self._readers[ask.address] = self._dial(ask.address)
+        for at, size in zip(begin.tolist(), length.tolist(), strict=True):
+            if size:
+                part = self._array(self._source[at : at + size])
+                self._sends.append(endpoint.tag_send(part, self._tag(ask.tag)))
