@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -98,7 +99,7 @@ class Pair:
     """Two movers of one back end."""
 
     def __init__(
-        self, stack: ExitStack, backend: str, *, tls: Authority | None = None, paced: bool = True
+        self, stack: ExitStack, backend: str, *, tls: Authority | None = None, paced: bool = False
     ) -> None:
         self._parties = []
         for name in ("a", "b"):
@@ -135,11 +136,11 @@ def main() -> None:
     blocks = make_pieces(order, at, np.full(len(at), BLOCK_BYTES))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        raw, nixl = Raw(stack), Pair(stack, "nixl")
-        unpaced = Pair(stack, "nixl", paced=False)
+        raw, nixl = Raw(stack), Pair(stack, "nixl", paced=True)
+        unpaced = Pair(stack, "nixl")
         tcp = Pair(stack, "tcp", tls=Authority(Path(folder)))
         plain = Pair(stack, "tcp")
-        ways = {
+        ways: dict[str, Callable[[], int]] = {
             "raw": raw.read_ns,
             "nixl": lambda: nixl.read_ns(whole),
             "nixl_unpaced": lambda: unpaced.read_ns(whole),
@@ -151,6 +152,7 @@ def main() -> None:
         for number in range(arguments.rounds + 1):
             for name, once in ways.items():
                 took_ns = once()
+                print(f"{name} {took_ns / 1e9:.2f} s", flush=True)
                 if number:  # the first warms connections, windows and pages
                     times[name].append(took_ns / 1e9)
     medians = {name: float(np.median(values)) for name, values in times.items()}

@@ -52,7 +52,8 @@ class MoverSettings(msgspec.Struct, frozen=True):
     """Of the back end."""
     environment: dict[str, str] = {}
     """Added to that of the child: UCX_* and the like."""
-    paced: bool = True
+    paced: bool = False
+    """By windows. Not by default: on a busy host a large read did not end (ADR 23)."""
 
 
 class Up(NamedTuple):

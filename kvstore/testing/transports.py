@@ -139,7 +139,7 @@ class MoverParty:
         options: Mapping[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         arena_bytes: int = ARENA_BYTES,
-        paced: bool = True,
+        paced: bool = False,
     ) -> None:
         """Started, and known to its back end."""
         self._arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(1))
