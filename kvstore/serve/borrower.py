@@ -33,6 +33,7 @@ from kvstore.proto import loans
 from kvstore.serve.exchange import Exchange
 from kvstore.serve.mover_host import MoverHost
 from kvstore.serve.peer_session import PeerLost, PeerSession
+from kvstore.transport.backends import is_at
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, SlotId
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.record import Scope
@@ -291,6 +292,8 @@ class Borrower:
         if not session.descriptor:
             self._forget(node)
             raise PeerLost(f"the mover of node {node} is not up")
+        if not is_at(session.descriptor, self._addresses.get(node, "")):
+            raise PeerLost(f"node {node} wants its blocks read from another machine than its own")
         return session
 
     def _forget(self, node: str) -> None:

@@ -21,13 +21,7 @@ from kvstore.serve.addresses import DEFAULT_METRICS, EXAMPLE_EVENTS
 from kvstore.serve.ask import OPTIONAL, SUMMARY, TOPICS, NodeClient, as_json, show
 from kvstore.serve.begin import supervise
 from kvstore.serve.cluster_commands import certs, cluster_options, index
-from kvstore.serve.config import (
-    DEFAULT_SOCKET,
-    HASH_FORMS,
-    LOG_LEVELS,
-    load_config,
-    read_settings,
-)
+from kvstore.serve.config import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS, load_config, read_settings
 from kvstore.serve.fsck import fsck as check_directory
 from kvstore.serve.fsck import reports_as_json, stores_in
 from kvstore.serve.inspect import BLOCK_ROWS_MAX, REQUEST_ROWS_MAX

@@ -171,21 +171,11 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     member = _open_member(config, incarnation, arena, tier, clock, stack)
     engine = _make_engine(config, memory, life, files)
     exchange = member.peering.exchange if member and member.peering else None
-    executor = Executor(
-        tier=tier,
-        attach=attach,
-        arena_fd=arena.arena_fd,
-        generation_fd=arena.generation_fd,
-        files=files,
-        publish=publisher.put if publisher else None,
-        feeder=member.feeder if member else None,
-        exchange=exchange,
-    )
     driver = Driver(
         engine=engine,
         tier=tier,
         attach=attach,
-        executor=executor,
+        executor=_make_executor(arena, tier, attach, files, publisher, member),
         clock=clock,
         files=files,
         exchange=exchange,
@@ -218,6 +208,26 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         _running(config, arena, incarnation, metrics_url, publisher, member),
         _serving(engine, http, publisher, member),
         collector,
+    )
+
+
+def _make_executor(
+    arena: Arena,
+    tier: DramTier,
+    attach: Attach,
+    files: FileEnd | None,
+    publisher: Publisher | None,
+    member: ClusterMember | None,
+) -> Executor:
+    return Executor(
+        tier=tier,
+        attach=attach,
+        arena_fd=arena.arena_fd,
+        generation_fd=arena.generation_fd,
+        files=files,
+        publish=publisher.put if publisher else None,
+        feeder=member.feeder if member else None,
+        exchange=member.peering.exchange if member and member.peering else None,
     )
 
 

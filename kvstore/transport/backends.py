@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ProtocolError
 from kvstore.ports import Transport
+from kvstore.transport.tcp_ends import Address
+from kvstore.wire.mover import decode_descriptor
 
 NAMES: Final = ("nixl", "tcp", "ucx")
+
+
+def is_at(descriptor: bytes, address: str) -> bool:
+    """Whether what a peer describes is on the machine at HOST:PORT, as far as the back end tells: a
+    peer must not have others dial whom it likes."""
+    try:
+        found = decode_descriptor(descriptor)
+        if found.backend != "tcp":
+            return True
+        told = msgspec.msgpack.decode(found.details, type=Address)
+    except (ProtocolError, msgspec.DecodeError):
+        return False
+    return told.host == address.rpartition(":")[0].strip("[]")
 
 
 def open_transport(

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from kvstore.connector.config import parse_config
+from kvstore.serve.main import cli
 from kvstore.units import GIB
 from tests.docs.commands import node_config, parse
 from tests.style.tree import ROOT, files
@@ -72,16 +73,22 @@ def test_the_dependency_table_is_that_of_pyproject() -> None:
     assert sorted(rows) == sorted(wanted)
 
 
-def test_the_commands_of_the_quick_start_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_quick_start_parse(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen = set()
+    monkeypatch.chdir(tmp_path)
     for program, *arguments in _commands():
         if program != "kvstore":
             continue
-        name, _ = parse(arguments)
+        name, parameters = parse(arguments)
         seen.add(name)
+        if name == "certs":
+            cli.main(["certs", *arguments[1:]], prog_name="kvstore", standalone_mode=False)
+            assert parameters["directory"] == Path("pki"), "what the nodes' commands read"
         if name == "node":
             assert node_config(arguments[1:], monkeypatch).dram_bytes == 64 * GIB
-    assert seen == {"node", "inspect", "explain", "clear", "upgrade", "fsck"}
+    assert seen == {"certs", "node", "inspect", "explain", "clear", "upgrade", "fsck"}
 
 
 def test_a_command_that_is_wrong_is_seen() -> None:

@@ -374,6 +374,16 @@ def test_who_holds_an_arena_is_waited_for_until_it_has_ended(arena: Arena) -> No
 
 def test_several_may_hold_an_arena(arena: Arena) -> None:
     held = [hold_arena(arena.arena_fd) for _ in range(2)]
-    for fd in held:
-        os.close(fd)
-    wait_for_holders(arena.arena_fd)
+    waited = threading.Event()
+
+    def wait() -> None:
+        wait_for_holders(arena.arena_fd)
+        waited.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    os.close(held[0])
+    assert not waited.wait(0.2), "one of them holds it still"
+    os.close(held[1])
+    thread.join(30)
+    assert waited.is_set()
