@@ -208,8 +208,8 @@ def granted_slots_are_free_after_a_restart() -> contextlib.AbstractContextManage
 
     def broken(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> Found:
         found = examine(self, quotas=quotas, writers=writers)
-        self.writers[found.held] = 0
-        return msgspec.structs.replace(found, held=found.held[:0])
+        self.name_writer(found.held, 0)
+        return msgspec.structs.replace(found, held=found.held[:0], writers=found.writers[:0])
 
     return mock.patch.object(Journal, "examine", broken)
 
