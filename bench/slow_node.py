@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 from kvstore.serve import main, process
 from kvstore.serve.begin import start_of
+from kvstore.serve.child import spawn_process
 from kvstore.serve.config import NodeConfig
-from kvstore.serve.supervisor import Supervisor, spawn_process
+from kvstore.serve.supervisor import Supervisor
 from kvstore.tiers.file import tier
 from kvstore.tiers.file.disk import PosixDisk
 

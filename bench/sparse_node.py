@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 from kvstore.arena import Arena
 from kvstore.serve import config, main, process, restarts
 from kvstore.serve.begin import start_of
+from kvstore.serve.child import spawn_process
 from kvstore.serve.config import NodeConfig
-from kvstore.serve.supervisor import Supervisor, spawn_process
+from kvstore.serve.supervisor import Supervisor
 from kvstore.units import TIB
 
 

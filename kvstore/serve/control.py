@@ -4,6 +4,7 @@
       │◀─────────────────────── Prepared ──────│   the code is loaded; nothing is touched yet
       │── Held + fd, … Writer + pidfd, … ──────▶│   what outlived the process before it
       │── Begin + listening socket ────────────▶│
+      │◀── Begun ──────────────────────────────│   it has heard all
       │◀── Page + fd ──────────────────────────│   the old generation page is void now …
       │── PageTaken ───────────────────────────▶│   … and the new one may be sealed
       │◀── Keep + fd, … ───────────────────────│   arena, journal: to be held from now on
@@ -87,6 +88,17 @@ class Begin(Control, frozen=True):
     places: Places
 
 
+class Begun(Control, frozen=True):
+    """It goes on from there: a process that stood by too long, swapped out say, may take its time
+    to say so."""
+
+
+class DiskHangs(Control, frozen=True):
+    """Whether the file tier's disk does not answer: a process that waits for it cannot end."""
+
+    hangs: bool
+
+
 class Page(Control, frozen=True):
     """A new generation page. With its descriptor, not sealed yet. The one before becomes void."""
 
@@ -127,7 +139,7 @@ class Released(Control, frozen=True):
     number: int
 
 
-FromNode = Prepared | Page | Keep | Drop | Serving | Attached | Released
+FromNode = Prepared | Begun | DiskHangs | Page | Keep | Drop | Serving | Attached | Released
 FromSupervisor = Held | Writer | Begin | PageTaken
 
 _T = TypeVar("_T")

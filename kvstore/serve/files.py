@@ -80,6 +80,7 @@ class FileEnd:
         tier: which.
         day_bytes: what may be written to it in a day; 0: any amount.
         wall_s: seconds of the wall clock: the only one that goes on while no node runs.
+        on_hang: is told when jobs have become late and have not ended, and when all have.
     """
 
     def __init__(
@@ -88,10 +89,14 @@ class FileEnd:
         *,
         day_bytes: int = 0,
         wall_s: Callable[[], float] = time.time,
+        on_hang: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._tier = tier
         self._day_bytes = day_bytes
         self._wall_s = wall_s
+        self._on_hang = on_hang
+        self._late_jobs: set[int] = set()
+        """Nobody waits for them any more; the disk has not let go of them."""
         self._over_budget_blocks = 0
         self._told_ns: int | None = None
         self._waiting: deque[FileEvent] = deque()
@@ -244,6 +249,11 @@ class FileEnd:
             ring(self._tier.fileno())
         return events
 
+    def _are_late(self, jobs: set[int]) -> None:
+        if bool(jobs) != bool(self._late_jobs):
+            self._on_hang(bool(jobs))
+        self._late_jobs = jobs
+
     def _translate(self, event: FileEvent) -> list[Event]:
         match event:
             case Known(scope=s, keys=keys, locations=locations, checksums=checksums):
@@ -258,10 +268,13 @@ class FileEnd:
                 self._scrub_log.add(blocks, size, bad=bad, bad_key=key, ended=ended)
                 return [TierScrubbed(Tier.FILE, blocks, size, bad, pass_ended=ended)]
             case Written(job=job, locations=locations):
+                self._are_late(self._late_jobs - {job})
                 return [FileWritten(job, locations)]
             case Read(job=job, good=good):
+                self._are_late(self._late_jobs - {job})
                 return [FileRead(job, good)]
             case Late(job=job):
+                self._are_late(self._late_jobs | {job})
                 return [FileLate(job)]
             case Reclaim(segment=segment, records=records):
                 parts = tuple(

@@ -6,6 +6,7 @@ cover: what is made of it (`node`), the messages (`control`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections import deque
@@ -50,6 +51,7 @@ class Handover:
                 case control.Begin():
                     self.begin = message
                     self.listener_fd = fd
+                    self._say(control.Begun())
                     return
                 case _:
                     raise AssertionError(f"{message} before Begin")
@@ -127,6 +129,12 @@ class Handover:
         except OSError:
             return False
         return True
+
+    def disk_hangs(self, hangs: bool) -> None:
+        """The file tier's disk does not answer, or does again."""
+        # Unsaid, an upgrade ends this process as it would without.
+        with contextlib.suppress(OSError):
+            control.send(self._socket, control.DiskHangs(hangs), flags=socket.MSG_DONTWAIT)
 
     def released(self, number: int) -> None:
         """Nothing depends on this rank any more."""

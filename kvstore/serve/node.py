@@ -393,7 +393,7 @@ def _open_files(
             raise
         tier = LateTier(where.home, open_tier, str(error))
     stack.callback(tier.close)
-    return FileEnd(tier, day_bytes=config.file_day_bytes)
+    return FileEnd(tier, day_bytes=config.file_day_bytes, on_hang=handover.disk_hangs)
 
 
 def _make_engine(config: NodeConfig, memory: Memory, life: int, files: FileEnd | None) -> Engine:

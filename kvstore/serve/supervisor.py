@@ -15,7 +15,8 @@ Loading the code takes longer than everything else of a restart together, so one
 ahead of need. That one has the code of its start: an upgrade throws it away for a new one, which
 takes over once it is ready.
 
-Covers: processes, descriptors, upgrades. Does not cover: how often is too often (`restarts`).
+Covers: when processes begin and end, descriptors, upgrades. Does not cover: how often is too often
+(`restarts`), one process (`child`).
 """
 
 from __future__ import annotations
@@ -26,19 +27,18 @@ import os
 import selectors
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from kvstore.errors import ConfigError
 from kvstore.obs import logs
 from kvstore.serve import control
+from kvstore.serve.child import Process, Spawned, spawn_process
 from kvstore.serve.harden import harden_process
 from kvstore.serve.kept import Kept
 from kvstore.serve.listener import Listener
@@ -52,6 +52,8 @@ STOP_LIMIT_NS: Final = 12 * NS_PER_S
 """For an orderly end, file tier included."""
 START_LIMIT_NS: Final = 60 * NS_PER_S
 """For a later process until it serves; the first one may take its time."""
+ANSWER_LIMIT_NS: Final = 5 * NS_PER_S
+"""For one that stood by, from its turn until it says its first word."""
 STANDBY_AFTER_NS: Final = 2 * NS_PER_S
 """So long a process serves before another is loaded: a start has better things to do."""
 LOOK_NS: Final = NS_PER_S
@@ -59,6 +61,10 @@ STILL_LOOKS_MAX: Final = 10
 """Looks at a heartbeat that stands still. Looks, not seconds: while the machine is suspended, or
 this process is stopped with its node, nobody looks."""
 
+HANGS: Final = (
+    "the disk of the file tier hangs, and a process that waits for it cannot be ended: the node"
+    " goes on as it was; ask again when /healthz says ok"
+)
 _log = logging.getLogger("kvstore.serve.supervisor")
 
 
@@ -71,56 +77,6 @@ class Start(msgspec.Struct, frozen=True):
     dram_bytes: int
     dram_note: str
     log_level: str
-
-
-class Spawned(NamedTuple):
-    """A process of which only the supervisor's end is told."""
-
-    pid: int
-    wait: Callable[[], int]
-    """Its exit status, negative for a signal; after its pidfd fired."""
-    socket: socket.socket
-
-
-def spawn_process(program: Sequence[str] = ("-P", "-m", "kvstore.serve.process")) -> Spawned:
-    """The code on disk as a process of its own, out of reach of the terminal's signals. `program`:
-    what Python runs, followed by a descriptor and our pid."""
-    ours, its = control.pair()
-    with its:
-        fd = its.fileno()
-        command = [sys.executable, *program, str(fd), str(os.getpid())]
-        started = subprocess.Popen(  # noqa: S603 -- our own program
-            command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-    return Spawned(started.pid, started.wait, ours)
-
-
-class Process:
-    """One node process."""
-
-    def __init__(self, spawned: Spawned) -> None:
-        self.spawned = spawned
-        self.socket = spawned.socket
-        # Blocking, with a limit of the kernel's: a timeout of Python's would make receiving wait.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 10, 0))
-        self.pidfd = os.pidfd_open(spawned.pid)
-        self.began_ns = time.monotonic_ns()
-        self.prepared: control.Prepared | None = None
-        self.serving_since_ns = 0
-        self.deadline_ns = 0
-        """By when it must serve, or be gone; 0: whenever."""
-        self.asked_to_end = False
-
-    def signal(self, number: signal.Signals) -> None:
-        """Never reaches another process."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, number)
-
-    def close(self) -> int:
-        """Its exit status, once it is gone."""
-        os.close(self.pidfd)
-        self.socket.close()
-        return self.spawned.wait()
 
 
 class Supervisor:
@@ -152,6 +108,8 @@ class Supervisor:
         self._stopping = False
         self._exit_code: int | None = None
         self._look_ns, self._beat, self._still = 0, b"", 0
+        self._beat_ns = 0
+        """When the heartbeat was seen to beat last."""
         self._listener = Listener(Path(start.socket), others_may_connect=start.others_may_connect)
         try:
             self._door = UpgradeDoor(Path(start.socket), self._upgrade)
@@ -217,7 +175,7 @@ class Supervisor:
             if process.deadline_ns and now_ns >= process.deadline_ns:
                 _log.error("a node process is late and is killed")
                 process.deadline_ns = 0
-                process.signal(signal.SIGKILL)
+                process.kill()
         if now_ns - self._look_ns >= LOOK_NS:
             self._look(now_ns)
             if self._serves and self._standby is None and now_ns >= self._standby_at_ns:
@@ -229,11 +187,23 @@ class Supervisor:
         beat, in_time = self._store.heartbeat(), now_ns - self._look_ns < 3 * LOOK_NS
         stands = beat == self._beat and in_time
         self._still = self._still + 1 if stands else 0
+        if beat != self._beat:
+            self._beat_ns = now_ns
         self._look_ns, self._beat = now_ns, beat
-        if self._still >= STILL_LOOKS_MAX and self._process is not None and self._serves:
-            _log.error("the node's loop has stood still for %d s and is killed", self._still)
-            self._still = 0
-            self._process.signal(signal.SIGKILL)
+        process = self._process
+        if self._still < STILL_LOOKS_MAX or process is None or not self._serves:
+            return
+        self._still = 0
+        if not process.was_killed:
+            _log.error("the node's loop has stood still for %d s and is killed", STILL_LOOKS_MAX)
+            process.kill()
+        elif not process.hangs_told:
+            process.hangs_told = True
+            _log.error(
+                "process %d was killed and does not end: it hangs in the kernel, most likely in"
+                " I/O to the disk of the file tier; another begins when it is gone",
+                process.spawned.pid,
+            )
 
     def _stop_node(self, now_ns: int) -> None:
         if self._process is None:
@@ -276,7 +246,9 @@ class Supervisor:
             self._begin_at_ns = time.monotonic_ns() + NS_PER_S
             return
         if self._has_served:
-            process.deadline_ns = time.monotonic_ns() + START_LIMIT_NS
+            stood_by = process.prepared is not None
+            limit_ns = ANSWER_LIMIT_NS if stood_by else START_LIMIT_NS
+            process.deadline_ns = time.monotonic_ns() + limit_ns
         if process.prepared is not None:
             self._hand_over(process)
 
@@ -303,6 +275,12 @@ class Supervisor:
         match message:
             case control.Attached(number=number, hello=hello):
                 store.attached(number, hello, fd)
+            case control.Begun():
+                process.has_begun = True
+                if process.deadline_ns:
+                    process.deadline_ns = time.monotonic_ns() + START_LIMIT_NS
+            case control.DiskHangs(hangs=hangs):
+                process.disk_hangs = hangs
             case control.Released(number=number):
                 store.released(number)
             case control.Page():
@@ -366,7 +344,8 @@ class Supervisor:
         return ""
 
     def _is_serving(self, process: Process, message: control.Serving) -> None:
-        process.serving_since_ns, process.deadline_ns = time.monotonic_ns(), 0
+        self._beat_ns = process.serving_since_ns = time.monotonic_ns()
+        process.deadline_ns = 0
         self._standby_at_ns = process.serving_since_ns + STANDBY_AFTER_NS
         self._places, self._has_served, self._still = message.places, True, 0
         self._upgrading, self._holds_blocks = False, True
@@ -405,8 +384,12 @@ class Supervisor:
         self._refuse(f"the new process ended with {told(status)} before it served: see the log")
 
     def _process_ended(self, process: Process, status: int, now_ns: int) -> None:
-        self._process, self._died_ns = None, now_ns
+        self._process = None
         self._life += 1
+        if process.serving_since_ns:
+            # One that the kernel held on to was away before it was gone.
+            is_late = now_ns - self._beat_ns > 3 * LOOK_NS
+            self._died_ns = self._beat_ns if is_late else now_ns
         if self._stopping:
             self._exit_code = 0 if status in (0, -signal.SIGTERM) else EXIT_GAVE_UP
         elif not self._has_served:
@@ -420,6 +403,10 @@ class Supervisor:
             self._start_again(process, status, now_ns)
 
     def _start_again(self, process: Process, status: int, now_ns: int) -> None:
+        if process.is_mute:
+            _log.error("the process that stood by did not answer: another is started")
+            self._begin_at_ns = now_ns
+            return
         served_ns = now_ns - process.serving_since_ns if process.serving_since_ns else 0
         if status == control.EXIT_REFUSED and not served_ns and self._store.memory:
             pause_ns = self._restarts.refused().pause_ns
@@ -460,6 +447,10 @@ class Supervisor:
         if not self._serves:
             self._refuse("the node is just being restarted: ask again when it serves")
             return
+        assert self._process is not None
+        if self._process.disk_hangs:
+            self._refuse(HANGS)
+            return
         if self._standby is not None:
             self._standby.signal(signal.SIGKILL)
         self._upgrading = True
@@ -475,6 +466,8 @@ class Supervisor:
 
     def _new_code_is_loaded(self, process: Process, prepared: control.Prepared) -> None:
         objection = self._objection(prepared)
+        if self._process is not None and self._process.disk_hangs:
+            objection = HANGS
         if objection:
             self._refuse(objection)
             process.signal(signal.SIGKILL)

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 from kvstore.serve import config, main, process
 from kvstore.serve.begin import start_of
+from kvstore.serve.child import spawn_process
 from kvstore.serve.config import NodeConfig
-from kvstore.serve.supervisor import Supervisor, spawn_process
+from kvstore.serve.supervisor import Supervisor
 from kvstore.tiers.file.config import FileConfig
 
 SEGMENT_BYTES = 1280 << 10

@@ -209,7 +209,8 @@ RUN_AS = """
 import os, signal, sys
 from kvstore.serve import control, main, node, process
 from kvstore.serve.begin import start_of
-from kvstore.serve.supervisor import Spawned, Supervisor
+from kvstore.serve.child import Spawned
+from kvstore.serve.supervisor import Supervisor
 import encodings.idna
 def spawn():
     ours, its = control.pair()

@@ -2,6 +2,7 @@
 
 DIRECTORY/plan     what each life does, one word a line; the last goes on for all later ones
 DIRECTORY/layout   of the journal, as this code has it
+DIRECTORY/prepared is written here: a dot for each process that waits for its turn
 DIRECTORY/lives    is written here: life, what was held, the writers, what it did
 """
 
@@ -25,6 +26,8 @@ def main(directory: Path, sock: socket.socket) -> int:
     if layout < 0:
         return 3
     control.send(sock, control.Prepared(control.CONTROL_VERSION, layout, "scripted"))
+    with (directory / "prepared").open("a") as file:
+        file.write(".")
     held, writers = [], []
     while True:
         heard = control.receive(sock, control.from_supervisor)
@@ -37,6 +40,7 @@ def main(directory: Path, sock: socket.socket) -> int:
                 writers.append(number)
             case control.Begin(life=life):
                 break
+    control.send(sock, control.Begun())
     words = (directory / "plan").read_text().split()
     word = words[min(life, len(words) - 1)]
     with (directory / "lives").open("a") as file:
@@ -64,6 +68,8 @@ def act(word: str, sock: socket.socket, life: int, held: list[str]) -> int:
     control.send(sock, control.Attached(10 * life, b"hello"), pidfd)
     control.send(sock, control.Attached(10 * life + 1, b"hello"), pidfd)
     control.send(sock, control.Released(10 * life))
+    if word == "hanging":
+        control.send(sock, control.DiskHangs(hangs=True))
     control.send(sock, control.Serving(control.Places(), blocks=life, size_bytes=0))
     sys.stdout.write(f"{life} serves\n")
     sys.stdout.flush()
@@ -72,7 +78,7 @@ def act(word: str, sock: socket.socket, life: int, held: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with mmap.mmap(page, PAGE) as memory:
         while True:
-            if word == "serve":  # its heart beats, that of "still" does not
+            if word != "still":  # its heart beats, that of "still" does not
                 memory[24:32] = os.urandom(8)
             signal.sigtimedwait((), 0.02)
 

@@ -109,6 +109,18 @@ def known(scope: Scope) -> Known:
     return Known(scope, KEYS, PLACES, SUMS)
 
 
+def test_jobs_that_are_late_and_do_not_end_are_told_of(tier: ScriptedTier) -> None:
+    told: list[bool] = []
+    end = FileEnd(cast("FileTier", tier), on_hang=told.append)
+    for events in ([Late(1), Late(2)], [Written(1, b"")], [Read(2, b"")], [Read(3, b"")]):
+        tier.events += events
+        end.read(0)
+    assert told == [True, False]
+    tier.events.append(Late(4))
+    end.read(0)
+    assert told == [True, False, True]
+
+
 def test_orders_reach_the_tier(tier: ScriptedTier, end: FileEnd) -> None:
     write = WriteFile(7, "t", b"s" * 32, SHARD, 8192, KEYS, SLOTS, SUMS, 1)
     read = ReadFile(8, "t", b"s" * 32, SHARD, 8192, KEYS, PLACES, SLOTS, SUMS, 1)

@@ -24,18 +24,21 @@ SCRIPT = Path(__file__).with_name("scripted_process.py")
 SUPERVISE = """
 import sys
 from kvstore.obs import logs
-from kvstore.serve import restarts, supervisor
+from kvstore.serve import child, restarts, supervisor
 directory, script, pace = sys.argv[1:]
 logs.setup("info")
 restarts.PAUSES_NS = restarts.REFUSAL_PAUSES_NS = (0,)
 if "quick" in pace:
     supervisor.START_LIMIT_NS, supervisor.LOOK_NS = 5 * 10**9, 5 * 10**7
+supervisor.ANSWER_LIMIT_NS = 2 * 10**9
+if "patient" in pace:
+    supervisor.START_LIMIT_NS, supervisor.LOOK_NS = 10**15, 5 * 10**7
 supervisor.STANDBY_AFTER_NS = int(1e12) if "standby" not in pace else 0
 start = supervisor.Start(
     settings={}, socket=f"{directory}/node.sock", others_may_connect=False, dram_bytes=1,
     dram_note="", log_level="info",
 )
-made = supervisor.Supervisor(start, spawn=lambda: supervisor.spawn_process((script, directory)))
+made = supervisor.Supervisor(start, spawn=lambda: child.spawn_process((script, directory)))
 sys.exit(made.run())
 """
 """The real one, with times that a test can wait for."""
@@ -98,6 +101,13 @@ class Supervised:
             threading.Event().wait(0.02)
         return pids[-1]
 
+    def waits_until_prepared(self, *, times: int) -> None:
+        """Until so many processes have said that their code is loaded."""
+        deadline_s = time.monotonic() + 60
+        while len((self.directory / "prepared").read_text()) < times:
+            assert time.monotonic() < deadline_s, self.told()
+            threading.Event().wait(0.02)
+
     def stop(self) -> int:
         self.process.terminate()
         return self.process.wait(20)
@@ -136,7 +146,7 @@ def test_the_next_process_is_given_what_the_last_one_left(supervise: Make) -> No
     assert one.stop() == 0
     assert "ended with SIGKILL: another is started" in one.told()
     left = sorted(path.name for path in one.directory.iterdir())
-    assert left == ["layout", "lives", "log", "plan"], "no socket, no lock"
+    assert left == ["layout", "lives", "log", "plan", "prepared"], "no socket, no lock"
 
 
 def test_killed_itself_it_leaves_no_process(supervise: Make) -> None:
@@ -223,6 +233,30 @@ def test_a_process_that_never_serves_is_killed(supervise: Make) -> None:
     assert [one.serves(), one.serves()[1:]] == ["0 serves", " serves"]
     assert "1 arena,journal [1] hang" in one.lives()
     assert "a node process is late and is killed" in one.told()
+
+
+@pytest.mark.timeout(60)
+def test_a_standby_that_does_not_answer_is_replaced_and_costs_nothing(supervise: Make) -> None:
+    """However long a process that is new may take."""
+    one = supervise("serve", "standby patient")
+    one.serves()
+    serving = one.child
+    standby = one.waits_for_standby()
+    one.waits_until_prepared(times=2)
+    os.kill(standby, signal.SIGSTOP)
+    os.kill(serving, signal.SIGKILL)
+    assert one.serves().endswith(" serves")
+    assert "the process that stood by did not answer: another is started" in one.told()
+    assert one.lives()[-1].split()[1] == "arena,journal"
+
+
+def test_an_upgrade_is_refused_while_the_disk_hangs(supervise: Make) -> None:
+    one = supervise("hanging serve")
+    one.serves()
+    old = one.child
+    with pytest.raises(UpgradeRefused, match=r"disk of the file tier hangs.* goes on as it was"):
+        ask_for_upgrade(one.socket, timeout_s=20)
+    assert one.child == old
 
 
 def test_a_heart_that_stands_still_is_ended(supervise: Make) -> None:
