@@ -25,6 +25,14 @@ from kvstore.wire.messages import Story, keys_array
 
 STORIES_MAX: Final = 1024
 NS_PER_US: Final = 1000
+COUNT_MAX: Final = 1 << 50
+"""Of nanoseconds (13 days), tokens, blocks: what an engine tells beyond that is nonsense, and sums
+of it would fit no message."""
+_COUNTS: Final = (
+    *("age_ns", "queued_ns", "lookup_ns", "promotion_ns", "load_ns"),
+    *("prompt_tokens", "local_tokens", "loaded_tokens", "file_tokens"),
+    *("first_block", "stored_blocks"),
+)
 
 
 class RequestReport(msgspec.Struct, frozen=True):
@@ -154,6 +162,8 @@ class Explain:
         if not owner.known:
             return  # no session ever: it does not know what it speaks of
         tenant, space = owner.known
+        counts = {name: min(getattr(story, name), COUNT_MAX) for name in _COUNTS}
+        story = msgspec.structs.replace(story, **counts)
         known = state.known.get(owner.known)
         found = (self._findings.get(owner.key, story.session, lease) for lease in story.leases)
         self._told.append(

@@ -18,6 +18,7 @@ import enum
 import errno
 import logging
 import os
+import resource
 import select
 import socket
 import struct
@@ -360,12 +361,17 @@ class Attach:
         """Read the first datagram: a Hello with the pidfd of its process."""
         descriptors: list[int] = []
         try:
-            size, ancillary, _, _ = sock.recvmsg_into(
+            size, ancillary, flags, _ = sock.recvmsg_into(
                 [self._buffer], _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
             )
             descriptors = received_descriptors(ancillary)
             if not size:
                 self.hang_up(connection.number)
+                return []
+            if flags & socket.MSG_CTRUNC and not descriptors:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                why = f"the node has no descriptor left of {limit}: raise LimitNOFILE, ulimit -n"
+                self._refuse(connection, "full", why, permanent=False)
                 return []
             hello = decode_from_engine(self._view[:size])
             if not isinstance(hello, HelloScheduler | HelloRank):

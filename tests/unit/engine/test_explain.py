@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import astuple
 
 from kvstore.engine import explain, findings
 from kvstore.engine.events import Clear, FileGone, FileLate, FilePart, FileReclaim
 from kvstore.engine.explain import RangeReport, RequestReport, fits
 from kvstore.engine.findings import Found
+from kvstore.proto.convert import to_message
 from kvstore.types import SpaceId
 from kvstore.wire.messages import LeaseRelease, Story
 from kvstore.wire.space import fingerprint
@@ -375,6 +377,18 @@ def test_a_story_before_any_session_is_not_heard() -> None:
     lonely = node.connect(peer.scheduler_hello(engine_id="lonely"))
     node.hear(lonely, Story(request="r"))
     assert node.engine.explain.requests("", limit=10) == []
+
+
+@pytest.mark.parametrize("field", explain._COUNTS)
+def test_nonsense_in_a_story_fits_the_answer(field: str) -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.lease(1, 1)
+    row = told(node, peer, blocks=1, **{field: 2**63 - 1})
+    parts: list[RequestReport | RangeReport] = [row, *ranges(node)]
+    for part in parts:
+        to_message(part)
+        assert all(n < 2 * explain.COUNT_MAX for n in astuple(part) if isinstance(n, int))
 
 
 def test_only_a_scheduler_tells_stories() -> None:

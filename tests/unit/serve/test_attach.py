@@ -58,6 +58,20 @@ def test_a_hello_with_its_pidfd_comes_in(make_attach: MakeAttach, connect: Conne
     assert attach.socket_count == 2
 
 
+def test_a_node_without_descriptors_says_so(
+    make_attach: MakeAttach, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach_module, "_ANCILLARY_BYTES", 0)  # as if none could be received
+    attach = make_attach()
+    peer = connect()
+    peer.introduce(hello_scheduler())
+    assert all_events(attach) == []
+    refused = refusal(peer)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert refused.reason.startswith(f"the node has no descriptor left of {limit}: raise")
+    assert not refused.permanent
+
+
 def a_plain_file() -> int:
     return os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
