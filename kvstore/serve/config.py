@@ -238,13 +238,16 @@ def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
             "node-name is for a shared directory, for events and for a cluster: add ',shared' to"
             " --file, or --events, or --index, or leave it out"
         )
+    file = _file(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub)
+    if file is not None and arena is None:  # a later process has memory to serve without its disk
+        _refuse_what_cannot_hold(file)
     return NodeConfig(
         socket=_socket(settings.socket),
         dram_bytes=dram_bytes,
         dram_note=note,
         slab_bytes=slab_bytes,
         policy=settings.policy,
-        file=_file(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub),
+        file=file,
         file_admission=_file_admission(settings),
         file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
         scrub=scrub,
@@ -292,13 +295,6 @@ def _file(
     if comma and mode != "shared":
         raise ConfigError(f"file {text!r} ends in {mode!r}: only 'shared' may stand there")
     directory, capacity_bytes = Path(path).absolute(), _size("file", size)
-    _refuse_what_is_no_directory(directory)
-    there = file_system_bytes(directory)
-    if capacity_bytes > there:
-        raise ConfigError(
-            f"file of {format_size(capacity_bytes)} is more than the {format_size(there)} that the"
-            f" file system of {directory} has: choose a smaller --file"
-        )
     return FileConfig(
         directory=directory,
         capacity_bytes=capacity_bytes,
@@ -310,11 +306,19 @@ def _file(
     )
 
 
-def _refuse_what_is_no_directory(directory: Path) -> None:
+def _refuse_what_cannot_hold(file: FileConfig) -> None:
+    directory = file.directory
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if os.path.isfile(there):
         raise ConfigError(
             f"file tier in {directory}: {there} is a file, not a directory: give --file a directory"
+        )
+    size_bytes = file_system_bytes(directory)
+    if file.capacity_bytes > size_bytes:
+        raise ConfigError(
+            f"file of {format_size(file.capacity_bytes)} is more than the"
+            f" {format_size(size_bytes)} that the file system of {directory} has: choose a smaller"
+            " --file"
         )
 
 
