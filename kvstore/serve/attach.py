@@ -18,7 +18,6 @@ import enum
 import errno
 import logging
 import os
-import resource
 import select
 import socket
 import struct
@@ -31,7 +30,7 @@ from kvstore.engine.events import Ended, Event, Exited, Received
 from kvstore.errors import ProtocolError
 from kvstore.ports import Clock
 from kvstore.serve.listener import Door
-from kvstore.serve.pidfd import vouches_for
+from kvstore.serve.pidfd import vouches_for, why_no_descriptor
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (
@@ -369,9 +368,7 @@ class Attach:
                 self.hang_up(connection.number)
                 return []
             if flags & socket.MSG_CTRUNC and not descriptors:
-                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                why = f"the node has no descriptor left of {limit}: raise LimitNOFILE, ulimit -n"
-                self._refuse(connection, "full", why, permanent=False)
+                self._refuse(connection, "full", why_no_descriptor(), permanent=False)
                 return []
             hello = decode_from_engine(self._view[:size])
             if not isinstance(hello, HelloScheduler | HelloRank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 
@@ -24,3 +25,9 @@ def vouches_for(pidfd: int, peer_pid: int) -> bool:
     worse, too early."""
     pid = pid_of(pidfd)
     return pid is not None and (pid <= 0 or peer_pid <= 0 or pid == peer_pid)
+
+
+def why_no_descriptor() -> str:
+    """What an engine is told whose pidfd this process had no room to receive."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"the node has no descriptor left of {limit}: raise LimitNOFILE, or ulimit -n"
