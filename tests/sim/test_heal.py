@@ -55,7 +55,8 @@ def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
 
     def forgotten(self: Slots, writer: int) -> Words:
         words = of_writer(self, writer)
-        return words[self.state[words] != SlotState.QUARANTINED]
+        left: Words = words[self.state[words] != SlotState.QUARANTINED]
+        return left
 
     def changed(world: World) -> None:
         sim_heal.probe(world.machines[0])
