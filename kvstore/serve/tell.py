@@ -108,7 +108,7 @@ def _prompt(request: RequestReport) -> str:
 def _times(request: RequestReport) -> str:
     return (
         f"queued {_ms(request.queued_us)}, lookup {_ms(request.lookup_us)}, "
-        f"waited for them {_ms(request.promotion_us)}, load {_ms(request.load_us)}"
+        f"waited for blocks {_ms(request.promotion_us)}, load {_ms(request.load_us)}"
     )
 
 

@@ -64,7 +64,7 @@ engine   one (llama), tenant default, space SPACE
 ended    AGE s ago
 prompt   83 tokens: 0 in the engine's own cache, 48 loaded (48 from dram, 0 from disk), 35 computed
 outcome  loaded
-times    queued 0.3 ms, lookup 0.2 ms, waited for disk 0.0 ms, load 12.0 ms
+times    queued 0.3 ms, lookup 0.2 ms, waited for blocks 0.0 ms, load 12.0 ms
 stored   5 blocks of it are stored, or were already
 
 blocks  tokens  tier  missed         why
