@@ -275,7 +275,7 @@ class RequestsReply(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[RequestReport, _Mapping]]] = ...) -> None: ...
 
 class RequestReport(_message.Message):
-    __slots__ = ("number", "request", "engine_id", "label", "tenant", "space", "ended_ms_ago", "block_tokens", "prompt_tokens", "local_tokens", "loaded_tokens", "file_tokens", "outcome", "text", "queued_us", "lookup_us", "promotion_us", "load_us", "stored_blocks", "peer_tokens")
+    __slots__ = ("number", "request", "engine_id", "label", "tenant", "space", "ended_ms_ago", "block_tokens", "prompt_tokens", "local_tokens", "loaded_tokens", "file_tokens", "peer_tokens", "outcome", "text", "queued_us", "lookup_us", "promotion_us", "load_us", "stored_blocks")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +288,7 @@ class RequestReport(_message.Message):
     LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     QUEUED_US_FIELD_NUMBER: _ClassVar[int]
@@ -295,7 +296,6 @@ class RequestReport(_message.Message):
     PROMOTION_US_FIELD_NUMBER: _ClassVar[int]
     LOAD_US_FIELD_NUMBER: _ClassVar[int]
     STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     number: int
     request: str
     engine_id: str
@@ -308,6 +308,7 @@ class RequestReport(_message.Message):
     local_tokens: int
     loaded_tokens: int
     file_tokens: int
+    peer_tokens: int
     outcome: str
     text: str
     queued_us: int
@@ -315,8 +316,7 @@ class RequestReport(_message.Message):
     promotion_us: int
     load_us: int
     stored_blocks: int
-    peer_tokens: int
-    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., engine_id: _Optional[str] = ..., label: _Optional[str] = ..., tenant: _Optional[str] = ..., space: _Optional[str] = ..., ended_ms_ago: _Optional[int] = ..., block_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., file_tokens: _Optional[int] = ..., outcome: _Optional[str] = ..., text: _Optional[str] = ..., queued_us: _Optional[int] = ..., lookup_us: _Optional[int] = ..., promotion_us: _Optional[int] = ..., load_us: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., peer_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[str] = ..., engine_id: _Optional[str] = ..., label: _Optional[str] = ..., tenant: _Optional[str] = ..., space: _Optional[str] = ..., ended_ms_ago: _Optional[int] = ..., block_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., file_tokens: _Optional[int] = ..., peer_tokens: _Optional[int] = ..., outcome: _Optional[str] = ..., text: _Optional[str] = ..., queued_us: _Optional[int] = ..., lookup_us: _Optional[int] = ..., promotion_us: _Optional[int] = ..., load_us: _Optional[int] = ..., stored_blocks: _Optional[int] = ...) -> None: ...
 
 class RangesRequest(_message.Message):
     __slots__ = ("number",)
