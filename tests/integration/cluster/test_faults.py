@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvstore.client.index import channel
+from kvstore.client.tls import load
 from kvstore.index.feed import Trust
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.cluster.kit import CONVERGES_S, Site, becomes, matches, member, trust
 from tests.integration.node.conftest import eventually
@@ -30,12 +35,12 @@ def closed_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_a_dead_node_is_out(site: Site, closed_port: int, *, is_refused: bool) -> None:
+def test_a_dead_node_is_out(site: Site, *, is_refused: bool) -> None:
     keys = make_keys(2)
     with site.index() as index, site.client(index.address) as client:
         flags = ["--index", index.address]
         if is_refused:
-            flags += ["--peer-listen", f"127.0.0.1:{closed_port}"]
+            flags += ["--peer-listen", "127.0.0.1:0", "--transport", "tcp"]
         with site.node("n1", *flags) as node, RawEngine(node.socket) as engine:
             engine.open()
             engine.store(keys)
@@ -46,14 +51,27 @@ def test_a_dead_node_is_out(site: Site, closed_port: int, *, is_refused: bool) -
         assert ("is gone: its address refuses connections" in index.log) is is_refused
 
 
-def test_no_address_but_the_nodes_own_is_dialled(site: Site, closed_port: int) -> None:
+@pytest.mark.parametrize(("host", "is_dialled"), [("127.0.0.1", True), ("169.254.169.254", False)])
+def test_no_address_but_the_nodes_own_is_dialled(
+    site: Site, closed_port: int, host: str, *, is_dialled: bool
+) -> None:
+    address = f"{host}:{closed_port}"
+    hello = pb.Hello(node="n1", incarnation=1, stream=1, address=address)
+    credentials = load(site.lab.files("node", "n1")).channel_credentials()
     with site.index() as index, site.client(index.address) as client:
-        flags = ["--index", index.address, "--peer-listen", f"169.254.169.254:{closed_port}"]
-        with site.node("n1", *flags) as node:
+        with channel(index.address, credentials) as feeding:
+            said = threading.Event()
+
+            def words() -> Iterator[pb.FeedWord]:
+                yield pb.FeedWord(hello=hello)
+                said.wait(CONVERGES_S)
+
+            call = IndexStub(feeding).Feed(words(), timeout=CONVERGES_S)
             assert eventually(lambda: member(client, "n1") is not None, timeout_s=CONVERGES_S)
-            node.kill()
+            said.set()
+            list(call)
         assert eventually(lambda: trust(client, "n1") is None, timeout_s=CONVERGES_S)
-        assert "refuses" not in index.log
+        assert ("refuses connections" in index.log) is is_dialled
 
 
 def test_a_stopped_node_is_out_and_comes_back(site: Site) -> None:
