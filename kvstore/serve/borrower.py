@@ -200,6 +200,8 @@ class Borrower:
         except PeerLost as error:
             self._forget(command.node)
             self._note(f"node {command.node}", str(error))
+            # Without a mover of our own nothing is said of the peer.
+            fetched = Fetched(command.job, bytes(count), peer_failed=not self._mover.trouble)
         finally:
             self.exchange.post(fetched)
 

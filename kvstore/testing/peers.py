@@ -27,7 +27,7 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine
 from kvstore.wire.messages import LeaseReply
 
-WAIT_S: Final = 60.0
+WAIT_S: Final = 180.0
 _PAUSE_S: Final = 0.05
 
 

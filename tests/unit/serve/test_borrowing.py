@@ -184,6 +184,21 @@ def test_a_transfer_that_fails_gives_everything_back_on_both_sides() -> None:
     run(body)
 
 
+def test_a_peer_is_not_blamed_for_our_own_mover() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        two.a.mover.reason = two.a.mover.trouble = "our own mover died"
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).slots == b""
+        assert two.a.engine._fetches._peers["b"].failures == 0
+        two.a.mover.reason = two.a.mover.trouble = ""
+        two.a.tick(1001)
+        assert (await two.lease(engine, 2, 1)).from_peer == 1
+
+    run(body)
+
+
 def test_slots_stay_the_fetchs_until_the_transfer_has_ended() -> None:
     async def body(two: Two) -> None:
         Stored(two.b, "eb").store(1)

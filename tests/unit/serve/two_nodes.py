@@ -60,6 +60,7 @@ class MemoryMover:
         self.before: Callable[[], object] = lambda: None
         self.gate: asyncio.Event | None = None
         self.reason = ""
+        self.trouble = ""
         self.forgotten: list[str] = []
 
     async def move(
