@@ -35,7 +35,7 @@ def as_set(changes: list[Changed]) -> set[tuple[object, ...]]:
 
 
 def test_who_wants_no_changes_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = Node(tell_changes=False)
+    node = Node(tell_changes=False, tell_offers=False)
     monkeypatch.setattr(node, "_held", set)
     Peer(node).store(1, 2)
     node.step(Clear(None, None))
