@@ -110,7 +110,7 @@ class Watch:
             if each.overdue and now_ns >= each.deadline_ns + GRACE_NS:
                 return Recycle(f"a read from {each.peer} has no end")
             if not each.overdue:
-                each.overdue = each.limbo = True
+                each.overdue = True
                 overdue.append(Overdue(number, each.peer))
         if self.limbo_bytes > self._limbo_max:
             return Recycle("too many reads have no end")
