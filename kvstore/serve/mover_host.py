@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
 from typing import Final
 
 from kvstore.ports import Clock, Pieces
@@ -36,8 +35,6 @@ class MoverHost:
         """Descriptor of each peer that the mover is connected to."""
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.on_up: Callable[[], None] = lambda: None
-        """Peers have another descriptor to read by."""
 
     def start(self) -> None:
         """Begin. The loop's thread lives as long as the node: the mover dies with it."""
@@ -100,7 +97,6 @@ class MoverHost:
             case Up(registered=registered):
                 self.descriptor, self.trouble = registered.descriptor, ""
                 self._connected.clear()
-                self.on_up()
             case Down(reason=reason):
                 _log.warning("the mover ended: %s; another one is started", reason)
                 self.descriptor, self.trouble = b"", f"the mover ended: {reason}"

@@ -26,6 +26,7 @@ from kvstore.proto.peer_pb2_grpc import PeersStub
 from kvstore.types import KEY_BYTES, SpaceId
 
 OPEN_TIMEOUT_S: Final = 2.0
+KEEPALIVE_MS: Final = 10_000
 
 
 class PeerLost(KVStoreError):
@@ -161,7 +162,7 @@ def _channel(
         ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", 3_000),
     ]
     if credentials is None:

@@ -14,6 +14,7 @@ Pure: bytes are seen through memoryviews. Does not cover: moving them (`kvstore.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -46,6 +47,13 @@ class Assembly:
             raise ValueError("shards of blocks of other sizes")
         self.sources, self.targets = tuple(sources), tuple(targets)
         (size,) = head_bytes
+        # As many bytes twice would leave others as they were: what was in a slot before.
+        if any(
+            len(shared(one.shard, other.shard, head_bytes=size).lengths)
+            for side in (sources, targets)
+            for one, other in itertools.combinations(side, 2)
+        ):
+            raise ValueError("shards that do not cover the same layers and heads, each once")
         self.pieces = [
             Piece(s, t, runs)
             for s, source in enumerate(sources)

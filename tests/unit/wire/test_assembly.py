@@ -127,6 +127,22 @@ def test_equal_shards_are_one_run_each() -> None:
 @pytest.mark.parametrize(
     ("there", "here"),
     [
+        (ranks(2)[:1] * 2, ranks(1)),
+        (ranks(4)[:2] + ranks(4)[:2], ranks(1)),
+        (ranks(1), ranks(2)[:1] * 2),
+    ],
+)
+def test_shards_that_come_twice_do_not_stand_for_those_that_are_missing(
+    there: list[Shard], here: list[Shard]
+) -> None:
+    """As many bytes as a block has, but some places of it would stay as they were."""
+    with pytest.raises(ValueError, match="cover"):
+        Assembly(scopes(there), scopes(here))
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
         (ranks(2)[:1], ranks(1)),
         (ranks(1), ranks(2)[:1]),
         (ranks(1) + ranks(1), ranks(1)),
