@@ -78,8 +78,10 @@ class Host:
             for pid in candidates():
                 if pid == 0:
                     return
-                children = [pid, *children_of(pid)] if Path(f"/proc/{pid}").exists() else []
-                if any(mark in name for each in children for name in descriptors(each)):
+                family = [pid]
+                with suppress(FileNotFoundError, ProcessLookupError):  # it is gone by now
+                    family += children_of(pid)
+                if any(mark in name for each in family for name in descriptors(each)):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                     return

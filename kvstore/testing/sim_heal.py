@@ -239,6 +239,10 @@ def _restart(engine: SimEngine) -> None:
         _turn(engine)
 
 
+_TURNS_TO_ANSWER = 2_500
+"""Of a millisecond: an engine waits for a disk for two seconds at most."""
+
+
 def _keys(name: str) -> list[bytes]:
     return [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(_PROBE_BLOCKS)]
 
@@ -249,7 +253,7 @@ def _ask(engine: SimEngine, keys: list[bytes]) -> int:
     request = SimRequest("probe", keys, tokens=len(keys) * BLOCK_TOKENS + 2, decode_tokens=8)
     engine.machine.node_step()
     engine.add(request)
-    for _ in range(400):
+    for _ in range(_TURNS_TO_ANSWER):
         _turn(engine)
         if engine.finished_count > finished:
             break
