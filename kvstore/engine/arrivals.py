@@ -58,6 +58,8 @@ class Arrivals:
         self._generation = np.zeros(word_count, dtype=np.uint64)
         """Of each slot that a block was brought into and that nobody has leased since."""
         self._origin = np.zeros(word_count, dtype=np.uint8)
+        self.has_news = False
+        """Something arrived, or will not, since somebody looked."""
         self.waits: dict[tuple[int, int], Wait] = {}
         """By (session, lease)."""
 
@@ -88,6 +90,7 @@ class Arrivals:
 
     def advance(self) -> None:
         """Something arrived, or will not: tell who waits for it."""
+        self.has_news = True
         for key, wait in list(self.waits.items()):
             is_held = self._state.leases.get(*key) is wait.held
             if not (is_held and self._advance(key[0], wait)):
@@ -99,7 +102,7 @@ class Arrivals:
         run = leading_run(state, owner.scopes, wait.keys)
         count = run.count
         rest = wait.keys[count:]
-        promoting = self._on_their_way(owner.scopes, rest)
+        promoting = self.on_their_way(owner.scopes, rest)
         if count == 0 and promoting:
             return True
         words = run.words()
@@ -124,7 +127,7 @@ class Arrivals:
         )
         return promoting > 0
 
-    def _on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
+    def on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
         """Leading keys that are in dram or coming in every shard, at least one of them coming."""
         residency, count, moving = self._state.residency, len(keys), False
         for scope in scopes:

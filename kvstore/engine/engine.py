@@ -115,7 +115,7 @@ class Engine:
         self._fetches = Fetches(self._state, admission, self._arrivals, self._files.writes, numbers)
         for source in (self._files, self._fetches):
             self._arrivals.add(source)
-        self._loans = Loans(self._state)
+        self._loans = Loans(self._state, self._files, self._arrivals)
         self._lookups = Lookups(
             self._state, self._files, self._fetches, self._arrivals, self._findings
         )
@@ -139,6 +139,10 @@ class Engine:
             state.cause += 1
             self._take(event)
             state.publish_generations()
+        if self._arrivals.has_news:
+            self._arrivals.has_news = False
+            if self._loans.any_waiting:
+                self._loans.advance()
         self._stores.grant_all()
         state.publish_generations()
         state.tell_changes()

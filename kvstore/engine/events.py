@@ -163,8 +163,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """Another node that holds a run of what was asked for, from the first key on."""
 
     node: str
-    dram_blocks: int
-    """The leading ones that are in its dram."""
+    blocks: int
+    """The leading ones that it has, in its dram or on its disk."""
 
 
 class Located(msgspec.Struct, frozen=True):
@@ -189,7 +189,7 @@ class Fetched(msgspec.Struct, frozen=True):
 
 
 class Lend(msgspec.Struct, frozen=True):
-    """Another node asks to read blocks: the longest run of these keys that is in dram."""
+    """Another node asks to read blocks: the longest run of these keys that is here."""
 
     peer: int
     """The shell's number for one incarnation of a node; never used again."""
@@ -377,8 +377,9 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """Answer to Lend: the leading run, pinned until LoanReturned or the end of its time; possibly
-    nothing. Arrays are [n][S] of these shards, which cover all layers and heads."""
+    """Answer to Lend, at once or when what is on disk has come: the leading run that is in dram,
+    pinned until LoanReturned or the end of its time; possibly nothing. Arrays are [n][S] of these
+    shards, which cover all layers and heads."""
 
     peer: int
     loan: int

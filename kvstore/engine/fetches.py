@@ -24,20 +24,18 @@ from numpy.typing import NDArray
 
 from kvstore.engine.admission import Admission
 from kvstore.engine.arrivals import Arrivals
+from kvstore.engine.askers import Asker
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.engine.findings import Origin
-from kvstore.engine.owners import Owner
 from kvstore.engine.pace import NS_PER_BYTE_GUESS, ReadPace
 from kvstore.engine.policy.port import Words, prints
-from kvstore.engine.quotas import GroupId
 from kvstore.engine.slots import PEER_WRITER
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys, Rows
 from kvstore.engine.tombstones import Why
 from kvstore.engine.writes import MOVING_SHARE, Writes
-from kvstore.types import KEY_BYTES, Shard, SpaceId
+from kvstore.types import KEY_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
 
 LOCATES_MAX = 256
@@ -57,22 +55,8 @@ AVOID_FIRST_NS, AVOID_MOST_NS = NS_PER_S, 30 * NS_PER_S
 PEERS_MAX = 1024
 
 
-class _Asker(msgspec.Struct, frozen=True):
-    """For whom blocks are brought: an engine's columns, which outlive the engine here."""
-
-    tenant: str
-    space: SpaceId
-    shards: tuple[Shard, ...]
-    slot_sizes: tuple[int, ...]
-    block_bytes: tuple[int, ...]
-    block_tokens: int
-    group: GroupId
-    scopes: tuple[int, ...]
-    owner: Owner
-
-
 class _Locating(msgspec.Struct, frozen=True):
-    asker: _Asker
+    asker: Asker
     keys: Keys
 
 
@@ -80,7 +64,7 @@ class _Fetching(msgspec.Struct):
     """Blocks on their way; their slots, one column per shard, are PEER_WRITER's."""
 
     node: str
-    asker: _Asker
+    asker: Asker
     keys: Keys
     columns: list[Words]
     size_bytes: int
@@ -129,22 +113,21 @@ class Fetches:
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────
 
-    def want(self, owner: Owner, keys: Keys) -> int:
+    def want(self, asker: Asker, keys: Keys) -> int:
         """A request names these keys, in chain order, of which this node holds not even the first.
         Returns how many of them, from the first on, are on their way or may be."""
         state = self._state
-        if not state.config.fetches or not len(keys) or not owner.scopes or owner.known is None:
+        if not state.config.fetches or not len(keys):
             return 0
         keys = keys[:KEYS_PER_DATAGRAM_MAX]
-        coming = self._leading(owner.scopes, keys)
+        coming = self._leading(asker.scopes, keys)
         if coming:
             return coming
-        first = (owner.scopes[0], keys[0].tobytes())
+        first = (asker.scopes[0], keys[0].tobytes())
         if self._absent.get(first, 0) > state.now_ns or len(self._locating) >= LOCATES_MAX:
             return 0
         if len(set(_each(keys))) != len(keys):
             return 0  # a chain names no key twice: whoever does is not served with more work
-        asker = _asker(owner)
         number = next(self._numbers)
         self._locating[number] = _Locating(asker, keys)
         self._expect(number, asker.scopes, keys)
@@ -190,9 +173,9 @@ class Fetches:
                 if self._coming.get((scope, key)) == number:
                     del self._coming[scope, key]
 
-    def estimate_ms(self, owner: Owner, block_count: int) -> int:
+    def estimate_ms(self, asker: Asker, block_count: int) -> int:
         """How long so many blocks take to come from wherever they are, as far as anybody knows."""
-        size = block_count * sum(owner.slot_sizes)
+        size = block_count * sum(asker.slot_sizes)
         now_ns = self._state.now_ns
         paces = [p.pace.ns_per_byte(now_ns) for p in self._peers.values() if not p.failures]
         return LOCATE_MS + int(size * min(paces, default=NS_PER_BYTE_GUESS) / NS_PER_MS)
@@ -210,7 +193,7 @@ class Fetches:
             if event.is_known:
                 self._remember_absent((asker.scopes[0], keys[0].tobytes()))
         elif not state.is_off(asker.tenant, asker.space):
-            self._fetch_all(chosen.node, asker, keys[: chosen.dram_blocks])
+            self._fetch_all(chosen.node, asker, keys[: chosen.blocks])
         self._arrivals.advance()
 
     def _remember_absent(self, first: tuple[int, bytes]) -> None:
@@ -219,7 +202,7 @@ class Fetches:
         if len(self._absent) > ABSENT_MAX:
             self._absent.popitem(last=False)
 
-    def _choose(self, asker: _Asker, candidates: Sequence[Candidate]) -> Candidate | None:
+    def _choose(self, asker: Asker, candidates: Sequence[Candidate]) -> Candidate | None:
         """The one that saves most time; None: computing is as quick."""
         state = self._state
         pace = state.paces.of(asker.tenant, asker.space)
@@ -227,7 +210,7 @@ class Fetches:
         best, best_saved_ns = None, 0.0
         for candidate in candidates:
             peer = self._peers.get(candidate.node)
-            if not candidate.dram_blocks or (peer and peer.avoid_until_ns > state.now_ns):
+            if not candidate.blocks or (peer and peer.avoid_until_ns > state.now_ns):
                 continue
             ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = ns_per_byte * sum(asker.block_bytes)
@@ -235,13 +218,13 @@ class Fetches:
                 continue
             # Nothing is known of computing: the longest run is the best, the quickest of equals.
             worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)
-            if candidate.dram_blocks * worth_ns > best_saved_ns:
-                best, best_saved_ns = candidate, candidate.dram_blocks * worth_ns
+            if candidate.blocks * worth_ns > best_saved_ns:
+                best, best_saved_ns = candidate, candidate.blocks * worth_ns
         return best
 
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
-    def _fetch_all(self, node: str, asker: _Asker, keys: Keys) -> None:
+    def _fetch_all(self, node: str, asker: Asker, keys: Keys) -> None:
         """Fetch what of these is not here by now, as far as there is room."""
         state = self._state
         missing = np.zeros(len(keys), dtype=bool)
@@ -252,13 +235,13 @@ class Fetches:
         block_bytes = sum(asker.slot_sizes)
         room = max(0, self._moving_bytes_max - self._moving_bytes) // block_bytes
         room = max(room, 0 if self._fetching else 1)
-        state.make_room_for(Why.READS, asker.owner)
+        state.make_room_for(Why.READS, asker.title)
         count = self._make_room(asker, min(len(keys), room))
         per_fetch = max(1, FETCH_BYTES // block_bytes)
         for begin in range(0, count, per_fetch):
             self._fetch(node, asker, keys[begin : min(begin + per_fetch, count)])
 
-    def _make_room(self, asker: _Asker, wanted: int) -> int:
+    def _make_room(self, asker: Asker, wanted: int) -> int:
         """Free slots for up to so many blocks; returns for how many there are some."""
         if not wanted:
             return 0
@@ -270,7 +253,7 @@ class Fetches:
             self._admission.make_room(pool, need, active | set(sizes), asker.group)
         return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
 
-    def _fetch(self, node: str, asker: _Asker, keys: Keys) -> None:
+    def _fetch(self, node: str, asker: Asker, keys: Keys) -> None:
         state, number = self._state, next(self._numbers)
         columns = [
             state.slots.grant(
@@ -353,7 +336,7 @@ class Fetches:
 
     def _take(
         self,
-        asker: _Asker,
+        asker: Asker,
         column: int,
         keys: Keys,
         words: Words,
@@ -395,23 +378,6 @@ class Fetches:
         assert self._moving_bytes == sum(job.size_bytes for job in self._fetching.values())
         for number in self._coming.values():
             assert number in self._locating or number in self._fetching, "nobody brings a key"
-
-
-def _asker(owner: Owner) -> _Asker:
-    assert owner.known is not None
-    space = owner.rank_hellos()[0].space
-    shards = tuple(owner.columns())
-    return _Asker(
-        tenant=owner.known[0],
-        space=owner.known[1],
-        shards=shards,
-        slot_sizes=owner.slot_sizes,
-        block_bytes=tuple(shard_bytes(space, shard) for shard in shards),
-        block_tokens=space.block_tokens,
-        group=owner.group,
-        scopes=owner.scopes,
-        owner=owner,
-    )
 
 
 def _each(keys: Keys) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ promotion takes (`pace`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.admission import Admission
 from kvstore.engine.arrivals import Arrivals
+from kvstore.engine.askers import Asker
 from kvstore.engine.events import (
     FileGone,
     FileKnown,
@@ -36,7 +37,6 @@ from kvstore.engine.events import (
     VoidFile,
 )
 from kvstore.engine.findings import Origin
-from kvstore.engine.owners import Owner
 from kvstore.engine.pace import ReadPace
 from kvstore.engine.policy.port import Words, prints
 from kvstore.engine.quotas import GroupId
@@ -47,7 +47,6 @@ from kvstore.engine.table import NO_ROWS, Keys, Rows
 from kvstore.engine.tombstones import Why
 from kvstore.engine.writes import JOB_BYTES_MAX, MOVING_SHARE, Writes
 from kvstore.types import KEY_BYTES, SpaceId, Tier
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
 BLOCKS_PER_READ = 64
@@ -112,33 +111,36 @@ class Files:
 
     # ── disk to dram ─────────────────────────────────────────────────────────────────────────────
 
-    def promote(self, owner: Owner, keys: Keys, *, held: Rows = NO_ROWS) -> int:
+    def promote(self, asker: Asker, keys: Keys, *, held: Rows = NO_ROWS) -> int:
         """Begin to read what of these keys, in chain order, is on disk and not in dram. Returns how
         many of them, from the first on, are in dram or on their way, or REPEATED: then nothing was
         begun. `held`: rows of the first shard that the same question has leased already."""
         state = self._state
         if not self.enabled:
             return 0
-        keys = keys[: PROMOTED_BLOCKS_MAX // max(len(owner.scopes), 1)]
-        space = owner.rank_hellos()[0].space
+        keys = keys[: PROMOTED_BLOCKS_MAX // max(len(asker.scopes), 1)]
         count = len(keys)
-        for scope, size in zip(owner.scopes, owner.slot_sizes, strict=True):
+        for column, scope in enumerate(asker.scopes):
             rows = state.residency.find(scope, keys[:count])
             count = self._leading(rows)
             rows = rows[:count]
-            if scope == owner.scopes[0] and has_repeats(np.concatenate([held, rows])):
+            if column == 0 and has_repeats(np.concatenate([held, rows])):
                 return REPEATED
             self._asked_for[rows] = True
             away = np.flatnonzero((state.residency.words(rows) < 0) & (self._reading[rows] == 0))
             if len(away):
-                shard = state.residency.address(scope)[2]
-                started = self._start(
-                    scope, keys[away], rows[away], size, shard_bytes(space, shard), owner
-                )
+                started = self._start(asker, column, keys[away], rows[away])
                 if started < len(away):
                     count = int(away[started])
             if count == 0:
                 break
+        return count
+
+    def leading(self, scopes: Sequence[int], keys: Keys) -> int:
+        """How many of these keys, from the first on, all shards have in dram or on disk."""
+        count = len(keys)
+        for scope in scopes:
+            count = self._leading(self._state.residency.find(scope, keys[:count]))
         return count
 
     def _leading(self, rows: Rows) -> int:
@@ -148,11 +150,9 @@ class Files:
         there |= (rows >= 0) & (residency.file[rows] != 0)
         return len(rows) if bool(there.all()) else int(np.argmin(there))
 
-    def _start(
-        self, scope: int, keys: Keys, rows: Rows, size: int, block_bytes: int, owner: Owner
-    ) -> int:
-        """Issue reads for these rows as far as there is room. Returns for how many."""
-        state = self._state
+    def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
+        """Issue reads for these rows of one shard as far as there is room. Returns for how many."""
+        state, size = self._state, asker.slot_sizes[column]
         limit = min(
             self._moving_bytes_max, int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
         )
@@ -161,20 +161,20 @@ class Files:
         if wanted == 0:
             return 0
         pool = state.slots.pool(size)
-        state.make_room_for(Why.READS, owner)
+        state.make_room_for(Why.READS, asker.title)
         active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
-        self._admission.make_room(pool, wanted, active, owner.group)
+        self._admission.make_room(pool, wanted, active | {size}, asker.group)
         wanted = min(wanted, len(pool.free))
         pieces = max(1, min(BLOCKS_PER_READ, JOB_BYTES_MAX // size))
         for begin in range(0, wanted, pieces):
             piece = slice(begin, min(begin + pieces, wanted))
             self._read(
-                scope,
+                asker.scopes[column],
                 keys[piece],
                 rows[piece],
                 pool_size=size,
-                block_bytes=block_bytes,
-                group=owner.group,
+                block_bytes=asker.block_bytes[column],
+                group=asker.group,
             )
         return wanted
 

@@ -1,6 +1,7 @@
 """Blocks that another node reads here: pinned while it does, and told whether they stayed.
 
     Lend ──pin the leading run──▶ Lent … the peer reads … LoanReturned ──▶ LoanEnded(intact)
+      └─ what is on disk is promoted first, for WAIT_NS at most
 
 Rules. 1: a loan is a lease of a session of its own, negative, so that time ends it like any other.
 2: a peer only reads: giving a slot up early is never unsafe here, and `intact` tells it so. 3: what
@@ -14,90 +15,156 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.arrivals import Arrivals
+from kvstore.engine.askers import Asker, node_asks
 from kvstore.engine.covers import covers
 from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
+from kvstore.engine.files import REPEATED, Files
 from kvstore.engine.leases import Lease
 from kvstore.engine.policy.port import Words
 from kvstore.engine.runs import Run, leading_run
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys
-from kvstore.types import Shard, SpaceId
-from kvstore.wire.layout import shard_bytes
+from kvstore.types import SpaceId
+from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
+
+WAIT_NS = NS_PER_S
+"""So long a loan waits for blocks from disk; whoever asks waits twice as long for the answer."""
+WAITING_MAX = 64
+"""Loans of one peer that wait."""
 
 
 class _Loan(msgspec.Struct, frozen=True):
-    held: Lease | None
-    """None: nothing was lent."""
+    held: Lease
     words: Words
     generations: NDArray[np.uint64]
     block_count: int
 
 
+class _Waiting(msgspec.Struct, frozen=True):
+    """A loan that is answered when what is on disk has come."""
+
+    peer: int
+    loan: int
+    asker: Asker
+    keys: Keys
+    until_ns: int
+
+
 class Loans:
     """All loans of a node, by (peer, loan)."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, files: Files, arrivals: Arrivals) -> None:
         self._state = state
+        self._files = files
+        self._arrivals = arrivals
         self._loans: dict[tuple[int, int], _Loan] = {}
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
 
     def lend(self, event: Lend) -> None:
-        """Pin the longest run that is in dram, whatever the parallel size it was stored with."""
-        state = self._state
-        name = (event.peer, event.loan)
+        """Pin the longest run there is, whatever the parallel size it was stored with."""
+        state, name = self._state, (event.peer, event.loan)
         keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
-        may_add = name not in self._loans and state.leases.may_add(-event.peer, event.loan)
-        shards, run = self._best(event, keys if may_add else keys[:0])
+        is_new = name not in self._loans and name not in self._waiting
+        asker = self._best(event, keys)
+        count = self._files.leading(asker.scopes, keys) if asker else 0
+        if asker is None or not count or not is_new or not self._may_lend(event.peer, event.loan):
+            self._say_nothing(*name)
+            return
+        keys = keys[:count]
+        run = leading_run(state, asker.scopes, keys)
         if run.repeats():
-            shards, run = (), leading_run(state, (), keys)
-        words = run.words()
-        sums = np.empty(0, dtype=np.uint64)
-        sizes: tuple[int, ...] = ()
-        if run.count:
-            space = state.known[event.tenant, SpaceId(event.space)].space
-            sizes = tuple(shard_bytes(space, shard) for shard in shards)
-            held = state.leases.add(-event.peer, event.loan, words, state.now_ns)
-            generations = state.slots.generation[words]
-            self._loans[name] = _Loan(held, words, generations, run.count)
-            for words_of_shard in run.words_by_shard:
-                mine = words_of_shard[: run.count]
-                state.slots.touch(state.slots.pool_of(int(mine[0])), mine)
-            sums = run.every_checksum(state)
-            state.counters.loaned_blocks += run.count
-        state.say(
-            Lent(
-                peer=event.peer,
-                loan=event.loan,
-                shards=shards if run.count else (),
-                block_bytes=sizes,
-                slots=state.slots.slots_of(words).astype("<u4").tobytes(),
-                generations=state.slots.generation[words].astype("<u8").tobytes(),
-                checksums=sums.astype("<u8").tobytes(),
-                cause=state.cause,
-            )
-        )
+            self._say_nothing(*name)
+        elif run.count == count:
+            self._answer(*name, asker, run)
+        elif self._files.promote(asker, keys[run.count :], held=run.rows()) == REPEATED:
+            self._say_nothing(*name)
+        else:
+            until_ns = state.now_ns + WAIT_NS
+            self._waiting[name] = _Waiting(*name, asker, keys, until_ns)
 
-    def _best(self, event: Lend, keys: Keys) -> tuple[tuple[Shard, ...], Run]:
-        """The cover with the longest run, and that run."""
+    def _may_lend(self, peer: int, loan: int) -> bool:
+        waiting = sum(name[0] == peer for name in self._waiting)
+        return waiting < WAITING_MAX and self._state.leases.may_add(-peer, loan)
+
+    def _best(self, event: Lend, keys: Keys) -> Asker | None:
+        """The cover that has the longest run; None: nothing of this space is to be lent."""
         state, space = self._state, SpaceId(event.space)
-        nothing: tuple[tuple[Shard, ...], Run] = ((), leading_run(state, (), keys))
         known = state.known.get((event.tenant, space))
         if known is None or state.is_off(event.tenant, space) or not len(keys):
-            return nothing
-        scopes = {
-            shard: number
-            for (its_tenant, its_space, shard), number in state.residency.scopes().items()
-            if its_tenant == event.tenant and its_space == space
-        }
+            return None
+        scopes = state.residency.shards(event.tenant, space)
         found = [
-            (cover, leading_run(state, [scopes[shard] for shard in cover], keys))
+            node_asks(
+                (event.tenant, space),
+                known.space,
+                tuple((shard, scopes[shard]) for shard in cover),
+            )
             for cover in covers(
                 scopes,
                 layer_count=known.space.layer_count,
                 head_count=known.space.kv_head_count,
             )
         ]
-        return max(found, key=lambda pair: pair[1].count, default=nothing)
+
+        def length(asker: Asker) -> tuple[int, int]:
+            in_dram = leading_run(state, asker.scopes, keys).count
+            return self._files.leading(asker.scopes, keys), in_dram
+
+        return max(found, key=length, default=None)
+
+    def _answer(self, peer: int, loan: int, asker: Asker, run: Run) -> None:
+        state, words = self._state, run.words()
+        held = state.leases.add(-peer, loan, words, state.now_ns)
+        generations = state.slots.generation[words]
+        self._loans[peer, loan] = _Loan(held, words, generations, run.count)
+        for words_of_shard in run.words_by_shard:
+            mine = words_of_shard[: run.count]
+            state.slots.touch(state.slots.pool_of(int(mine[0])), mine)
+        state.counters.loaned_blocks += run.count
+        state.say(
+            Lent(
+                peer=peer,
+                loan=loan,
+                shards=asker.shards,
+                block_bytes=asker.block_bytes,
+                slots=state.slots.slots_of(words).astype("<u4").tobytes(),
+                generations=generations.astype("<u8").tobytes(),
+                checksums=run.every_checksum(state).astype("<u8").tobytes(),
+                cause=state.cause,
+            )
+        )
+
+    def _say_nothing(self, peer: int, loan: int) -> None:
+        nothing = Lent(
+            peer=peer,
+            loan=loan,
+            shards=(),
+            block_bytes=(),
+            slots=b"",
+            generations=b"",
+            checksums=b"",
+            cause=self._state.cause,
+        )
+        self._state.say(nothing)
+
+    def advance(self) -> None:
+        """Blocks came, or time passed: answer who need not wait any longer."""
+        state = self._state
+        for name, waiting in list(self._waiting.items()):
+            run = leading_run(state, waiting.asker.scopes, waiting.keys)
+            rest = waiting.keys[run.count :]
+            is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest) > 0
+            if len(rest) and is_coming and state.now_ns < waiting.until_ns:
+                continue
+            del self._waiting[name]
+            # It may have been switched off, or evicted for others, meanwhile.
+            is_off = state.is_off(waiting.asker.tenant, waiting.asker.space)
+            if run.count and not is_off and state.leases.may_add(-waiting.peer, waiting.loan):
+                self._answer(waiting.peer, waiting.loan, waiting.asker, run)
+            else:
+                self._say_nothing(waiting.peer, waiting.loan)
 
     def returned(self, event: LoanReturned) -> None:
         """Say whether what was lent stayed, and let go of it."""
@@ -118,10 +185,13 @@ class Loans:
         """Nobody reads these any more, or nobody will believe what it read."""
         self._state.leases.end_session(-event.peer)
         self._loans = {name: loan for name, loan in self._loans.items() if name[0] != event.peer}
+        for name in [name for name in self._waiting if name[0] == event.peer]:
+            del self._waiting[name]
         self._state.credits_due = True
 
     def tick(self) -> None:
         """Loans whose lease has run out are forgotten: `returned` tells their peers the same."""
+        self.advance()
         late = [
             (peer, loan)
             for (peer, loan), found in self._loans.items()
@@ -134,6 +204,11 @@ class Loans:
     def blocks(self) -> dict[tuple[int, int], int]:
         """How many each loan is about."""
         return {name: loan.block_count for name, loan in self._loans.items()}
+
+    @property
+    def any_waiting(self) -> bool:
+        """Whether a loan waits for what is on disk."""
+        return bool(self._waiting)
 
     def sessions(self) -> set[int]:
         """Sessions that hold leases for peers."""

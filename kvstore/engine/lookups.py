@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.engine.arrivals import Arrivals, Wait, count_of
+from kvstore.engine.askers import engine_asks
 from kvstore.engine.fetches import Fetches
 from kvstore.engine.files import REPEATED, Files
 from kvstore.engine.findings import Finding, Findings, Origin
@@ -39,6 +40,8 @@ class Lookups:
         self._files = files
         self._fetches = fetches
         self._arrivals = arrivals
+        self._brings = files.enabled or state.config.fetches
+        """Whether anything comes to dram but what engines store."""
         self._findings = findings
 
     def lease(self, connection: Connection, ask: LeaseAsk) -> str:
@@ -99,14 +102,17 @@ class Lookups:
     def _bring(self, owner: Owner, keys: Keys, run: Run) -> tuple[int, int]:
         """Begin to bring what is not in dram, from disk and behind that from other nodes. Returns
         how many are on their way, or may be, and an estimate of how long that takes in ms."""
-        promoting = self._files.promote(owner, keys, held=run.rows())
+        if not self._brings:
+            return 0, 0
+        asker = engine_asks(owner)
+        promoting = self._files.promote(asker, keys, held=run.rows())
         if promoting == REPEATED:
             return REPEATED, 0
         estimate_ms = self._files.pace.estimate_ms(self._state.now_ns) if promoting else 0
         behind = keys[promoting:]
-        fetching = self._fetches.want(owner, behind)
+        fetching = self._fetches.want(asker, behind)
         if fetching:
-            estimate_ms = max(estimate_ms, self._fetches.estimate_ms(owner, fetching))
+            estimate_ms = max(estimate_ms, self._fetches.estimate_ms(asker, fetching))
         return promoting + fetching, estimate_ms
 
     def _refuse(self, connection: Connection, ask: LeaseAsk, session: int) -> str:
@@ -138,8 +144,10 @@ class Lookups:
                 state.slots.use(state.slots.pools[size], words, prints(scope, keys))
                 block_bytes = shard_bytes(space, state.residency.address(scope)[2])
                 self._files.writes.asked_again(scope, rows, block_bytes=block_bytes)
-            self._files.promote(owner, keys)
-            held = len(keys) if bool(present.all()) else int(np.argmin(present))
-            self._fetches.want(owner, keys[held:])
+            if self._brings:
+                asker = engine_asks(owner)
+                self._files.promote(asker, keys)
+                held = len(keys) if bool(present.all()) else int(np.argmin(present))
+                self._fetches.want(asker, keys[held:])
         bits = np.packbits(present, bitorder="little").tobytes()
         state.send(connection, HintReply(request=hint.request, present=bits))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from kvstore.engine.askers import ANOTHER_NODE
 from kvstore.engine.slots import SlotState
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from kvstore.engine.scrubs import TierScrub
     from kvstore.engine.state import State
 
-ANOTHER_NODE = "(another node)"
-"""Instead of an engine's id."""
 ROWS_MAX = 10_000
 NO_BUDGET = -1
 

@@ -245,9 +245,9 @@ class State:
             self.counters.file_blocks_crowded += self.residency.drop_dram(words, stamp)
             self.free(words)
 
-    def make_room_for(self, why: Why, owner: Owner) -> None:
+    def make_room_for(self, why: Why, title: str) -> None:
         """What is evicted from now on is evicted for this."""
-        self.room_for = (why, self.names.number(owner.title))
+        self.room_for = (why, self.names.number(title))
 
     def evict(self, words: Words) -> None:
         """Empty slots to make room."""

@@ -164,7 +164,7 @@ class Stores:
         wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // shards)
         sizes = owner.slot_sizes
         pools = {size: self._state.slots.pools[size] for size in sizes}
-        self._state.make_room_for(Why.STORES, owner)
+        self._state.make_room_for(Why.STORES, owner.title)
         for size, pool in pools.items():
             self._admission.make_room(pool, wanted * sizes.count(size), active, owner.group)
         # Counted at the end: making room for one size may take what was free for another.

@@ -146,10 +146,10 @@ class Borrower:
                 )
             )
             candidates = tuple(
-                Candidate(match.holder.node, match.dram_blocks)
+                Candidate(match.holder.node, match.file_blocks)
                 for match in answer.matches
                 if match.holder.node != self._who.node
-                and match.dram_blocks
+                and match.file_blocks
                 and match.holder.node in self._addresses
             )
             located = Located(command.locate, candidates)

@@ -66,7 +66,7 @@ class PeerNode(DiskNode):
         self.step(Fetched(fetch.job, bytes(flags), sums if any(flags) else b"", peer_failed))
 
     def lend(self, loan: int, *numbers: int, peer: int = 1, tenant: str = "t") -> Lent:
-        """Another node asks for blocks."""
+        """Another node asks for blocks that are in dram."""
         self.step(Lend(peer, loan, tenant, SPACE, keys(*numbers)))
         return self.lent[-1]
 

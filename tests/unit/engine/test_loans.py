@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.engine.events import Clear, PeerGone
+from kvstore.engine.events import Clear, Lend, Lent, PeerGone
+from kvstore.engine.loans import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
-from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum
+from tests.unit.engine.disk import SPACE, known
+from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, keys
 from tests.unit.engine.peers import PeerNode
 
 
@@ -120,3 +121,86 @@ def test_loans_of_a_peer_are_bounded() -> None:
     Peer(node).store(1)
     assert [bool(node.lend(loan, 1).slots) for loan in range(1, 5)] == [True, True, False, False]
     assert node.lend(1, 1, peer=2).slots, "another's share is its own"
+
+
+def asked(node: PeerNode, loan: int, *numbers: int, peer: int = 1) -> list[Lent]:
+    """Another node asks; the answers so far to this loan."""
+    node.step(Lend(peer, loan, "t", SPACE, keys(*numbers)))
+    return answers(node, loan)
+
+
+def answers(node: PeerNode, loan: int) -> list[Lent]:
+    return [lent for lent in node.lent if lent.loan == loan]
+
+
+def test_what_is_on_disk_is_promoted_and_then_lent() -> None:
+    node, _ = stored(1)
+    node.step(known(2, 3))
+    assert asked(node, 1, 1, 2, 3, 4) == []
+    assert sum(len(read.keys) // 32 for read in node.reads) == 2
+    node.read_all()
+    (lent,) = answers(node, 1)
+    assert lent.checksums == checksum(1) + checksum(2) + checksum(3)
+    assert node.give_back(1) == [True] * 3
+
+
+def test_a_disk_that_is_slow_is_not_waited_for() -> None:
+    node, _ = stored(1)
+    node.step(known(2))
+    assert asked(node, 1, 1, 2) == []
+    node.tick(WAIT_NS / 1e6 / 2)
+    assert answers(node, 1) == []
+    node.tick(WAIT_NS / 1e6 / 2)
+    (lent,) = answers(node, 1)
+    assert lent.checksums == checksum(1)
+    node.read_all()
+    assert node.give_back(1) == [True]
+
+
+def test_a_disk_that_fails_ends_the_wait() -> None:
+    node, _ = stored(1)
+    node.step(known(2))
+    asked(node, 1, 1, 2)
+    node.answer(node.reads[0], [False])
+    (lent,) = answers(node, 1)
+    assert lent.checksums == checksum(1)
+
+
+def test_nothing_but_disk_and_that_fails() -> None:
+    node, _ = stored()
+    node.step(known(2))
+    asked(node, 1, 2)
+    node.answer(node.reads[0], [False])
+    (lent,) = answers(node, 1)
+    assert lent.slots == b""
+    assert node.give_back(1) == []
+
+
+def test_a_peer_that_is_gone_is_not_answered() -> None:
+    node, _ = stored(1)
+    node.step(known(2))
+    asked(node, 1, 1, 2)
+    node.step(PeerGone(1))
+    node.read_all()
+    assert answers(node, 1) == []
+    assert not node.engine.leases()
+
+
+def test_what_is_switched_off_while_it_is_read_is_not_lent() -> None:
+    node, _ = stored(1)
+    node.step(known(2))
+    asked(node, 1, 1, 2)
+    node.engine._state.off["t", SPACE] = Off(None)
+    node.read_all()
+    (lent,) = answers(node, 1)
+    assert lent.slots == b""
+
+
+def test_loans_that_wait_are_bounded() -> None:
+    node, _ = stored()
+    node.step(known(1))
+    for loan in range(1, WAITING_MAX + 2):
+        assert asked(node, loan, 1) == [] or loan > WAITING_MAX
+    (refused,) = node.lent
+    assert (refused.loan, refused.slots) == (WAITING_MAX + 1, b"")
+    assert asked(node, 1, 1, peer=2) == [], "another's share is its own"
