@@ -443,6 +443,7 @@ def demo(arguments: tuple[str, ...]) -> None:
     Examples:
       kvstore demo
       kvstore demo --keep
+      kvstore demo --cluster
     """
     module = "kvstore.testing.demo"
     missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]

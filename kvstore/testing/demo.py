@@ -138,27 +138,26 @@ def replay(
     )
 
 
-class Demo:
-    """The four runs, one after the other.
-
-    Args:
-        console: where progress is shown.
-        plan: the conversations.
-        cache: folder for the model, built once, and for the engines' logs.
-        work: empty folder for socket, node log and disk tier.
-    """
+class Stage:
+    """What a demo's runs share: the model, engines on it, what is shown of their progress."""
 
     def __init__(
-        self, console: Console, plan: ConversationPlan, *, cache: Path, work: Path
+        self, console: Console, plan: ConversationPlan, names: Sequence[str], *, cache: Path
     ) -> None:
+        """Args:
+        console: where progress is shown.
+        plan: the conversations.
+        names: of the runs.
+        cache: folder for the model, built once, and for the engines' logs.
+        """
         self._plan = plan
-        self._work = work
+        self._names = names
         self._model = cache / "models" / SIZE
         self._logs = cache / "demo"
         with console.status("building the model (once)"):
             build_model(self._model, size=SIZE)
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._progress = Progress(
+        self.progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=28),
@@ -169,41 +168,18 @@ class Demo:
         )
         total = plan.users * plan.rounds
         self._tasks: list[TaskID] = [
-            self._progress.add_task(f"{name:<17}", total=total, start=False, note="waiting")
-            for name in NAMES
+            self.progress.add_task(f"{name:<17}", total=total, start=False, note="waiting")
+            for name in names
         ]
 
-    def run(self, finish: Finish) -> None:
-        """All four runs: the node outlives the engine after the second, and the engine the node
-        after the third."""
-        with self._progress:
-            with self._start_engine(0, None) as engine:
-                runs = [self._replay(0, engine)]
-            with self._start_node() as node:
-                with self._start_engine(1, node.socket) as engine:
-                    runs.append(self._replay(1, engine))
-                with self._start_engine(2, node.socket) as engine:
-                    runs.append(self._replay(2, engine))
-                    self._note(3, "the node is killed and started again")
-                    held = settled(engine, node, lambda dram, disk: dram > 0 and disk >= dram)
-                    node.kill()
-                    with self._start_node() as again:
-                        settled(engine, again, lambda _, disk: disk >= held)
-                        engine.forget()
-                        runs.append(self._replay(3, engine))
-                        self._progress.stop()
-                        finish(runs, Kept(engine, again, runs[-1].last_prompt))
+    def note(self, index: int, note: str) -> None:
+        """A run is at something else than its requests."""
+        self.progress.start_task(self._tasks[index])
+        self.progress.update(self._tasks[index], note=note)
 
-    def _note(self, index: int, note: str) -> None:
-        self._progress.start_task(self._tasks[index])
-        self._progress.update(self._tasks[index], note=note)
-
-    def _start_node(self) -> NodeProcess:
-        place = f"{self._work / 'files'}:{FILE}"
-        return NodeProcess.start(self._work, dram=DRAM, flags=["--file", place])
-
-    def _start_engine(self, index: int, socket: Path | None) -> Engine:
-        self._note(index, "vLLM is starting")
+    def start_engine(self, index: int, socket: Path | None) -> Engine:
+        """The engine of a run."""
+        self.note(index, "vLLM is starting")
         config = EngineConfig(
             model=self._model,
             max_model_len=MODEL_LEN_MAX,
@@ -212,20 +188,62 @@ class Demo:
         )
         return Engine.start(config, log=self._logs / f"engine-{index}.log")
 
-    def _replay(self, index: int, engine: Engine) -> Run:
+    def replay(self, index: int, engine: Engine) -> Run:
+        """A run of all conversations."""
         task = self._tasks[index]
 
         def on_answer(answer: Completion) -> None:
             reused = 100 * answer.cached_tokens // answer.prompt_tokens
             note = f"first token {1000 * answer.ttft_s:5.0f} ms, {reused:3d} % of prompt reused"
-            self._progress.update(task, advance=1, note=note)
+            self.progress.update(task, advance=1, note=note)
 
         conversations = Conversations(self._plan, encoder(self._model))
-        run = replay(NAMES[index], engine, conversations, on_answer)
+        run = replay(self._names[index], engine, conversations, on_answer)
         middle = np.median(run.all_ttft_ms())
-        self._progress.update(task, note=f"median {middle:.0f} ms to first token")
-        self._progress.stop_task(task)
+        self.progress.update(task, note=f"median {middle:.0f} ms to first token")
+        self.progress.stop_task(task)
         return run
+
+
+class Demo:
+    """The four runs, one after the other.
+
+    Args:
+        console, plan, cache: see `Stage`.
+        work: empty folder for socket, node log and disk tier.
+    """
+
+    def __init__(
+        self, console: Console, plan: ConversationPlan, *, cache: Path, work: Path
+    ) -> None:
+        self._stage = Stage(console, plan, NAMES, cache=cache)
+        self._work = work
+
+    def run(self, finish: Finish) -> None:
+        """All four runs: the node outlives the engine after the second, and the engine the node
+        after the third."""
+        stage = self._stage
+        with stage.progress:
+            with stage.start_engine(0, None) as engine:
+                runs = [stage.replay(0, engine)]
+            with self._start_node() as node:
+                with stage.start_engine(1, node.socket) as engine:
+                    runs.append(stage.replay(1, engine))
+                with stage.start_engine(2, node.socket) as engine:
+                    runs.append(stage.replay(2, engine))
+                    stage.note(3, "the node is killed and started again")
+                    held = settled(engine, node, lambda dram, disk: dram > 0 and disk >= dram)
+                    node.kill()
+                    with self._start_node() as again:
+                        settled(engine, again, lambda _, disk: disk >= held)
+                        engine.forget()
+                        runs.append(stage.replay(3, engine))
+                        stage.progress.stop()
+                        finish(runs, Kept(engine, again, runs[-1].last_prompt))
+
+    def _start_node(self) -> NodeProcess:
+        place = f"{self._work / 'files'}:{FILE}"
+        return NodeProcess.start(self._work, dram=DRAM, flags=["--file", place])
 
 
 def same_answers(runs: Sequence[Run]) -> list[int]:
@@ -391,7 +409,19 @@ def main(
     try:
         introduce(console, plan)
         with tempfile.TemporaryDirectory(prefix="kvstore-demo-") as work:
-            Demo(console, plan, cache=cache or default_cache(), work=Path(work)).run(done)
+            places = {"cache": cache or default_cache(), "work": Path(work)}
+            if chosen.cluster:
+                # Not above: it is made of what is here.
+                from kvstore.testing import demo_cluster
+
+                def concluded(runs: list[Run], fetched_tokens: float) -> None:
+                    show(console, runs)
+                    demo_cluster.conclude(console, runs, fetched_tokens)
+                    console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)
+
+                demo_cluster.ClusterDemo(console, plan, **places).run(concluded)
+            else:
+                Demo(console, plan, **places).run(done)
     except KeyboardInterrupt:
         console.print("[red]✗[/] The demo was interrupted; nothing of it runs any more.")
         return 130

@@ -28,13 +28,16 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="kvstore demo",
         description="A real vLLM without and with kvstore, in a few minutes.",
-        epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --users 2",
+        epilog="examples:\n  kvstore demo\n  kvstore demo --keep\n  kvstore demo --cluster\n"
+        "  kvstore demo --users 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--seed", type=int, default=PLAN.seed, help="of the conversations")
     made.add_argument("--users", type=_count, default=PLAN.users, help="who talk at once")
     made.add_argument("--rounds", type=_count, default=PLAN.rounds, help="that each of them asks")
-    made.add_argument("--keep", action="store_true", help="let all go on until Ctrl-C")
+    one = made.add_mutually_exclusive_group()
+    one.add_argument("--keep", action="store_true", help="let all go on until Ctrl-C")
+    one.add_argument("--cluster", action="store_true", help="two nodes, of which one serves both")
     return made
 
 

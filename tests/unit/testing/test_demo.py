@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from kvstore.serve.main import cli
-from kvstore.testing import demo
+from kvstore.testing import demo, demo_cluster
 from kvstore.testing.demo_flags import PLAN
 
 
@@ -58,6 +58,24 @@ def test_nothing_from_the_node_fails_the_demo(hits: tuple[int, int, int]) -> Non
     names = ("shared", "restarted", "disk")
     with pytest.raises(demo.DemoError, match="served no prompt token"):
         verdict(run("alone", 0), *(run(n, h) for n, h in zip(names, hits, strict=True)))
+
+
+def cluster_verdict(fetched: float, *runs: demo.Run) -> str:
+    text = io.StringIO()
+    demo_cluster.conclude(Console(file=text, width=200), runs, fetched)
+    return text.getvalue()
+
+
+def test_two_nodes_are_well() -> None:
+    said = cluster_verdict(700.0, run("alone", 0), run("a", 100), run("b", 800))
+    assert "700 of 1,000 prompt tokens came to node b" in said
+
+
+def test_two_nodes_of_which_none_serves_the_other_fail_the_demo() -> None:
+    with pytest.raises(demo.DemoError, match="No prompt token came from the other node"):
+        cluster_verdict(0.0, run("alone", 0), run("a", 100), run("b", 800))
+    with pytest.raises(demo.DemoError, match=r"1 answers of the run 'b' differ"):
+        cluster_verdict(700.0, run("alone", 0), run("a", 100), run("b", 800, answer=8))
 
 
 def kept(directory: Path) -> demo.Kept:
