@@ -156,4 +156,4 @@ def test_help_has_examples_that_can_be_typed(capsys: pytest.CaptureFixture[str])
         demo.main(["--help"])
     _, _, examples = capsys.readouterr().out.partition("examples:\n")
     commands = [shlex.split(line) for line in examples.splitlines() if line]
-    assert [command[:2] for command in commands] == [["kvstore", "demo"]] * 3
+    assert [command[:2] for command in commands] == [["kvstore", "demo"]] * 4
