@@ -176,6 +176,23 @@ METRICS: Final = (
             ("used", "Slots of dram that its engines have; may be more than is promised."),
         )
     ),
+    *(
+        Metric(f"kvstore_{name}_total", "counter", unit, (), text)
+        for name, unit, text in (
+            ("fetch_damaged", "", "Blocks lent by other nodes that were not what was stored."),
+            ("fetch_not_kept", "", "Blocks that other nodes did not keep until they were read."),
+            ("fetched_bytes", "bytes", "Bytes read from other nodes."),
+            ("mover_restarts", "", "Movers that ended and were started again."),
+        )
+    ),
+    Metric(
+        "kvstore_transfer_seconds",
+        "histogram",
+        "seconds",
+        ("kind", "backend"),
+        "Reading from other nodes: until they lent (ask), the mover's reading (move), verifying"
+        " (verify), all of it (fetch).",
+    ),
     Metric("kvstore_feeds", "gauge", "", (), "Replicas of the index that are being told."),
     *(
         Metric(f"kvstore_feed_{name}_total", "counter", "", (), text)
@@ -282,15 +299,26 @@ def family(name: str, samples: Iterable[Sample]) -> Family:
 def histogram(
     name: str, *, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> HistogramMetricFamily:
-    """The family of a listed histogram; `counts` has one entry more than `bounds`."""
+    """The family of a listed histogram without labels; `counts` has one more than `bounds`."""
+    return histograms(name, bounds=bounds, rows=[((), counts, total)])
+
+
+def histograms(
+    name: str,
+    *,
+    bounds: Sequence[float],
+    rows: Iterable[tuple[Sequence[str], Sequence[int], float]],
+) -> HistogramMetricFamily:
+    """The family of a listed histogram with its (label values, counts, total) rows."""
     metric = BY_NAME[name]
     assert metric.kind == "histogram", f"{name} is a {metric.kind}"
-    assert len(counts) == len(bounds) + 1
-    cumulative = 0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip((*map(repr, bounds), "+Inf"), counts, strict=True):
-        cumulative += count
-        buckets.append((bound, cumulative))
-    made = HistogramMetricFamily(name, metric.help)
-    made.add_metric((), buckets, total)
+    made = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+    for labels, counts, total in rows:
+        assert len(counts) == len(bounds) + 1
+        cumulative = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip((*map(repr, bounds), "+Inf"), counts, strict=True):
+            cumulative += count
+            buckets.append((bound, cumulative))
+        made.add_metric(labels, buckets, total)
     return made

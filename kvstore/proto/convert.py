@@ -34,8 +34,24 @@ class MemberReport(msgspec.Struct, frozen=True):
     """Of the last thing that it told the index."""
 
 
+class TransferReport(msgspec.Struct, frozen=True):
+    """How long one part of reading from other nodes took, since the start."""
+
+    kind: str
+    """ask: until the peer lent; move: the mover's reading; verify; fetch: all of it."""
+    backend: str
+    count: int
+    size_bytes: int
+    bytes_per_s: int
+    """While it was going on."""
+    p50_us: int
+    p95_us: int
+    p99_us: int
+
+
 Row = (
     NodeReport
+    | TransferReport
     | MemberReport
     | TierReport
     | QuotaReport
@@ -51,6 +67,7 @@ Row = (
 MESSAGES: Final[dict[type[Row], type[Message]]] = {
     NodeReport: pb.NodeReport,
     MemberReport: pb.MemberReport,
+    TransferReport: pb.TransferReport,
     TierReport: pb.TierReport,
     QuotaReport: pb.QuotaReport,
     SpaceReport: pb.SpaceReport,

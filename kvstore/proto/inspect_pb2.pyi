@@ -36,6 +36,36 @@ class NodeReport(_message.Message):
     blocks_kept: int
     def __init__(self, incarnation: _Optional[str] = ..., connections: _Optional[int] = ..., owners: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., restarts: _Optional[int] = ..., blocks_kept: _Optional[int] = ...) -> None: ...
 
+class TransfersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TransfersReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[TransferReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[TransferReport, _Mapping]]] = ...) -> None: ...
+
+class TransferReport(_message.Message):
+    __slots__ = ("kind", "backend", "count", "size_bytes", "bytes_per_s", "p50_us", "p95_us", "p99_us")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    P50_US_FIELD_NUMBER: _ClassVar[int]
+    P95_US_FIELD_NUMBER: _ClassVar[int]
+    P99_US_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    backend: str
+    count: int
+    size_bytes: int
+    bytes_per_s: int
+    p50_us: int
+    p95_us: int
+    p99_us: int
+    def __init__(self, kind: _Optional[str] = ..., backend: _Optional[str] = ..., count: _Optional[int] = ..., size_bytes: _Optional[int] = ..., bytes_per_s: _Optional[int] = ..., p50_us: _Optional[int] = ..., p95_us: _Optional[int] = ..., p99_us: _Optional[int] = ...) -> None: ...
+
 class MembersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

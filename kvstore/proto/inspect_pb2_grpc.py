@@ -44,6 +44,11 @@ class InspectStub:
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.MembersRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.MembersReply.FromString,
                 _registered_method=True)
+        self.Transfers = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Transfers',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.TransfersReply.FromString,
+                _registered_method=True)
         self.Tiers = channel.unary_unary(
                 '/kvstore.inspect.v1.Inspect/Tiers',
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.TiersRequest.SerializeToString,
@@ -112,6 +117,13 @@ class InspectServicer:
 
     def Members(self, request, context):
         """The nodes of the cluster, as the index knows them; nothing when this node feeds none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Transfers(self, request, context):
+        """How long reading from other nodes took, by kind and back end; nothing without peers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,6 +213,11 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.Members,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.MembersRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.MembersReply.SerializeToString,
+            ),
+            'Transfers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Transfers,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.TransfersReply.SerializeToString,
             ),
             'Tiers': grpc.unary_unary_rpc_method_handler(
                     servicer.Tiers,
@@ -312,6 +329,33 @@ class Inspect:
             '/kvstore.inspect.v1.Inspect/Members',
             kvstore_dot_proto_dot_inspect__pb2.MembersRequest.SerializeToString,
             kvstore_dot_proto_dot_inspect__pb2.MembersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Transfers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Transfers',
+            kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.TransfersReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,7 +28,7 @@ from kvstore.engine.report import (
 from kvstore.engine.scrubs import NO_PASS
 from kvstore.errors import AttachError
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.proto.convert import MemberReport, Row, from_message
+from kvstore.proto.convert import MemberReport, Row, TransferReport, from_message
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.serve.inspect import REPLY_BYTES_MAX
 from kvstore.serve.listener import INSPECT_SUFFIX
@@ -36,7 +36,7 @@ from kvstore.serve.upgrade import no_node_at, not_yours
 from kvstore.units import format_size
 
 TIMEOUT_S: Final = 5.0
-TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "prefix")
+TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
 SUMMARY: Final = ("nodes", "members", "tiers", "quotas", "spaces", "leases", "jobs")
 """Members come with nodes, quotas with tiers, where there are any."""
 OPTIONAL: Final = ("members", "quotas")
@@ -67,6 +67,7 @@ class NodeClient:
         kinds: dict[str, tuple[Any, Any, type[Any]]] = {
             "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
             "members": (stub.Members, pb.MembersRequest(), MemberReport),
+            "transfers": (stub.Transfers, pb.TransfersRequest(), TransferReport),
             "tiers": (stub.Tiers, pb.TiersRequest(), TierReport),
             "quotas": (stub.Quotas, pb.QuotasRequest(), QuotaReport),
             "spaces": (stub.Spaces, pb.SpacesRequest(), SpaceReport),
@@ -141,6 +142,8 @@ _SIZES = (
     "bytes_dram",
     "budget_left_bytes",
     "scrubbed_bytes",
+    "size_bytes",
+    "bytes_per_s",
 )
 MS_PER_HOUR: Final = 3_600_000
 _OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
@@ -150,6 +153,7 @@ _EMPTY = {
     "blocks": "no blocks",
     "leases": "nobody is reading",
     "jobs": "nobody may write",
+    "transfers": "nothing was fetched from another node",
 }
 
 

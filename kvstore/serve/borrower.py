@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol
 
@@ -28,7 +28,8 @@ from kvstore.client.index import IndexUnavailable, Members
 from kvstore.client.tls import Identity
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.index.index import Answer
-from kvstore.ports import Pieces
+from kvstore.obs.timings import Timings
+from kvstore.ports import Clock, Pieces
 from kvstore.proto import loans
 from kvstore.serve.exchange import Exchange
 from kvstore.serve.mover_host import MoverHost
@@ -44,6 +45,8 @@ ASK_TIMEOUT_S: Final = 2.0
 MOVE_TIMEOUT_S: Final = 10.0
 """Whoever waits has given up long before; the mover of a peer that stopped is not waited for
 longer."""
+KINDS: Final = ("ask", "move", "verify", "fetch")
+"""What is timed: until the peer lent, the mover's reading, verifying, all of it."""
 THREADS: Final = 4
 """That ask the index, and verify."""
 
@@ -71,6 +74,24 @@ class BorrowerCounters:
         self.fetched_bytes = 0
 
 
+class Stopwatch:
+    """The parts of one fetch, one after the other."""
+
+    def __init__(self, timings: Mapping[str, Timings], clock: Clock) -> None:
+        self._timings, self._clock = timings, clock
+        self._begin_ns = self._lap_ns = clock.now_ns()
+
+    def lap(self, kind: str, size_bytes: int = 0) -> None:
+        """A part has ended."""
+        now_ns = self._clock.now_ns()
+        self._timings[kind].add(now_ns - self._lap_ns, size_bytes)
+        self._lap_ns = now_ns
+
+    def end(self, kind: str, size_bytes: int) -> None:
+        """All of it has."""
+        self._timings[kind].add(self._clock.now_ns() - self._begin_ns, size_bytes)
+
+
 class Borrower:
     """On the asyncio loop; `start` and `close` too."""
 
@@ -80,10 +101,13 @@ class Borrower:
         who: loans.Who,
         mover: MoverHost,
         view: Callable[[SlotId, int], memoryview],
+        clock: Clock,
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
         """`view`: bytes of a slot of this node's arena (`ports.Tier.view`)."""
         self.counters = BorrowerCounters()
+        self.timings = {kind: Timings() for kind in KINDS}
+        """Of what went well."""
         self.exchange: Exchange | None = None
         """Where answers go; set before the first command."""
         self.index: Index | None = None
@@ -91,6 +115,7 @@ class Borrower:
         self._who = who
         self._mover = mover
         self._view = view
+        self._clock = clock
         self._credentials = credentials
         self._addresses: dict[str, str] = {}
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
@@ -207,9 +232,11 @@ class Borrower:
 
     async def _borrow(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
         """Raises PeerLost; nothing is under way then."""
+        watch = Stopwatch(self.timings, self._clock)
         loan, borrowed = await session.lend(
             command.tenant, command.space, command.keys, timeout_s=ASK_TIMEOUT_S
         )
+        watch.lap("ask")
         lent = len(borrowed.slots)
         if not lent:
             return Fetched(command.job, bytes(count))
@@ -235,12 +262,16 @@ class Borrower:
         )
         if not ended.good:
             raise PeerLost(f"reading from node {command.node} failed: {ended.reason}")
+        size_bytes = int(length.sum())
+        watch.lap("move", size_bytes)
         stayed = await session.give_back(loan, count=lent, timeout_s=ASK_TIMEOUT_S)
         self.counters.not_kept += int((~stayed).sum())
         good, checksums = await self._in_thread(
             lambda: self._verify(assembly, command, slots, borrowed.checksums, stayed)
         )
-        self.counters.fetched_bytes += int(length.sum())
+        watch.lap("verify", size_bytes)
+        watch.end("fetch", size_bytes)
+        self.counters.fetched_bytes += size_bytes
         behind = count - lent
         checksums += bytes(behind * len(targets) * CHECKSUM_BYTES)
         return Fetched(command.job, good + bytes(behind), checksums)

@@ -48,10 +48,17 @@ class SpaceUnknown(Exception):
 class InspectService(InspectServicer):
     """Asks the loop; knows nothing itself."""
 
-    def __init__(self, driver: Driver, members: Callable[[], Sequence[Row]] = tuple) -> None:
-        """`members`: the nodes of the cluster, by the index; it may take a second."""
+    def __init__(
+        self,
+        driver: Driver,
+        members: Callable[[], Sequence[Row]] = tuple,
+        transfers: Callable[[], Sequence[Row]] = tuple,
+    ) -> None:
+        """`members`: the nodes of the cluster, by the index; it may take a second. `transfers`: how
+        long reading from them took."""
         self._driver = driver
         self._members = members
+        self._transfers = transfers
 
     def Nodes(self, request: pb.NodesRequest, context: grpc.ServicerContext) -> pb.NodesReply:
         return pb.NodesReply(rows=self._rows(context, lambda engine: engine.nodes()))
@@ -59,6 +66,12 @@ class InspectService(InspectServicer):
     def Members(self, request: pb.MembersRequest, context: grpc.ServicerContext) -> pb.MembersReply:
         rows: list[Any] = [to_message(row) for row in self._members()]
         return pb.MembersReply(rows=rows)
+
+    def Transfers(
+        self, request: pb.TransfersRequest, context: grpc.ServicerContext
+    ) -> pb.TransfersReply:
+        rows: list[Any] = [to_message(row) for row in self._transfers()]
+        return pb.TransfersReply(rows=rows)
 
     def Tiers(self, request: pb.TiersRequest, context: grpc.ServicerContext) -> pb.TiersReply:
         return pb.TiersReply(rows=self._rows(context, lambda engine: engine.tiers()))
@@ -170,7 +183,11 @@ class InspectServer:
     """The service on its socket, from construction until `close`."""
 
     def __init__(
-        self, socket: Path, driver: Driver, members: Callable[[], Sequence[Row]] = tuple
+        self,
+        socket: Path,
+        driver: Driver,
+        members: Callable[[], Sequence[Row]] = tuple,
+        transfers: Callable[[], Sequence[Row]] = tuple,
     ) -> None:
         """Listen beside the attach socket `socket`, whose lock the caller holds.
 
@@ -189,7 +206,7 @@ class InspectServer:
             ],
             maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
-        add_InspectServicer_to_server(InspectService(driver, members), self._server)
+        add_InspectServicer_to_server(InspectService(driver, members, transfers), self._server)
         # gRPC makes the file itself: the mask keeps others out from the first moment.
         mask = os.umask(0o177)
         try:

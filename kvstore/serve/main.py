@@ -237,6 +237,7 @@ def inspect(
       blocks   single blocks
       leases   what is being read
       jobs     what is being written
+      transfers  how long reading from other nodes took, by part and back end
       prefix   where the blocks of one prompt are, or why they are not there
     \b
     Examples:

@@ -14,7 +14,7 @@ from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.obs.metrics import Family
 from kvstore.ports import Clock, Tier
-from kvstore.proto.convert import MemberReport
+from kvstore.proto.convert import MemberReport, TransferReport
 from kvstore.proto.loans import Who
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ClusterConfig
@@ -146,6 +146,10 @@ class ClusterMember:
             )
             for member in known
         ]
+
+    def transfers(self) -> list[TransferReport]:
+        """How long reading from other nodes took."""
+        return self.peering.transfers() if self.peering is not None else []
 
     def index_families(self) -> list[Family]:
         """Metrics of the replica; none when there is none, or it does not answer."""

@@ -36,6 +36,11 @@ class MoverHost:
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    @property
+    def restarts(self) -> int:
+        """Movers before this one."""
+        return self._mover.restarts
+
     def start(self) -> None:
         """Begin. The loop's thread lives as long as the node: the mover dies with it."""
         self._loop = asyncio.get_running_loop()

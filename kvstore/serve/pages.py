@@ -115,10 +115,12 @@ class NodeCollector(Collector):
 
     def _feed_families(self) -> list[Family]:
         feeder = self._member.feeder if self._member is not None else None
+        peering = self._member.peering if self._member is not None else None
         counts = vars(feeder.counters) if feeder is not None else dict.fromkeys(FEED_COUNTERS, 0)
         return [
             family("kvstore_feeds", [((), feeder.connected_count if feeder is not None else 0)]),
             *(family(f"kvstore_feed_{name}_total", [((), n)]) for name, n in counts.items()),
+            *(peering.families() if peering is not None else ()),
         ]
 
 

@@ -15,8 +15,11 @@ from kvstore.client.index import IndexClient
 from kvstore.client.tls import Identity
 from kvstore.engine.events import Fetch, Lent, LoanEnded, Locate, PeerCommand
 from kvstore.errors import ConfigError
+from kvstore.obs.metrics import Family, family, histograms
+from kvstore.obs.timings import BOUNDS_NS
 from kvstore.ports import Clock
 from kvstore.proto import loans
+from kvstore.proto.convert import TransferReport
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.borrower import Borrower
@@ -28,7 +31,9 @@ from kvstore.serve.mover_host import MoverHost
 from kvstore.serve.peer_session import KEEPALIVE_MS
 from kvstore.serve.tls import server_credentials
 from kvstore.types import SlotId
+from kvstore.units import NS_PER_S
 
+NS_PER_US: Final = 1000
 START_TIMEOUT_S: Final = 10.0
 
 
@@ -57,6 +62,7 @@ class Peering:
         settings = MoverSettings(peers.transport, name, _options(cluster, peers))
         self.mover = MoverHost(Mover(arena_fd, arena_bytes, settings, clock), clock)
         self._who, self._view = who, view
+        self._backend, self._clock = peers.transport, clock
         self.address = loop.call(self._listen(peers), timeout_s=START_TIMEOUT_S)
         """Where peers reach this node."""
 
@@ -65,6 +71,7 @@ class Peering:
             who=self._who,
             mover=self.mover,
             view=self._view,
+            clock=self._clock,
             credentials=self._tls.channel_credentials() if self._tls else None,
         )
         self.exchange = self.borrower.exchange = Exchange(self._loop.loop, self._handle)
@@ -127,6 +134,41 @@ class Peering:
                 self.lender.lent(command)
             case LoanEnded():
                 self.lender.loan_ended(command)
+
+    def transfers(self) -> list[TransferReport]:
+        """How long reading from other nodes took."""
+        return [
+            TransferReport(
+                kind=kind,
+                backend=self._backend,
+                count=timings.count,
+                size_bytes=timings.size_bytes,
+                bytes_per_s=timings.bytes_per_s,
+                p50_us=timings.percentile_ns(50) // NS_PER_US,
+                p95_us=timings.percentile_ns(95) // NS_PER_US,
+                p99_us=timings.percentile_ns(99) // NS_PER_US,
+            )
+            for kind, timings in self.borrower.timings.items()
+            if timings.count
+        ]
+
+    def families(self) -> list[Family]:
+        """The same as metrics, and what became of the bytes."""
+        counters, timings = self.borrower.counters, self.borrower.timings
+        return [
+            family("kvstore_fetch_damaged_total", [((), counters.damaged)]),
+            family("kvstore_fetch_not_kept_total", [((), counters.not_kept)]),
+            family("kvstore_fetched_bytes_total", [((), counters.fetched_bytes)]),
+            family("kvstore_mover_restarts_total", [((), self.mover.restarts)]),
+            histograms(
+                "kvstore_transfer_seconds",
+                bounds=[bound / NS_PER_S for bound in BOUNDS_NS[:-1]],
+                rows=[
+                    ((kind, self._backend), its.counts, its.total_ns / NS_PER_S)
+                    for kind, its in timings.items()
+                ],
+            ),
+        ]
 
     @property
     def trouble(self) -> str:

@@ -28,7 +28,14 @@ from kvstore.engine.report import (
 )
 from kvstore.engine.scrubs import NO_PASS
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.proto.convert import MESSAGES, MemberReport, Row, from_message, to_message
+from kvstore.proto.convert import (
+    MESSAGES,
+    MemberReport,
+    Row,
+    TransferReport,
+    from_message,
+    to_message,
+)
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.serve.driver import Driver, NodeBusy
 from kvstore.serve.inspect import (
@@ -76,6 +83,7 @@ ROWS: list[Row] = [
     BlockReport("k", "s", "t", "layers 0-1 heads 0-1", "dram", -1, 2**63, 3),
     LeaseReport("e", 1, 2, 3, 4, -5),
     JobReport("e", 1, 2, True, 3, 4),
+    TransferReport("move", "tcp", 1, 2**40, 3, 4, 5, 6),
     RequestReport(1, "r", "e", "m", "t", "s", 2, 16, 3, 4, 5, 6, 7, "o", "text", 7, 8, 9, 10, 11),
     RangeReport(0, 2**40, "dram", "", "loaded from dram"),
     HashingReport("s", "t", "m", 16, "sha256_cbor", "seed"),

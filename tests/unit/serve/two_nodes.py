@@ -28,6 +28,7 @@ from kvstore.ports import Pieces
 from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
 from kvstore.serve.borrower import Borrower
+from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.exchange import Exchange
 from kvstore.serve.lender import Lender
 from kvstore.serve.mover import Ended
@@ -129,6 +130,7 @@ class Together(Node):
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
             view=lambda slot, size: memoryview(self.memory)[slot * PAGE_BYTES :][:size],
+            clock=MonotonicClock(),
             credentials=None,
         )
         self.borrower.index = index
