@@ -27,7 +27,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint coverage mutation upstream proto clean distclean bench-index \
+.PHONY: help demo test check lint coverage mutation rdma-check upstream proto clean distclean bench-index \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
@@ -52,6 +52,11 @@ coverage: $(VENV)/.base ## lines and branches of the core that the fast tests re
 
 mutation: $(VENV)/.base ## would the tests notice a fault: bench/results/mutation.md; MUTANTS=10 to try it
 	$(BIN)/python bench/scenarios/mutation.py --mutants $(MUTANTS)
+
+rdma-check: $(VENV)/.base ## what transports promise, over the RDMA devices of this machine
+	@ls -d /dev/infiniband >/dev/null 2>&1 || { echo "kvstore: there is no /dev/infiniband on this\
+ machine, so nothing was checked" >&2; exit 1; }
+	KVSTORE_CONTRACT_UCX_TLS=rc,ud,self $(PYTEST) tests/contract/test_transport.py -k "nixl or ucx"
 
 upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetches them once
 	$(BIN)/python -m tests.upstream.run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ from kvstore.testing.transports import CHECKS, LocalParty, MoverParty, Party, Tr
 from kvstore.transport.loopback import Hub
 
 Make = Callable[[str], Party]
-# Over shared memory a read goes on when its peer is stopped: only tcp shows what faults do.
-_UCX = {"UCX_TLS": "tcp"}
+# Over shared memory a read goes on when its peer is stopped: only tcp shows what faults do, or RDMA
+# devices, where `make rdma-check` names them.
+_UCX = {"UCX_TLS": os.environ.get("KVSTORE_CONTRACT_UCX_TLS", "tcp")}
 
 
 def _secure(folder: Path) -> Make:
