@@ -51,7 +51,9 @@ piece by piece."""
 GAIN = 2
 """A fetch must be estimated at one part in so many of what computing takes, or less."""
 AVOID_FIRST_NS, AVOID_MOST_NS = NS_PER_S, 30 * NS_PER_S
-"""A peer that failed is left alone, longer each time in a row."""
+"""A peer that failed is left alone, longer each time in a row; so is an index that did not answer
+UNANSWERED_MAX times."""
+UNANSWERED_MAX = 3
 PEERS_MAX = 1024
 
 
@@ -108,6 +110,10 @@ class Fetches:
         self._absent: OrderedDict[tuple[int, bytes], int] = OrderedDict()
         """Until when nobody is asked for a run that begins with this (scope, key)."""
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._unanswered = 0
+        """Questions in a row that the index did not answer."""
+        self._ask_from_ns = 0
+        """Before that the index is asked nothing: it would only be waited for."""
         self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
         self._moving_bytes = 0
 
@@ -125,6 +131,8 @@ class Fetches:
             return coming
         first = (asker.scopes[0], keys[0].tobytes())
         if self._absent.get(first, 0) > state.now_ns or len(self._locating) >= LOCATES_MAX:
+            return 0
+        if state.now_ns < self._ask_from_ns:
             return 0
         if len(set(_each(keys))) != len(keys):
             return 0  # a chain names no key twice: whoever does is not served with more work
@@ -188,6 +196,7 @@ class Fetches:
         assert question is not None, f"question {event.locate} was answered twice"
         asker, keys = question.asker, question.keys
         self._expect_no_more(event.locate, asker.scopes, keys)
+        self._judge_index(is_known=event.is_known)
         chosen = self._choose(asker, event.candidates)
         if chosen is None:
             if event.is_known:
@@ -195,6 +204,13 @@ class Fetches:
         elif not state.is_off(asker.tenant, asker.space):
             self._fetch_all(chosen.node, asker, keys[: chosen.blocks])
         self._arrivals.advance()
+
+    def _judge_index(self, *, is_known: bool) -> None:
+        """Requests do not wait, one after the other, for an index that is away."""
+        self._unanswered = 0 if is_known else self._unanswered + 1
+        if self._unanswered >= UNANSWERED_MAX:
+            longer = self._unanswered - UNANSWERED_MAX
+            self._ask_from_ns = self._state.now_ns + _longer_each_time(longer)
 
     def _remember_absent(self, first: tuple[int, bytes]) -> None:
         self._absent[first] = self._state.now_ns + ABSENT_NS
@@ -330,9 +346,8 @@ class Fetches:
         if good:
             peer.failures = peer.avoid_until_ns = 0
         elif event.peer_failed:
-            wait_ns = min(AVOID_FIRST_NS << min(peer.failures, 10), AVOID_MOST_NS)
+            peer.avoid_until_ns = self._state.now_ns + _longer_each_time(peer.failures)
             peer.failures += 1
-            peer.avoid_until_ns = self._state.now_ns + wait_ns
 
     def _take(
         self,
@@ -378,6 +393,10 @@ class Fetches:
         assert self._moving_bytes == sum(job.size_bytes for job in self._fetching.values())
         for number in self._coming.values():
             assert number in self._locating or number in self._fetching, "nobody brings a key"
+
+
+def _longer_each_time(failures: int) -> int:
+    return min(AVOID_FIRST_NS << min(failures, 10), AVOID_MOST_NS)
 
 
 def _each(keys: Keys) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore.engine import fetches as fetches_module
 from kvstore.engine.events import Clear, Fetched, Locate, Located
-from kvstore.engine.fetches import ABSENT_NS, AVOID_FIRST_NS
+from kvstore.engine.fetches import ABSENT_NS, AVOID_FIRST_NS, AVOID_MOST_NS, UNANSWERED_MAX
 from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease, LeaseReply, Measured
@@ -91,6 +91,24 @@ def test_an_index_that_does_not_answer_is_asked_for_the_next_request() -> None:
     node.locate(is_known=False)
     peer.hint(1)
     assert len(node.locates) == 1
+
+
+def test_an_index_that_is_away_is_left_alone_for_a_while_and_longer_each_time() -> None:
+    node, peer = attached()
+    for number in range(UNANSWERED_MAX):
+        peer.hint(number)
+        node.locate(is_known=False)
+    for failures in range(3):
+        assert peer.lease(failures + 1, 100 + failures).promoting == 0
+        assert not node.locates
+        node.tick((AVOID_FIRST_NS << failures) / 10**6)
+        peer.hint(200 + failures)
+        node.locate(is_known=False)
+    node.tick(AVOID_MOST_NS / 10**6)
+    peer.hint(300)
+    node.locate()
+    peer.hint(301)
+    assert len(node.locates) == 1, "it answers again"
 
 
 def test_who_asks_for_what_is_coming_waits_for_the_same_fetch() -> None:
