@@ -31,8 +31,24 @@ def block_keys(
         seed: the engine's hash seed, as its space says it.
         cache_salt: of the request; empty: none.
     """
-    parent, keys = _digest(seed), []
     extra = (("cache_salt", cache_salt),) if cache_salt else None
+    return _chained(_digest(seed), tokens, block_tokens, extra)
+
+
+def root_key(seed: str) -> BlockKey:
+    """What stands for the parent of a first block."""
+    return BlockKey(_digest(seed))
+
+
+def chained_keys(parent: BlockKey, tokens: Sequence[int], *, block_tokens: int) -> list[BlockKey]:
+    """Keys of the full blocks that follow a block, in chain order."""
+    return _chained(parent, tokens, block_tokens, None)
+
+
+def _chained(
+    parent: bytes, tokens: Sequence[int], block_tokens: int, extra: object
+) -> list[BlockKey]:
+    keys = []
     for begin in range(0, len(tokens) - block_tokens + 1, block_tokens):
         parent = _digest((parent, tuple(tokens[begin : begin + block_tokens]), extra))
         keys.append(BlockKey(parent))

@@ -1,0 +1,83 @@
+"""KV events of an engine, as vLLM publishes them: what its own memory holds.
+
+    message   [topic, sequence number (u64 big-endian), payload]
+    payload   msgpack [time, [event, …], data-parallel rank or nil]
+    event     a map with its kind under "type", as vLLM's msgspec structs make it
+
+Hashes are whole (32 bytes) or, by vLLM's default, the low 64 bits as a number. Fields that are not
+needed here, and events of kinds that are not known, are left aside.
+
+Ways to be broken: not msgpack; no list of time and events; a known event whose fields are of other
+types; hashes of another length. All raise `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.types import KEY_BYTES
+
+OWN_MEDIA: Final = (None, "GPU")
+"""Of the engine's own memory; what its connectors hold they tell themselves."""
+PAYLOAD_BYTES_MAX: Final = 16 << 20
+
+Hash = int | Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of one chain are in a medium now."""
+
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+    """Blocks are in a medium no more."""
+
+    block_hashes: list[Hash]
+    medium: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """The engine's cache was emptied."""
+
+
+EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
+_KINDS: Final = frozenset(kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared))
+_decoder = msgspec.msgpack.Decoder(EngineEvent)
+_raw = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None])
+_kind = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_text = msgspec.msgpack.Decoder(str)
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One message."""
+
+    events: list[EngineEvent]
+    rank: int
+
+
+def decode_batch(payload: bytes) -> Batch:
+    """The events of a payload that are known here. Raises ProtocolError."""
+    if len(payload) > PAYLOAD_BYTES_MAX:
+        raise ProtocolError(f"a batch of {len(payload)} bytes; at most {PAYLOAD_BYTES_MAX}")
+    try:
+        _, raw, rank = _raw.decode(payload)
+        events = [_decoder.decode(event) for event in raw if _is_known(event)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed KV events: {error}") from None
+    return Batch(events, rank or 0)
+
+
+def _is_known(event: msgspec.Raw) -> bool:
+    kind = _kind.decode(event).get("type")
+    return kind is not None and _text.decode(kind) in _KINDS

@@ -1,0 +1,121 @@
+"""What an engine says of its own memory, by the keys that everybody uses."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstore.errors import ProtocolError
+from kvstore.index.chain import block_keys
+from kvstore.index.engine_blocks import EngineBlocks
+from kvstore.wire.engine_events import (
+    PAYLOAD_BYTES_MAX,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    decode_batch,
+)
+
+SIZE, SEED = 4, "vllm-none-hash"
+TOKENS = [random.Random(1).randrange(1000) for _ in range(5 * SIZE)]
+KEYS = block_keys(TOKENS, block_tokens=SIZE, seed=SEED)
+LOW = [int.from_bytes(key[-8:], "big") for key in KEYS]
+
+
+def blocks(**changes: int) -> EngineBlocks:
+    return EngineBlocks(seed=SEED, **changes)
+
+
+def store(
+    held: EngineBlocks, begin: int, end: int, *, names: list[Any] | None = None, **changes: Any
+) -> list[bytes]:
+    of_all: list[Any] = names or list(range(100, 105))
+    told: dict[str, Any] = {
+        "parent": of_all[begin - 1] if begin else None,
+        "tokens": TOKENS[begin * SIZE : end * SIZE],
+        "block_tokens": SIZE,
+        "is_plain": True,
+    }
+    return list(held.stored(of_all[begin:end], **(told | changes)))
+
+
+@pytest.mark.parametrize("names", [KEYS, LOW, [7, 8, 9, 10, 11]], ids=["whole", "low", "any"])
+def test_whatever_the_engine_calls_them_they_have_their_keys(names: list[Any]) -> None:
+    held = blocks()
+    assert store(held, 0, 2, names=names) == KEYS[:2]
+    assert store(held, 2, 5, names=names) == KEYS[2:]
+    assert held.removed(names[3:]) == KEYS[3:]
+    assert held.removed(names[3:]) == [], "once"
+    held.cleared()
+    assert (len(held), held.removed(names)) == (0, [])
+
+
+def test_what_cannot_be_named_is_left_out_and_all_behind_it() -> None:
+    held = blocks()
+    assert store(held, 0, 1, is_plain=False) == []
+    assert store(held, 1, 2) == [], "its parent is not known"
+    assert store(held, 2, 3, tokens=TOKENS[:3]) == [], "tokens of less than its blocks"
+    assert held.left_out == 3
+
+
+def test_names_are_bounded() -> None:
+    held = blocks(block_count_max=3)
+    assert store(held, 0, 5) == KEYS[:3]
+    assert (len(held), held.left_out) == (3, 2)
+
+
+def payload(*events: Any, rank: int | None = None) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), rank])
+
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": LOW[:1],
+    "parent_block_hash": None,
+    "token_ids": TOKENS[:SIZE],
+    "block_size": SIZE,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+    "something": "that comes later",
+}
+
+
+def test_what_vllm_publishes_is_understood() -> None:
+    removed = {"type": "BlockRemoved", "block_hashes": [KEYS[0]], "medium": "GPU"}
+    batch = decode_batch(
+        payload(STORED, {"type": "Later", "x": 1}, removed, {"type": "AllBlocksCleared"}, rank=3)
+    )
+    assert batch.rank == 3
+    assert [type(event) for event in batch.events] == [BlockStored, BlockRemoved, AllBlocksCleared]
+    assert batch.events[0] == BlockStored(
+        block_hashes=LOW[:1],
+        parent_block_hash=None,
+        token_ids=TOKENS[:SIZE],
+        block_size=SIZE,
+        medium="GPU",
+    )
+    assert batch.events[1] == BlockRemoved(block_hashes=[KEYS[0]], medium="GPU")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"",
+        b"nonsense",
+        msgspec.msgpack.encode([1.0]),
+        msgspec.msgpack.encode({"type": "BlockStored"}),
+        payload(STORED | {"block_hashes": "text"}),
+        payload(STORED | {"block_hashes": [b"short"]}),
+        payload({"type": "BlockRemoved"}),
+        payload(7),
+        payload({"type": 7}),
+        bytes(PAYLOAD_BYTES_MAX + 1),
+    ],
+)
+def test_nonsense_is_said_to_be_that(broken: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_batch(broken)
