@@ -49,7 +49,7 @@ class DiskMachine(CountedMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.node = DiskNode(
+        self.node = self.make_node(
             slots=16, slab_slots=4, credit_share=0.25, block_count_max=24, **self.config
         )
         self.peer = Peer(self.node)
@@ -64,6 +64,10 @@ class DiskMachine(CountedMachine):
         self.leased: dict[int, list[int]] = {}
         """Blocks that each open lease still waits for, in order."""
         self.heard = 0
+
+    def make_node(self, **config: Any) -> DiskNode:
+        """What the rules drive."""
+        return DiskNode(**config)
 
     # ── the engine ───────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,203 @@
+"""Any order of what other nodes hold, lend, want and break, beside stores, lookups and a disk.
+
+The oracle is that of `test_files_machine`: what was put into each slot, by generation. A block that
+another node said to be damaged is garbage; nobody may be lent it, neither an engine nor a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import Phase
+from hypothesis.stateful import initialize, invariant, rule
+
+from kvstore.engine.events import Fetched, Lend, Lent, LoanReturned, Located, PeerGone
+from kvstore.engine.fetches import Fetches
+from kvstore.engine.loans import Loans
+from tests.unit.engine.disk import SPACE
+from tests.unit.engine.harness import checksum, key, keys
+from tests.unit.engine.peers import Candidate, PeerNode
+from tests.unit.engine.test_files_machine import (
+    BLOCKS,
+    KEY_OF,
+    DiskMachine,
+    numbers,
+    verify_machine,
+)
+
+GARBAGE = -1
+PEERS = (1, 2)
+
+
+class PeersMachine(DiskMachine):
+    """One engine, a disk and other nodes."""
+
+    node: PeerNode
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loan = 0
+        self.lent: dict[tuple[int, int], Lent] = {}
+        """Loans that were answered and not given back."""
+        self.answered = 0
+
+    def make_node(self, **config: Any) -> PeerNode:
+        return PeerNode(**config)
+
+    @initialize()
+    def a_disk_with_records(self) -> None:
+        """None: what is here is not fetched."""
+
+    # ── what is fetched ──────────────────────────────────────────────────────────────────────────
+
+    @rule(blocks=st.integers(0, BLOCKS), is_known=st.booleans(), pick=st.integers(0, 9))
+    def the_index_answers(self, blocks: int, pick: int, *, is_known: bool) -> None:
+        if self.node.locates:
+            question = self.node.locates.pop(pick % len(self.node.locates))
+            found = (Candidate("far", blocks),) if blocks and is_known else ()
+            self.node.step(Located(question.locate, found, is_known))
+            self.listen()
+
+    @rule(good=st.lists(st.booleans(), min_size=BLOCKS), pick=st.integers(0, 9))
+    def a_fetch_ends(self, good: list[bool], pick: int) -> None:
+        if not self.node.fetches:
+            return
+        fetch = self.node.fetches.pop(pick % len(self.node.fetches))
+        generations = self.node.engine._state.slots.generation
+        flags, sums = [], b""
+        for at, slot in enumerate(fetch.slots.tolist()):
+            number = KEY_OF[fetch.keys[32 * at : 32 * at + 32]]
+            is_good = good[at % len(good)]
+            flags.append(is_good)
+            sums += checksum(number)
+            self.arena[slot, int(generations[slot // 16])] = number if is_good else GARBAGE
+        self.node.step(Fetched(fetch.job, bytes(flags), sums, peer_failed=not any(flags)))
+        self.listen()
+
+    # ── what is lent ─────────────────────────────────────────────────────────────────────────────
+
+    @rule(peer=st.sampled_from(PEERS), first=numbers, count=st.integers(1, 6))
+    def another_node_asks(self, peer: int, first: int, count: int) -> None:
+        self.loan += 1
+        wanted = range(first, min(first + count, BLOCKS))
+        self.node.step(Lend(peer, self.loan, "t", SPACE, keys(*wanted)))
+        self.listen()
+
+    @rule(pick=st.integers(0, 9))
+    def another_node_has_read(self, pick: int) -> None:
+        if not self.lent:
+            return
+        name = sorted(self.lent)[pick % len(self.lent)]
+        lent = self.lent.pop(name)
+        self.node.step(LoanReturned(*name))
+        intact = self.node.loans_ended.pop().intact
+        generations = self.node.engine._state.slots.generation
+        for flag, slot, generation in zip(intact, *_places(lent), strict=len(intact) > 0):
+            assert not flag or generations[slot // 16] == generation, "it did not stay"
+
+    @rule(peer=st.sampled_from(PEERS))
+    def another_node_goes(self, peer: int) -> None:
+        self.node.step(PeerGone(peer))
+        self.lent = {name: lent for name, lent in self.lent.items() if name[0] != peer}
+        self.listen()
+
+    @rule(ms=st.sampled_from([1, 600, 11_000]))
+    def time_passes(self, ms: int) -> None:
+        self.node.tick(ms)
+        if ms > self.node.config.lease_ttl_ms:
+            self.leased.clear()
+        self.listen()
+
+    def listen(self) -> None:
+        """Whoever is lent blocks is lent those that he asked for."""
+        super().listen()
+        for lent in self.node.lent[self.answered :]:
+            if not lent.slots:
+                continue
+            self.lent[lent.peer, lent.loan] = lent
+            for at, place in enumerate(zip(*_places(lent), strict=True)):
+                number = self.arena.get(place)
+                assert number not in (None, GARBAGE), "lent what is no block"
+                assert lent.checksums[16 * at : 16 * at + 16] == checksum(number)
+        self.answered = len(self.node.lent)
+
+    @invariant()
+    def consistent(self) -> None:
+        super().consistent()
+        held = (self.node.engine._state.slots.writer == -2).sum()
+        assert held == sum(len(fetch.slots) for fetch in self.node.fetches)
+
+    def teardown(self) -> None:
+        """Everybody answers, everything is given back: nothing is held any more."""
+        while self.node.locates:
+            self.the_index_answers(0, 0, is_known=True)
+        while self.node.fetches:
+            self.a_fetch_ends([True] * BLOCKS, 0)
+        for peer in PEERS:
+            self.another_node_goes(peer)
+        super().teardown()
+        fetches = self.node.engine._fetches
+        assert not fetches._coming
+        assert fetches._moving_bytes == 0
+        assert not self.node.engine._loans.any_waiting
+
+
+def _places(lent: Lent) -> tuple[list[int], list[int]]:
+    slots = np.frombuffer(lent.slots, "<u4").tolist()
+    return slots, np.frombuffer(lent.generations, "<u8").tolist()
+
+
+@pytest.mark.usefixtures("each_policy")
+def test_any_order_of_what_other_nodes_do_keeps_the_promises() -> None:
+    verify_machine(40, machine=PeersMachine)
+
+
+@pytest.mark.slow
+def test_many_orders_of_what_other_nodes_do_keep_the_promises() -> None:
+    verify_machine(500, machine=PeersMachine)
+
+
+def _trust_every_fetch(original: Callable[..., None]) -> Callable[..., None]:
+    def fetched(self: Fetches, event: Fetched) -> None:
+        original(self, Fetched(event.job, b"\x01" * len(event.good), event.checksums))
+
+    return fetched
+
+
+def _always_intact(original: Callable[..., None]) -> Callable[..., None]:
+    def returned(self: Loans, event: LoanReturned) -> None:
+        original(self, event)
+        ended = self._state.commands[-1]
+        self._state.commands[-1] = type(ended)(  # type: ignore[call-arg]
+            peer=event.peer, loan=event.loan, intact=b"\x01" * 8, cause=0
+        )
+
+    return returned
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "breaks"),
+    [
+        (Fetches, "fetched", _trust_every_fetch),
+        (Loans, "returned", _always_intact),
+    ],
+)
+def test_a_broken_side_of_peers_is_noticed(
+    kind: type, method: str, breaks: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+    broken = breaks(getattr(kind, method))
+    with (
+        mock.patch.object(kind, method, broken),
+        mock.patch.object(PeersMachine, "is_counted", new=False),
+        pytest.raises((AssertionError, ValueError)),
+    ):
+        verify_machine(300, phases=(Phase.generate,), machine=PeersMachine)
+
+
+def test_the_names_of_blocks_are_those_of_the_harness() -> None:
+    assert KEY_OF[key(0)] == 0
