@@ -363,7 +363,8 @@ def clear(socket: Path, space: str | None) -> None:
     """Forget cached blocks. Engines go on: what they look for is a miss until stored again.
 
     The exit status is 1 when the disk could not take note of it: a restart would bring back what
-    is on it. In a shared directory a node takes note of its own blocks only: clear at each node.
+    is on it. A node forgets its own blocks only, also in a shared directory, and may fetch from
+    other nodes what they still hold: clear at each node.
 
     \b
     Examples:
