@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
+from kvstore.client.core.config import Store
 from kvstore.wire.messages import NAME_BYTES_MAX
 
 
@@ -16,8 +17,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     socket: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     """The node's attach socket, such as /run/kvstore/node.sock."""
     tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES_MAX)] = "default"
-    store: Literal["all", "prompt"] = "all"
-    """all: blocks filled by decoding too; prompt: only blocks of the prompt."""
+    store: Store = "all"
     min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 128
     """Shorter hits are computed."""
     lookup_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20

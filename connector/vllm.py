@@ -352,7 +352,7 @@ def _core_config(config: ConnectorConfig, vllm_config: VllmConfig) -> SchedulerC
         lookup_deadline_ms=config.lookup_deadline_ms,
         heartbeat_timeout_ms=config.heartbeat_timeout_ms,
         min_load_tokens=config.min_load_tokens,
-        store_decode=config.store == "all",
+        store=config.store,
         verify_every=config.verify_every,
         shadow_every=config.shadow_every,
     )

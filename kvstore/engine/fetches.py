@@ -230,7 +230,7 @@ class Fetches:
                 continue
             ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = ns_per_byte * sum(asker.block_bytes)
-            if compute_ns and cost_ns * GAIN > compute_ns:
+            if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
                 continue
             # Nothing is known of computing: the longest run is the best, the quickest of equals.
             worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)

@@ -78,6 +78,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `Offered` commands are wanted."""
     fetches: bool = False
     """Whether other nodes are asked for what is not here."""
+    fetches_always: bool = False
+    """Also for what is computed as quickly."""
 
 
 KNOWN_SPACES_MAX = 1024

@@ -31,6 +31,7 @@ DEFAULT_ENTRIES: Final = 10_000_000
 ENTRIES_MIN: Final = 1 << 16
 INDEX_COUNT_MAX: Final = 16
 TRANSPORTS: Final = ("nixl", "tcp", "ucx")
+FETCH_WHEN: Final = ("auto", "always")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ class PeerConfig:
     """0: the kernel chooses; the index is told."""
     transport: str
     """A name of `transport.backends`."""
+    is_fetched_always: bool = False
+    """Whether blocks are fetched that are quicker to compute, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +111,13 @@ def resolve_cluster(
     index_entries: int | str | None,
     peer_listen: str | None,
     transport: str | None,
+    fetch: str | None,
     node_name: str | None,
     tls: TlsSettings,
 ) -> ClusterConfig | None:
     """A node's part in a cluster; None when it has none. Raises ConfigError."""
     if not indexes and index_listen is None:
-        _refuse_lonely(index_entries, peer_listen, transport, tls)
+        _refuse_lonely(index_entries, peer_listen, transport, fetch, tls)
         return None
     loaded = resolve_tls(tls, what="the index")
     certified = loaded.name_as("node") if loaded else ""
@@ -146,19 +150,20 @@ def resolve_cluster(
         node=name,
         indexes=_indexes(indexes),
         replica=replica,
-        peers=_peers(peer_listen, transport),
+        peers=_peers(peer_listen, transport, fetch),
         tls=loaded,
         files=tls.files() if loaded else None,
     )
 
 
 def _refuse_lonely(
-    entries: object, peer_listen: object, transport: object, tls: TlsSettings
+    entries: object, peer_listen: object, transport: object, fetch: object, tls: TlsSettings
 ) -> None:
     given = {
         "index-entries": entries,
         "peer-listen": peer_listen,
         "transport": transport,
+        "fetch": fetch,
         "ca": tls.ca,
         "cert": tls.cert,
         "key": tls.key,
@@ -210,10 +215,11 @@ def _indexes(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _peers(listen: str | None, transport: str | None) -> PeerConfig | None:
+def _peers(listen: str | None, transport: str | None, fetch: str | None) -> PeerConfig | None:
     if listen is None:
-        if transport is not None:
-            raise ConfigError("transport is about --peer-listen: add that, or leave it out")
+        for name, value in (("transport", transport), ("fetch", fetch)):
+            if value is not None:
+                raise ConfigError(f"{name} is about --peer-listen: add that, or leave it out")
         return None
     found = address_of(listen)
     if found is None or found[0].is_unspecified:
@@ -224,7 +230,12 @@ def _peers(listen: str | None, transport: str | None) -> PeerConfig | None:
     chosen = transport or default_transport()
     if chosen not in TRANSPORTS:
         raise ConfigError(f"transport {chosen!r} must be one of {', '.join(TRANSPORTS)}")
-    return PeerConfig(host=str(found[0]), port=found[1], transport=chosen)
+    when = fetch or FETCH_WHEN[0]
+    if when not in FETCH_WHEN:
+        raise ConfigError(f"fetch {when!r} must be one of {', '.join(FETCH_WHEN)}")
+    return PeerConfig(
+        host=str(found[0]), port=found[1], transport=chosen, is_fetched_always=when == "always"
+    )
 
 
 def default_transport() -> str:

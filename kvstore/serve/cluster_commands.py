@@ -17,6 +17,7 @@ from kvstore.serve.cluster import (
     DEFAULT_ENTRIES,
     DEFAULT_INDEX_METRICS,
     DEFAULT_LISTEN,
+    FETCH_WHEN,
     TRANSPORTS,
 )
 from kvstore.serve.config import LOG_LEVELS
@@ -58,6 +59,12 @@ _NODE_OPTIONS: Final = (
         "--transport",
         type=click.Choice(TRANSPORTS),
         help="By what blocks are moved between nodes.  [default: nixl where it is installed]",
+    ),
+    click.option(
+        "--fetch",
+        type=click.Choice(FETCH_WHEN),
+        help="Which blocks of other nodes are fetched: those that take half as long as computing"
+        " them, or less; or all.  [default: auto]",
     ),
     *_TLS_OPTIONS,
 )

@@ -138,6 +138,7 @@ class Settings(
     index_entries: str | int | None = None
     peer_listen: str | None = None
     transport: str | None = None
+    fetch: str | None = None
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -273,6 +274,7 @@ def _cluster(settings: Settings) -> ClusterConfig | None:
         index_entries=settings.index_entries,
         peer_listen=settings.peer_listen,
         transport=settings.transport,
+        fetch=settings.fetch,
         node_name=settings.node_name,
         tls=TlsSettings(
             ca=settings.ca, cert=settings.cert, key=settings.key, insecure=settings.insecure

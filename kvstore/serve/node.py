@@ -399,6 +399,7 @@ def _open_files(
 
 def _make_engine(config: NodeConfig, memory: Memory, life: int, files: FileEnd | None) -> Engine:
     file_bytes = config.file.capacity_bytes if config.file else 0
+    peers = config.cluster.peers if config.cluster else None
     return Engine(
         EngineConfig(
             incarnation=memory.incarnation,
@@ -418,7 +419,8 @@ def _make_engine(config: NodeConfig, memory: Memory, life: int, files: FileEnd |
             quotas=config.quotas,
             tell_changes=config.events is not None,
             tell_offers=config.cluster is not None,
-            fetches=config.cluster is not None and config.cluster.peers is not None,
+            fetches=peers is not None,
+            fetches_always=peers is not None and peers.is_fetched_always,
         ),
         memory.journal,
     )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Store = Literal["all", "prompt", "none"]
+"""Which blocks an engine stores: all, also those that fill during decoding; those of prompts; or
+none, and it only loads."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,8 +33,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     so that nothing is waited for that this one may compute in less."""
     min_load_tokens: int = 128
     """Cost gate: shorter hits are computed, since two engine steps and a lookup cost more."""
-    store_decode: bool = True
-    """Store blocks that fill during decoding, too."""
+    store: Store = "all"
     verify_every: int = 64
     """Every n-th load is checked against its checksums; 1 checks all, 0 none."""
     shadow_every: int = 0

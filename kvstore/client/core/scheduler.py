@@ -264,11 +264,14 @@ class SchedulerCore:
         if entry is None or entry.lookup.stage is Stage.LOADING:
             return 0
         tokens = min(computed_tokens, known_tokens)
-        if not self.config.store_decode:
+        if self.config.store == "prompt":
             tokens = min(tokens, entry.prompt_tokens)
         full = tokens // self.config.block_tokens
-        has_work = self._stores.has_work(entry.progress, full)
+        has_work = self._has_to_store(entry.progress, full)
         return full if has_work or self._shadows.has_work(entry.lookup, full) else 0
+
+    def _has_to_store(self, progress: StoreProgress, full_blocks: int) -> bool:
+        return self.config.store != "none" and self._stores.has_work(progress, full_blocks)
 
     def fill(
         self, request: str, keys: Sequence[bytes], *, block_ids: Sequence[int], full_blocks: int
@@ -281,7 +284,7 @@ class SchedulerCore:
             self._shadows.bind(
                 entry.lookup, keys=keys, block_ids=block_ids, full_blocks=full_blocks
             )
-        if not self._stores.has_work(entry.progress, full_blocks):
+        if not self._has_to_store(entry.progress, full_blocks):
             return
         loaded_end = entry.local_blocks + entry.loaded_tokens // self.config.block_tokens
         self._stores.bind(

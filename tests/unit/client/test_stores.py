@@ -128,13 +128,22 @@ def test_nothing_is_stored_while_the_requests_load_runs(node: ScriptedNode) -> N
 
 
 def test_only_the_prompt_is_stored_when_asked_so() -> None:
-    node = ScriptedNode(store_decode=False)
+    node = ScriptedNode(store="prompt")
     keys = chain("a", 4)
     node.attach(credits=10)
     node.core.new_request("r", keys[:2], prompt_tokens=2 * BLOCK_TOKENS + 9, now_ns=node.now_ns)
     job = step(node, "r", keys, computed=4 * BLOCK_TOKENS)
     assert job is not None
     assert job.keys == b"".join(keys[:2])
+
+
+def test_nothing_is_stored_when_asked_so() -> None:
+    node = ScriptedNode(store="none")
+    keys = chain("a", 4)
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    assert step(node, "r", keys, computed=4 * BLOCK_TOKENS) is None
+    assert node.core.full_blocks("r", computed_tokens=512, known_tokens=512) == 0
 
 
 def test_a_block_that_is_handed_out_again_is_fenced_until_every_rank_read_it(

@@ -256,6 +256,14 @@ def test_nothing_is_fetched_that_is_computed_as_quickly() -> None:
     assert node.fetches[0].node == "new"
 
 
+def test_whoever_wants_it_fetches_what_is_computed_as_quickly_too() -> None:
+    node, peer = attached(fetches_always=True)
+    node.hear(peer.scheduler, Measured(compute_ns_per_token=1, load_ns_per_token=1))
+    peer.hint(1, 2)
+    node.locate(("short", 1), ("long", 2))
+    assert [(fetch.node, fetch.keys) for fetch in node.fetches] == [("long", keys(1, 2))]
+
+
 def test_a_peer_that_fails_is_left_alone_for_a_while_and_longer_each_time() -> None:
     node, peer = attached()
     for failures in range(3):
