@@ -198,6 +198,9 @@ class Borrower:
                     for member in members.nodes
                     if member.address and member.node != self._who.node
                 }
+                left = self._told.keys() - {"the index", *map(_title, self._addresses)}
+                for name in left:
+                    del self._told[name]
             await asyncio.sleep(MEMBERS_EVERY_S)
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
@@ -221,10 +224,10 @@ class Borrower:
         try:
             session = await self._session(command.node)
             fetched = await self._borrow(session, command, count)
-            self._note(f"node {command.node}", "")
+            self._note(_title(command.node), "")
         except PeerLost as error:
             self._forget(command.node)
-            self._note(f"node {command.node}", str(error))
+            self._note(_title(command.node), str(error))
             # Without a mover of our own nothing is said of the peer.
             fetched = Fetched(command.job, bytes(count), peer_failed=not self._mover.trouble)
         finally:
@@ -305,7 +308,7 @@ class Borrower:
 
     def _damaged(self, node: str) -> None:
         self.counters.damaged += 1
-        self._note(f"node {node}", "a block that it lent is not what was stored; see its scrub")
+        self._note(_title(node), "a block that it lent is not what was stored; see its scrub")
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
@@ -317,6 +320,7 @@ class Borrower:
             address = self._addresses.get(node)
             if address is None:
                 raise PeerLost(f"node {node} is no member any more")
+            self._forget(node)
             opening = asyncio.get_running_loop().create_task(
                 PeerSession.open(node, address, me=self._who, credentials=self._credentials)
             )
@@ -335,6 +339,11 @@ class Borrower:
         self._mover.forget(_mover_name(node))
         if opening is not None and opening.done() and _has_session(opening):
             self._run(opening.result().close())
+
+
+def _title(node: str) -> str:
+    """In sentences."""
+    return f"node {node}"
 
 
 def _mover_name(node: str) -> str:

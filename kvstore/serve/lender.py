@@ -4,7 +4,9 @@
     peer ◀──Answer── Session ◀──────Lent, LoanEnded──────── engine
 
 A session is one stream of one incarnation of a node, by the name in its certificate. It may have
-ASKS_MAX asks without an answer; whoever sends more is hung up on. Its loans end with it.
+ASKS_MAX asks without an answer; whoever sends more is hung up on. Its loans end with it. A node has
+one session: its next one ends the one before, and all end when this node's mover is another, whose
+memory peers must be told of anew.
 
 Does not cover: what is lent (`engine.loans`), reading from others (`borrower`), the bytes
 (`kvstore.transport`).
@@ -15,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Final
 
 import grpc
@@ -31,13 +33,15 @@ from kvstore.serve.tls import peer_identities
 
 ASKS_MAX: Final = 64
 SESSIONS_MAX: Final = 1024
+HELLO_TIMEOUT_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 class _Session:
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, node: str) -> None:
         self.number = number
+        self.node = node
         self.answers: asyncio.Queue[pb.Answer | None] = asyncio.Queue()
         """Bounded by the asks. None: the peer has hung up, or must."""
         self.unanswered = 0
@@ -73,16 +77,20 @@ class Lender(PeersServicer):
     ) -> AsyncIterator[pb.Answer]:
         """One peer, until either side hangs up."""
         try:
-            first = await anext(request_iterator)
+            first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT_S)
         except StopAsyncIteration:
             return
+        except TimeoutError:
+            sentence = f"a session begins with Hello, within {HELLO_TIMEOUT_S:.0f} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence)
         try:
             caller = self._caller(first, context)
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        self._hang_up(session for session in self._sessions.values() if session.node == caller.node)
         if len(self._sessions) >= SESSIONS_MAX:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many nodes ask here")
-        session = _Session(next(self._numbers))
+        session = _Session(next(self._numbers), caller.node)
         self._sessions[session.number] = session
         reading = asyncio.get_running_loop().create_task(self._read(session, request_iterator))
         _log.info("node %s reads here", caller.node)
@@ -103,6 +111,14 @@ class Lender(PeersServicer):
             reading.cancel()
             del self._sessions[session.number]
             self._exchange.post(PeerGone(session.number))
+
+    def mover_changed(self) -> None:
+        """What peers were told of this node's memory holds no more."""
+        self._hang_up(self._sessions.values())
+
+    def _hang_up(self, sessions: Iterable[_Session]) -> None:
+        for session in sessions:
+            session.answers.put_nowait(None)
 
     def _caller(self, first: pb.Ask, context: Any) -> loans.Who:
         """Raises ProtocolError: it is nobody that is served."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from kvstore.ports import Clock, Pieces
@@ -27,6 +28,8 @@ class MoverHost:
         """What peers need to read from here; empty while nothing can be read."""
         self.trouble = "the mover is starting"
         """Why nothing moves; empty while all is well."""
+        self.changed: Callable[[], object] = lambda: None
+        """Called when the descriptor is another."""
         self._mover = mover
         self._clock = clock
         self._numbers = itertools.count(1)
@@ -97,18 +100,24 @@ class MoverHost:
         wait_s = (at_ns - self._clock.now_ns()) / NS_PER_S if at_ns else IDLE_POLL_S
         self._timer = self._loop.call_later(max(0.0, min(wait_s, IDLE_POLL_S)), self._turn)
 
+    def _become(self, descriptor: bytes, trouble: str) -> None:
+        is_another = descriptor != self.descriptor
+        self.descriptor, self.trouble = descriptor, trouble
+        if is_another:
+            self.changed()
+
     def _take(self, event: MoverEvent) -> None:
         match event:
             case Up(registered=registered):
-                self.descriptor, self.trouble = registered.descriptor, ""
+                self._become(registered.descriptor, "")
                 self._connected.clear()
             case Down(reason=reason):
                 _log.warning("the mover ended: %s; another one is started", reason)
-                self.descriptor, self.trouble = b"", f"the mover ended: {reason}"
+                self._become(b"", f"the mover ended: {reason}")
                 self._connected.clear()
             case Unusable(reason=reason):
                 _log.error("blocks cannot be moved between nodes: %s", reason)
-                self.descriptor, self.trouble = b"", f"blocks cannot be moved: {reason}"
+                self._become(b"", f"blocks cannot be moved: {reason}")
             case PeerLost(peer=peer, reason=reason):
                 _log.info("the mover does not reach node %s: %s", peer, reason)
                 self._connected.pop(peer, None)

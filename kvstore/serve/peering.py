@@ -6,6 +6,7 @@ them (`lender`, `borrower`, `mover_host`), the index (`member`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -35,6 +36,10 @@ from kvstore.units import NS_PER_S
 
 NS_PER_US: Final = 1000
 START_TIMEOUT_S: Final = 10.0
+STREAMS_PER_CONNECTION_MAX: Final = 4
+"""A peer needs one, and another while the one before ends."""
+
+_log = logging.getLogger(__name__)
 
 
 class Peering:
@@ -81,10 +86,12 @@ class Peering:
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=self._tls is not None,
         )
+        self.mover.changed = self.lender.mover_changed
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
                 ("grpc.so_reuseport", 0),
+                ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
                 # Sessions are quiet for long, and peers look after them: by default a server hangs
                 # up on who asks more often than every five minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
@@ -116,7 +123,10 @@ class Peering:
 
     def close(self) -> None:
         """Hang up. No byte is written for any fetch after this."""
-        self._loop.call(self._close(), timeout_s=START_TIMEOUT_S)
+        try:
+            self._loop.call(self._close(), timeout_s=START_TIMEOUT_S)
+        except TimeoutError:
+            _log.warning("peers were not hung up on in time; the end of this process does it")
         self.exchange.close()
 
     async def _close(self) -> None:

@@ -235,6 +235,74 @@ def test_a_peer_that_hangs_up_ends_its_loans() -> None:
     run(body)
 
 
+def hello(node: str = "x") -> pb.Ask:
+    return pb.Ask(hello=pb.Hello(node=node, incarnation=3))
+
+
+def test_who_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.serve.lender.HELLO_TIMEOUT_S", 0.01)
+
+    async def body(two: Two) -> None:
+        async with grpc.aio.insecure_channel(two.b.address) as channel:
+            call = PeersStub(channel).Session()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await _read_to_its_end(call)
+            assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "begins with Hello" in str(refused.value.details())
+
+    run(body)
+
+
+def test_a_node_has_one_session_its_last_one() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        async with grpc.aio.insecure_channel(two.b.address) as channel:
+            calls = [PeersStub(channel).Session() for _ in range(3)]
+            for call, node in zip(calls, ("x", "y", "x"), strict=True):
+                await call.write(hello(node))
+                assert (await call.read()).welcome.node == "b"
+                if call is calls[0]:
+                    lend = pb.Lend(loan=1, tenant="t", space=SPACE, keys=keys(1))
+                    await call.write(pb.Ask(lend=lend))
+                    assert (await call.read()).lent.slots
+            await _read_to_its_end(calls[0])
+            await two.until(lambda: not two.b.engine.leases(), "its loan has ended, too")
+            assert two.b.lender.session_count == 2
+            for call in calls:
+                call.cancel()
+
+    run(body)
+
+
+def test_another_mover_there_is_read_by_its_own_descriptor() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1, 2)
+        two.index.holders["b"] = 2
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).from_peer == 1
+        two.b.mover.descriptor = encode(Descriptor("memory", "another", len(two.b.memory), 0, b""))
+        two.b.lender.mover_changed()
+        await two.until(lambda: two.b.lender.session_count == 0, "the session ends")
+        assert (await two.lease(engine, 2, 2)).from_peer == 1
+        assert two.a.mover.descriptors[-1] == two.b.mover.descriptor != two.a.mover.descriptors[0]
+
+    run(body)
+
+
+def test_of_who_is_no_member_any_more_nothing_is_kept() -> None:
+    async def body(two: Two) -> None:
+        two.index.addresses["c"] = "127.0.0.1:1"
+        two.index.holders["c"] = 1
+        await two.until(lambda: "c" in two.a.borrower._addresses, "a knows c")
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).slots == b""
+        assert "node c" in two.a.borrower._told
+        del two.index.addresses["c"]
+        await two.until(lambda: not two.a.borrower._told, "a knows that c is gone")
+
+    run(body)
+
+
 async def _read_to_its_end(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass

@@ -63,12 +63,14 @@ class MemoryMover:
         self.reason = ""
         self.trouble = ""
         self.forgotten: list[str] = []
+        self.descriptors: list[bytes] = []
 
     async def move(
         self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
     ) -> Ended:
         assert decode_descriptor(descriptor).backend == "memory"
         assert timeout_s > 0
+        self.descriptors.append(descriptor)
         if self.gate is not None:
             await self.gate.wait()
         self.before()
