@@ -23,6 +23,7 @@ from typing import Final
 import psutil
 
 from kvstore.testing.index_process import Lab
+from kvstore.testing.lan import Lan
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine
 from kvstore.wire.messages import LeaseReply
@@ -34,11 +35,19 @@ _PAUSE_S: Final = 0.05
 class PeerPair:
     """Node a has the index; b tells it, too."""
 
-    def __init__(self, directory: Path, transport: str, dram: str, flags: Sequence[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        transport: str,
+        dram: str,
+        flags: Sequence[str],
+        lan: Lan | None,
+    ) -> None:
         self._lab = Lab(directory)
         self._directory = directory
         self._transport, self._dram, self._flags = transport, dram, tuple(flags)
-        self.a = self._start("a", ("--index-listen", "127.0.0.1:0"))
+        self._lan = lan
+        self.a = self._start("a", ("--index-listen", f"{self._host('a')}:0"))
         try:
             self.b = self._start("b", ("--index", self.a.index))
         except BaseException:
@@ -54,9 +63,11 @@ class PeerPair:
         transport: str,
         dram: str = "64MiB",
         flags: Sequence[str] = (),
+        lan: Lan | None = None,
     ) -> Iterator[PeerPair]:
-        """Both, until the context ends. Raises NodeFailed."""
-        pair = cls(directory, transport, dram, flags)
+        """Both, until the context ends; on machines "a" and "b" of a network, if there is one.
+        Raises NodeFailed."""
+        pair = cls(directory, transport, dram, flags, lan)
         try:
             yield pair
         finally:
@@ -67,9 +78,14 @@ class PeerPair:
         folder = self._directory / name
         folder.mkdir(exist_ok=True)
         certificate = self._lab.flags("node", name, with_index=True)
-        listen = ("--peer-listen", "127.0.0.1:0", "--transport", self._transport)
+        listen = ("--peer-listen", f"{self._host(name)}:0", "--transport", self._transport)
         flags = (*index, *listen, *certificate, *self._flags)
-        return NodeProcess.start(folder, dram=self._dram, flags=flags)
+        machine = self._lan.inside(name) if self._lan else contextlib.nullcontext()
+        with machine:
+            return NodeProcess.start(folder, dram=self._dram, flags=flags)
+
+    def _host(self, name: str) -> str:
+        return self._lan.address(name) if self._lan else "127.0.0.1"
 
     def restart_b(self) -> None:
         """Another b, with empty memory and another address, after the one before was ended."""

@@ -1,0 +1,88 @@
+"""A network that swallows everything: nobody waits long, nothing is kept, all heals by itself."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.lan import Lan
+from kvstore.testing.peers import PeerPair, at_rest, metric
+from kvstore.testing.raw_engine import RawEngine, make_keys
+from tests.integration.node.conftest import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SEED = 20261122
+TURNS = 3
+BLOCKS = 300
+ANSWER_S = 60.0
+"""What a busy machine needs for an answer; the waits of a fetch add up to a quarter of it."""
+CONVERGES_S = 120.0
+
+
+@pytest.fixture
+def lan() -> Iterator[Lan]:
+    with Lan("a", "b") as lan:
+        yield lan
+
+
+def right(engine: RawEngine, keys: list[bytes], blocks: list[bytes]) -> bool:
+    return all(
+        block == key * (engine.block_bytes // len(key))
+        for block, key in zip(blocks, keys, strict=False)
+    )
+
+
+def lease(engine: RawEngine, keys: list[bytes]) -> int:
+    """How many of these are there, every byte of them right."""
+    reply = engine.lease(keys)
+    blocks = engine.read(reply)
+    assert right(engine, keys, blocks)
+    engine.release(reply)
+    return len(blocks)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+def test_a_black_hole_costs_misses_and_heals(
+    lan: Lan, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By itself it would take shared memory, which no cable is part of.
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    chance = random.Random(f"{SEED}-{transport}")
+    with PeerPair.start(tmp_path, transport=transport, dram="1GiB", lan=lan) as pair:
+
+        def members() -> float:
+            """Nodes that the index in a believes."""
+            with lan.inside("a"):
+                return metric(pair.a, "kvstore_index_nodes", '{trust="exact"}')
+
+        with RawEngine(pair.b.socket, engine_id="b", timeout_s=ANSWER_S) as holder:
+            holder.open()
+            for turn in range(TURNS):
+                keys = make_keys(BLOCKS, seed=f"{turn}")
+                holder.store(keys)
+                with RawEngine(pair.a.socket, engine_id="a", timeout_s=ANSWER_S) as asker:
+                    asker.open()
+                    cut = threading.Timer(chance.uniform(0.0, 0.1), lan.cut, ("b",))
+                    cut.start()
+                    lease(asker, keys)
+                    cut.join()
+                    # Now nothing comes from there, and it is said so at once or after one wait.
+                    more = make_keys(BLOCKS, seed=f"{turn}-more")
+                    holder.store(more)
+                    assert lease(asker, more) == 0
+                    assert eventually(lambda: members() == 1, timeout_s=CONVERGES_S)
+                    lan.heal("b")
+                    assert eventually(lambda: members() == 2, timeout_s=CONVERGES_S)
+                    for wanted in (keys, more):
+                        reply = pair.borrow(asker, wanted)
+                        assert right(asker, wanted, asker.read(reply))
+                        asker.release(reply)
+        for name, node in (("a", pair.a), ("b", pair.b)):
+            with lan.inside(name):
+                at_rest(node)
+                assert metric(node, "kvstore_loop_failures_total") == 0
