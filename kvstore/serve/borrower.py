@@ -221,12 +221,13 @@ class Borrower:
         assert self.exchange is not None
         count = len(command.keys) // KEY_BYTES
         fetched = Fetched(command.job, bytes(count), peer_failed=True)
+        session: PeerSession | None = None
         try:
             session = await self._session(command.node)
             fetched = await self._borrow(session, command, count)
             self._note(_title(command.node), "")
         except PeerLost as error:
-            self._forget(command.node)
+            self._forget(command.node, session)
             self._note(_title(command.node), str(error))
             # Without a mover of our own nothing is said of the peer.
             fetched = Fetched(command.job, bytes(count), peer_failed=not self._mover.trouble)
@@ -320,25 +321,30 @@ class Borrower:
             address = self._addresses.get(node)
             if address is None:
                 raise PeerLost(f"node {node} is no member any more")
-            self._forget(node)
+            self._forget(node, None if opening is None else _session_of(opening))
             opening = asyncio.get_running_loop().create_task(
                 PeerSession.open(node, address, me=self._who, credentials=self._credentials)
             )
             self._sessions[node] = opening
         session = await asyncio.shield(opening)
         if not session.descriptor:
-            self._forget(node)
+            self._forget(node, session)
             raise PeerLost(f"the mover of node {node} is not up")
         if not is_at(session.descriptor, self._addresses.get(node, "")):
+            self._forget(node, session)
             raise PeerLost(f"node {node} wants its blocks read from another machine than its own")
         return session
 
-    def _forget(self, node: str) -> None:
-        """Its session ends; the next fetch opens another."""
-        opening = self._sessions.pop(node, None)
+    def _forget(self, node: str, session: PeerSession | None) -> None:
+        """This session ends, if nobody has opened another by now; None: none could be opened. The
+        next fetch opens one."""
+        opening = self._sessions.get(node)
+        if opening is None or not opening.done() or _session_of(opening) is not session:
+            return
+        del self._sessions[node]
         self._mover.forget(_mover_name(node))
-        if opening is not None and opening.done() and _has_session(opening):
-            self._run(opening.result().close())
+        if session is not None:
+            self._run(session.close())
 
 
 def _title(node: str) -> str:
@@ -351,12 +357,14 @@ def _mover_name(node: str) -> str:
     return str(Identity("node", node))
 
 
-def _has_session(opening: asyncio.Task[PeerSession]) -> bool:
-    return not opening.cancelled() and opening.exception() is None
+def _session_of(opening: asyncio.Task[PeerSession]) -> PeerSession | None:
+    """Of an opening that is done; None: it failed."""
+    return None if opening.cancelled() or opening.exception() else opening.result()
 
 
 def _is_lost(opening: asyncio.Task[PeerSession]) -> bool:
-    return not _has_session(opening) or bool(opening.result().lost)
+    session = _session_of(opening)
+    return session is None or bool(session.lost)
 
 
 def _u64(array: NDArray[np.int64]) -> NDArray[np.uint64]:

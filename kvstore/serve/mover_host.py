@@ -59,7 +59,8 @@ class MoverHost:
         if self._timer is not None:
             self._timer.cancel()
         for event in self._mover.close():
-            self._take(event)
+            if isinstance(event, Ended):
+                self._take(event)
 
     async def move(
         self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float

@@ -124,6 +124,8 @@ class PeerSession:
             raise PeerLost(self.lost) from None
         finally:
             self._waiting.pop(loan, None)
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # whatever went wrong has been told already
         if answer.WhichOneof("kind") != kind:
             self._end("it answers what was not asked")
             raise PeerLost(self.lost)
@@ -174,5 +176,7 @@ def _sentence(name: str, error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"node {name} does not answer"
     if isinstance(error, grpc.aio.AioRpcError):
+        if error.code() is grpc.StatusCode.INTERNAL:  # gRPC's word for writing after the end
+            return f"node {name} has hung up"
         return f"node {name}: {error.details()}"
     return str(error) or f"node {name} is lost"

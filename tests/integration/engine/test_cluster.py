@@ -36,7 +36,8 @@ def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_sam
     flags = (*with_index, *reachable, *lab.flags("node", "there", with_index=True))
     with node_for(plain, there, flags=flags) as far:
         plain.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
-        held = blocks_in_dram(far)
+        expected = len(leading_blocks(prompts))
+        assert blocks_in_dram(far) >= expected
         flags = ("--index", far.index, "--fetch", "always", *reachable, *lab.flags("node", "here"))
         with NodeProcess.start(here, dram="512MiB", flags=flags) as near:
             # What it computes is not kept: every block that is here came from there.
@@ -51,16 +52,22 @@ def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_sam
                     done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
                     assert wrong_answers(done, reference) == []
                     engine.forget()
-                    return blocks_in_dram(near) == held
+                    return blocks_in_dram(near) >= expected
 
                 wait_until(has_come, "all that the other holds is here", seconds=300)
                 before = _hit_tokens(engine)
                 done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
                 assert wrong_answers(done, reference) == []
-                # Of a prompt that ends with its block vLLM computes the last one.
-                assert _hit_tokens(engine) - before >= 0.8 * held * BLOCK_TOKENS
+                assert _hit_tokens(engine) - before >= expected * BLOCK_TOKENS
             at_rest(near)
-        assert metric(far, "kvstore_loaned_blocks_total") >= held
+        assert metric(far, "kvstore_loaned_blocks_total") >= expected
+
+
+def leading_blocks(prompts: Sequence[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Every block before the last token of a prompt, which vLLM always computes; by all tokens up
+    to its end."""
+    ends = ((p, range(BLOCK_TOKENS, len(p), BLOCK_TOKENS)) for p in prompts)
+    return {prompt[:end] for prompt, its in ends for end in its}
 
 
 def wrong_answers(done: Sequence[Completion], reference: Reference) -> list[int]:

@@ -289,6 +289,26 @@ def test_another_mover_there_is_read_by_its_own_descriptor() -> None:
     run(body)
 
 
+def test_what_failed_before_ends_no_session_that_another_opened_since() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).from_peer == 1
+        before = await two.a.borrower._session("b")
+        two.b.lender.mover_changed()
+        await two.until(lambda: bool(before.lost), "the session is lost")
+        after = await two.a.borrower._session("b")
+        assert after is not before
+        two.a.borrower._forget("b", before)
+        assert await two.a.borrower._session("b") is after
+        assert two.b.lender.session_count == 1
+        two.a.borrower._forget("b", after)
+        await two.until(lambda: two.b.lender.session_count == 0, "it has ended")
+
+    run(body)
+
+
 def test_of_who_is_no_member_any_more_nothing_is_kept() -> None:
     async def body(two: Two) -> None:
         two.index.addresses["c"] = "127.0.0.1:1"
