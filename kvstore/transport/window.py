@@ -8,8 +8,12 @@ under way takes
                            step for each window of bytes, once times are as they were
 
 So others are given way, like LEDBAT (RFC 6817) does. Below one step the window is a duty: one step
-at a time, and pauses between them, so that even one step does not crowd a slow link. It is never
-less than a quarter of a step, so that no peer starves.
+at a time, and pauses between them, so that even one step does not crowd a slow link.
+
+It is never less than what reads an eighth of what the link is known to carry. Times do not tell a
+busy link from a busy host, on either side, that lets each post wait for a processor: there giving
+way helps nobody, and to what waits a hundred times as long as expected even one step at a time
+would be a hundredth of the link. Behind a queue of others this is an eighth of the queue, or less.
 
 Wrong where a link was busy from the first byte on: that is then what it is compared with, for
 EPOCH_NS. Does not cover: which bytes are read next (`reads`).
@@ -32,6 +36,8 @@ SLACK_NS: Final = 4_000_000
 """What a busy host adds to any time: no reason to give way."""
 QUEUE_NS: Final = 10_000_000
 """More than this, beyond what fills the link, would hide the queues of others behind our own."""
+SHARE: Final = 8
+"""No less than one part in so many of what the link carries is read."""
 EPOCH_NS: Final = 60 * NS_PER_S
 """The least times are those of this epoch and the one before: routes change."""
 
@@ -78,8 +84,9 @@ class Window:
             self._cut(posted_ns, now_ns)
         elif took_ns < GROW_BELOW * expected_ns + SLACK_NS:
             step = size_bytes if self._slow_start else STEP_BYTES * size_bytes / self.size_bytes
-            self.size_bytes = min(self.size_bytes + min(step, size_bytes), CEILING_BYTES)
-        self.size_bytes = min(self.size_bytes, self._enough_bytes())
+            self.size_bytes += min(step, size_bytes)
+        self.size_bytes = max(self.size_bytes, self._due_bytes(took_ns))
+        self.size_bytes = min(self.size_bytes, self._enough_bytes(), CEILING_BYTES)
         if self.size_bytes < STEP_BYTES:
             self._pause_until_ns = now_ns + int(took_ns * (STEP_BYTES / self.size_bytes - 1))
 
@@ -106,6 +113,11 @@ class Window:
         quickest = min(self._epochs, key=lambda epoch: epoch.took_ns)
         base_ns = max(0.0, quickest.took_ns - quickest.queued_bytes * ns_per_byte)
         return base_ns + queued_bytes * ns_per_byte
+
+    def _due_bytes(self, took_ns: int) -> float:
+        """What reads no less than its share, where posts take so long."""
+        ns_per_byte = min(epoch.ns_per_byte for epoch in self._epochs)
+        return took_ns / ns_per_byte / SHARE
 
     def _enough_bytes(self) -> float:
         """What fills the link, and some."""

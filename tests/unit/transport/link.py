@@ -25,7 +25,7 @@ class Link:
     ) -> None:
         """`other_queue`: how many bytes another flow keeps under way at a time."""
         self._rate = bytes_per_s / NS_PER_S
-        self._latency_ns, self._other_queue = latency_ns, other_queue
+        self.latency_ns, self._other_queue = latency_ns, other_queue
         self.now_ns = 1
         self.ours_bytes = 0.0
         self.others_bytes = 0.0
@@ -66,7 +66,7 @@ class Link:
             self.ours_bytes += moved
             if left[0] < 1:
                 self._queue.pop(0)
-                self._arriving.append((post.read, self.now_ns + self._latency_ns))
+                self._arriving.append((post.read, self.now_ns + self.latency_ns))
 
 
 def begin(reads: Reads, number: int, size_bytes: int, now_ns: int, peer: str = "b") -> None:

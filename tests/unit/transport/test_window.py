@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.transport.reads import Reads
-from kvstore.transport.window import CEILING_BYTES, LEAST_BYTES, STEP_BYTES, Window
-from kvstore.units import NS_PER_S
+from kvstore.transport.window import (
+    CEILING_BYTES,
+    LEAST_BYTES,
+    SHARE,
+    STEP_BYTES,
+    Window,
+)
+from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.unit.transport.link import Link, begin
 
 GIB = 1 << 30
@@ -55,6 +61,21 @@ def test_another_flow_is_given_way(other_mib: int) -> None:
     slower, slower_unpaced = 1 / (1 - paced) - 1, 1 / (1 - unpaced) - 1
     assert slower <= 0.5 * slower_unpaced
     assert paced > 0.01
+
+
+@pytest.mark.parametrize("delay_ms", [20, 100])
+def test_a_busy_host_does_not_stop_a_read(delay_ms: int) -> None:
+    """Each post waits for a processor, however little is under way."""
+    link = Link(bytes_per_s=1e9, latency_ns=100_000)
+    reads = Reads()
+    begin(reads, 1, 64 << 20, link.now_ns)
+    link.carry(reads, until_ns=LONG_NS)  # what the link is like when nothing else runs
+    link.latency_ns += delay_ms * NS_PER_MS
+    begins_ns = link.now_ns
+    begin(reads, 2, 256 << 20, begins_ns)
+    link.carry(reads, until_ns=LONG_NS)
+    due_ns = SHARE * (256 << 20)  # at a byte a nanosecond
+    assert link.now_ns - begins_ns <= 2 * due_ns
 
 
 def test_it_comes_back_when_the_other_has_gone() -> None:
