@@ -5,7 +5,7 @@ cover: the rest of a node (`config`), what files of certificates must be (`kvsto
 
 Ways to be wrong, each a ConfigError that says how to mend it: an address that is none; some of the
 three files but not all; neither files nor --insecure; a certificate that does not name what this
-component is; a name that cannot be one; a limit that is no number.
+component is; a name that cannot be one; a limit that is no number; a package that is missing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ ENTRIES_MIN: Final = 1 << 16
 INDEX_COUNT_MAX: Final = 16
 TRANSPORTS: Final = ("nixl", "tcp", "ucx")
 FETCH_WHEN: Final = ("auto", "always")
+_REPLICA_NEEDS: Final = {
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+}
+"""Modules that only a replica imports, and what they are in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +195,14 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
 
 def resolve_replica(listen: str, entries: int | str | None, *, option: str) -> ReplicaConfig:
     """Raises ConfigError."""
+    # An environment that was updated without its dependencies: said here, not by a traceback of a
+    # process that is started later.
+    lacks = [package for name, package in _REPLICA_NEEDS.items() if not is_installed(name)]
+    if lacks:
+        raise ConfigError(
+            f"{option} needs {' and '.join(lacks)}, not installed here: pip install"
+            f" {' '.join(lacks)}"
+        )
     found = address_of(listen)
     if found is None:
         raise ConfigError(
@@ -240,5 +253,9 @@ def _peers(listen: str | None, transport: str | None, fetch: str | None) -> Peer
 
 def default_transport() -> str:
     """NIXL where it is installed."""
-    installed = any(importlib.util.find_spec(name) for name in ("nixl_cu13", "nixl_cu12"))
-    return "nixl" if installed else "tcp"
+    return "nixl" if any(map(is_installed, ("nixl_cu13", "nixl_cu12"))) else "tcp"
+
+
+def is_installed(module: str) -> bool:
+    """Can it be imported, by its top name, without doing so?"""
+    return importlib.util.find_spec(module) is not None

@@ -131,12 +131,12 @@ def index(config_path: Path | None, **flags: Any) -> None:
       kvstore index --ca pki/ca.crt --cert pki/index-i1.crt --key pki/index-i1.key
       kvstore index --insecure
     """
-    # Only here: other commands need no server.
-    from kvstore.serve.replica import run_index
-
     settings = {name.replace("_", "-"): value for name, value in flags.items()}
     try:
         config = load_index_config(config_path, settings)
+        # Only here: other commands need no server, and what it needs has been looked for.
+        from kvstore.serve.replica import run_index
+
         logs.setup(config.log_level)
         harden_process()
         run_index(config)

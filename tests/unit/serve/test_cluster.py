@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, LEAST | wrong)
     assert sentence in str(caught.value)
+
+
+def test_a_package_that_is_missing_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "grpc_health" else there(name)
+    )
+    lacks = "needs grpcio-health-checking, not installed here: pip install grpcio-health-checking"
+    with pytest.raises(ConfigError, match=f"--index-listen {lacks}"):
+        load_config(None, LEAST | {"index-listen": "127.0.0.1:0", "insecure": True})
+    with pytest.raises(ConfigError, match=f"--listen {lacks}"):
+        load_index_config(None, {"insecure": True})
+    assert load_config(None, LEAST | LAB).cluster is not None
 
 
 @pytest.mark.parametrize(
