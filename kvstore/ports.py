@@ -4,6 +4,7 @@ Clock       monotonic time                    serve/clock.py, testing/clock.py
 Tier        memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
 Transport   reads from arenas of other nodes  transport/{nixl,tcp,ucx}.py, transport/loopback.py
                                               (reference)
+IndexStore  who holds which block             stores/redis.py, stores/local.py (reference)
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.types import Generation, SlotId
+from kvstore.index.feed import Event, Verdict
+from kvstore.index.index import Answer, Member, Statistics
+from kvstore.types import Generation, SlotId, SpaceId
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -170,4 +173,48 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give all back. Reads under way have no outcome: as good as UNKNOWN. Idempotent."""
+        ...
+
+
+class IndexStore(Protocol):
+    """What a replica of the index knows, wherever it is kept.
+
+    Of one asyncio loop; any number of calls at once, those about one node in the order in which
+    they were made. `now_ms` is of a clock that does not go back. Nothing here raises because the
+    store is away, nor waits longer than a fraction of a second for an answer: `match` is then
+    `STALE` and names nobody, and `trouble` says why.
+    """
+
+    @property
+    def trouble(self) -> str:
+        """What it lacks; empty while all is well."""
+        ...
+
+    @property
+    def failure_count(self) -> int:
+        """How often it was away, since the start."""
+        ...
+
+    async def hear(self, event: Event, now_ms: int) -> Verdict:
+        """Take in what a node said, or what happened to its stream."""
+        ...
+
+    async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
+        """The longest prefix of `keys` (32 bytes each) that each holder has."""
+        ...
+
+    def members(self, now_ms: int) -> list[Member]:
+        """Everybody who is not forgotten, by name."""
+        ...
+
+    async def tick(self, now_ms: int) -> None:
+        """Regular work, a bounded piece at a time; ten times a second or so."""
+        ...
+
+    def statistics(self) -> Statistics:
+        """Sizes and counts."""
+        ...
+
+    async def close(self) -> None:
+        """Hang up."""
         ...

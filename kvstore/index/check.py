@@ -43,11 +43,12 @@ def check(index: Index) -> None:
     check_holdings(holdings)
     seen: list[int] = []
     for name, node in index.nodes.items():
-        for slots, state in ((node.slots, SHOWN), (node.coming or {}, HIDDEN)):
-            for (engine, rank, tenant, space), slot in slots.items():
+        places = node.places
+        for slots, state in ((places.slots, SHOWN), (places.coming or {}, HIDDEN)):
+            for (engine, rank, scope), slot in slots.items():
                 seen.append(slot)
                 assert _state(holdings, slot) == state, "a slot answers too early or too late"
-                assert holdings.scope_of[slot] == (tenant, space), "a slot is of another scope"
+                assert holdings.scope_of[slot] == scope, "a slot is of another scope"
                 holder, owner = index.owners[slot]
                 assert (holder.node, holder.engine, holder.rank) == (name, engine, rank)
                 assert owner is node, "a slot answers for another node"

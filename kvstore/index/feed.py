@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -182,6 +183,15 @@ _CLOSE: Final = Heard(Verdict.CLOSE)
 _GO_ON: Final = Heard(Verdict.GO_ON)
 
 
+def trust_after(silent_ms: int, *, is_open: bool, is_exact: bool) -> Trust | None:
+    """How far a node is believed that was silent for so long. None: in no answer."""
+    if silent_ms >= OUT_MS:
+        return None
+    if not is_open or silent_ms >= STALE_MS:
+        return Trust.STALE
+    return Trust.EXACT if is_exact else Trust.CATCHING_UP
+
+
 class _Phase(enum.Enum):
     EXACT = enum.auto()
     ASKED = enum.auto()
@@ -205,6 +215,15 @@ class Feed:
         self._phase = _Phase.EXACT
         self._parts = 0
         """Of the snapshot that is coming, so far."""
+
+    @classmethod
+    def of_another(cls, incarnation: Incarnation, replaced: Iterable[Incarnation]) -> Feed:
+        """The feed of a node that somebody else heard so far. Numbers are those of another stream,
+        so that after its Hello only a snapshot makes it exact, or a new incarnation."""
+        feed = cls()
+        feed._incarnation, feed._stream, feed._phase = incarnation, -1, _Phase.ASKED
+        feed._replaced.extend(replaced)
+        return feed
 
     def hear(self, event: Event, now_ms: int) -> Heard:
         """Take in an event of this node."""
@@ -235,14 +254,27 @@ class Feed:
         """Of the stream that is heard."""
         return self._incarnation
 
+    @property
+    def replaced(self) -> tuple[Incarnation, ...]:
+        """Incarnations that cannot come back."""
+        return tuple(self._replaced)
+
+    @property
+    def is_open(self) -> bool:
+        """Its stream has not ended."""
+        return self._open
+
+    @property
+    def is_exact(self) -> bool:
+        """No snapshot is wanted."""
+        return self._phase is _Phase.EXACT
+
     def trust(self, now_ms: int) -> Trust | None:
         """None: in no answer."""
-        silent_ms = now_ms - self._heard_ms
-        if self._refused or silent_ms >= OUT_MS:
+        if self._refused:
             return None
-        if not self._open or silent_ms >= STALE_MS:
-            return Trust.STALE
-        return Trust.EXACT if self._phase is _Phase.EXACT else Trust.CATCHING_UP
+        silent_ms = now_ms - self._heard_ms
+        return trust_after(silent_ms, is_open=self.is_open, is_exact=self.is_exact)
 
     def until_ms(self, now_ms: int) -> int:
         """Silence may change `trust` or `is_lost` then, not before."""

@@ -2,10 +2,8 @@
 
     Event ─▶ Feed (believe it?) ─▶ Holdings (void, show, store, remove)        match ─▶ Answer
 
-Here lives which `Holdings` slot stands for which (node, engine, rank) in which (tenant, space), and
-nothing else: `feed.py` decides what is believed, `holdings.py` keeps it. A snapshot over older
-words fills hidden slots beside them; at its end they are shown and the older ones void. Deltas that
-come meanwhile go to both.
+Here lives which `Holdings` slot answers for which node, and nothing else: `feed.py` decides what is
+believed, `places.py` which slot it is about, `holdings.py` keeps it.
 
 Pure: time is an argument. Bounded: `entry_count_max` (block, holder) pairs, `slot_count_max` slots,
 `node_count_max` nodes.
@@ -13,27 +11,14 @@ Pure: time is an argument. Bounded: `entry_count_max` (block, holder) pairs, `sl
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 
-from kvstore.index.feed import (
-    OUT_MS,
-    Change,
-    Cleared,
-    Delta,
-    Event,
-    Feed,
-    Hello,
-    Left,
-    Part,
-    Removed,
-    Stored,
-    Trust,
-    Verdict,
-)
+from kvstore.index.feed import OUT_MS, Event, Feed, Hello, Trust, Verdict
 from kvstore.index.holdings import Holdings
-from kvstore.types import Incarnation, SpaceId
+from kvstore.index.places import Place, Places, Scope
+from kvstore.types import Incarnation, SpaceId, Tier
 
 SWEEP_ROWS: Final = 25_000
 """Rows that one `tick` looks at, while there is something void: about a millisecond."""
@@ -91,20 +76,39 @@ class Statistics(msgspec.Struct, frozen=True):
 
 
 class _Node:
-    """What the index keeps of a node beside its blocks. `coming`: the slots of a snapshot that
-    fills while older ones answer."""
+    """What the index keeps of a node beside its blocks, and its `Slots`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, index: Index) -> None:
         self.feed = Feed()
-        self.slots: dict[_Place, int] = {}
-        self.coming: dict[_Place, int] | None = None
-        self.is_short = False
-        """Something it said found no room."""
+        self.places = Places(self)
         self.trust: Trust | None = None
+        self._name = name
+        self._owners = index.owners
+        self._holdings = index.holdings
 
+    def scope(self, tenant: str, space: SpaceId) -> Scope:
+        return (tenant, space)
 
-_Place = tuple[str, int, str, SpaceId]
-"""Engine, rank, tenant, space."""
+    def open(self, place: Place, *, is_hidden: bool) -> int | None:
+        engine, rank, scope = place
+        tenant, space = cast("tuple[str, SpaceId]", scope)
+        slot = self._holdings.open(tenant, space, is_hidden=is_hidden)
+        if slot is not None:
+            self._owners[slot] = (Holder(self._name, engine, rank), self)
+        return slot
+
+    def show(self, slot: int) -> None:
+        self._holdings.show(slot)
+
+    def void(self, slot: int) -> None:
+        del self._owners[slot]
+        self._holdings.void(slot)
+
+    def stored(self, slot: int, _scope: Scope, tier: Tier, keys: bytes) -> None:
+        self._holdings.stored(slot, tier, keys)
+
+    def removed(self, slot: int, _scope: Scope, tier: Tier, keys: bytes) -> None:
+        self._holdings.removed(slot, tier, keys)
 
 
 class Index:
@@ -150,24 +154,10 @@ class Index:
         if node is None:
             if not isinstance(event, Hello) or len(self.nodes) >= self._node_count_max:
                 return Verdict.CLOSE
-            node = self.nodes[event.node] = _Node()
+            node = self.nodes[event.node] = _Node(event.node, self)
         heard = node.feed.hear(event, now_ms)
         self._review_ms = now_ms
-        if heard.forget:
-            self._forget(node)
-        if heard.abandon:
-            self._abandon(node)
-        if heard.begin:
-            node.is_short = False
-            node.coming = {} if node.slots else None
-        if heard.apply and isinstance(event, Delta):
-            for change in event.changes:
-                self._change(event.node, node, change)
-        if heard.apply and isinstance(event, Part):
-            for stored in event.stored:
-                self._store(event.node, node, stored, node.coming)
-        if heard.complete:
-            self._complete(node)
+        node.places.take(heard, event)
         return heard.verdict
 
     def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
@@ -221,72 +211,14 @@ class Index:
     def _review(self, now_ms: int) -> None:
         """What time, and what was heard since, changed in what is believed of each node."""
         for name in [name for name, node in self.nodes.items() if node.feed.is_lost(now_ms)]:
-            self._forget(self.nodes.pop(name))
+            self.nodes.pop(name).places.forget()
         self._others = Trust.EXACT
         self._review_ms = now_ms + OUT_MS
         for node in self.nodes.values():
             trust = node.feed.trust(now_ms)
-            if trust is Trust.EXACT and node.is_short:
+            if trust is Trust.EXACT and node.places.is_short:
                 trust = Trust.CATCHING_UP
             node.trust = trust
             if trust is not None and trust is not Trust.EXACT:
                 self._others = Trust.CATCHING_UP
             self._review_ms = min(self._review_ms, node.feed.until_ms(now_ms))
-
-    def _change(self, name: str, node: _Node, change: Change) -> None:
-        both = [node.slots] if node.coming is None else [node.slots, node.coming]
-        for slots in both:
-            match change:
-                case Stored():
-                    self._store(name, node, change, slots)
-                case Removed():
-                    place = (change.engine, change.rank, change.tenant, change.space)
-                    slot = slots.get(place)
-                    if slot is not None:
-                        self.holdings.removed(slot, change.tier, change.keys)
-                case Cleared(tenant, space):
-                    self._void(slots, [p for p in slots if p[2:] == (tenant, space)])
-                case Left(engine, rank):
-                    self._void(slots, [p for p in slots if p[:2] == (engine, rank)])
-
-    def _store(
-        self, name: str, node: _Node, stored: Stored, slots: dict[_Place, int] | None
-    ) -> None:
-        """`slots` None: those that answer."""
-        if slots is None:
-            slots = node.slots
-        place = (stored.engine, stored.rank, stored.tenant, stored.space)
-        slot = slots.get(place)
-        if slot is None:
-            is_hidden = slots is node.coming
-            slot = self.holdings.open(stored.tenant, stored.space, is_hidden=is_hidden)
-            if slot is None:
-                node.is_short = True
-                return
-            slots[place] = slot
-            self.owners[slot] = (Holder(name, stored.engine, stored.rank), node)
-        self.holdings.stored(slot, stored.tier, stored.keys)
-
-    def _void(self, slots: dict[_Place, int], places: list[_Place]) -> None:
-        for place in places:
-            slot = slots.pop(place)
-            del self.owners[slot]
-            self.holdings.void(slot)
-
-    def _abandon(self, node: _Node) -> None:
-        if node.coming is not None:
-            self._void(node.coming, list(node.coming))
-            node.coming = None
-
-    def _complete(self, node: _Node) -> None:
-        if node.coming is None:
-            return
-        self._void(node.slots, list(node.slots))
-        for slot in node.coming.values():
-            self.holdings.show(slot)
-        node.slots, node.coming = node.coming, None
-
-    def _forget(self, node: _Node) -> None:
-        self._abandon(node)
-        self._void(node.slots, list(node.slots))
-        node.is_short = False

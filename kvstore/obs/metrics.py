@@ -261,12 +261,14 @@ INDEX_METRICS: Final = (
     Metric("kvstore_index_memory_bytes", "gauge", "bytes", (), "What the tables of it take."),
     Metric("kvstore_index_nodes", "gauge", "", ("trust",), "Nodes, by how far they are believed."),
     Metric("kvstore_index_feeds", "gauge", "", (), "Streams of nodes that are open."),
+    Metric("kvstore_index_store_up", "gauge", "", (), "1 while where it is kept answers."),
     Metric("kvstore_index_watchers", "gauge", "", (), "Callers that watch."),
     *(
         Metric(f"kvstore_index_{name}_total", "counter", "", (), text)
         for name, text in (
             ("evictions", "Blocks that left because the index was full."),
             ("matches", "Prompts looked up."),
+            ("store_failures", "Times where it is kept went away."),
             ("words", "Deltas, beats and parts of snapshots that nodes said."),
             ("keys_told", "Keys that were in them."),
             ("snapshots_asked", "Times a node was asked for all it holds."),

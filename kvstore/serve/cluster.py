@@ -24,6 +24,7 @@ from kvstore.client.tls import Tls, TlsFiles, is_name, load
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.serve.addresses import HttpConfig, address_of
+from kvstore.stores.address import StoreConfig
 
 DEFAULT_LISTEN: Final = "127.0.0.1:9470"
 DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
@@ -50,6 +51,8 @@ class ReplicaConfig:
     """Pairs of a block and a holder."""
     option: str
     """The flag that chose the address, for sentences about it."""
+    store: StoreConfig | None = None
+    """What several replicas share; None: each has a memory of its own."""
     is_plain: bool = True
     """Begin at once; otherwise its loops are compiled first, which takes many seconds."""
 

@@ -92,6 +92,16 @@ def _tls_options(command: _F) -> _F:
     help="Blocks, by holder, that it keeps; what was longest not asked for and not told leaves. "
     f" [default: {DEFAULT_ENTRIES}]",
 )
+@click.option(
+    "--store",
+    metavar="URL",
+    help="Keep what nodes tell in this Redis or Valkey, which several replicas can share:"
+    " redis://HOST:PORT/N, or rediss://… with TLS.  [default: in memory]",
+)
+@click.option("--store-password-file", metavar="FILE", help="The password for it.")
+@click.option(
+    "--store-ca", metavar="FILE", help="Who vouches for it.  [default: whom the system trusts]"
+)
 @_tls_options
 @click.option(
     "--insecure/--secure",
@@ -124,11 +134,13 @@ def _tls_options(command: _F) -> _F:
 def index(config_path: Path | None, **flags: Any) -> None:
     """Run a replica of the index until SIGTERM: it knows which node holds which prefix, by what the
     nodes tell it. Start several and name them all to each node; it keeps nothing on disk.
+    With --store several share what they know, and one that starts knows it at once.
 
     \b
     Examples:
       kvstore certs pki --index i1 --node n1
       kvstore index --ca pki/ca.crt --cert pki/index-i1.crt --key pki/index-i1.key
+      kvstore index --store rediss://valkey.example:6379/0 --store-password-file pw --ca …
       kvstore index --insecure
     """
     settings = {name.replace("_", "-"): value for name, value in flags.items()}

@@ -1,17 +1,17 @@
 """The index service: feeds in, answers out, over gRPC.
 
-    Feed ─▶ checked words ─▶ Index.hear ─▶ go on, ask for a snapshot, or close
-    Match, Nodes, Watch ─▶ Index.match, Index.members
+    Feed ─▶ checked words ─▶ IndexStore.hear ─▶ go on, ask for a snapshot, or close
+    Match, Nodes, Watch ─▶ IndexStore.match, .members
 
-One asyncio loop owns the index, so nothing is locked and an answer is never half of two. Bounded:
+One asyncio loop owns the store, so nothing is locked. Bounded:
 messages of 1 MiB, calls and watchers by number, what a caller does not read by time.
 
 When a stream breaks, the node's peer address is dialled once: refused means that nobody is there,
 and it is out of every answer at once. Only an address at the host that the stream came from is
 dialled, so that no node can make this process knock elsewhere.
 
-Covers: the service. Does not cover: what is believed (`kvstore.index`), forms (`kvstore.proto.
-feeds`), sockets, threads and pages (`replica`).
+Covers: the service. Does not cover: what is believed (`kvstore.index`), where it is kept
+(`kvstore.stores`), forms (`kvstore.proto.feeds`), sockets, threads and pages (`replica`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import grpc
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Closed, Hello, Refused, Verdict
-from kvstore.index.index import Answer, Index, Member
+from kvstore.index.index import Answer, Member
+from kvstore.ports import IndexStore
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
@@ -69,15 +70,15 @@ class IndexCounters:
 class IndexService(IndexServicer):
     """One replica. All of it runs on one loop."""
 
-    def __init__(self, index: Index, *, demands_names: bool) -> None:
+    def __init__(self, store: IndexStore, *, demands_names: bool) -> None:
         """`demands_names`: a feed is of the node that its certificate names."""
-        self.index = index
+        self.store = store
         self.counters = IndexCounters()
         self._demands_names = demands_names
         self._feeds: dict[str, Hello] = {}
         """The newest stream of each node."""
         self._watchers = 0
-        self._dials: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
         """Keys of long prompts take tens of milliseconds."""
 
@@ -92,7 +93,7 @@ class IndexService(IndexServicer):
     async def tick(self) -> None:
         """What time alone brings about, for as long as it is not cancelled."""
         while True:
-            self.index.tick(now_ms())
+            await self.store.tick(now_ms())
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:
@@ -103,12 +104,12 @@ class IndexService(IndexServicer):
 
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchReply:
         keys = await self._keys(request, context)
-        return feeds.reply_of(self._match(request, keys), blocks=len(keys) // KEY_BYTES)
+        return feeds.reply_of(await self._match(request, keys), blocks=len(keys) // KEY_BYTES)
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         # What it says of a prompt that nobody has is what it can say of itself.
-        trust = self.index.match("", SpaceId(bytes(KEY_BYTES)), b"", now_ms()).trust
-        rows = [_row(member) for member in self.index.members(now_ms())]
+        trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", now_ms())).trust
+        rows = [_row(member) for member in self.store.members(now_ms())]
         return pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
@@ -135,14 +136,14 @@ class IndexService(IndexServicer):
         while True:
             reply = pb.WatchReply()
             if request.nodes:
-                rows = {member.node: _row(member) for member in self.index.members(now_ms())}
+                rows = {member.node: _row(member) for member in self.store.members(now_ms())}
                 # Sequence numbers move all the time and are nobody's news.
                 reply.nodes.extend(r for r in rows.values() if not _is_same(r, told.get(r.node)))
                 reply.gone.extend(told.keys() - rows.keys())
                 told = rows
             if keys:
                 blocks = len(keys) // KEY_BYTES
-                answer = feeds.reply_of(self._match(request.prefix, keys), blocks=blocks)
+                answer = feeds.reply_of(await self._match(request.prefix, keys), blocks=blocks)
                 if answer != answered:
                     reply.prefix.CopyFrom(answer)
                     answered = answer
@@ -155,9 +156,9 @@ class IndexService(IndexServicer):
             is_first = False
             await asyncio.sleep(WATCH_PERIOD_S)
 
-    def _match(self, request: pb.MatchRequest, keys: bytes) -> Answer:
+    async def _match(self, request: pb.MatchRequest, keys: bytes) -> Answer:
         self.counters.matches += 1
-        return self.index.match(request.tenant, SpaceId(request.space), keys, now_ms())
+        return await self.store.match(request.tenant, SpaceId(request.space), keys, now_ms())
 
     async def _keys(self, request: pb.MatchRequest, context: Context) -> bytes:
         try:
@@ -175,7 +176,7 @@ class IndexService(IndexServicer):
         self, words: AsyncIterator[pb.FeedWord], context: Context
     ) -> AsyncIterator[pb.FeedOrder]:
         hello = await self._hello(words, context)
-        verdict = self.index.hear(hello, now_ms())
+        verdict = await self.store.hear(hello, now_ms())
         if verdict is Verdict.CLOSE:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
         # A stream that this one replaces is closed at its next word, or by keep-alive.
@@ -192,7 +193,10 @@ class IndexService(IndexServicer):
         finally:
             if self._feeds.get(hello.node) is hello:
                 del self._feeds[hello.node]
-            self._ended(hello, context.peer())
+            # Not here: a call that was cancelled has no time to wait for a store.
+            ending = asyncio.get_running_loop().create_task(self._ended(hello, context.peer()))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
 
     async def _hello(self, words: AsyncIterator[pb.FeedWord], context: Context) -> Hello:
         """The first word, of a node that may say it."""
@@ -229,7 +233,7 @@ class IndexService(IndexServicer):
         counters = self.counters
         counters.words += 1
         counters.keys_told += feeds.key_count(word)
-        verdict = self.index.hear(word, now_ms())
+        verdict = await self.store.hear(word, now_ms())
         if verdict is Verdict.CLOSE:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
         return verdict
@@ -238,25 +242,19 @@ class IndexService(IndexServicer):
         self.counters.snapshots_asked += 1
         return pb.FeedOrder()
 
-    def _ended(self, hello: Hello, peer: str) -> None:
+    async def _ended(self, hello: Hello, peer: str) -> None:
         """Its stream is over: is the node?"""
-        self.index.hear(Closed(hello.node, hello.incarnation, hello.stream), now_ms())
-        if hello.node in self._feeds:
-            return
+        await self.store.hear(Closed(hello.node, hello.incarnation, hello.stream), now_ms())
         found = address_of(hello.address)
-        if found is not None and str(found[0]) == _host_of(peer):
-            dial = asyncio.get_running_loop().create_task(self._dial(hello.node, *found))
-            self._dials.add(dial)
-            dial.add_done_callback(self._dials.discard)
-
-    async def _dial(self, node: str, host: object, port: int) -> None:
+        if found is None or str(found[0]) != _host_of(peer) or hello.node in self._feeds:
+            return
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(str(host), port)
+                _, writer = await asyncio.open_connection(str(found[0]), found[1])
         except ConnectionRefusedError:
-            if node not in self._feeds:
-                _log.info("node %s is gone: its address refuses connections", node)
-                self.index.hear(Refused(node), now_ms())
+            if hello.node not in self._feeds:
+                _log.info("node %s is gone: its address refuses connections", hello.node)
+                await self.store.hear(Refused(hello.node), now_ms())
         except OSError:
             pass  # slow or unreachable: silence will tell (TimeoutError is an OSError)
         else:

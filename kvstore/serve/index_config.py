@@ -16,10 +16,12 @@ from kvstore.serve.cluster import (
     DEFAULT_LISTEN,
     IndexConfig,
     TlsSettings,
+    is_installed,
     resolve_replica,
     resolve_tls,
 )
 from kvstore.serve.config import LOG_LEVELS, convert_settings
+from kvstore.stores.address import StoreConfig, store_config
 
 
 class IndexSettings(
@@ -29,6 +31,9 @@ class IndexSettings(
 
     listen: str = DEFAULT_LISTEN
     entries: str | int | None = None
+    store: str | None = None
+    store_password_file: str | None = None
+    store_ca: str | None = None
     metrics: str | bool = DEFAULT_INDEX_METRICS
     metrics_beyond_loopback: bool = False
     ca: str | None = None
@@ -57,8 +62,28 @@ def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfi
     if level not in LOG_LEVELS:
         raise ConfigError(f"log-level {level!r} is unknown: use one of {', '.join(LOG_LEVELS)}")
     return IndexConfig(
-        replica=dataclasses.replace(replica, is_plain=settings.plain),
+        replica=dataclasses.replace(replica, is_plain=settings.plain, store=_store(settings)),
         tls=tls,
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         log_level=level,
     )
+
+
+def _store(settings: IndexSettings) -> StoreConfig | None:
+    if settings.store is None:
+        if settings.store_password_file is not None or settings.store_ca is not None:
+            raise ConfigError(
+                "store-password-file and store-ca are about --store: add that, or leave them out"
+            )
+        return None
+    if not is_installed("redis"):
+        raise ConfigError("--store needs redis, not installed here: pip install 'kvstore[redis]'")
+    config = store_config(
+        settings.store, password_file=settings.store_password_file, ca=settings.store_ca
+    )
+    if not config.is_here and not settings.insecure:
+        raise ConfigError(
+            f"--store {config.place} is beyond this machine, and everybody on the way can read and"
+            " write it: use rediss://, or --insecure in a lab"
+        )
+    return config

@@ -30,6 +30,7 @@ from kvstore.client.tls import Tls
 from kvstore.errors import ConfigError
 from kvstore.index.index import Index
 from kvstore.obs.metrics import Family, family
+from kvstore.ports import IndexStore
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
@@ -38,6 +39,7 @@ from kvstore.serve.cluster import IndexConfig, ReplicaConfig
 from kvstore.serve.http import HttpServer, Page, text_page
 from kvstore.serve.index import IndexService, now_ms
 from kvstore.serve.tls import INSECURE, INSECURE_NOTE, server_credentials
+from kvstore.stores.local import LocalStore
 
 CALL_COUNT_MAX: Final = 8192
 """Feeds and watchers included."""
@@ -82,13 +84,8 @@ class Replica:
             ConfigError: the address cannot be listened on.
         """
         self._loop = loop
-        self._index = Index(
-            entry_count_max=config.entry_count_max,
-            now_ms=now_ms(),
-            seed=secrets.randbits(62),
-            is_native=False if config.is_plain else None,
-        )
-        self._service = IndexService(self._index, demands_names=tls is not None)
+        self._store = _store_of(config, loop)
+        self._service = IndexService(self._store, demands_names=tls is not None)
         self._health = health.aio.HealthServicer()
         self.insecure = tls is None
         self.host = config.host
@@ -111,7 +108,8 @@ class Replica:
     @property
     def note(self) -> str:
         """What an operator should know of a replica that serves; empty when there is nothing."""
-        return INSECURE_NOTE if self.insecure else ""
+        notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble)
+        return ", and ".join(filter(None, notes))
 
     async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=CALL_COUNT_MAX)
@@ -140,6 +138,7 @@ class Replica:
         await self._health.enter_graceful_shutdown()
         self._tick.cancel()
         await self._server.stop(DRAIN_S)
+        await self._store.close()
 
     # ── pages ────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,8 +147,8 @@ class Replica:
         return self._loop.call(self._families(), timeout_s=PAGE_TIMEOUT_S)
 
     async def _families(self) -> list[Family]:
-        service, sizes = self._service, self._index.statistics()
-        trusts = [member.trust for member in self._index.members(now_ms())]
+        service, sizes = self._service, self._store.statistics()
+        trusts = [member.trust for member in self._store.members(now_ms())]
         states = [("out" if trust is None else trust.name.lower()) for trust in trusts]
         names = ("exact", "catching_up", "stale", "out")
         return [
@@ -159,12 +158,32 @@ class Replica:
             family("kvstore_index_evictions_total", [((), sizes.evicted_count)]),
             family("kvstore_index_nodes", [((name,), states.count(name)) for name in names]),
             family("kvstore_index_feeds", [((), service.feed_count)]),
+            family("kvstore_index_store_up", [((), int(not self._store.trouble))]),
+            family("kvstore_index_store_failures_total", [((), self._store.failure_count)]),
             family("kvstore_index_watchers", [((), service.watcher_count)]),
             *(
                 family(f"kvstore_index_{name}_total", [((), count)])
                 for name, count in vars(service.counters).items()
             ),
         ]
+
+
+def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
+    """Where what nodes say is kept. Raises ConfigError."""
+    if config.store is None:
+        index = Index(
+            entry_count_max=config.entry_count_max,
+            now_ms=now_ms(),
+            seed=secrets.randbits(62),
+            is_native=False if config.is_plain else None,
+        )
+        return LocalStore(index)
+    # Only here: its library comes with an extra.
+    from kvstore.stores.redis import RedisStore
+
+    store = RedisStore(config.store, entry_count_max=config.entry_count_max)
+    loop.call(store.verify(), timeout_s=START_TIMEOUT_S)
+    return store
 
 
 class IndexCollector(Collector):
@@ -222,12 +241,14 @@ def run_index(config: IndexConfig) -> None:
             http.start()
             url = http.url + "/metrics"
         asked_to_stop = threading.Event()
+        store = config.replica.store
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: asked_to_stop.set())
         sys.stdout.write(
             f"kvstore index ready: listen={replica.address} metrics={url or 'off'}"
             f" tls={'off' if replica.insecure else 'on'}"
-            f" entries={config.replica.entry_count_max}\n"
+            f" entries={config.replica.entry_count_max}"
+            f" store={store.place if store is not None else 'memory'}\n"
         )
         sys.stdout.flush()
         asked_to_stop.wait()

@@ -15,6 +15,7 @@ import pytest
 from kvstore.index.check import check
 from kvstore.index.feed import Event, Feed, Heard, Stored, Trust, Verdict
 from kvstore.index.index import Index
+from kvstore.index.places import Places
 from tests.unit.index.words import (
     NODE,
     beat,
@@ -141,17 +142,17 @@ def _old_part_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def _restart_keeps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Index, "_forget", lambda self, node: None)
+    patch.setattr(Places, "forget", lambda self: None)
 
 
 def _snapshot_adds(patch: pytest.MonkeyPatch) -> None:
-    store = Index._store
+    store = Places._store
 
-    def broken(self: Index, name: str, node: object, what: Stored, slots: object) -> None:
-        store(self, name, node, what, node.slots)  # type: ignore[arg-type,attr-defined]
+    def broken(self: Places, what: Stored, slots: object) -> None:
+        store(self, what, self.slots)
 
-    patch.setattr(Index, "_store", broken)
-    patch.setattr(Index, "_complete", lambda self, node: setattr(node, "coming", None))
+    patch.setattr(Places, "_store", broken)
+    patch.setattr(Places, "_complete", lambda self: setattr(self, "coming", None))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from kvstore.serve.index_config import load_index_config
 from kvstore.testing.index_process import Lab
 
 LEAST = {"dram": "64MiB"}
+STORE = {"insecure": True, "store": "redis://store.example/1"}
 LAB = {"index": ["127.0.0.1:9470"], "insecure": True}
 
 
@@ -73,6 +74,38 @@ def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
+def test_a_store_beyond_this_machine_needs_tls(tmp_path: Path) -> None:
+    files = Lab(tmp_path / "pki").files("index", "i1")
+    paths = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    with pytest.raises(ConfigError, match=r"redis://h:6379/0 is beyond this machine.* use rediss:"):
+        load_index_config(None, paths | {"store": "redis://h"})
+    for url in ("rediss://h:1/0", "redis://127.0.0.1:1/0", "redis://[::1]:1/3"):
+        store = load_index_config(None, paths | {"store": url}).replica.store
+        assert store is not None
+        assert store.place == url
+    store = load_index_config(None, STORE).replica.store
+    assert store is not None
+    assert (store.host, store.port, store.database) == ("store.example", 6379, 1)
+    (tmp_path / "password").write_text(" secret\n")
+    named = paths | {
+        "store": "rediss://me@h:7/2",
+        "store-password-file": str(tmp_path / "password"),
+    }
+    store = load_index_config(None, named).replica.store
+    assert store is not None
+    assert (store.username, store.password, store.tls) == ("me", "secret", True)
+    assert "secret" not in repr(store)
+
+
+def test_a_store_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "redis" else there(name)
+    )
+    with pytest.raises(ConfigError, match=r"needs redis, .*: pip install 'kvstore\[redis\]'"):
+        load_index_config(None, STORE)
+
+
 def test_a_package_that_is_missing_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,6 +128,15 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(
         ({"insecure": True, "listn": "x"}, "unknown key 'listn'; known keys are listen,"),
         ({"insecure": True, "listen": "host"}, "--listen 'host' must be an IP address and a port"),
         ({"insecure": True, "entries": 1}, "entries 1 must be a number from 65536"),
+        (STORE | {"store": "http://h"}, "--store 'http://h' must be redis://HOST:PORT/N"),
+        (STORE | {"store": "redis://h:x/0"}, "must be redis://HOST:PORT/N"),
+        (STORE | {"store": "redis://h/zero"}, "must be redis://HOST:PORT/N"),
+        (STORE | {"store": "redis://:pw@h"}, "has a password in it, which every user of this"),
+        (STORE | {"store-ca": "/x"}, "--store-ca is about rediss://: use that"),
+        (STORE | {"store": "rediss://h", "store-ca": "/x"}, "--store-ca /x is not there"),
+        (STORE | {"store-password-file": "/x"}, "--store-password-file /x cannot be read"),
+        (STORE | {"store-password-file": "/dev/null"}, "/dev/null is empty: put the password"),
+        ({"insecure": True, "store-ca": "/x"}, "are about --store: add that, or leave them out"),
         ({"insecure": True, "log-level": "loud"}, "log-level 'loud' is unknown"),
         ({"insecure": True, "metrics": "10.0.0.1:1"}, "add --metrics-beyond-loopback"),
     ],

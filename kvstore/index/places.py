@@ -1,0 +1,135 @@
+"""What one node said of its blocks, as orders to whatever keeps them (pure).
+
+    Heard, event ─▶ open, store, remove, show, void
+
+A **slot** is one holder in one (tenant, space). A snapshot over older words fills hidden slots
+beside them; at its end they are shown and the older ones void. Deltas that come meanwhile go to
+both.
+
+Covers: which slot stands for which place. Does not cover: what is believed (`feed`), what keeps the
+blocks (`holdings`, `kvstore.stores`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Protocol
+
+from kvstore.index.feed import Change, Cleared, Delta, Event, Heard, Left, Part, Removed, Stored
+from kvstore.types import SpaceId, Tier
+
+Scope = Hashable
+"""What whoever keeps the blocks calls a (tenant, space)."""
+Place = tuple[str, int, Scope]
+"""Engine, rank, scope."""
+
+
+class Slots(Protocol):
+    """What keeps the blocks of one node."""
+
+    def scope(self, tenant: str, space: SpaceId) -> Scope:
+        """Its name of a (tenant, space)."""
+        ...
+
+    def open(self, place: Place, *, is_hidden: bool) -> int | None:
+        """A new slot, empty. None: there is no room for one."""
+        ...
+
+    def show(self, slot: int) -> None:
+        """Let a hidden slot be in answers."""
+        ...
+
+    def void(self, slot: int) -> None:
+        """Forget all that this slot holds, and the slot."""
+        ...
+
+    def stored(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
+        """The slot holds these in this tier."""
+        ...
+
+    def removed(self, slot: int, scope: Scope, tier: Tier, keys: bytes) -> None:
+        """The slot holds these in this tier no more; no error if it did not."""
+        ...
+
+
+class Places:
+    """One node."""
+
+    def __init__(self, kept: Slots) -> None:
+        self._kept = kept
+        self.slots: dict[Place, int] = {}
+        self.coming: dict[Place, int] | None = None
+        """The slots of a snapshot that fills while older ones answer."""
+        self.is_short = False
+        """Something it said found no room."""
+
+    def take(self, heard: Heard, event: Event) -> None:
+        """Do what `Feed.hear` said of this event."""
+        if heard.forget:
+            self.forget()
+        if heard.abandon:
+            self.abandon()
+        if heard.begin:
+            self.is_short = False
+            self.coming = {} if self.slots else None
+        if heard.apply and isinstance(event, Delta):
+            for change in event.changes:
+                self._change(change)
+        if heard.apply and isinstance(event, Part):
+            for stored in event.stored:
+                self._store(stored, self.slots if self.coming is None else self.coming)
+        if heard.complete:
+            self._complete()
+
+    def forget(self) -> None:
+        """All that it ever said is void."""
+        self.abandon()
+        self._void(self.slots, list(self.slots))
+        self.is_short = False
+
+    def abandon(self) -> None:
+        """The snapshot that is coming is void."""
+        if self.coming is not None:
+            self._void(self.coming, list(self.coming))
+            self.coming = None
+
+    def _complete(self) -> None:
+        if self.coming is None:
+            return
+        self._void(self.slots, list(self.slots))
+        for slot in self.coming.values():
+            self._kept.show(slot)
+        self.slots, self.coming = self.coming, None
+
+    def _change(self, change: Change) -> None:
+        both = [self.slots] if self.coming is None else [self.slots, self.coming]
+        for slots in both:
+            match change:
+                case Stored():
+                    self._store(change, slots)
+                case Removed():
+                    scope = self._kept.scope(change.tenant, change.space)
+                    slot = slots.get((change.engine, change.rank, scope))
+                    if slot is not None:
+                        self._kept.removed(slot, scope, change.tier, change.keys)
+                case Cleared(tenant, space):
+                    scope = self._kept.scope(tenant, space)
+                    self._void(slots, [p for p in slots if p[2] == scope])
+                case Left(engine, rank):
+                    self._void(slots, [p for p in slots if p[:2] == (engine, rank)])
+
+    def _store(self, stored: Stored, slots: dict[Place, int]) -> None:
+        scope = self._kept.scope(stored.tenant, stored.space)
+        place = (stored.engine, stored.rank, scope)
+        slot = slots.get(place)
+        if slot is None:
+            slot = self._kept.open(place, is_hidden=slots is self.coming)
+            if slot is None:
+                self.is_short = True
+                return
+            slots[place] = slot
+        self._kept.stored(slot, scope, stored.tier, stored.keys)
+
+    def _void(self, slots: dict[Place, int], places: list[Place]) -> None:
+        for place in places:
+            self._kept.void(slots.pop(place))

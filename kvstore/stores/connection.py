@@ -1,0 +1,186 @@
+"""The way to a Redis or Valkey: connections, deadlines, and whether it is there.
+
+    THERE ─(any failure)─▶ away: nobody asks but `poll` ─(it answers)─▶ THERE
+
+Nothing is tried twice: a step that may have been done must not be done again, and an answer that is
+late is of no use. One line of the log when it goes and one when it comes back.
+
+Covers: the client library. Does not cover: what is asked (`redis`, `sweeper`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import BlockingConnectionPool, SSLConnection
+from redis.asyncio.connection import Connection as PlainConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+
+from kvstore.errors import ConfigError
+from kvstore.stores import scripts
+from kvstore.stores.address import StoreConfig
+
+READ_TIMEOUT_S: Final = 0.2
+"""Of an answer: a caller that waits for more had better compute."""
+WRITE_TIMEOUT_S: Final = 2.0
+"""Of a step, which nobody waits for but the next one of the same node."""
+CONNECTIONS_MAX: Final = 32
+PREFIX: Final = b"kvstore:1:"
+"""With the number of this layout: another one begins with an empty store."""
+FAILURES: Final = (RedisError, OSError, TimeoutError)
+_REFUSALS: Final = {
+    OutOfMemoryError: "Raise its maxmemory, or lower --entries.",
+    ReadOnlyError: "Name its primary in --store.",
+}
+
+_Argument = bytes | str
+_log = logging.getLogger(__name__)
+
+
+class Connection:
+    """To one store. Away until the first poll."""
+
+    def __init__(self, config: StoreConfig, *, read_timeout_s: float = READ_TIMEOUT_S) -> None:
+        self.is_away = True
+        self.trouble = ""
+        self.failure_count = 0
+        self._place = config.place
+        self._read_timeout_s = read_timeout_s
+        self._has_scripts = False
+        tls: dict[str, Any] = {"ssl_ca_certs": str(config.ca) if config.ca is not None else None}
+        pool = BlockingConnectionPool(
+            max_connections=CONNECTIONS_MAX,
+            timeout=WRITE_TIMEOUT_S,
+            connection_class=SSLConnection if config.tls else PlainConnection,
+            host=config.host,
+            port=config.port,
+            db=config.database,
+            username=config.username,
+            password=config.password,
+            protocol=2,
+            client_name="kvstore-index",
+            retry=Retry(NoBackoff(), 0),
+            # Deadlines are of a whole call, and lie around it.
+            socket_timeout=None,
+            socket_connect_timeout=None,
+            **(tls if config.tls else {}),
+        )
+        self._redis: Any = Redis.from_pool(pool)
+
+    async def read(self, script: scripts.Script, *arguments: _Argument) -> Any:
+        """A question. Raises FAILURES."""
+        async with asyncio.timeout(self._read_timeout_s):
+            return await self._redis.evalsha(script.sha, 0, PREFIX, *arguments)
+
+    async def write_all(
+        self, script: scripts.Script, calls: Iterable[Sequence[_Argument]]
+    ) -> list[int]:
+        """Steps, in order and in one go. Raises FAILURES."""
+        async with asyncio.timeout(WRITE_TIMEOUT_S), self._redis.pipeline(False) as steps:
+            for arguments in calls:
+                steps.evalsha(script.sha, 0, PREFIX, *arguments)
+            return list(map(int, await _outcomes(steps)))
+
+    async def record(self, node: str) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """Version, body and places of a node. Raises FAILURES."""
+        name = PREFIX + b"n:" + node.encode()
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            version, body, places = await self._redis.hmget(name, ["v", "body", "places"])
+        return version, body, places
+
+    async def ids(self, count: int) -> int:
+        """The last of so many slot numbers that are the caller's. Raises FAILURES."""
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            return int(await self._redis.incrby(PREFIX + b"ids", count))
+
+    async def void_slots(self, count: int) -> list[bytes]:
+        """Some of the slots that are to be swept. Raises FAILURES."""
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            return list(await self._redis.srandmember(PREFIX + b"void", count))
+
+    async def rows(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """Names of some rows, and where the next ones are, 0 after the last. Raises FAILURES."""
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            after, names = await self._redis.scan(cursor, match=PREFIX + b"b:*", count=count)
+        return int(after), names
+
+    async def poll(self, epoch: bytes) -> tuple[list[Any], str, int]:
+        """What POLL answers, which run of the server answers, and the bytes that it takes.
+        Raises FAILURES."""
+        async with asyncio.timeout(self._read_timeout_s), self._redis.pipeline(False) as asked:
+            if not self._has_scripts:
+                for script in scripts.ALL:
+                    asked.script_load(script.text)
+            asked.evalsha(scripts.POLL.sha, 0, PREFIX, epoch)
+            asked.info("server")
+            asked.info("memory")
+            *_, found, server, memory = await _outcomes(asked)
+        self._has_scripts = True
+        return found, str(server.get("run_id", "")), int(memory.get("used_memory", 0))
+
+    def lose(self, error: Exception) -> str:
+        """It failed: it is away from now on. Or it is there, but takes nothing: says why."""
+        for kind, remedy in _REFUSALS.items():
+            if isinstance(error, kind):
+                return f"the store at {self._place} takes nothing: {error} {remedy}"
+        reason = f"{type(error).__name__}: {error}" if str(error) else "it does not answer in time"
+        if isinstance(error, NoScriptError):
+            reason = "it lost the scripts"
+        self._has_scripts = False
+        if not self.is_away:
+            self.failure_count += 1
+        trouble = f"the store at {self._place} is away: {reason}"
+        if trouble != self.trouble and not (self.is_away and self.trouble):
+            _log.warning("%s; answers are stale until it is back", trouble)
+        self.is_away, self.trouble = True, trouble
+        return ""
+
+    def is_back(self) -> None:
+        """It answered a poll."""
+        if self.trouble:
+            _log.info("the store at %s answers", self._place)
+        self.is_away, self.trouble = False, ""
+
+    async def verify(self) -> None:
+        """Try it once. It need not be there yet, but if it is it must let us in.
+
+        Raises:
+            ConfigError: it refuses us.
+        """
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await self._redis.ping()
+        except (AuthenticationError, ResponseError) as error:
+            raise ConfigError(
+                f"the store at {self._place} refuses: {error}; give its user in --store and its"
+                " password with --store-password-file"
+            ) from None
+        except FAILURES as error:
+            self.lose(error)
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()
+
+
+async def _outcomes(pipeline: Any) -> list[Any]:
+    """Of all commands. Raises the first error, without the command, which may be long."""
+    outcomes: list[Any] = await pipeline.execute(raise_on_error=False)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes

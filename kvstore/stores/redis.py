@@ -1,0 +1,419 @@
+"""The index in a Redis or Valkey that several replicas share (ADR 26).
+
+    word of a node ─▶ Feed, Places (what to believe, what to change) ─▶ one script a step
+    prompt ─▶ one script ─▶ slots and lengths, with what the polls say of their nodes
+
+Of the streams that a node has to several replicas one is heard: that of the replica which wrote its
+record last. The others wait until the record no longer changes. A record has a version that each
+step names and replaces, so a replica that was replaced, or a store that went back in time, is found
+out by the next step, and the node is asked for a snapshot.
+
+The store may be away, hang, or forget at any time. After the first failure nobody asks it but the
+poll, ten times a second and within a deadline, until it answers; words that come meanwhile are a
+gap, which the feed sees by itself. Another epoch voids all that was believed.
+
+Covers: what is said to the store, and when. Does not cover: connections (`connection`), scripts,
+trust (`view`), what is believed (`kvstore.index.feed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.index.feed import (
+    Closed,
+    Delta,
+    Event,
+    Feed,
+    Hello,
+    Part,
+    Refused,
+    Trust,
+    Verdict,
+    Word,
+)
+from kvstore.index.index import Answer, Holder, Match, Member, Statistics
+from kvstore.index.places import Places
+from kvstore.stores import scripts
+from kvstore.stores.address import StoreConfig
+from kvstore.stores.batch import Batch
+from kvstore.stores.connection import FAILURES, READ_TIMEOUT_S, Connection
+from kvstore.stores.forms import Body, Kept, decode, encode, scope_of, slot_name
+from kvstore.stores.sweeper import Sweeper
+from kvstore.stores.view import View
+from kvstore.types import KEY_BYTES, SpaceId
+
+IDS_AT_ONCE: Final = 256
+_BYTES_OF_EPOCH: Final = 16
+
+_log = logging.getLogger(__name__)
+
+
+class _Heard:
+    """A node whose record this replica writes."""
+
+    def __init__(self, feed: Feed, places: Places, batch: Batch, version: bytes) -> None:
+        self.feed = feed
+        self.places = places
+        self.batch = batch
+        self.version = version
+        self.kept = b""
+        """Of its places, as they are in the store."""
+
+    @property
+    def body(self) -> Body:
+        feed = self.feed
+        return Body(
+            incarnation=feed.incarnation,
+            replaced=feed.replaced,
+            address=feed.address,
+            sequence=feed.sequence,
+            is_open=feed.is_open,
+            is_exact=feed.is_exact,
+            is_short=self.places.is_short,
+        )
+
+
+class _Link:
+    """The newest stream of a node to this replica."""
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+        self.is_open = False
+        self.heard: _Heard | None = None
+        """None: another replica hears the node, or nobody can."""
+        self.lock = asyncio.Lock()
+
+
+class RedisStore:
+    """One replica's end of it. Begins with the first `tick`."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        entry_count_max: int,
+        slot_count_max: int = 1 << 14,
+        node_count_max: int = 4096,
+        read_timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
+        self._connection = Connection(config, read_timeout_s=read_timeout_s)
+        self._limits = (b"%d" % entry_count_max, b"%d" % slot_count_max)
+        self._node_count_max = node_count_max
+        self._me = secrets.token_hex(8).encode()
+        self._steps = 0
+        self._view = View()
+        self._links: dict[str, _Link] = {}
+        self._ids: deque[int] = deque()
+        self._epoch = b""
+        self._run = ""
+        self._sizes = Statistics(0, 0, 0, 0, 0, 0)
+        self._sweeper = Sweeper(self._connection, self._me)
+        self._refusal = ""
+        """Why the store did not take what it was told last."""
+
+    @property
+    def trouble(self) -> str:
+        return self._connection.trouble or self._refusal
+
+    @property
+    def failure_count(self) -> int:
+        return self._connection.failure_count
+
+    def statistics(self) -> Statistics:
+        return self._sizes
+
+    def members(self, now_ms: int) -> list[Member]:
+        return self._view.members(now_ms)
+
+    async def verify(self) -> None:
+        """Raises ConfigError: it is there, and refuses us."""
+        await self._connection.verify()
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────
+
+    async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
+        if len(keys) % KEY_BYTES:
+            raise ValueError(f"{len(keys)} bytes are no keys of {KEY_BYTES} bytes each")
+        rows: Any = []
+        if keys and not self._connection.is_away:
+            try:
+                rows = await self._read(scripts.MATCH, scope_of(tenant, space), keys)
+            except FAILURES as error:
+                self._connection.lose(error)
+        if self._connection.is_away or rows == scripts.OTHER_EPOCH:
+            return Answer(Trust.STALE, [])
+        matches = [match for row in rows if (match := self._match(row, now_ms)) is not None]
+        return Answer(self._trust(now_ms), matches)
+
+    def _trust(self, now_ms: int) -> Trust:
+        return max(self._view.trust(now_ms), Trust.CATCHING_UP if self._refusal else Trust.EXACT)
+
+    def _match(self, found: tuple[bytes, int, int, int], now_ms: int) -> Match | None:
+        slot, hbm, dram, file = found
+        try:
+            holder = decode(Holder, slot[2:])
+        except ProtocolError:
+            return None
+        row = self._view.rows.get(holder.node)
+        # A node that came since the last poll is not known yet: what it told is true.
+        trust = row.trust(now_ms) if row is not None else Trust.CATCHING_UP
+        if trust is None:
+            return None
+        if slot[1:2] == b"1":
+            trust = max(trust, Trust.CATCHING_UP)
+        return Match(holder, hbm, dram, file, trust)
+
+    # ── words ────────────────────────────────────────────────────────────────────────────────────
+
+    async def hear(self, event: Event, now_ms: int) -> Verdict:
+        link = self._links.get(event.node)
+        if link is None:
+            if not isinstance(event, Hello) or not self._has_room(event.node):
+                return Verdict.CLOSE
+            link = self._links[event.node] = _Link(event)
+        async with link.lock:
+            match event:
+                case Hello():
+                    return await self._hello(link, event, now_ms)
+                case Refused():
+                    return await self._gone(link)
+            hello = link.hello
+            if (event.incarnation, event.stream) != (hello.incarnation, hello.stream):
+                return Verdict.CLOSE
+            if isinstance(event, Closed):
+                return await self._closed(link, event, now_ms)
+            if not link.is_open:
+                return Verdict.CLOSE
+            return await self._word(link, event, now_ms)
+
+    def _has_room(self, node: str) -> bool:
+        known = self._view.rows.keys() | self._links.keys()
+        return node in known or len(known) < self._node_count_max
+
+    async def _hello(self, link: _Link, hello: Hello, now_ms: int) -> Verdict:
+        is_same = hello.incarnation == link.hello.incarnation
+        if hello is not link.hello and is_same and hello.stream <= link.hello.stream:
+            return Verdict.CLOSE
+        verdict = Verdict.GO_ON
+        if self._connection.is_away:
+            link.heard = None
+        elif link.heard is not None:
+            verdict = await self._say(link, link.heard, hello, now_ms)
+        if link.heard is None:
+            verdict = await self._claim(link, hello, now_ms)
+        if verdict is not Verdict.CLOSE:
+            link.hello, link.is_open = hello, True
+        return verdict
+
+    async def _word(self, link: _Link, word: Word, now_ms: int) -> Verdict:
+        if self._connection.is_away:
+            return Verdict.GO_ON  # and so a gap
+        if link.heard is not None:
+            return await self._say(link, link.heard, word, now_ms)
+        hello = msgspec.structs.replace(link.hello, sequence=word.sequence)
+        return await self._claim(link, hello, now_ms)
+
+    async def _closed(self, link: _Link, closed: Closed, now_ms: int) -> Verdict:
+        link.is_open = False
+        if link.heard is not None and self._connection.is_away:
+            link.heard = None
+        if link.heard is not None:
+            await self._say(link, link.heard, closed, now_ms)
+        return Verdict.GO_ON
+
+    async def _gone(self, link: _Link) -> Verdict:
+        if link.heard is not None and not self._connection.is_away:
+            try:
+                await self._write(scripts.GONE, link.hello.node, link.heard.version)
+            except FAILURES as error:
+                self._connection.lose(error)
+            row = self._view.rows.get(link.hello.node)
+            if row is not None:
+                row.is_gone = row.version == link.heard.version
+        return Verdict.GO_ON
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    async def _claim(self, link: _Link, hello: Hello, now_ms: int) -> Verdict:
+        """Hear this node from now on, unless another replica does."""
+        row = self._view.rows.get(hello.node)
+        if row is not None and self._step(row.version) < 0:
+            is_same = row.body.incarnation == hello.incarnation
+            if is_same and row.is_heard(now_ms):
+                return Verdict.GO_ON
+        if self._connection.is_away:
+            return Verdict.GO_ON
+        try:
+            link.heard = await self._taken_over(hello.node)
+        except (*FAILURES, ProtocolError) as error:
+            self._connection.lose(error)
+            return Verdict.GO_ON
+        verdict = await self._say(link, link.heard, hello, now_ms)
+        if verdict is Verdict.CLOSE:
+            link.heard = None
+        return verdict
+
+    async def _taken_over(self, node: str) -> _Heard:
+        """What the store knows of a node. Raises FAILURES, ProtocolError."""
+        version, body, kept = await self._connection.record(node)
+        batch = Batch(node, self._ids)
+        heard = _Heard(Feed(), Places(batch), batch, version or b"")
+        if version is not None and body is not None:
+            known = decode(Body, body)
+            heard.feed = Feed.of_another(known.incarnation, known.replaced)
+        if kept is not None:
+            places = decode(Kept, kept)
+            heard.places.slots = {each[:3]: each[3] for each in places.slots}
+            if places.coming is not None:
+                heard.places.coming = {each[:3]: each[3] for each in places.coming}
+            heard.places.abandon()
+        return heard
+
+    async def _say(self, link: _Link, heard: _Heard, event: Event, now_ms: int) -> Verdict:
+        """One event of a node that is heard here, to the store. It is heard here no more if the
+        store does not take it."""
+        try:
+            await self._reserve(event)
+            what = heard.feed.hear(event, now_ms)
+            if what.verdict is Verdict.CLOSE:
+                return what.verdict
+            heard.places.take(what, event)
+            is_taken, refused = await self._flush(event.node, heard)
+            if refused and not heard.places.is_short:
+                heard.places.is_short = True
+                is_taken, _ = await self._flush(event.node, heard)
+        except FAILURES as error:
+            is_taken = False
+            self._refuse(self._connection.lose(error))
+        if not is_taken:
+            link.heard = None
+            return Verdict.GO_ON  # the next word makes up for it
+        self._refusal = ""
+        self._view.changed(event.node, heard.version, heard.body, now_ms)
+        return what.verdict
+
+    def _refuse(self, reason: str) -> None:
+        if reason and reason != self._refusal:
+            _log.warning("%s", reason)
+        self._refusal = reason
+
+    async def _reserve(self, event: Event) -> None:
+        """So many slot numbers as the event can need: two for each thing that it says."""
+        match event:
+            case Delta(changes=changes):
+                count = 2 * len(changes)
+            case Part(stored=stored):
+                count = 2 * len(stored)
+            case _:
+                count = 0
+        while len(self._ids) < count:
+            wanted = max(count, IDS_AT_ONCE)
+            epoch, last = self._epoch, await self._connection.ids(wanted)
+            if epoch == self._epoch:
+                self._ids.extend(range(last - wanted + 1, last + 1))
+
+    async def _flush(self, node: str, heard: _Heard) -> tuple[bool, int]:
+        """What was decided, as scripts in one go. Is it taken, and how many slots found no room?"""
+        kept = encode(_kept(heard.places))
+        changed = kept if kept != heard.kept else b""
+        body = encode(heard.body)
+        calls = []
+        version = heard.version
+        for orders in heard.batch.take():
+            self._steps += 1
+            before, version = version, b"%s.%d" % (self._me, self._steps)
+            flat = [each for order in orders for each in order]
+            calls.append((self._epoch, node, before, version, body, changed, *self._limits, *flat))
+        replies = await self._connection.write_all(scripts.WRITE, calls)
+        if min(replies) < 0:
+            return False, 0
+        heard.version, heard.kept = version, kept
+        return True, sum(replies)
+
+    # ── regular work ─────────────────────────────────────────────────────────────────────────────
+
+    async def tick(self, now_ms: int) -> None:
+        try:
+            await self._poll(now_ms)
+            await self._sweeper.sweep(self._epoch)
+            for node in self._view.lost(now_ms):
+                await self._forget(node)
+        except (*FAILURES, ProtocolError) as error:
+            self._connection.lose(error)
+
+    async def _poll(self, now_ms: int) -> None:
+        proposed = secrets.token_hex(_BYTES_OF_EPOCH).encode()
+        (epoch, slots, void, *counts), run, memory_bytes = await self._connection.poll(proposed)
+        if self._run and run != self._run and epoch == self._epoch:
+            # It was started again, and may have come back as it was some time ago.
+            await self._write(scripts.RENEW, proposed)
+            epoch = proposed
+        self._run = run
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._view.restart(now_ms)
+            self._ids.clear()
+            self._sweeper.restart()
+            for link in self._links.values():
+                link.heard = None
+        entries, rows, evicted = map(int, counts[:3])
+        records = {
+            name.decode(): (version, decode(Body, body), gone)
+            for name, version, body, gone in counts[3:]
+        }
+        self._view.polled({n: self._newest(n, *each) for n, each in records.items()}, now_ms)
+        self._sweeper.void_count = void
+        self._sizes = Statistics(entries, rows, slots, len(records), memory_bytes, evicted)
+        for name in [n for n, li in self._links.items() if not li.is_open and n not in records]:
+            if not self._links[name].lock.locked():
+                del self._links[name]
+        self._connection.is_back()
+
+    def _newest(
+        self, node: str, version: bytes, body: Body, gone: bytes
+    ) -> tuple[bytes, Body, bytes]:
+        """A record as it is, though this replica may have written it since the poll was asked."""
+        row = self._view.rows.get(node)
+        if row is not None and self._step(row.version) > self._step(version) >= 0:
+            return row.version, row.body, gone
+        return version, body, gone
+
+    def _step(self, version: bytes) -> int:
+        """The number of the step that gave a record this version; -1: not of this replica."""
+        whose, _, step = version.partition(b".")
+        return int(step) if whose == self._me else -1
+
+    async def _forget(self, node: str) -> None:
+        version, _, kept = await self._connection.record(node)
+        row = self._view.rows.get(node)
+        if row is None or version != row.version:
+            return
+        places = decode(Kept, kept) if kept is not None else Kept([], None)
+        slots = [slot_name(each[3]) for each in (*places.slots, *(places.coming or ()))]
+        await self._write(scripts.FORGET, node, version, *slots)
+        self._links.pop(node, None)
+        _log.info("node %s is forgotten", node)
+
+    async def _read(self, script: scripts.Script, *arguments: bytes | str) -> Any:
+        return await self._connection.read(script, self._epoch, *arguments)
+
+    async def _write(self, script: scripts.Script, *arguments: bytes | str) -> None:
+        await self._connection.write_all(script, [(self._epoch, *arguments)])
+
+
+def _kept(places: Places) -> Kept:
+    def rows(slots: dict[Any, int]) -> list[tuple[str, int, bytes, int]]:
+        return [(*place, slot) for place, slot in slots.items()]
+
+    return Kept(rows(places.slots), None if places.coming is None else rows(places.coming))

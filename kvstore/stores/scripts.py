@@ -1,0 +1,317 @@
+"""What a shared store does, in its own language: a script is a step that nobody sees half of.
+
+    PREFIX epoch        a random name of this state: with another, all that replicas know is void
+    PREFIX nodes        set of names          PREFIX n:NODE  hash: v(ersion), body, places, gone
+    PREFIX slots        hash: slot ─▶ two letters (S shown or H hidden; 1 it lost something), record
+    PREFIX void         set of slots to be swept out of the rows
+    PREFIX counts       hash: entries, rows, evicted
+    PREFIX ids          the last slot number that was given
+    PREFIX sweeper      who sweeps; ends by itself
+    PREFIX b:SCOPE KEY  a row: who holds the block, five bytes each: slot, mask of tiers
+
+A slot is four bytes, a scope sixteen, a key thirty-two. Every script begins with the epoch, so that
+nothing that was decided about another state is done to this one. Order of use is the store's own
+(`OBJECT IDLETIME`): what MGET and GET touch is young.
+
+Covers: the scripts. Does not cover: when they are run (`redis`), forms of records (`forms`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final, NamedTuple
+
+LOST: Final = -1
+"""The node's record is not as it was left: somebody else heard it, or the store forgot."""
+OTHER_EPOCH: Final = -2
+SAMPLES: Final = 8
+"""Rows that are looked at to find an old one, as Redis itself does."""
+SWEEPER_MS: Final = 5000
+
+
+class Script(NamedTuple):
+    """A script, and the name under which the store knows it."""
+
+    text: str
+    sha: str
+
+
+def _script(body: str) -> Script:
+    text = f"local P, epoch = ARGV[1], ARGV[2]\n{body}"
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+_SAME_EPOCH: Final = f"""
+if redis.call('GET', P .. 'epoch') ~= epoch then return {OTHER_EPOCH} end
+"""
+_SAME_RECORD: Final = f"""
+local record = P .. 'n:' .. ARGV[3]
+if (redis.call('HGET', record, 'v') or '') ~= ARGV[4] then return {LOST} end
+"""
+_COUNTS: Final = """
+local counts = redis.call('HMGET', P .. 'counts', 'entries', 'rows', 'evicted')
+local entries, rows, evicted = counts[1] or 0, counts[2] or 0, counts[3] or 0
+local function count()
+  redis.call('HSET', P .. 'counts', 'entries', entries, 'rows', rows, 'evicted', evicted)
+end
+-- Of what is left of a row.
+local function put(name, value, size)
+  entries = entries - (size - #value) / 5
+  if #value == 0 then
+    redis.call('DEL', name)
+    rows = rows - 1
+  else
+    redis.call('SET', name, value)
+  end
+end
+"""
+
+MATCH: Final = _script(
+    _SAME_EPOCH
+    + """
+local base, keys = P .. 'b:' .. ARGV[3], ARGV[4]
+local total = #keys / 32
+local alive, count, last = {}, 0, nil
+local function fastest(mask)
+  return mask % 2 == 1 and 1 or mask % 4 >= 2 and 2 or 3
+end
+-- Up to here it was in tiers [from, to], or faster ones.
+local function stop(one, from, to, at)
+  for tier = from, to do one[tier] = at end
+end
+local function begin(value)
+  local ids, masks = {}, {}
+  for at = 1, #value, 5 do
+    ids[#ids + 1] = string.sub(value, at, at + 3)
+    masks[#masks + 1] = string.byte(value, at + 4)
+  end
+  for i, id in ipairs(ids) do
+    local record = redis.call('HGET', P .. 'slots', id)
+    if record and string.sub(record, 1, 1) == 'S' then
+      alive[id] = {worst = fastest(masks[i]), record = record}
+      stop(alive[id], 1, alive[id].worst - 1, 0)
+      count = count + 1
+    end
+  end
+end
+local answer = {}
+local function out(id, at)
+  local one = alive[id]
+  stop(one, one.worst, 3, at)
+  answer[#answer + 1] = {one.record, one[1], one[2], one[3]}
+  alive[id] = nil
+  count = count - 1
+end
+local function narrow(value, at)
+  local masks = {}
+  for place = 1, #value, 5 do
+    masks[string.sub(value, place, place + 3)] = string.byte(value, place + 4)
+  end
+  for id, one in pairs(alive) do
+    if not masks[id] then
+      out(id, at)
+    else
+      local tier = fastest(masks[id])
+      if tier > one.worst then
+        stop(one, one.worst, tier - 1, at)
+        one.worst = tier
+      end
+    end
+  end
+end
+for first = 0, total - 1, 128 do
+  local names = {}
+  for i = first, math.min(first + 127, total - 1) do
+    names[#names + 1] = base .. string.sub(keys, i * 32 + 1, i * 32 + 32)
+  end
+  for j, value in ipairs(redis.call('MGET', unpack(names))) do
+    value = value or ''
+    if value ~= last then
+      if last then narrow(value, first + j - 1) else begin(value) end
+      last = value
+      if count == 0 then return answer end
+    end
+  end
+end
+for id in pairs(alive) do out(id, total) end
+return answer
+"""
+)
+"""scope, keys ─▶ [record of a slot, blocks in hbm, in dram or faster, in any tier] of each slot
+that holds the first block."""
+
+WRITE: Final = _script(
+    _SAME_EPOCH
+    + _SAME_RECORD
+    + """
+redis.call('HSET', record, 'v', ARGV[5], 'body', ARGV[6])
+if ARGV[7] ~= '' then redis.call('HSET', record, 'places', ARGV[7]) end
+redis.call('SADD', P .. 'nodes', ARGV[3])
+local most, slots_most, refused = tonumber(ARGV[8]), tonumber(ARGV[9]), 0
+"""
+    + _COUNTS
+    + f"""
+local function find(value, slot)
+  local at = 1
+  while true do
+    at = string.find(value, slot, at, true)
+    if not at or at % 5 == 1 then return at end
+    at = at + 1
+  end
+end
+local function mark(slot, from, to, letter)
+  local known = redis.call('HGET', P .. 'slots', slot)
+  if known then
+    known = string.sub(known, 1, from) .. letter .. string.sub(known, to)
+    redis.call('HSET', P .. 'slots', slot, known)
+  end
+end
+-- What was used within a second is not given up for something new; the store counts whole seconds,
+-- and 1 may be the turn of one.
+local function evict()
+  local oldest, longest, base = nil, 1, P .. 'b:'
+  for _ = 1, {SAMPLES} do
+    local name = redis.call('RANDOMKEY')
+    if name and string.sub(name, 1, #base) == base then
+      local idle = redis.pcall('OBJECT', 'IDLETIME', name)
+      if type(idle) == 'number' and idle > longest then oldest, longest = name, idle end
+    end
+  end
+  if not oldest then return false end
+  local value = redis.call('GET', oldest)
+  for at = 1, #value, 5 do mark(string.sub(value, at, at + 3), 1, 3, '1') end
+  put(oldest, '', #value)
+  evicted = evicted + 1
+  return true
+end
+local function store(slot, mask, blob)
+  if redis.call('HEXISTS', P .. 'slots', slot) == 0 then return end
+  local base = P .. 'b:' .. string.sub(blob, 1, 16)
+  for at = 17, #blob, 32 do
+    local name = base .. string.sub(blob, at, at + 31)
+    local value = redis.call('GET', name)
+    local place = value and find(value, slot)
+    if place then
+      local has = bit.bor(string.byte(value, place + 4), mask)
+      redis.call('SETRANGE', name, place + 3, string.char(has))
+    else
+      if entries + 1 > most and not evict() then
+        mark(slot, 1, 3, '1')
+        return
+      end
+      if redis.call('APPEND', name, slot .. string.char(mask)) == 5 then rows = rows + 1 end
+      entries = entries + 1
+    end
+  end
+end
+local function remove(slot, mask, blob)
+  local base = P .. 'b:' .. string.sub(blob, 1, 16)
+  for at = 17, #blob, 32 do
+    local name = base .. string.sub(blob, at, at + 31)
+    local value = redis.call('GET', name)
+    local place = value and find(value, slot)
+    if place then
+      local has = bit.band(string.byte(value, place + 4), bit.bnot(mask))
+      if has == 0 then
+        put(name, string.sub(value, 1, place - 1) .. string.sub(value, place + 5), #value)
+      else
+        redis.call('SETRANGE', name, place + 3, string.char(has))
+      end
+    end
+  end
+end
+for at = 10, #ARGV, 4 do
+  local order, slot, what, blob = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
+  if order == 'store' then
+    store(slot, tonumber(what), blob)
+  elseif order == 'remove' then
+    remove(slot, tonumber(what), blob)
+  elseif order == 'show' then
+    mark(slot, 0, 2, 'S')
+  elseif order == 'void' then
+    redis.call('HDEL', P .. 'slots', slot)
+    redis.call('SADD', P .. 'void', slot)
+  elseif redis.call('HLEN', P .. 'slots') < slots_most then
+    redis.call('HSET', P .. 'slots', slot, what .. '0' .. blob)
+  else
+    refused = refused + 1
+  end
+end
+count()
+return refused
+"""
+)
+"""node, version, next version, body, places (or nothing), entries at most, slots at most, then
+orders of four: name, slot, tiers or state, scope and keys or record ─▶ slots without room."""
+
+POLL: Final = _script(
+    """
+if not redis.call('GET', P .. 'epoch') then redis.call('SET', P .. 'epoch', epoch) end
+local counts = redis.call('HMGET', P .. 'counts', 'entries', 'rows', 'evicted')
+local answer = {
+  redis.call('GET', P .. 'epoch'),
+  redis.call('HLEN', P .. 'slots'), redis.call('SCARD', P .. 'void'),
+  counts[1] or 0, counts[2] or 0, counts[3] or 0
+}
+for _, name in ipairs(redis.call('SMEMBERS', P .. 'nodes')) do
+  local known = redis.call('HMGET', P .. 'n:' .. name, 'v', 'body', 'gone')
+  if known[1] then answer[#answer + 1] = {name, known[1], known[2], known[3] or ''} end
+end
+return answer
+"""
+)
+"""an epoch, if there is none ─▶ epoch, slots, void slots, entries, rows, evicted, then nodes."""
+
+RENEW: Final = _script(_SAME_EPOCH + "redis.call('SET', P .. 'epoch', ARGV[3]) return 0")
+"""another epoch."""
+
+GONE: Final = _script(
+    _SAME_EPOCH + _SAME_RECORD + "return redis.call('HSET', record, 'gone', ARGV[4])"
+)
+"""node, version: out until it speaks, which gives its record another version."""
+
+FORGET: Final = _script(
+    _SAME_EPOCH
+    + _SAME_RECORD
+    + """
+for at = 5, #ARGV do
+  redis.call('HDEL', P .. 'slots', ARGV[at])
+  redis.call('SADD', P .. 'void', ARGV[at])
+end
+redis.call('SREM', P .. 'nodes', ARGV[3])
+return redis.call('DEL', record)
+"""
+)
+"""node, version, its slots."""
+
+SWEEP: Final = _script(
+    _SAME_EPOCH
+    + f"""
+local lease = P .. 'sweeper'
+redis.call('SET', lease, ARGV[3], 'NX', 'PX', {SWEEPER_MS})
+if redis.call('GET', lease) ~= ARGV[3] then return {LOST} end
+redis.call('PEXPIRE', lease, {SWEEPER_MS})
+"""
+    + _COUNTS
+    + """
+local void = {}
+for at = 1, #ARGV[4], 4 do void[string.sub(ARGV[4], at, at + 3)] = true end
+for at = 6, #ARGV do
+  local value, left = redis.call('GET', ARGV[at]), {}
+  for place = 1, #(value or ''), 5 do
+    if not void[string.sub(value, place, place + 3)] then
+      left[#left + 1] = string.sub(value, place, place + 4)
+    end
+  end
+  if value and #left * 5 < #value then put(ARGV[at], table.concat(left), #value) end
+end
+count()
+if ARGV[5] == 'last' then
+  for slot in pairs(void) do redis.call('SREM', P .. 'void', slot) end
+end
+return 0
+"""
+)
+"""who sweeps, void slots, 'last' for the last piece, names of rows."""
+
+ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)

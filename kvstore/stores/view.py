@@ -1,0 +1,98 @@
+"""What this replica makes of the nodes that a shared store tells of (pure).
+
+    polls, own writes ─▶ when each record last changed, by the clock of this replica ─▶ trust
+
+No clock is shared: a node is as silent as its record, which every word of it gives another version.
+A record that was there at the first look may be that of a node long gone: it is stale until it
+changes.
+
+Covers: trust. Does not cover: what the records say (`kvstore.index.feed` decided it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Trust, trust_after
+from kvstore.index.index import Member
+from kvstore.stores.forms import Body
+
+
+@dataclass
+class Row:
+    """One node."""
+
+    version: bytes
+    body: Body
+    changed_ms: int
+    was_seen_to_change: bool
+    is_gone: bool = False
+    """Its address refused connections, and nothing came since."""
+
+    def trust(self, now_ms: int) -> Trust | None:
+        """None: in no answer."""
+        if self.is_gone:
+            return None
+        body, silent_ms = self.body, now_ms - self.changed_ms
+        is_exact = body.is_exact and not body.is_short
+        trust = trust_after(silent_ms, is_open=body.is_open, is_exact=is_exact)
+        if trust is not None and not self.was_seen_to_change:
+            return Trust.STALE
+        return trust
+
+    def is_heard(self, now_ms: int) -> bool:
+        """Some replica has a stream of it that speaks."""
+        return self.body.is_open and now_ms - self.changed_ms < STALE_MS
+
+
+class View:
+    """All nodes."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self._is_first = True
+        self._young_until_ms = 0
+
+    def restart(self, now_ms: int) -> None:
+        """What was seen before is of another state: begin again."""
+        self.rows.clear()
+        self._is_first = True
+        self._young_until_ms = now_ms + OUT_MS
+
+    def polled(self, records: dict[str, tuple[bytes, Body, bytes]], now_ms: int) -> None:
+        """All records: version, body, and the version with which the node was found gone."""
+        for name in self.rows.keys() - records.keys():
+            del self.rows[name]
+        for name, (version, body, gone) in records.items():
+            self.changed(name, version, body, now_ms, was_seen_to_change=not self._is_first)
+            self.rows[name].is_gone = gone == version
+        self._is_first = False
+
+    def changed(
+        self, name: str, version: bytes, body: Body, now_ms: int, *, was_seen_to_change: bool = True
+    ) -> None:
+        """A record as it is now; no matter if it is as it was."""
+        row = self.rows.get(name)
+        if row is None:
+            self.rows[name] = Row(version, body, now_ms, was_seen_to_change)
+        elif row.version != version:
+            self.rows[name] = Row(version, body, now_ms, was_seen_to_change=True)
+
+    def trust(self, now_ms: int) -> Trust:
+        """EXACT: nobody else holds anything, by what the nodes said."""
+        trusts = {row.trust(now_ms) for row in self.rows.values()}
+        is_whole = trusts <= {None, Trust.EXACT} and now_ms >= self._young_until_ms
+        return Trust.EXACT if is_whole else Trust.CATCHING_UP
+
+    def members(self, now_ms: int) -> list[Member]:
+        """Everybody who is not forgotten, by name."""
+        return [
+            Member(
+                name, row.body.incarnation, row.body.address, row.trust(now_ms), row.body.sequence
+            )
+            for name, row in sorted(self.rows.items())
+        ]
+
+    def lost(self, now_ms: int) -> list[str]:
+        """Silent for so long that their blocks are to be forgotten."""
+        return [n for n, row in self.rows.items() if now_ms - row.changed_ms >= FORGET_MS]

@@ -1,0 +1,126 @@
+"""A real redis-server, for tests and benchmarks.
+
+    with RedisProcess.start(tmp_path) as redis:
+        store = RedisStore(store_config(redis.url, password_file=None, ca=None), …)
+
+Keeps nothing on disk unless it is told to. Whatever happens, the process is reaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, NodeFailed, reap
+
+PROGRAM = "redis-server"
+_READY = "Ready to accept connections"
+_TRIES = 5
+"""Between the kernel's choice of a port and the server's start somebody may take it."""
+
+
+class RedisProcess:
+    """One server."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, scheme: str) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"{scheme}://127.0.0.1:{port}/0"
+
+    @classmethod
+    def start(
+        cls, directory: Path, *flags: str, port: int | None = None, tls: Sequence[str] = ()
+    ) -> RedisProcess:
+        """Start one and wait until it serves. `port` None: one that is free; `tls`: its flags for
+        that, without which it speaks plainly.
+
+        Raises:
+            NodeFailed: it exited.
+        """
+        tries = _TRIES if port is None else 1
+        for left in reversed(range(tries)):
+            chosen = _free_port() if port is None else port
+            listen = ["--port", "0", "--tls-port", str(chosen), *tls] if tls else []
+            command = [
+                *(PROGRAM, "--port", str(chosen), "--bind", "127.0.0.1", "--save", ""),
+                *("--dir", str(directory), "--daemonize", "no", *listen, *flags),
+            ]
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            try:
+                said = _said_until_ready(process)
+            except BaseException:
+                reap(process)
+                raise
+            if _READY in said:
+                return cls(process, chosen, "rediss" if tls else "redis")
+            code = process.wait(STOP_TIMEOUT_S)
+            reap(process)
+            if not left or "Address already in use" not in said:
+                raise NodeFailed(code, said)
+        raise AssertionError("it started or failed")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(STOP_TIMEOUT_S)
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def cli(self, *command: str) -> str:
+        """What redis-cli answers."""
+        done = subprocess.run(
+            ["redis-cli", "-p", str(self.port), *command],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=READY_TIMEOUT_S,
+        )
+        return done.stdout.strip()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        reap(self.process)
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def _said_until_ready(process: subprocess.Popen[str]) -> str:
+    """Its log up to the line that says it serves, or to its end. It logs little, so the pipe never
+    fills."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if _READY in line:
+            break
+    return said

@@ -1,0 +1,356 @@
+"""A store that replicas share: who hears a node, and a Redis that hangs, dies, forgets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from kvstore.client.index import IndexClient
+from kvstore.client.tls import Identity
+from kvstore.errors import ConfigError
+from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Closed, Event, Trust, Verdict
+from kvstore.index.index import Answer
+from kvstore.serve.certs import make_certificates
+from kvstore.stores.address import store_config
+from kvstore.stores.connection import READ_TIMEOUT_S
+from kvstore.stores.redis import RedisStore
+from kvstore.testing.raw_engine import RawEngine, make_keys
+from kvstore.testing.redis_process import RedisProcess
+from kvstore.types import Incarnation, SpaceId
+from tests.integration.cluster import kit
+from tests.integration.cluster.kit import CONVERGES_S, TENANT, Site, becomes, matches, trust
+from tests.integration.node.conftest import eventually
+from tests.unit.index.words import NODE, SPACE, beat, delta, hello, keys, part, stored
+
+pytestmark = pytest.mark.slow
+
+NOW = 10_000
+PATIENCE_S = 30.0
+_T = TypeVar("_T")
+
+
+class Lab:
+    """A Redis, and replicas whose time goes as the test says."""
+
+    def __init__(self, directory: Path, runner: asyncio.Runner) -> None:
+        self.directory = directory
+        self._runner = runner
+        self._stores: list[RedisStore] = []
+
+    def run(self, awaitable: Awaitable[_T]) -> _T:
+        async def wait() -> _T:
+            return await awaitable
+
+        return self._runner.run(wait())
+
+    def replica(self, redis: RedisProcess, *, read_timeout_s: float = PATIENCE_S) -> Replica:
+        store = RedisStore(
+            store_config(redis.url, password_file=None, ca=None),
+            entry_count_max=1000,
+            read_timeout_s=read_timeout_s,
+        )
+        self._stores.append(store)
+        replica = Replica(self, store)
+        replica.tick(0)
+        return replica
+
+    def close(self) -> None:
+        for store in self._stores:
+            self.run(store.close())
+
+
+class Replica:
+    def __init__(self, lab: Lab, store: RedisStore) -> None:
+        self.store = store
+        self._run = lab.run
+
+    def hear(self, event: Event, now_ms: int = NOW) -> Verdict:
+        return self._run(self.store.hear(event, now_ms))
+
+    def tick(self, now_ms: int = NOW) -> None:
+        self._run(self.store.tick(now_ms))
+
+    def match(self, *numbers: int, now_ms: int = NOW) -> Answer:
+        return self._run(self.store.match("t", SPACE, keys(*numbers), now_ms))
+
+    def found(self, *numbers: int, now_ms: int = NOW) -> tuple[int, Trust] | None:
+        """Blocks of the one holder, and how far he is believed."""
+        found = [(m.file_blocks, m.trust) for m in self.match(*numbers, now_ms=now_ms).matches]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def believes_again(self, now_ms: int) -> bool:
+        self.tick(now_ms)
+        return not self.store.trouble
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    with asyncio.Runner() as runner:
+        made = Lab(tmp_path, runner)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisProcess]:
+    with RedisProcess.start(tmp_path) as process:
+        yield process
+
+
+def test_what_one_replica_hears_all_answer(lab: Lab, redis: RedisProcess) -> None:
+    one, two = lab.replica(redis), lab.replica(redis)
+    two.tick(NOW)
+    one.hear(hello())
+    one.hear(delta(1, stored(1, 2)))
+    assert two.found(1, 2) == (2, Trust.CATCHING_UP), "not yet polled, and true all the same"
+    two.tick()
+    assert two.found(1, 2, 3) == one.found(1, 2, 3) == (2, Trust.EXACT)
+    assert two.match(1).trust is Trust.EXACT
+
+
+def test_of_two_streams_one_is_heard_and_the_other_takes_over(
+    lab: Lab, redis: RedisProcess
+) -> None:
+    one, two = lab.replica(redis), lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1, 2)))
+    two.tick()
+    # Its numbers are those of another stream: what it says is neither a repetition nor a gap.
+    assert two.hear(hello(sequence=5)) is Verdict.GO_ON
+    assert two.hear(delta(6, stored(9))) is Verdict.GO_ON
+    assert two.found(9) is None
+    assert one.hear(beat(1)) is Verdict.GO_ON
+    # The first replica dies: its record changes no more.
+    later = NOW + STALE_MS
+    two.tick(later - 1)
+    assert two.hear(beat(6), later) is Verdict.GO_ON, "that record changed a moment ago"
+    later += STALE_MS
+    assert two.hear(beat(6), later) is Verdict.ASK
+    two.tick(later)
+    assert two.found(1, 2, now_ms=later) == (2, Trust.CATCHING_UP), "not empty meanwhile"
+    assert two.hear(part(6, 0, stored(1), is_last=True), later) is Verdict.GO_ON
+    assert two.found(1, 2, now_ms=later) == (1, Trust.EXACT)
+    # It was only stopped: its next step is refused, and it waits in its turn.
+    assert one.hear(delta(2, stored(3)), later) is Verdict.GO_ON
+    one.tick(later)
+    assert one.hear(beat(2), later) is Verdict.GO_ON
+    assert two.hear(beat(6), later) is Verdict.GO_ON
+    assert two.found(3, now_ms=later) is None
+    assert two.found(1, 2, now_ms=later) == (1, Trust.EXACT)
+
+
+def test_a_stream_that_ends_at_one_replica_goes_on_at_another_at_once(
+    lab: Lab, redis: RedisProcess
+) -> None:
+    one, two = lab.replica(redis), lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1)))
+    one.hear(Closed(NODE, Incarnation(1), 1))
+    two.tick()
+    assert two.hear(hello(stream=2, sequence=1)) is Verdict.ASK
+
+
+def test_a_node_that_was_started_anew_is_believed_by_whoever_hears_it_first(
+    lab: Lab, redis: RedisProcess
+) -> None:
+    one, two = lab.replica(redis), lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1)))
+    two.tick()
+    assert two.hear(hello(incarnation=2)) is Verdict.GO_ON
+    assert two.found(1) is None
+    one.tick()
+    assert one.hear(delta(2, stored(1, 2))) is Verdict.GO_ON, "refused by the store"
+    assert one.hear(delta(3, stored(1, 2))) is Verdict.CLOSE
+    assert two.found(1) is None
+
+
+def test_a_replica_that_starts_is_not_empty(lab: Lab, redis: RedisProcess) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1, 2)))
+    two = lab.replica(redis)
+    assert two.found(1, 2, now_ms=0) == (2, Trust.STALE), "nobody knows if the node lives"
+    assert one.hear(beat(1)) is Verdict.GO_ON
+    two.tick(BEAT_MS)
+    assert two.found(1, 2, now_ms=BEAT_MS) == (2, Trust.EXACT)
+    assert two.match(1, now_ms=BEAT_MS).trust is Trust.CATCHING_UP
+    assert two.found(1, now_ms=BEAT_MS + OUT_MS) is None, "and now it is silent"
+
+
+def test_a_store_that_was_flushed_is_filled_again(lab: Lab, redis: RedisProcess) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1, 2)))
+    redis.cli("flushall")
+    assert one.match(1) == Answer(Trust.STALE, [])
+    assert one.hear(beat(1)) is Verdict.GO_ON
+    one.tick()
+    assert one.match(1) == Answer(Trust.CATCHING_UP, [])
+    assert one.hear(beat(1)) is Verdict.ASK
+    assert one.hear(part(1, 0, stored(1, 2), is_last=True)) is Verdict.GO_ON
+    assert one.found(1, 2) == (2, Trust.EXACT)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_store_that_was_killed_is_filled_again(lab: Lab, *, keeps: bool) -> None:
+    """With what it wrote to disk it comes back as it was some time ago, which nobody believes."""
+    with RedisProcess.start(lab.directory) as redis:
+        port = redis.port
+        one = lab.replica(redis)
+        one.hear(hello())
+        one.hear(delta(1, stored(1, 2)))
+        if keeps:
+            redis.cli("save")
+        one.hear(delta(2, stored(3)))
+        assert one.found(1, 2, 3) == (3, Trust.EXACT)
+        redis.kill()
+        assert one.match(1) == Answer(Trust.STALE, [])
+        assert "is away" in one.store.trouble
+        assert one.hear(delta(3, stored(4))) is Verdict.GO_ON
+    with RedisProcess.start(lab.directory, port=port):
+        assert eventually(lambda: one.believes_again(NOW), timeout_s=PATIENCE_S)
+        found = (2, Trust.STALE) if keeps else None
+        assert one.found(1, 2, 3) == found
+        assert one.hear(beat(3)) is Verdict.ASK
+        one.hear(part(3, 0, stored(1, 2, 3, 4), is_last=True))
+        assert one.found(1, 2, 3, 4) == (4, Trust.EXACT)
+
+
+def test_a_store_that_hangs_holds_up_nobody(lab: Lab, redis: RedisProcess) -> None:
+    one = lab.replica(redis, read_timeout_s=READ_TIMEOUT_S)
+    assert eventually(lambda: one.believes_again(0), timeout_s=PATIENCE_S)
+    one.hear(hello())
+    one.hear(delta(1, stored(1)))
+    redis.pause()
+    assert one.match(1) == Answer(Trust.STALE, [])
+    assert "does not answer in time" in one.store.trouble
+    failures = one.store.failure_count
+    assert failures >= 1
+    for _ in range(500):  # all of them within no time: nobody asks it
+        assert one.match(1) == Answer(Trust.STALE, [])
+        assert one.hear(beat(1)) is Verdict.GO_ON
+    assert one.hear(delta(2, stored(2))) is Verdict.GO_ON
+    one.tick()
+    assert one.store.failure_count == failures
+    redis.resume()
+    assert eventually(lambda: one.believes_again(NOW), timeout_s=PATIENCE_S)
+    assert one.hear(beat(2)) is Verdict.ASK, "what it missed is a gap"
+
+
+def test_a_full_store_says_so_and_answers_on(lab: Lab, redis: RedisProcess) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1)))
+    redis.cli("config", "set", "maxmemory", "1")
+    assert one.hear(delta(2, stored(2))) is Verdict.GO_ON
+    assert "Raise its maxmemory, or lower --entries." in one.store.trouble
+    assert one.found(1) == (1, Trust.EXACT)
+    assert one.match(1).trust is Trust.CATCHING_UP
+    redis.cli("config", "set", "maxmemory", "0")
+    assert one.hear(beat(2)) is Verdict.ASK
+    assert one.store.trouble == ""
+
+
+def test_no_tenant_and_no_space_is_in_the_store(lab: Lab, redis: RedisProcess) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    space = SpaceId(b"the-space" * 3 + b"-----")
+    told = stored(1, tenant="the-tenant", engine="e")
+    one.hear(delta(1, told, type(told)("the-tenant", space, told.tier, keys(2))))
+    names = redis.cli("--no-raw", "keys", "*").splitlines()
+    assert any("kvstore:1:b:" in name for name in names)
+    redis.cli("save")
+    image = (lab.directory / "dump.rdb").read_bytes()
+    assert b"kvstore:1:" in image
+    for secret in (b"the-tenant", b"the-space"):
+        assert secret not in image
+
+
+def test_a_password_comes_from_a_file(lab: Lab) -> None:
+    with RedisProcess.start(lab.directory, "--requirepass", "swordfish") as redis:
+        for password, is_let_in in (("swordfish", True), ("guess", False), (None, False)):
+            file = lab.directory / "password"
+            file.write_text(f"{password}\n")
+            name = str(file) if password is not None else None
+            config = store_config(redis.url, password_file=name, ca=None)
+            store = RedisStore(config, entry_count_max=1000, read_timeout_s=PATIENCE_S)
+            try:
+                if is_let_in:
+                    lab.run(store.verify())
+                    lab.run(store.tick(0))
+                    assert store.trouble == ""
+                else:
+                    with pytest.raises(ConfigError, match="--store-password-file"):
+                        lab.run(store.verify())
+            finally:
+                lab.run(store.close())
+
+
+def test_tls_is_verified(lab: Lab) -> None:
+    pki = lab.directory / "pki"
+    make_certificates(pki, [Identity("client", "redis")], hosts=["127.0.0.1"])
+    other = lab.directory / "other"
+    make_certificates(other, [Identity("client", "x")])
+    flags = [
+        *("--tls-cert-file", str(pki / "client-redis.crt")),
+        *("--tls-key-file", str(pki / "client-redis.key")),
+        *("--tls-ca-cert-file", str(pki / "ca.crt"), "--tls-auth-clients", "no"),
+    ]
+    with RedisProcess.start(lab.directory, tls=flags) as redis:
+        for ca, is_believed in ((pki, True), (other, False)):
+            config = store_config(redis.url, password_file=None, ca=str(ca / "ca.crt"))
+            store = RedisStore(config, entry_count_max=1000, read_timeout_s=PATIENCE_S)
+            lab.run(store.tick(0))
+            assert (store.trouble == "") is is_believed
+            lab.run(store.close())
+
+
+def test_replicas_of_one_store_through_all_that_can_happen(tmp_path: Path) -> None:
+    site, blocks = Site(tmp_path), make_keys(4)
+    with RedisProcess.start(tmp_path) as redis:
+        port = redis.port
+        flags = ("--store", redis.url)
+        with (
+            site.index("i1", *flags) as one,
+            site.index("i2", *flags) as two,
+            site.node("n1", "--index", one.address, "--index", two.address) as node,
+            RawEngine(node.socket) as engine,
+            site.client(one.address) as first,
+            site.client(two.address) as second,
+        ):
+            engine.open()
+            engine.store(blocks[:2])
+            assert becomes(first, blocks, {"n1": 2})
+            assert becomes(second, blocks, {"n1": 2})
+            assert f"store={redis.url}" in one.ready_line
+            one.kill()
+            engine.store(blocks[2:3])
+            assert becomes(second, blocks, {"n1": 3})
+            with site.index("i1", *flags, listen=one.address) as again:
+                assert becomes(first, blocks, {"n1": 3})
+                redis.pause()
+                assert eventually(lambda: _is_stale(second, blocks), timeout_s=CONVERGES_S)
+                redis.resume()
+                assert becomes(second, blocks, {"n1": 3})
+                redis.kill()
+                assert eventually(lambda: _is_stale(first, blocks), timeout_s=CONVERGES_S)
+                engine.store(blocks[3:])
+                with RedisProcess.start(tmp_path, port=port):
+                    assert becomes(first, blocks, {"n1": 4})
+                    assert becomes(second, blocks, {"n1": 4})
+                    node.kill()
+                    assert eventually(lambda: matches(second, blocks) == {}, timeout_s=CONVERGES_S)
+                    assert trust(second, "n1") is None
+                assert again.process.poll() is None
+
+
+def _is_stale(client: IndexClient, blocks: list[bytes]) -> bool:
+    """Raises IndexUnavailable when it does not answer at all."""
+    answer = client.match(TENANT, kit.SPACE, b"".join(blocks))
+    return answer.trust is Trust.STALE and not answer.matches
