@@ -45,6 +45,11 @@ class Trust(enum.IntEnum):
     STALE = 2
     """Silent, or its stream broke: it may be gone."""
 
+    @property
+    def word(self) -> str:
+        """For people: exact, catching-up, stale."""
+        return self.name.lower().replace("_", "-")
+
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
     """The node now offers these blocks."""

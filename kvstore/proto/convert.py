@@ -18,6 +18,7 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
+from kvstore.index.index import Member
 from kvstore.proto import inspect_pb2 as pb
 
 
@@ -90,3 +91,14 @@ def to_message(row: Row) -> Message:
 def from_message(kind: type[_R], message: Message) -> _R:
     """The row of a protobuf message."""
     return kind(**{name: getattr(message, name) for name in kind.__struct_fields__})
+
+
+def member_report(member: Member) -> MemberReport:
+    """A node as a replica of the index knows it."""
+    return MemberReport(
+        member.node,
+        "out" if member.trust is None else member.trust.word,
+        member.address,
+        f"{member.incarnation:016x}",
+        member.sequence,
+    )

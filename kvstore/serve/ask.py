@@ -40,6 +40,13 @@ TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transf
 SUMMARY: Final = ("nodes", "members", "tiers", "quotas", "spaces", "leases", "jobs")
 """Members come with nodes, quotas with tiers, where there are any."""
 OPTIONAL: Final = ("members", "quotas")
+TITLE: Final[Any] = {
+    "title_justify": "left",
+    "title_style": "bold",
+    "box": None,
+    "pad_edge": False,
+}
+"""How tables look."""
 WIDE_COLUMNS: Final = 240
 """Of output that is no terminal: scripts must not see a line break in a row."""
 
@@ -188,7 +195,7 @@ def _is_absent(row: Row) -> bool:
 
 def _table(topic: str, rows: Sequence[Row]) -> Table:
     """One line a row."""
-    table = Table(title=topic, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(title=topic, **TITLE)
     values = [msgspec.structs.asdict(row) for row in rows]
     for name, value in values[0].items():
         number = isinstance(value, int) and not isinstance(value, bool)
@@ -200,7 +207,7 @@ def _table(topic: str, rows: Sequence[Row]) -> Table:
 
 def _columns(topic: str, rows: Sequence[Row]) -> Table:
     """One column a row: of few rows with many fields, each for some of them only."""
-    table = Table(title=topic, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(title=topic, **TITLE)
     (_, *names), values = rows[0].__struct_fields__, [msgspec.structs.asdict(row) for row in rows]
     table.add_column("", style="dim")
     for value in values:

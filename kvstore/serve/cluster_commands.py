@@ -20,17 +20,13 @@ from kvstore.serve.cluster import (
     FETCH_WHEN,
     TRANSPORTS,
 )
+from kvstore.serve.commands import TLS_OPTIONS
 from kvstore.serve.config import LOG_LEVELS
 from kvstore.serve.harden import harden_process
 from kvstore.serve.index_config import load_index_config
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_TLS_OPTIONS: Final = (
-    click.option("--ca", metavar="FILE", help="Certificate of the CA of all components."),
-    click.option("--cert", metavar="FILE", help="Certificate of this component."),
-    click.option("--key", metavar="FILE", help="Its key."),
-)
 _NODE_OPTIONS: Final = (
     click.option(
         "--index",
@@ -66,7 +62,7 @@ _NODE_OPTIONS: Final = (
         help="Which blocks of other nodes are fetched: those that take half as long as computing"
         " them, or less; or all.  [default: auto]",
     ),
-    *_TLS_OPTIONS,
+    *TLS_OPTIONS,
 )
 
 
@@ -78,7 +74,7 @@ def cluster_options(command: _F) -> _F:
 
 
 def _tls_options(command: _F) -> _F:
-    for option in reversed(_TLS_OPTIONS):
+    for option in reversed(TLS_OPTIONS):
         command = option(command)
     return command
 

@@ -6,39 +6,25 @@ no node to talk to.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
 
 import click
 
 from kvstore.errors import AttachError, ConfigError
 from kvstore.serve.addresses import DEFAULT_METRICS, EXAMPLE_EVENTS
-from kvstore.serve.ask import OPTIONAL, SUMMARY, TOPICS, NodeClient, as_json, show
 from kvstore.serve.begin import supervise
 from kvstore.serve.cluster_commands import certs, cluster_options, index
+from kvstore.serve.commands import SOCKET_OPTION, fail, node_client
 from kvstore.serve.config import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS, load_config, read_settings
 from kvstore.serve.fsck import fsck as check_directory
 from kvstore.serve.fsck import reports_as_json, stores_in
-from kvstore.serve.inspect import BLOCK_ROWS_MAX, REQUEST_ROWS_MAX
-from kvstore.serve.prefix import choose, look_up, read_tokens, tokenize
-from kvstore.serve.tell import (
-    Story,
-    prefix_as_json,
-    show_prefix,
-    show_stories,
-    show_story,
-    stories_as_json,
-)
+from kvstore.serve.look_commands import explain, inspect
 from kvstore.serve.upgrade import UpgradeRefused, ask_for_upgrade
 
-BLOCKS_LISTED = 100
 DEMO_NEEDS = ("vllm", "psutil")
-REQUESTS_LISTED = 20
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -189,171 +175,8 @@ def node(
 
 cli.add_command(index)
 cli.add_command(certs)
-
-SOCKET_OPTION = click.option(
-    "--socket",
-    type=click.Path(path_type=Path),
-    default=Path(DEFAULT_SOCKET),
-    show_default=True,
-    help="Attach socket of the node.",
-)
-
-
-@cli.command()
-@click.argument("topic", type=click.Choice(TOPICS), required=False, metavar="[TOPIC]")
-@SOCKET_OPTION
-@click.option("--json", "json_", is_flag=True, help="One JSON object, a list per topic.")
-@click.option(
-    "--limit",
-    type=click.IntRange(1, BLOCK_ROWS_MAX),
-    help=f"Most blocks to list.  [default: {BLOCKS_LISTED}]",
-)
-@click.option("--space", metavar="HEX", help="Of blocks or a prefix: this space only.")
-@click.option("--tenant", metavar="NAME", help="Of a prefix: this tenant's blocks.")
-@click.option(
-    "--tokens-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="A prompt as token ids: a JSON list, or numbers with spaces.",
-)
-@click.option("--text", help="A prompt as text; needs --tokenizer.")
-@click.option("--tokenizer", metavar="PATH|NAME", help="The model's, as its engine finds it.")
-@click.option("--cache-salt", metavar="TEXT", help="Of the request, if it had one.")
-def inspect(
-    topic: str | None,
-    socket: Path,
-    limit: int | None,
-    space: str | None,
-    *,
-    json_: bool,
-    **prompt: Any,
-) -> None:
-    """Show what a node holds: everything but single blocks, or one TOPIC.
-
-    \b
-    Topics:
-      nodes    who is attached, how much is cached; and the nodes of the cluster, by its index
-      tiers    memory: capacity, in use, being written, leased; and quotas, if there are any
-      spaces   models: what their engines share
-      blocks   single blocks
-      leases   what is being read
-      jobs     what is being written
-      transfers  how long reading from other nodes took, by part and back end
-      prefix   where the blocks of one prompt are, or why they are not there
-    \b
-    Examples:
-      kvstore inspect
-      kvstore inspect blocks --space 3f9a --limit 20
-      kvstore inspect tiers --json | jq '.tiers[0].used_bytes'
-      kvstore inspect prefix --tokens-file prompt.json
-      kvstore inspect prefix --text "Once upon" --tokenizer /models/llama --space 3f9a
-    """
-    if topic == "prefix":
-        if limit is not None:
-            raise click.UsageError("--limit chooses blocks: use 'kvstore inspect blocks'")
-        _inspect_prefix(socket, space=space or "", json_=json_, **prompt)
-        return
-    if any(value is not None for value in prompt.values()):
-        raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
-    if topic != "blocks" and (limit is not None or space is not None):
-        raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
-    both = {"tiers": ("tiers", "quotas"), "nodes": ("nodes", "members")}
-    topics = SUMMARY if topic is None else both.get(topic, (topic,))
-    shown = limit or BLOCKS_LISTED
-    with _client(socket) as client:
-        found = {name: client.rows(name, limit=shown + 1, space=space or "") for name in topics}
-    found = {name: rows for name, rows in found.items() if rows or name not in OPTIONAL}
-    left_out = len(found.get("blocks", ())) > shown
-    if left_out:
-        found["blocks"] = found["blocks"][:shown]
-    if json_:
-        click.echo(as_json(found))
-        return
-    show(found)
-    if left_out:
-        hint = f": --limit shows up to {BLOCK_ROWS_MAX}" if shown < BLOCK_ROWS_MAX else ""
-        click.echo(f"there are more blocks than these {shown}{hint}", err=True)
-
-
-def _inspect_prefix(
-    socket: Path,
-    *,
-    space: str,
-    json_: bool,
-    tenant: str | None,
-    tokens_file: Path | None,
-    text: str | None,
-    tokenizer: str | None,
-    cache_salt: str | None,
-) -> None:
-    if (tokens_file is None) == (text is None):
-        raise click.UsageError("name one prompt: --tokens-file FILE, or --text TEXT")
-    if (text is None) != (tokenizer is None):
-        raise click.UsageError("--text and --tokenizer go together")
-    try:
-        if tokens_file is not None:
-            tokens = read_tokens(tokens_file)
-        else:
-            assert text is not None
-            assert tokenizer is not None
-            tokens = tokenize(text, tokenizer)
-        with _client(socket) as client:
-            hashing = choose(client.hashings(), space=space, tenant=tenant or "")
-            prefix = look_up(client, tokens, hashing, cache_salt=cache_salt or "")
-    except ConfigError as error:
-        fail(str(error), code=2)
-    if json_:
-        click.echo(prefix_as_json(prefix))
-    else:
-        show_prefix(prefix)
-
-
-@cli.command()
-@click.argument("request_id", required=False)
-@SOCKET_OPTION
-@click.option("--json", "json_", is_flag=True, help="One JSON object: a list of requests.")
-@click.option(
-    "--last",
-    type=click.IntRange(1, REQUEST_ROWS_MAX),
-    help=f"Without an id: so many requests.  [default: {REQUESTS_LISTED}]",
-)
-def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bool) -> None:
-    """Why a recent request hit or missed: where each block of its prompt came from, or why it was
-    not there, and how long each step took.
-
-    REQUEST_ID is what the client was given, such as cmpl-4f1a, or its beginning; without one the
-    latest requests are listed. The node remembers some 1000, since its start.
-
-    \b
-    Examples:
-      kvstore explain
-      kvstore explain cmpl-4f1a22
-      kvstore explain cmpl-4f1a22 --json | jq '.requests[0].ranges'
-    """
-    if request_id is not None and last is not None:
-        raise click.UsageError("--last lists the latest requests: leave REQUEST_ID out")
-    limit = REQUEST_ROWS_MAX if request_id is not None else last or REQUESTS_LISTED
-    stories: list[Story] = []
-    with _client(socket) as client:
-        found = client.requests(request_id or "", limit=limit)
-        for row in found:
-            wanted = request_id is not None and (json_ or len(found) == 1)
-            stories.append((row, client.ranges(row.number) if wanted else None))
-    if request_id is not None and not found:
-        fail(
-            f"no request that this node remembers has the id {request_id!r}: it may be running "
-            "still, or too long ago; 'kvstore explain' lists the latest",
-            code=1,
-        )
-    if json_:
-        click.echo(stories_as_json(stories))
-    elif request_id is not None and len(found) == 1:
-        show_story(found[0], stories[0][1] or [])
-    elif found:
-        show_stories(found)
-        if request_id is not None:
-            click.echo(f"{len(found)} requests fit {request_id!r}: give one of these ids")
-    else:
-        click.echo("no request has ended since the node started")
+cli.add_command(inspect)
+cli.add_command(explain)
 
 
 @cli.command()
@@ -373,7 +196,7 @@ def clear(socket: Path, space: str | None) -> None:
     """
     if space == "":
         raise click.UsageError("--space is empty: give its first digits, or leave it out for all")
-    with _client(socket) as client:
+    with node_client(socket) as client:
         blocks = client.clear(space=space or "")
     click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten")
 
@@ -460,22 +283,6 @@ def demo(arguments: tuple[str, ...]) -> None:
     # A program of its own: the node needs neither the engine nor the test kit that it is made of.
     command = [sys.executable, "-P", "-m", module, *arguments]
     os.execv(sys.executable, command)  # noqa: S606
-
-
-@contextlib.contextmanager
-def _client(socket: Path) -> Iterator[NodeClient]:
-    """A client; what goes wrong with it ends the program with code 1."""
-    try:
-        with contextlib.closing(NodeClient(socket)) as client:
-            yield client
-    except AttachError as error:
-        fail(str(error), code=1)
-
-
-def fail(sentence: str, *, code: int) -> NoReturn:
-    """Say what is wrong and leave."""
-    click.echo(f"kvstore: {sentence}", err=True)
-    sys.exit(code)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.obs.metrics import Family
 from kvstore.ports import Clock, Tier
-from kvstore.proto.convert import MemberReport, TransferReport
+from kvstore.proto.convert import MemberReport, TransferReport, member_report
 from kvstore.proto.loans import Who
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ClusterConfig
@@ -136,16 +136,7 @@ class ClusterMember:
             known = self._client.nodes().nodes
         except IndexUnavailable as error:
             return [MemberReport(self._node, str(error), "", "", 0)]
-        return [
-            MemberReport(
-                member.node,
-                "out" if member.trust is None else member.trust.name.lower().replace("_", "-"),
-                member.address,
-                f"{member.incarnation:016x}",
-                member.sequence,
-            )
-            for member in known
-        ]
+        return [member_report(member) for member in known]
 
     def transfers(self) -> list[TransferReport]:
         """How long reading from other nodes took."""

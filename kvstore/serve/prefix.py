@@ -1,5 +1,7 @@
-"""`kvstore inspect prefix`: where the blocks of a prompt are. Tokens become keys here, in the CLI's
-own process; the node is sent keys only. Does not cover: what it looks like (`tell`).
+"""`kvstore inspect prefix`: where the blocks of a prompt are, on one node or on all of a cluster.
+
+Tokens become keys here, in the CLI's own process, as a node says that its engines make them; node
+and index are sent keys only. Does not cover: what it looks like (`tell`).
 """
 
 from __future__ import annotations
@@ -8,15 +10,19 @@ import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
+from kvstore.client.index import IndexClient
 from kvstore.engine.explain import HashingReport, RangeReport
+from kvstore.engine.findings import SPACE_DIGITS
 from kvstore.errors import ConfigError
 from kvstore.index.chain import ALGORITHM, block_keys
+from kvstore.proto.feeds import KEYS_MAX
 from kvstore.serve.ask import NodeClient
 from kvstore.serve.inspect import PREFIX_KEYS_MAX
+from kvstore.types import KEY_BYTES
 
 TOKENS_FILE_BYTES_MAX: Final = 64 << 20
 TOKEN_MAX: Final = 2**32 - 1
@@ -36,18 +42,80 @@ class PrefixReport(msgspec.Struct, frozen=True):
     ranges: list[RangeReport]
 
 
+class HolderReport(msgspec.Struct, frozen=True):
+    """How far one holder goes: leading blocks that it has in a tier or in a faster one."""
+
+    node: str
+    engine: str
+    """Whose own memory it is; empty: the node's."""
+    rank: int
+    """Data-parallel."""
+    trust: str
+    hbm_blocks: int
+    dram_blocks: int
+    file_blocks: int
+    """All that it has."""
+
+
+class ClusterPrefix(msgspec.Struct, frozen=True):
+    """A prompt's blocks on all nodes, by what they told the index."""
+
+    space: str
+    tenant: str
+    label: str
+    block_tokens: int
+    prompt_tokens: int
+    asked_blocks: int
+    held_tokens: int
+    """Of whoever goes furthest."""
+    trust: str
+    """exact: nobody else holds the first block; catching-up: somebody may."""
+    holders: list[HolderReport]
+    """Furthest first."""
+
+
+class Prompt(NamedTuple):
+    """What is looked for."""
+
+    keys: Sequence[bytes]
+    """Of its full blocks."""
+    tokens: int
+
+
+def read_keys(path: Path) -> list[bytes]:
+    """Keys of blocks in chain order, from a file: 64 hex digits each, with white space between.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    words = _read(path).split()
+    try:
+        keys = [bytes.fromhex(word) for word in words]
+    except ValueError:
+        keys = []
+    if not keys or any(len(key) != KEY_BYTES for key in keys):
+        raise ConfigError(
+            f"{path} holds no keys of blocks: write 64 hex digits for each, one a line"
+        )
+    return keys
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > TOKENS_FILE_BYTES_MAX:
+            raise ConfigError(f"{path} is too long for a prompt: at most 64 MiB")
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
 def read_tokens(path: Path) -> list[int]:
     """Token ids from a file: a JSON list, or numbers with white space between.
 
     Raises:
         ConfigError: it cannot be read, or holds something else.
     """
-    try:
-        if path.stat().st_size > TOKENS_FILE_BYTES_MAX:
-            raise ConfigError(f"{path} is too long for a prompt: at most 64 MiB")
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    text = _read(path)
     try:
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()
         tokens = [int(token) for token in found if not isinstance(token, bool)]
@@ -130,16 +198,25 @@ def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> Hashin
     return found[0]
 
 
-def look_up(
-    client: NodeClient, tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str
-) -> PrefixReport:
-    """Ask the node about a prompt's blocks. Raises AttachError."""
+def prompt_of_tokens(tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str) -> Prompt:
+    """Tokens as the engines of a space name their blocks."""
     keys = block_keys(
         tokens,
         block_tokens=hashing.block_tokens,
         seed=hashing.hash_seed,
         cache_salt=cache_salt,
     )
+    return Prompt(keys, len(tokens))
+
+
+def prompt_of_keys(keys: Sequence[bytes], hashing: HashingReport) -> Prompt:
+    """Blocks whose names are known."""
+    return Prompt(keys, len(keys) * hashing.block_tokens)
+
+
+def look_up(client: NodeClient, prompt: Prompt, hashing: HashingReport) -> PrefixReport:
+    """Ask the node about a prompt's blocks. Raises AttachError."""
+    keys = prompt.keys
     ranges: list[RangeReport] = []
     for begin in range(0, len(keys), PREFIX_KEYS_MAX):
         batch = b"".join(keys[begin : begin + PREFIX_KEYS_MAX])
@@ -153,11 +230,41 @@ def look_up(
             break
         held += row.blocks
     return PrefixReport(
-        space=hashing.space[:16],
+        space=hashing.space[:SPACE_DIGITS],
         tenant=hashing.tenant,
         label=hashing.label,
         block_tokens=hashing.block_tokens,
-        prompt_tokens=len(tokens),
+        prompt_tokens=prompt.tokens,
         held_tokens=held * hashing.block_tokens,
         ranges=ranges,
+    )
+
+
+def look_up_everywhere(index: IndexClient, prompt: Prompt, hashing: HashingReport) -> ClusterPrefix:
+    """Ask the index about a prompt's blocks, as far as it can be asked. Raises IndexUnavailable."""
+    keys = prompt.keys[:KEYS_MAX]
+    answer = index.match(hashing.tenant, bytes.fromhex(hashing.space), b"".join(keys))
+    holders = [
+        HolderReport(
+            node=match.holder.node,
+            engine=match.holder.engine,
+            rank=match.holder.rank,
+            trust=match.trust.word,
+            hbm_blocks=match.hbm_blocks,
+            dram_blocks=match.dram_blocks,
+            file_blocks=match.file_blocks,
+        )
+        for match in answer.matches
+    ]
+    holders.sort(key=lambda each: (-each.file_blocks, each.node, each.engine, each.rank))
+    return ClusterPrefix(
+        space=hashing.space[:SPACE_DIGITS],
+        tenant=hashing.tenant,
+        label=hashing.label,
+        block_tokens=hashing.block_tokens,
+        prompt_tokens=prompt.tokens,
+        asked_blocks=len(keys),
+        held_tokens=max((each.file_blocks for each in holders), default=0) * hashing.block_tokens,
+        trust=answer.trust.word,
+        holders=holders,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -10,9 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.engine.explain import RangeReport, RequestReport
-from kvstore.serve.ask import console, printable
-from kvstore.serve.prefix import PrefixReport
+from kvstore.serve.ask import TITLE, console, printable
+from kvstore.serve.prefix import ClusterPrefix, PrefixReport
 
+_TRUSTS: Final = {
+    "exact": "exact: nobody else holds the first block",
+    "catching-up": "catching-up: it is still being told, others may hold some too",
+}
 Story = tuple[RequestReport, list[RangeReport] | None]
 """A request and, where they were asked for, its ranges."""
 
@@ -26,7 +31,7 @@ def stories_as_json(stories: Sequence[Story]) -> str:
     return _json({"requests": found})
 
 
-def prefix_as_json(prefix: PrefixReport) -> str:
+def prefix_as_json(prefix: PrefixReport | ClusterPrefix) -> str:
     """One object."""
     return _json({"prefix": prefix})
 
@@ -84,6 +89,32 @@ def show_prefix(prefix: PrefixReport) -> None:
     }
     _facts(out, lines)
     _blocks(out, prefix.ranges, prefix.block_tokens, prefix.prompt_tokens)
+
+
+def show_cluster_prefix(prefix: ClusterPrefix) -> None:
+    """Who holds a prompt's blocks, and how many from the front, to stdout."""
+    out, size = console(), prefix.block_tokens
+    space = f"{prefix.space} ({prefix.label})" if prefix.label else prefix.space
+    asked = f"{prefix.asked_blocks} blocks of {size}"
+    lines = {
+        "space": f"{space}, tenant {prefix.tenant}",
+        "prompt": f"{prefix.prompt_tokens} tokens, {asked} asked for; at most {prefix.held_tokens} "
+        "of them from one holder",
+        "index": _TRUSTS.get(prefix.trust, prefix.trust),
+    }
+    _facts(out, lines)
+    if not prefix.holders:
+        out.print(Text("no node holds the first block", style="dim"))
+        return
+    table = Table(title="blocks from the first on, in this tier or a faster one", **TITLE)
+    for name in ("node", "engine", "trust", "gpu", "dram", "disk"):
+        is_number = name in ("gpu", "dram", "disk")
+        table.add_column(name, justify="right" if is_number else "left", header_style="dim")
+    for row in prefix.holders:
+        engine = f"{row.engine} rank {row.rank}" if row.engine else "-"
+        counts = map(str, (row.hbm_blocks, row.dram_blocks, row.file_blocks))
+        table.add_row(*map(printable, (row.node, engine, row.trust, *counts)))
+    out.print(table)
 
 
 def _facts(out: Console, lines: dict[str, str]) -> None:

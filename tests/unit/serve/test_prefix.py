@@ -13,12 +13,24 @@ from typing import cast
 import msgspec
 import pytest
 
+from kvstore.client.index import IndexClient
 from kvstore.engine.explain import HashingReport, RangeReport
 from kvstore.errors import ConfigError
 from kvstore.index.chain import block_keys
+from kvstore.index.feed import Trust
+from kvstore.index.index import Answer, Holder, Match
 from kvstore.serve import prefix
 from kvstore.serve.ask import NodeClient
-from kvstore.serve.prefix import choose, look_up, read_tokens, tokenize
+from kvstore.serve.prefix import (
+    choose,
+    look_up,
+    look_up_everywhere,
+    prompt_of_keys,
+    prompt_of_tokens,
+    read_keys,
+    read_tokens,
+    tokenize,
+)
 
 LLAMA = HashingReport("ab" * 32, "default", "llama", 4, "sha256_cbor", "seed")
 QWEN = msgspec.structs.replace(LLAMA, space="ac" * 32, label="qwen")
@@ -180,9 +192,57 @@ class Node:
 def test_a_long_prompt_is_asked_for_in_pieces(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     monkeypatch.setattr(prefix, "PREFIX_KEYS_MAX", 5)
     node, tokens = Node(held), list(range(4 * 7 + 1))
-    found = look_up(cast("NodeClient", node), tokens, LLAMA, cache_salt="")
+    prompt = prompt_of_tokens(tokens, LLAMA, cache_salt="")
+    found = look_up(cast("NodeClient", node), prompt, LLAMA)
     assert b"".join(node.asked) == b"".join(block_keys(tokens, block_tokens=4, seed="seed"))
     assert [len(keys) // 32 for keys in node.asked] == [5, 2]
     assert (found.held_tokens, found.prompt_tokens) == (4 * held, 29)
     assert [row.first_block for row in found.ranges] == sorted({0, held % 7, 5} - {7})
     assert json.loads(msgspec.json.encode(found))["ranges"]
+
+
+def test_keys_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text(f"{'ab' * 32}\n{'CD' * 32}\n")
+    assert read_keys(tmp_path / "f") == [b"\xab" * 32, b"\xcd" * 32]
+
+
+@pytest.mark.parametrize("text", ["", "ab", "ab" * 31, f"{'ab' * 32} {'ab' * 33}", "z" * 64, "[]"])
+def test_what_is_no_key_is_one_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "f").write_text(text)
+    with pytest.raises(ConfigError, match="holds no keys of blocks: write 64 hex digits"):
+        read_keys(tmp_path / "f")
+
+
+class Index:
+    """Two nodes hold the beginning of whatever it is, and an engine the first block."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def match(self, tenant: str, space: bytes, keys: bytes) -> Answer:
+        assert (tenant, space.hex()) == (LLAMA.tenant, LLAMA.space)
+        self.asked = len(keys) // 32
+        return Answer(
+            Trust.CATCHING_UP,
+            [
+                Match(Holder("n1", "e", 1), 1, 1, 1, Trust.EXACT),
+                Match(Holder("n1"), 0, 2, 2, Trust.STALE),
+                Match(Holder("n2"), 0, 1, 5, Trust.EXACT),
+            ],
+        )
+
+
+def test_the_whole_cluster_is_asked_who_goes_how_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "KEYS_MAX", 6)
+    index = Index()
+    prompt = prompt_of_keys([bytes([n]) * 32 for n in range(9)], LLAMA)
+    found = look_up_everywhere(cast("IndexClient", index), prompt, LLAMA)
+    assert (index.asked, found.asked_blocks, found.prompt_tokens) == (6, 6, 36)
+    assert (found.held_tokens, found.trust) == (20, "catching-up")
+    assert [(h.node, h.engine, h.rank, h.trust) for h in found.holders] == [
+        ("n2", "", 0, "exact"),
+        ("n1", "", 0, "stale"),
+        ("n1", "e", 1, "exact"),
+    ]
+    furthest = found.holders[0]
+    assert (furthest.hbm_blocks, furthest.dram_blocks, furthest.file_blocks) == (0, 1, 5)

@@ -1,0 +1,272 @@
+"""`kvstore inspect` and `kvstore explain`: flags to questions, answers to tables.
+
+Does not cover: what is asked and how it looks (`ask`, `prefix`, `tell`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from kvstore.errors import ConfigError
+from kvstore.index.feed import Trust
+from kvstore.proto.convert import Row, member_report
+from kvstore.serve.ask import OPTIONAL, SUMMARY, TOPICS, as_json, show
+from kvstore.serve.commands import (
+    SOCKET_OPTION,
+    IndexFlags,
+    asks_index,
+    fail,
+    index_client,
+    index_options,
+    node_client,
+)
+from kvstore.serve.inspect import BLOCK_ROWS_MAX, REQUEST_ROWS_MAX
+from kvstore.serve.prefix import (
+    ClusterPrefix,
+    PrefixReport,
+    choose,
+    look_up,
+    look_up_everywhere,
+    prompt_of_keys,
+    prompt_of_tokens,
+    read_keys,
+    read_tokens,
+    tokenize,
+)
+from kvstore.serve.tell import (
+    Story,
+    prefix_as_json,
+    show_cluster_prefix,
+    show_prefix,
+    show_stories,
+    show_story,
+    stories_as_json,
+)
+
+BLOCKS_LISTED: Final = 100
+REQUESTS_LISTED: Final = 20
+_P = TypeVar("_P", PrefixReport, ClusterPrefix)
+
+
+@click.command()
+@click.argument("topic", type=click.Choice(TOPICS), required=False, metavar="[TOPIC]")
+@SOCKET_OPTION
+@click.option("--json", "json_", is_flag=True, help="One JSON object, a list per topic.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, BLOCK_ROWS_MAX),
+    help=f"Most blocks to list.  [default: {BLOCKS_LISTED}]",
+)
+@index_options
+@click.option("--space", metavar="HEX", help="Of blocks or a prefix: this space only.")
+@click.option("--tenant", metavar="NAME", help="Of a prefix: this tenant's blocks.")
+@click.option(
+    "--tokens-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A prompt as token ids: a JSON list, or numbers with spaces.",
+)
+@click.option(
+    "--keys-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A prompt as keys of its blocks: 64 hex digits each.",
+)
+@click.option("--text", help="A prompt as text; needs --tokenizer.")
+@click.option("--tokenizer", metavar="PATH|NAME", help="The model's, as its engine finds it.")
+@click.option("--cache-salt", metavar="TEXT", help="Of the request, if it had one.")
+def inspect(
+    topic: str | None,
+    socket: Path,
+    limit: int | None,
+    space: str | None,
+    *,
+    json_: bool,
+    index: tuple[str, ...],
+    ca: str | None,
+    cert: str | None,
+    key: str | None,
+    insecure: bool,
+    **prompt: Any,
+) -> None:
+    """Show what a node holds: everything but single blocks, or one TOPIC.
+
+    \b
+    Topics:
+      nodes    who is attached, how much is cached; and the nodes of the cluster, by its index
+      tiers    memory: capacity, in use, being written, leased; and quotas, if there are any
+      spaces   models: what their engines share
+      blocks   single blocks
+      leases   what is being read
+      jobs     what is being written
+      transfers  how long reading from other nodes took, by part and back end
+      prefix   where the blocks of one prompt are, or why they are not there
+    \b
+    With --index, 'nodes' and 'prefix' are about all nodes of the cluster: who is there, and how far
+    each of them goes, in which tier. Keys are made as the node at --socket says its engines do.
+    \b
+    Examples:
+      kvstore inspect
+      kvstore inspect blocks --space 3f9a --limit 20
+      kvstore inspect tiers --json | jq '.tiers[0].used_bytes'
+      kvstore inspect prefix --tokens-file prompt.json
+      kvstore inspect prefix --text "Once upon" --tokenizer /models/llama --space 3f9a
+      kvstore inspect prefix --tokens-file prompt.json --index 10.0.0.1:9470 \\
+        --ca pki/ca.crt --cert pki/node-n1.crt --key pki/node-n1.key
+      kvstore inspect nodes --index 10.0.0.1:9470 --insecure
+    """
+    flags = IndexFlags(index=index, ca=ca, cert=cert, key=key, insecure=insecure)
+    everywhere = asks_index(flags)
+    if everywhere and topic not in ("nodes", "prefix"):
+        raise click.UsageError("--index is for 'kvstore inspect nodes' and 'prefix': name one")
+    if topic == "prefix":
+        if limit is not None:
+            raise click.UsageError("--limit chooses blocks: use 'kvstore inspect blocks'")
+        chosen = flags if everywhere else None
+        _inspect_prefix(socket, chosen, space=space or "", json_=json_, **prompt)
+        return
+    if any(value is not None for value in prompt.values()):
+        raise click.UsageError("a prompt is for 'kvstore inspect prefix'")
+    if topic != "blocks" and (limit is not None or space is not None):
+        raise click.UsageError("--limit and --space choose blocks: use 'kvstore inspect blocks'")
+    if everywhere:
+        _inspect_members(flags, json_=json_)
+    else:
+        _inspect_node(socket, topic, limit=limit, space=space, json_=json_)
+
+
+def _inspect_members(flags: IndexFlags, *, json_: bool) -> None:
+    with index_client(flags) as client:
+        known = client.nodes()
+    found: dict[str, list[Row]] = {"members": [member_report(member) for member in known.nodes]}
+    if json_:
+        click.echo(as_json(found))
+        return
+    show(found)
+    if known.trust is not Trust.EXACT:
+        click.echo(f"the index is {known.trust.word}: there may be more", err=True)
+
+
+def _inspect_node(
+    socket: Path, topic: str | None, *, limit: int | None, space: str | None, json_: bool
+) -> None:
+    both = {"tiers": ("tiers", "quotas"), "nodes": ("nodes", "members")}
+    topics = SUMMARY if topic is None else both.get(topic, (topic,))
+    shown = limit or BLOCKS_LISTED
+    with node_client(socket) as client:
+        found = {name: client.rows(name, limit=shown + 1, space=space or "") for name in topics}
+    found = {name: rows for name, rows in found.items() if rows or name not in OPTIONAL}
+    left_out = len(found.get("blocks", ())) > shown
+    if left_out:
+        found["blocks"] = found["blocks"][:shown]
+    if json_:
+        click.echo(as_json(found))
+        return
+    show(found)
+    if left_out:
+        hint = f": --limit shows up to {BLOCK_ROWS_MAX}" if shown < BLOCK_ROWS_MAX else ""
+        click.echo(f"there are more blocks than these {shown}{hint}", err=True)
+
+
+def _inspect_prefix(
+    socket: Path,
+    flags: IndexFlags | None,
+    *,
+    space: str,
+    json_: bool,
+    tenant: str | None,
+    tokens_file: Path | None,
+    keys_file: Path | None,
+    text: str | None,
+    tokenizer: str | None,
+    cache_salt: str | None,
+) -> None:
+    """`flags` None: of the node at `socket` only."""
+    if sum(given is not None for given in (tokens_file, keys_file, text)) != 1:
+        raise click.UsageError(
+            "name one prompt: --tokens-file FILE, --keys-file FILE or --text TEXT"
+        )
+    if (text is None) != (tokenizer is None):
+        raise click.UsageError("--text and --tokenizer go together")
+    if keys_file is not None and cache_salt is not None:
+        raise click.UsageError("--cache-salt is in the keys already: leave it out")
+    try:
+        keys = read_keys(keys_file) if keys_file is not None else []
+        tokens = read_tokens(tokens_file) if tokens_file is not None else []
+        if text is not None:
+            assert tokenizer is not None
+            tokens = tokenize(text, tokenizer)
+        with node_client(socket) as client:
+            hashing = choose(client.hashings(), space=space, tenant=tenant or "")
+            prompt = (
+                prompt_of_keys(keys, hashing)
+                if keys
+                else prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
+            )
+            here = look_up(client, prompt, hashing) if flags is None else None
+    except ConfigError as error:
+        fail(str(error), code=2)
+    if here is not None:
+        _print(here, show_prefix, json_=json_)
+    elif flags is not None:
+        with index_client(flags) as index:
+            everywhere = look_up_everywhere(index, prompt, hashing)
+        _print(everywhere, show_cluster_prefix, json_=json_)
+
+
+def _print(prefix: _P, show_it: Callable[[_P], None], *, json_: bool) -> None:
+    if json_:
+        click.echo(prefix_as_json(prefix))
+    else:
+        show_it(prefix)
+
+
+@click.command()
+@click.argument("request_id", required=False)
+@SOCKET_OPTION
+@click.option("--json", "json_", is_flag=True, help="One JSON object: a list of requests.")
+@click.option(
+    "--last",
+    type=click.IntRange(1, REQUEST_ROWS_MAX),
+    help=f"Without an id: so many requests.  [default: {REQUESTS_LISTED}]",
+)
+def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bool) -> None:
+    """Why a recent request hit or missed: where each block of its prompt came from, or why it was
+    not there, and how long each step took.
+
+    REQUEST_ID is what the client was given, such as cmpl-4f1a, or its beginning; without one the
+    latest requests are listed. The node remembers some 1000, since its start.
+
+    \b
+    Examples:
+      kvstore explain
+      kvstore explain cmpl-4f1a22
+      kvstore explain cmpl-4f1a22 --json | jq '.requests[0].ranges'
+    """
+    if request_id is not None and last is not None:
+        raise click.UsageError("--last lists the latest requests: leave REQUEST_ID out")
+    limit = REQUEST_ROWS_MAX if request_id is not None else last or REQUESTS_LISTED
+    stories: list[Story] = []
+    with node_client(socket) as client:
+        found = client.requests(request_id or "", limit=limit)
+        for row in found:
+            wanted = request_id is not None and (json_ or len(found) == 1)
+            stories.append((row, client.ranges(row.number) if wanted else None))
+    if request_id is not None and not found:
+        fail(
+            f"no request that this node remembers has the id {request_id!r}: it may be running "
+            "still, or too long ago; 'kvstore explain' lists the latest",
+            code=1,
+        )
+    if json_:
+        click.echo(stories_as_json(stories))
+    elif request_id is not None and len(found) == 1:
+        show_story(found[0], stories[0][1] or [])
+    elif found:
+        show_stories(found)
+        if request_id is not None:
+            click.echo(f"{len(found)} requests fit {request_id!r}: give one of these ids")
+    else:
+        click.echo("no request has ended since the node started")

@@ -1,0 +1,54 @@
+"""Commands that look into a cluster, as far as they get without one: what was typed wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.serve.main import main
+
+Typed = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Runs a command line: exit status, what it printed, what it complained of."""
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvstore", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["tiers", "--index", "h:1", "--insecure"], "--index is for 'kvstore inspect nodes' and"),
+        (["nodes", "--insecure"], "--insecure is about the index: add --index HOST:PORT"),
+        (["nodes", "--index", "h:1"], "the index needs TLS: give --ca, --cert and --key"),
+        (["nodes", "--index", "h", "--insecure"], "index 'h' must be HOST:PORT"),
+        (["prefix", "--keys-file", "x", "--text", "y"], "name one prompt: --tokens-file FILE, --"),
+        (["prefix", "--keys-file", "x", "--cache-salt", "y"], "--cache-salt is in the keys"),
+        (["prefix", "--keys-file", "/none"], "/none cannot be read"),
+    ],
+)
+def test_a_wrong_question_is_one_sentence(
+    arguments: list[str], sentence: str, typed: Typed
+) -> None:
+    code, out, err = typed("inspect", *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_index_that_is_not_there_is_one_sentence(typed: Typed) -> None:
+    code, out, err = typed("inspect", "nodes", "--index", "127.0.0.1:1", "--insecure")
+    assert (code, out) == (1, "")
+    assert err.startswith("kvstore: the index did not answer")
+    assert "127.0.0.1:1" in err
+    assert len(err.splitlines()) == 1
