@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.findings import Finding, Origin, Origins
+from kvstore.engine.findings import Brought, Finding, Origin
 from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection
 from kvstore.engine.policy.port import Words
@@ -58,6 +58,8 @@ class Arrivals:
         self._generation = np.zeros(word_count, dtype=np.uint64)
         """Of each slot that a block was brought into and that nobody has leased since."""
         self._origin = np.zeros(word_count, dtype=np.uint8)
+        self._search = np.zeros(word_count, dtype=np.uint32)
+        """That brought it from another node."""
         self.has_news = False
         """Something arrived, or will not, since somebody looked."""
         self.waits: dict[tuple[int, int], Wait] = {}
@@ -67,12 +69,13 @@ class Arrivals:
         """Blocks come from there, too."""
         self._sources.append(source)
 
-    def brought(self, words: Words, origin: Origin) -> None:
+    def brought(self, words: Words, origin: Origin, *, search: int = 0) -> None:
         """Blocks were put into these slots because they were asked for."""
         self._generation[words] = self._state.slots.generation[words]
         self._origin[words] = origin
+        self._search[words] = search
 
-    def take_origins(self, run: Run) -> Origins | None:
+    def take_origins(self, run: Run) -> Brought | None:
         """Where the blocks of a run that is leased now came from; None: all were in dram."""
         if not run.count or not self._sources:
             return None
@@ -81,8 +84,9 @@ class Arrivals:
         if not flags.any():
             return None
         self._generation[words[flags]] = 0
-        origins: Origins = np.where(flags, self._origin[words], np.uint8(Origin.DRAM))
-        return origins
+        origins = np.where(flags, self._origin[words], np.uint8(Origin.DRAM))
+        searches = np.where(flags, self._search[words], np.uint32(0))
+        return Brought(origins, searches if searches.any() else None)
 
     def wait(self, wait: Wait) -> None:
         """Let a lease grow as its blocks arrive."""
@@ -108,8 +112,8 @@ class Arrivals:
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
-        origins = self.take_origins(run)
-        wait.finding.brought(wait.finding.held + wait.finding.arrived, origins)
+        brought = self.take_origins(run)
+        wait.finding.brought(wait.finding.held + wait.finding.arrived, brought)
         wait.finding.arrived += count
         state.counters.blocks_hit += count
         state.counters.blocks_missed += 0 if promoting else len(rest)
@@ -121,8 +125,8 @@ class Arrivals:
                 generations=state.slots.generation[words].tobytes(),
                 checksums=run.checksums(state, asked=wait.with_checksums),
                 promoting=promoting,
-                from_file=count_of(origins, Origin.FILE),
-                from_peer=count_of(origins, Origin.PEER),
+                from_file=count_of(brought, Origin.FILE),
+                from_peer=count_of(brought, Origin.PEER),
             ),
         )
         return promoting > 0
@@ -141,6 +145,6 @@ class Arrivals:
         return count if moving else 0
 
 
-def count_of(origins: Origins | None, origin: Origin) -> int:
+def count_of(brought: Brought | None, origin: Origin) -> int:
     """How many blocks came from there."""
-    return 0 if origins is None else int(np.count_nonzero(origins == origin))
+    return 0 if brought is None else int(np.count_nonzero(brought.origins == origin))

@@ -186,6 +186,14 @@ class Fetched(msgspec.Struct, frozen=True):
     """[n][S], 16 bytes each, of the good ones; or nothing if none is good."""
     peer_failed: bool = False
     """The peer, or the way to it, is at fault: something else may be asked elsewhere."""
+    not_lent: int = 0
+    """Of the blocks that are not good, here and below: the peer did not lend them."""
+    not_kept: int = 0
+    """They left there before they were read."""
+    damaged: int = 0
+    """They were lent all the while, and are not what was stored."""
+    trouble: str = ""
+    """Why none came, in words for people."""
 
 
 class Lend(msgspec.Struct, frozen=True):

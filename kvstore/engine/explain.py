@@ -17,6 +17,7 @@ import msgspec
 
 from kvstore.engine.findings import SPACE_DIGITS, Finding, Findings, Found, Span, examine, spans
 from kvstore.engine.owners import Connection
+from kvstore.engine.searches import Sought
 from kvstore.engine.state import State
 from kvstore.engine.tombstones import Why
 from kvstore.types import SpaceId
@@ -73,6 +74,10 @@ class RangeReport(msgspec.Struct, frozen=True):
     reason: str
     """Why they were not served; empty when they were."""
     text: str
+    node: str = ""
+    """Another one that they came from, or could have come from."""
+    sought: str = ""
+    """What became of asking other nodes; empty: they were not asked."""
 
 
 class HashingReport(msgspec.Struct, frozen=True):
@@ -286,7 +291,7 @@ class Explain:
         for finding in told.findings:
             if finding is None:
                 break
-            for span in finding.every_span():
+            for span in finding.every_span(self._state.searches):
                 out += self._of_span(
                     told, finding.asked_ns, at, span, local=local, served=served, total=total
                 )
@@ -314,10 +319,11 @@ class Explain:
         out = []
         if begin < cut:
             tier, text = _LOADED[span.found]
-            out.append(RangeReport(begin, cut - begin, tier, "", text))
+            out.append(_from_elsewhere(RangeReport(begin, cut - begin, tier, "", text), span))
         if cut < end:
             tier, reason, text = self._missed(told, asked_ns, span)
-            out.append(RangeReport(cut, end - cut, tier, reason, text))
+            row = RangeReport(cut, end - cut, tier, reason, text)
+            out.append(row if held else _not_from_elsewhere(row, span, cut - at))
         return out
 
     def _missed(self, told: _Told, asked_ns: int, span: Span) -> tuple[str, str, str]:
@@ -378,14 +384,35 @@ def fits(request: str, asked: str) -> bool:
     return f"-{request}-".find(f"-{asked}-") >= 0 or request.startswith(asked)
 
 
+def _from_elsewhere(row: RangeReport, span: Span) -> RangeReport:
+    """With the node that it came from, if it did."""
+    search = span.search
+    if search is None:
+        return row
+    text = f"loaded, after it was fetched {_printable(search.of_what_came())}"
+    return msgspec.structs.replace(row, text=text, node=search.node, sought=search.sought.value)
+
+
+def _not_from_elsewhere(row: RangeReport, span: Span, blocks_before: int) -> RangeReport:
+    """With why no other node gave it, if they were asked."""
+    search = span.search
+    if search is None:
+        return row
+    place = span.place + blocks_before
+    text = f"{row.text}; {_printable(search.of_what_did_not(place))}"
+    is_its = search.node and place < search.known
+    return msgspec.structs.replace(
+        row,
+        text=text,
+        node=search.node if is_its else "",
+        sought=(search.sought if is_its or not search.known else Sought.NOBODY).value,
+    )
+
+
 def _merged(ranges: list[RangeReport]) -> list[RangeReport]:
     out: list[RangeReport] = []
     for each in ranges:
-        if out and (out[-1].tier, out[-1].reason, out[-1].text) == (
-            each.tier,
-            each.reason,
-            each.text,
-        ):
+        if out and msgspec.structs.astuple(out[-1])[2:] == msgspec.structs.astuple(each)[2:]:
             blocks = out[-1].blocks + each.blocks
             out[-1] = msgspec.structs.replace(out[-1], blocks=blocks)
         else:

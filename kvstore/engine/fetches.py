@@ -29,6 +29,7 @@ from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.engine.findings import Origin
 from kvstore.engine.pace import NS_PER_BYTE_GUESS, ReadPace
 from kvstore.engine.policy.port import Words, prints
+from kvstore.engine.searches import Search, Sought, Wanted
 from kvstore.engine.slots import PEER_WRITER
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys, Rows
@@ -60,6 +61,7 @@ PEERS_MAX = 1024
 class _Locating(msgspec.Struct, frozen=True):
     asker: Asker
     keys: Keys
+    search: Search
 
 
 class _Fetching(msgspec.Struct):
@@ -70,6 +72,9 @@ class _Fetching(msgspec.Struct):
     keys: Keys
     columns: list[Words]
     size_bytes: int
+    search: Search
+    places: NDArray[np.int64]
+    """Of the keys among those that the search asked about."""
     is_void: bool = False
     """Cleared meanwhile."""
 
@@ -107,8 +112,8 @@ class Fetches:
         self._fetching: dict[int, _Fetching] = {}
         self._coming: dict[tuple[int, bytes], int] = {}
         """Question or fetch of each (scope, key)."""
-        self._absent: OrderedDict[tuple[int, bytes], int] = OrderedDict()
-        """Until when nobody is asked for a run that begins with this (scope, key)."""
+        self._absent: OrderedDict[tuple[int, bytes], tuple[int, Wanted]] = OrderedDict()
+        """Until when nobody is asked for a run that begins with this (scope, key), and why."""
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._unanswered = 0
         """Questions in a row that the index did not answer."""
@@ -119,25 +124,28 @@ class Fetches:
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────
 
-    def want(self, asker: Asker, keys: Keys) -> int:
+    def want(self, asker: Asker, keys: Keys) -> Wanted:
         """A request names these keys, in chain order, of which this node holds not even the first.
         Returns how many of them, from the first on, are on their way or may be."""
         state = self._state
         if not state.config.fetches or not len(keys):
-            return 0
+            return Wanted()
         keys = keys[:KEYS_PER_DATAGRAM_MAX]
         coming = self._leading(asker.scopes, keys)
-        if coming:
-            return coming
         first = (asker.scopes[0], keys[0].tobytes())
-        if self._absent.get(first, 0) > state.now_ns or len(self._locating) >= LOCATES_MAX:
-            return 0
+        if coming:
+            return Wanted(coming, *self._shared(first))
+        until_ns, known = self._absent.get(first, (0, Wanted()))
+        if until_ns > state.now_ns:
+            return known
+        if len(self._locating) >= LOCATES_MAX:
+            return Wanted(0, Search(0, len(keys), Sought.BUSY))
         if state.now_ns < self._ask_from_ns:
-            return 0
+            return Wanted(0, Search(0, len(keys), Sought.INDEX_AWAY))
         if len(set(_each(keys))) != len(keys):
-            return 0  # a chain names no key twice: whoever does is not served with more work
-        number = next(self._numbers)
-        self._locating[number] = _Locating(asker, keys)
+            return Wanted()  # a chain names no key twice: who does is not served with more work
+        number, search = next(self._numbers), state.searches.begin(len(keys))
+        self._locating[number] = _Locating(asker, keys, search)
         self._expect(number, asker.scopes, keys)
         state.counters.locates += 1
         state.say(
@@ -149,7 +157,14 @@ class Fetches:
                 cause=state.cause,
             )
         )
-        return len(keys)
+        return Wanted(len(keys), search)
+
+    def _shared(self, first: tuple[int, bytes]) -> tuple[Search, int]:
+        """The search that brings this (scope, key), and its place there."""
+        number = self._coming[first]
+        job = self._locating.get(number) or self._fetching[number]
+        at = next(n for n, key in enumerate(_each(job.keys)) if key == first[1])
+        return job.search, int(job.places[at]) if isinstance(job, _Fetching) else at
 
     def _leading(self, scopes: Sequence[int], keys: Keys) -> int:
         """How many from the first on are on their way, or asked for."""
@@ -197,12 +212,14 @@ class Fetches:
         asker, keys = question.asker, question.keys
         self._expect_no_more(event.locate, asker.scopes, keys)
         self._judge_index(is_known=event.is_known)
-        chosen = self._choose(asker, event.candidates)
-        if chosen is None:
-            if event.is_known:
-                self._remember_absent((asker.scopes[0], keys[0].tobytes()))
+        search = question.search
+        chosen = self._choose(asker, event.candidates, search)
+        if not event.is_known:
+            search.sought = Sought.INDEX_AWAY
+        elif chosen is None:
+            self._remember_absent((asker.scopes[0], keys[0].tobytes()), Wanted(0, search))
         elif not state.is_off(asker.tenant, asker.space):
-            self._fetch_all(chosen.node, asker, keys[: chosen.blocks])
+            self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
         self._arrivals.advance()
 
     def _judge_index(self, *, is_known: bool) -> None:
@@ -212,42 +229,57 @@ class Fetches:
             longer = self._unanswered - UNANSWERED_MAX
             self._ask_from_ns = self._state.now_ns + _longer_each_time(longer)
 
-    def _remember_absent(self, first: tuple[int, bytes]) -> None:
-        self._absent[first] = self._state.now_ns + ABSENT_NS
+    def _remember_absent(self, first: tuple[int, bytes], why: Wanted) -> None:
+        self._absent[first] = (self._state.now_ns + ABSENT_NS, why)
         self._absent.move_to_end(first)
         if len(self._absent) > ABSENT_MAX:
             self._absent.popitem(last=False)
 
-    def _choose(self, asker: Asker, candidates: Sequence[Candidate]) -> Candidate | None:
-        """The one that saves most time; None: computing is as quick."""
+    def _choose(
+        self, asker: Asker, candidates: Sequence[Candidate], search: Search
+    ) -> Candidate | None:
+        """The one that saves most time; None: computing is as quick, or nobody is to be asked."""
         state = self._state
         pace = state.paces.of(asker.tenant, asker.space)
         compute_ns = pace.compute_ns_per_token * asker.block_tokens
         best, best_saved_ns = None, 0.0
+        search.sought = Sought.NOBODY
         for candidate in candidates:
             peer = self._peers.get(candidate.node)
-            if not candidate.blocks or (peer and peer.avoid_until_ns > state.now_ns):
+            if not candidate.blocks:
+                continue
+            if peer and peer.avoid_until_ns > state.now_ns:
+                if search.sought is Sought.NOBODY:
+                    _would_be(search, candidate, Sought.AVOIDED)
+                    search.failures = peer.failures
                 continue
             ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = ns_per_byte * sum(asker.block_bytes)
             if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
+                if best is None and (not search.fetch_ns or search.known < candidate.blocks):
+                    _would_be(search, candidate, Sought.COST)
+                    search.fetch_ns = int(cost_ns * search.known)
+                    search.compute_ns = int(compute_ns * search.known)
                 continue
             # Nothing is known of computing: the longest run is the best, the quickest of equals.
             worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)
             if candidate.blocks * worth_ns > best_saved_ns:
                 best, best_saved_ns = candidate, candidate.blocks * worth_ns
+                _would_be(search, candidate, Sought.HERE)
         return best
 
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
-    def _fetch_all(self, node: str, asker: Asker, keys: Keys) -> None:
+    def _fetch_all(self, node: str, asker: Asker, keys: Keys, search: Search) -> None:
         """Fetch what of these is not here by now, as far as there is room."""
         state = self._state
         missing = np.zeros(len(keys), dtype=bool)
         for scope in asker.scopes:
             rows = state.residency.find(scope, keys)
             missing |= (state.residency.words(rows) < 0) & ~self.coming(scope, keys, rows)
-        keys = keys[missing]
+        keys, places = keys[missing], np.flatnonzero(missing)
+        search.missing = len(keys)
+        search.sought = Sought.NO_ROOM if len(keys) else Sought.HERE
         block_bytes = sum(asker.slot_sizes)
         room = max(0, self._moving_bytes_max - self._moving_bytes) // block_bytes
         room = max(room, 0 if self._fetching else 1)
@@ -255,7 +287,8 @@ class Fetches:
         count = self._make_room(asker, min(len(keys), room))
         per_fetch = max(1, FETCH_BYTES // block_bytes)
         for begin in range(0, count, per_fetch):
-            self._fetch(node, asker, keys[begin : min(begin + per_fetch, count)])
+            piece = slice(begin, min(begin + per_fetch, count))
+            self._fetch(node, asker, keys[piece], search, places[piece])
 
     def _make_room(self, asker: Asker, wanted: int) -> int:
         """Free slots for up to so many blocks; returns for how many there are some."""
@@ -269,7 +302,9 @@ class Fetches:
             self._admission.make_room(pool, need, active | set(sizes), asker.group)
         return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
 
-    def _fetch(self, node: str, asker: Asker, keys: Keys) -> None:
+    def _fetch(
+        self, node: str, asker: Asker, keys: Keys, search: Search, places: NDArray[np.int64]
+    ) -> None:
         state, number = self._state, next(self._numbers)
         columns = [
             state.slots.grant(
@@ -283,7 +318,8 @@ class Fetches:
             for size in asker.slot_sizes
         ]
         size_bytes = len(keys) * sum(asker.slot_sizes)
-        self._fetching[number] = _Fetching(node, asker, keys, columns, size_bytes)
+        self._fetching[number] = _Fetching(node, asker, keys, columns, size_bytes, search, places)
+        search.begin(len(keys), state.now_ns)
         self._moving_bytes += size_bytes
         self._expect(number, asker.scopes, keys)
         self._peer(node).pace.begun(number, size_bytes, state.now_ns)
@@ -323,16 +359,20 @@ class Fetches:
         self._judge(job, event)
         if job.is_void or state.is_off(asker.tenant, asker.space):
             good = np.zeros(len(job.keys), dtype=bool)
+            event = msgspec.structs.replace(event, trouble="it was cleared or switched off here")
+        job.search.end(event, int(good.sum()), state.now_ns)
         if not good.any():
             # The index knew of what is not there: it is not asked the same again at once.
-            self._remember_absent((asker.scopes[0], job.keys[0].tobytes()))
+            why = Wanted(0, job.search, int(job.places[0]))
+            self._remember_absent((asker.scopes[0], job.keys[0].tobytes()), why)
         checksums = np.zeros((len(job.keys), len(asker.shards), 2), dtype=np.uint64)
         if event.checksums:
             checksums[:] = checksums_array(event.checksums).reshape(checksums.shape)
         for column, words in enumerate(job.columns):
             taken = self._take(asker, column, job.keys, words, good, checksums[:, column])
             if column == 0:
-                self._arrivals.brought(words[taken], Origin.PEER)
+                number = job.search.number
+                self._arrivals.brought(words[taken], Origin.PEER, search=number)
         state.counters.fetched_blocks += int(good.sum())
         state.counters.fetch_blocks_lost += int((~good).sum())
         state.credits_due = True
@@ -393,6 +433,12 @@ class Fetches:
         assert self._moving_bytes == sum(job.size_bytes for job in self._fetching.values())
         for number in self._coming.values():
             assert number in self._locating or number in self._fetching, "nobody brings a key"
+
+
+def _would_be(search: Search, candidate: Candidate, sought: Sought) -> None:
+    """Whom a search came to, unless another one is better."""
+    search.sought, search.node = sought, candidate.node
+    search.known = min(candidate.blocks, search.asked)
 
 
 def _longer_each_time(failures: int) -> int:

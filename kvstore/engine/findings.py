@@ -14,9 +14,10 @@ Does not cover: requests (`explain`).
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from kvstore.engine.owners import Connection, OwnerKey
 from kvstore.engine.residency import Residency
 from kvstore.engine.runs import Run
+from kvstore.engine.searches import Search, Searches, Wanted
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys
 from kvstore.engine.tombstones import NAME_SHIFT, TIME_SHIFT, Why, unpack
@@ -89,6 +91,14 @@ Origins = NDArray[np.uint8]
 """An `Origin` per block."""
 
 
+class Brought(NamedTuple):
+    """Where neighbouring leased blocks came from."""
+
+    origins: Origins
+    searches: NDArray[np.uint32] | None
+    """Number of the search that brought each from another node; None: none came from there."""
+
+
 class Span(msgspec.Struct, frozen=True):
     """Neighbouring blocks with the same story."""
 
@@ -100,6 +110,10 @@ class Span(msgspec.Struct, frozen=True):
     first_ms: int = 0
     """Of a departure: when the first of them left."""
     last_ms: int = 0
+    search: Search | None = None
+    """That brought it here, or did not."""
+    place: int = 0
+    """Of the first of them among those that the search asked about, if it did not."""
 
 
 class Finding:
@@ -116,6 +130,8 @@ class Finding:
         "present",
         "promoting",
         "scopes",
+        "search_begin",
+        "searched",
         "spans",
     )
 
@@ -129,8 +145,12 @@ class Finding:
         """Leased at once."""
         self.arrived = 0
         """Leased later, as they came."""
-        self.brought_pieces: list[tuple[int, Origins]] = []
-        """(place of the first, one origin per block) of pieces of which not all were in dram."""
+        self.brought_pieces: list[tuple[int, Brought]] = []
+        """(place of the first, where they came from) of pieces of which not all were in dram."""
+        self.searched: Search | None = None
+        """Other nodes were asked, or not asked again, for what was not here."""
+        self.search_begin = 0
+        """Where the first block that it asked about would be among those that were not held."""
         self.promoting = promoting
         self.keys: Keys | None = keys if len(keys) else None
         """What was not held; None once examined."""
@@ -159,25 +179,58 @@ class Finding:
         """Where each of the leased blocks came from for this lookup."""
         origins = np.full(self.held + self.arrived, Origin.DRAM, dtype=np.uint8)
         for begin, some in self.brought_pieces:
-            origins[begin : begin + len(some)] = some
+            origins[begin : begin + len(some.origins)] = some.origins
         return origins
 
-    def brought(self, begin: int, origins: Origins | None) -> None:
+    def brought(self, begin: int, brought: Brought | None) -> None:
         """Where the leased blocks from `begin` on came from; None: all were in dram."""
-        if origins is not None:
-            self.brought_pieces.append((begin, origins))
+        if brought is not None:
+            self.brought_pieces.append((begin, brought))
 
-    def every_span(self) -> list[Span]:
+    def wants(self, wanted: Wanted, *, behind: int) -> None:
+        """What other nodes have to do with what is not held, but for the first so many."""
+        self.searched, self.search_begin = wanted.search, behind - wanted.place
+
+    def every_span(self, searches: Searches) -> list[Span]:
         """What was found, then what was not. It must have been examined."""
-        codes = _FOUND_OF_ORIGIN[self.origins()]
-        found = spans(codes, np.zeros(len(codes), dtype=np.uint64))
-        rest, skip = [], self.arrived
+        rest, at = [], 0
         for span in self.spans:
-            blocks = max(0, span.blocks - skip)
-            skip -= span.blocks - blocks
-            if blocks:
-                rest.append(msgspec.structs.replace(span, blocks=blocks))
-        return found + rest
+            end = at + span.blocks
+            for begin, stop in self._cut(max(at, self.arrived), end):
+                rest.append(self._sought(span, begin, stop))
+            at = end
+        return self._found(searches) + rest
+
+    def _found(self, searches: Searches) -> list[Span]:
+        numbers = np.zeros(self.held + self.arrived, dtype=np.int64)
+        for begin, some in self.brought_pieces:
+            if some.searches is not None:
+                numbers[begin : begin + len(some.searches)] = some.searches
+        codes = _FOUND_OF_ORIGIN[self.origins()] | numbers << _WHY_SHIFT
+        found = []
+        for begin, end in _runs(codes):
+            its = Found(int(codes[begin]) & ((1 << _WHY_SHIFT) - 1))
+            found.append(Span(end - begin, its, search=searches.get(int(numbers[begin]))))
+        return found
+
+    def _cut(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The blocks that were not held from `begin` to `end`, in pieces that share one story of
+        other nodes."""
+        if begin >= end:
+            return []
+        cuts = {begin, end}
+        if self.searched is not None:
+            first = self.search_begin
+            places = (first, first + self.searched.known, first + self.searched.asked)
+            cuts |= {place for place in places if begin < place < end}
+        every = sorted(cuts)
+        return list(itertools.pairwise(every))
+
+    def _sought(self, span: Span, begin: int, end: int) -> Span:
+        place, search = begin - self.search_begin, self.searched
+        if search is None or not 0 <= place < search.asked:
+            return msgspec.structs.replace(span, blocks=end - begin)
+        return msgspec.structs.replace(span, blocks=end - begin, search=search, place=place)
 
 
 class Findings:
@@ -354,11 +407,8 @@ def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
 
 def spans(codes: NDArray[np.int64], stamps: NDArray[np.uint64]) -> list[Span]:
     """Neighbours with one code: Found, above it Why and name as in a stamp."""
-    if len(codes) == 0:
-        return []
-    begins = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist()]
     found: list[Span] = []
-    for begin, end in zip(begins, [*begins[1:], len(codes)], strict=True):
+    for begin, end in _runs(codes):
         if len(found) == SPANS_MAX - 1 and end < len(codes):
             found.append(Span(len(codes) - begin, Found.MIXED))
             break
@@ -375,3 +425,11 @@ def spans(codes: NDArray[np.int64], stamps: NDArray[np.uint64]) -> list[Span]:
             )
         )
     return found
+
+
+def _runs(codes: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Where neighbours with one code begin and end."""
+    if len(codes) == 0:
+        return []
+    begins = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist()]
+    return list(zip(begins, [*begins[1:], len(codes)], strict=True))

@@ -12,6 +12,7 @@ from kvstore.engine.findings import Finding, Findings, Origin
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.port import prints
 from kvstore.engine.runs import Run, leading_run
+from kvstore.engine.searches import Wanted
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys
 from kvstore.wire.layout import shard_bytes
@@ -65,10 +66,10 @@ class Lookups:
                 state.slots.touch(state.slots.pools[size], shard_words[: run.count])
             # Before anything makes room for what is promoted.
             held = state.leases.add(session, ask.lease, words, state.now_ns)
-        promoting, estimate_ms = self._bring(owner, rest, run) if len(rest) else (0, 0)
+        promoting, estimate_ms, wanted = self._bring(owner, rest, run)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
-        origins = self._arrivals.take_origins(run)
+        brought = self._arrivals.take_origins(run)
         state.counters.blocks_hit += run.count
         state.counters.blocks_missed += len(rest) - promoting
         state.send(
@@ -81,14 +82,15 @@ class Lookups:
                 checksums=run.checksums(state, asked=ask.with_checksums),
                 promoting=promoting,
                 promoting_ms=estimate_ms,
-                from_file=count_of(origins, Origin.FILE),
-                from_peer=count_of(origins, Origin.PEER),
+                from_file=count_of(brought, Origin.FILE),
+                from_peer=count_of(brought, Origin.PEER),
             ),
         )
         if not len(keys):
             return ""
         finding = Finding(connection, run, rest, promoting, state.now_ns)
-        finding.brought(0, origins)
+        finding.brought(0, brought)
+        finding.wants(wanted, behind=promoting - wanted.coming)
         self._findings.add(session, ask.lease, finding)
         if promoting:
             if not run.count:
@@ -99,21 +101,21 @@ class Lookups:
             )
         return ""
 
-    def _bring(self, owner: Owner, keys: Keys, run: Run) -> tuple[int, int]:
+    def _bring(self, owner: Owner, keys: Keys, run: Run) -> tuple[int, int, Wanted]:
         """Begin to bring what is not in dram, from disk and behind that from other nodes. Returns
-        how many are on their way, or may be, and an estimate of how long that takes in ms."""
-        if not self._brings:
-            return 0, 0
+        how many are on their way, or may be, an estimate of how long that takes in ms, and what
+        other nodes have to do with it."""
+        if not self._brings or not len(keys):
+            return 0, 0, Wanted()
         asker = engine_asks(owner)
         promoting = self._files.promote(asker, keys, held=run.rows())
         if promoting == REPEATED:
-            return REPEATED, 0
+            return REPEATED, 0, Wanted()
         estimate_ms = self._files.pace.estimate_ms(self._state.now_ns) if promoting else 0
-        behind = keys[promoting:]
-        fetching = self._fetches.want(asker, behind)
-        if fetching:
-            estimate_ms = max(estimate_ms, self._fetches.estimate_ms(asker, fetching))
-        return promoting + fetching, estimate_ms
+        wanted = self._fetches.want(asker, keys[promoting:])
+        if wanted.coming:
+            estimate_ms = max(estimate_ms, self._fetches.estimate_ms(asker, wanted.coming))
+        return promoting + wanted.coming, estimate_ms, wanted
 
     def _refuse(self, connection: Connection, ask: LeaseAsk, session: int) -> str:
         """Nothing of this space is lent; explain says why."""

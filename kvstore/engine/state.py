@@ -27,6 +27,7 @@ from kvstore.engine.paces import Paces
 from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.engine.policy.port import Words
 from kvstore.engine.residency import Change, Residency
+from kvstore.engine.searches import Searches
 from kvstore.engine.slots import Slots
 from kvstore.engine.tombstones import Names, Why, stamp
 from kvstore.types import ConnectionId, SpaceId, Tier
@@ -137,6 +138,7 @@ class State:
         """By tenant and space."""
         self.names = Names()
         """Of engines and spaces, for tombstones."""
+        self.searches = Searches()
         self.room_for = (Why.UNKNOWN, 0)
         """Why slots are emptied now, and the number of the engine's name."""
         self.now_ns = 0

@@ -361,18 +361,22 @@ class RangesReply(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[RangeReport, _Mapping]]] = ...) -> None: ...
 
 class RangeReport(_message.Message):
-    __slots__ = ("first_block", "blocks", "tier", "reason", "text")
+    __slots__ = ("first_block", "blocks", "tier", "reason", "text", "node", "sought")
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SOUGHT_FIELD_NUMBER: _ClassVar[int]
     first_block: int
     blocks: int
     tier: str
     reason: str
     text: str
-    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., tier: _Optional[str] = ..., reason: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    node: str
+    sought: str
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., tier: _Optional[str] = ..., reason: _Optional[str] = ..., text: _Optional[str] = ..., node: _Optional[str] = ..., sought: _Optional[str] = ...) -> None: ...
 
 class HashingsRequest(_message.Message):
     __slots__ = ()

@@ -47,6 +47,8 @@ MOVE_TIMEOUT_S: Final = 10.0
 longer."""
 KINDS: Final = ("ask", "move", "verify", "fetch")
 """What is timed: until the peer lent, the mover's reading, verifying, all of it."""
+TROUBLE_MAX: Final = 200
+"""Characters of what is told of a failure."""
 THREADS: Final = 4
 """That ask the index, and verify."""
 
@@ -230,7 +232,12 @@ class Borrower:
             self._forget(command.node, session)
             self._note(_title(command.node), str(error))
             # Without a mover of our own nothing is said of the peer.
-            fetched = Fetched(command.job, bytes(count), peer_failed=not self._mover.trouble)
+            fetched = Fetched(
+                command.job,
+                bytes(count),
+                peer_failed=not self._mover.trouble,
+                trouble=(self._mover.trouble or str(error))[:TROUBLE_MAX],
+            )
         finally:
             self.exchange.post(fetched)
 
@@ -243,7 +250,7 @@ class Borrower:
         watch.lap("ask")
         lent = len(borrowed.slots)
         if not lent:
-            return Fetched(command.job, bytes(count))
+            return Fetched(command.job, bytes(count), not_lent=count)
         targets = [
             Scope(command.tenant, command.space, shard, size)
             for shard, size in zip(command.shards, command.block_bytes, strict=True)
@@ -278,7 +285,15 @@ class Borrower:
         self.counters.fetched_bytes += size_bytes
         behind = count - lent
         checksums += bytes(behind * len(targets) * CHECKSUM_BYTES)
-        return Fetched(command.job, good + bytes(behind), checksums)
+        kept = int(stayed.sum())
+        return Fetched(
+            command.job,
+            good + bytes(behind),
+            checksums,
+            not_lent=behind,
+            not_kept=lent - kept,
+            damaged=kept - sum(good),
+        )
 
     def _verify(
         self,

@@ -151,17 +151,22 @@ def _blocks(
     out: Console, ranges: Sequence[RangeReport], block_tokens: int, prompt_tokens: int
 ) -> None:
     table = Table(box=None, pad_edge=False)
-    for name in ("blocks", "tokens", "tier", "missed", "why"):
+    has_nodes = any(row.node for row in ranges)
+    names = ("blocks", "tokens", "tier", *(["node"] if has_nodes else []), "missed", "why")
+    for name in names:
         table.add_column(name, header_style="dim")
     end = 0
     for row in ranges:
         end = row.first_block + row.blocks
         tokens = _from_to(row.first_block * block_tokens, end * block_tokens)
-        cells = (_from_to(row.first_block, end), tokens, row.tier or "-", row.reason or "-")
+        node = [row.node or "-"] if has_nodes else []
+        cells = (_from_to(row.first_block, end), tokens, row.tier or "-", *node, row.reason or "-")
         table.add_row(*(printable(cell) for cell in (*cells, row.text)))
     if end * block_tokens < prompt_tokens:
         tokens = _from_to(end * block_tokens, prompt_tokens)
-        table.add_row("-", tokens, "-", "no full block", "a block that is not full is never stored")
+        node = ["-"] if has_nodes else []
+        full = "a block that is not full is never stored"
+        table.add_row("-", tokens, "-", *node, "no full block", full)
     out.print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ import pytest
 from kvstore.index.chain import block_keys
 from kvstore.testing.index_process import Lab
 from kvstore.testing.peers import PeerPair
-from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
+from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
+from kvstore.wire.messages import Story
 from tests.integration.cluster.kit import CONVERGES_S
 from tests.integration.node.conftest import eventually
 from tests.integration.node.test_inspect import kvstore
@@ -87,3 +89,42 @@ def test_nodes_of_the_index_need_no_node_here(system: System) -> None:
     shown = kvstore("inspect", "nodes", *system.asks)
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "exact" in shown.stdout
+
+
+def test_explain_names_the_node_and_how_long_it_took(system: System) -> None:
+    here, a = system.here, system.pair.a
+    reply = system.pair.borrow(here, KEYS[:STORED])
+    here.release(reply)
+    missing = make_keys(2, seed="nobody stored these")
+    other = here.lease(missing)
+    here.release(other)
+    stories = {"came": (reply, STORED, STORED), "did-not": (other, len(missing), 0)}
+    for request, (lease, blocks, loaded) in stories.items():
+        told = Story(
+            request=request,
+            prompt_tokens=blocks * BLOCK_TOKENS,
+            loaded_tokens=loaded * BLOCK_TOKENS,
+            peer_tokens=loaded * BLOCK_TOKENS,
+            outcome="" if loaded else "not stored",
+            session=here.session,
+            leases=[lease.lease],
+        )
+        assert here.scheduler.send(told)
+
+    def rows(request: str) -> list[dict[str, Any]]:
+        done = kvstore("explain", request, "--json", "--socket", str(a.socket))
+        return json.loads(done.stdout)["requests"][0]["ranges"] if not done.returncode else []
+
+    assert eventually(lambda: bool(rows("did-not")), timeout_s=CONVERGES_S)
+    (came,) = rows("came")
+    assert (came["blocks"], came["tier"], came["node"]) == (STORED, "peer", "b")
+    assert re.fullmatch(
+        rf"loaded, after it was fetched from node b: {STORED} blocks in \d+\.\d ms", came["text"]
+    )
+    (missed,) = rows("did-not")
+    assert (missed["reason"], missed["sought"]) == ("never stored", "nobody has it")
+    shown = kvstore("explain", "came", "--socket", str(a.socket))
+    assert f"{STORED * BLOCK_TOKENS} from other nodes" in shown.stdout
+    header, row = shown.stdout.splitlines()[-2:]
+    assert header.split() == ["blocks", "tokens", "tier", "node", "missed", "why"]
+    assert row.split()[:5] == ["0-9", "0-159", "peer", "b", "-"]

@@ -85,7 +85,7 @@ ROWS: list[Row] = [
     JobReport("e", 1, 2, True, 3, 4),
     TransferReport("move", "tcp", 1, 2**40, 3, 4, 5, 6),
     RequestReport(1, "r", "e", "m", "t", "s", 2, 16, 3, 4, 5, 6, 7, "o", "text", 7, 8, 9, 10, 11),
-    RangeReport(0, 2**40, "dram", "", "loaded from dram"),
+    RangeReport(0, 2**40, "dram", "", "loaded from dram", "n2", "fetched"),
     HashingReport("s", "t", "m", 16, "sha256_cbor", "seed"),
 ]
 

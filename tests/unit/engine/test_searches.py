@@ -1,0 +1,255 @@
+"""What `kvstore explain` tells of other nodes: which one a block came from, or why from none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvstore.engine import fetches, searches
+from kvstore.engine.events import Candidate, Clear, Fetched, Located
+from kvstore.engine.explain import RangeReport
+from kvstore.engine.fetches import UNANSWERED_MAX
+from kvstore.engine.searches import Searches
+from kvstore.wire.messages import LeaseRelease, Measured
+from tests.unit.engine.disk import known
+from tests.unit.engine.harness import Peer
+from tests.unit.engine.peers import PeerNode
+from tests.unit.engine.test_explain import ranges, told
+
+Row = tuple[int, int, str, str, str, str]
+"""First block, blocks, tier, reason, node, what became of asking."""
+
+
+def attached(**config: int) -> tuple[PeerNode, Peer]:
+    node = PeerNode(**config)
+    return node, Peer(node)
+
+
+def end(node: PeerNode, peer: Peer, *, blocks: int, loaded: int = 0, **more: Any) -> list[Row]:
+    """The request ends; what is told of it."""
+    told(node, peer, blocks=blocks, loaded=loaded, **more)
+    rows = ranges(node)
+    return [(r.first_block, r.blocks, r.tier, r.reason, r.node, r.sought) for r in rows]
+
+
+def text(node: PeerNode, at: int = -1) -> str:
+    row: RangeReport = ranges(node)[at]
+    return row.text
+
+
+def test_what_came_says_from_whom_and_how_long_it_took() -> None:
+    node, peer = attached()
+    peer.lease(1, 1, 2, 3, 4)
+    node.locate(("far", 3))
+    node.now_ns += 31_500_000
+    node.arrive()
+    rows = end(node, peer, blocks=4, loaded=3)
+    assert rows == [
+        (0, 3, "peer", "", "far", "fetched"),
+        (3, 1, "", "never stored", "", "nobody has it"),
+    ]
+    assert text(node, 0) == "loaded, after it was fetched from node far: 3 blocks in 31.5 ms"
+    assert "no other node is known to hold it; node far has 3 before it" in text(node)
+
+
+def test_who_finds_what_a_hint_had_fetched_is_told_the_same_and_the_next_not() -> None:
+    node, peer = attached()
+    peer.hint(1, 2)
+    node.locate(("far", 2))
+    node.arrive()
+    peer.lease(1, 1, 2)
+    assert end(node, peer, blocks=2, loaded=2) == [(0, 2, "peer", "", "far", "fetched")]
+    peer.lease(2, 1, 2)
+    rows = end(node, peer, blocks=2, loaded=2, leases=[2])
+    assert rows == [(0, 2, "dram", "", "", "")], "it was here"
+
+
+def test_two_nodes_and_a_disk_are_told_apart() -> None:
+    node, peer = attached()
+    peer.store(1)
+    node.step(known(2))
+    peer.hint(3)
+    node.locate(("far", 1))
+    node.arrive()
+    peer.hint(4, 5)
+    node.locate(("near", 1))
+    node.arrive()
+    peer.lease(1, 1, 2, 3, 4)
+    node.read_all()
+    assert end(node, peer, blocks=4, loaded=4) == [
+        (0, 1, "dram", "", "", ""),
+        (1, 1, "file", "", "", ""),
+        (2, 1, "peer", "", "far", "fetched"),
+        (3, 1, "peer", "", "near", "fetched"),
+    ]
+
+
+def test_nobody_has_it_also_for_who_asks_right_after() -> None:
+    node, peer = attached()
+    peer.hint(1, 2)
+    node.locate()
+    peer.lease(1, 1, 2)
+    assert end(node, peer, blocks=2) == [(0, 2, "", "never stored", "", "nobody has it")]
+    assert text(node).endswith("; no other node is known to hold it")
+
+
+def test_an_index_that_does_not_answer_is_named() -> None:
+    node, peer = attached()
+    peer.lease(1, 1)
+    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "", "no answer yet")]
+    node.locate(is_known=False)
+    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "", "index away")]
+    for number in range(UNANSWERED_MAX - 1):
+        peer.hint(10 + number)
+        node.locate(is_known=False)
+    peer.lease(2, 5)
+    assert not node.locates, "it is left alone"
+    rows = end(node, peer, blocks=1, leases=[2])
+    assert rows == [(0, 1, "", "never stored", "", "index away")]
+    assert "the index does not answer" in text(node)
+
+
+def test_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "LOCATES_MAX", 1)
+    node, peer = attached()
+    peer.hint(9)
+    peer.lease(1, 1)
+    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "", "too many questions")]
+
+
+def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
+    node, peer = attached()
+    size = peer.rank_hello(0).block_bytes
+    node.hear(peer.scheduler, Measured(compute_ns_per_token=size // 16, load_ns_per_token=1))
+    peer.lease(1, 1, 2, 3)
+    node.locate(("far", 2), ("further", 3))
+    assert not node.fetches
+    assert end(node, peer, blocks=3) == [(0, 3, "", "never stored", "further", "cost gate")]
+    both = f"estimated at {3 * size / 1e6:.1f} ms, computing them at {3 * size / 1e6:.1f} ms"
+    assert both in text(node)
+
+
+def test_a_node_that_failed_is_left_alone_and_so_it_is_told() -> None:
+    node, peer = attached()
+    peer.lease(1, 1)
+    node.locate(("far", 1))
+    fetch = node.fetches.pop()
+    node.step(Fetched(fetch.job, b"\0", peer_failed=True, trouble="it hung up\x1b"))
+    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "far", "fetch failed")]
+    assert text(node).endswith("0 of 1 blocks came from node far in 0.0 ms; it hung up?")
+    peer.lease(2, 2)
+    node.locate(("far", 1))
+    rows = end(node, peer, blocks=1, leases=[2])
+    assert rows == [(0, 1, "", "never stored", "far", "node avoided")]
+    assert "left alone after it failed 1 time in a row" in text(node)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"not_lent": 2}, "2 were not lent"),
+        ({"not_kept": 2}, "2 did not stay until they were read"),
+        ({"damaged": 2}, "2 failed their checksums"),
+    ],
+)
+def test_what_was_fetched_and_is_not_good_says_why(fields: dict[str, int], said: str) -> None:
+    node, peer = attached()
+    peer.lease(1, 1, 2, 3)
+    node.locate(("far", 3))
+    (fetch,) = node.fetches
+    sums = bytes(16 * 3)
+    node.step(Fetched(fetch.job, b"\1\0\0", sums, **fields))  # type: ignore[arg-type]
+    assert end(node, peer, blocks=3, loaded=1) == [
+        (0, 1, "peer", "", "far", "fetch failed"),
+        (1, 2, "", "never stored", "far", "fetch failed"),
+    ]
+    assert f"1 of 3 blocks came from node far in 0.0 ms; {said}" in text(node)
+    peer.lease(2, 2)
+    node.locate()
+    rows = end(node, peer, blocks=1, leases=[2])
+    assert rows == [(0, 1, "", "never stored", "", "nobody has it")]
+
+
+def test_what_is_cleared_on_its_way_says_so() -> None:
+    node, peer = attached()
+    peer.lease(1, 1)
+    node.locate(("far", 1))
+    node.step(Clear(None, None))
+    node.arrive()
+    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "far", "fetch failed")]
+    assert "cleared or switched off here" in text(node)
+
+
+def test_no_room_for_all_and_then_for_nothing() -> None:
+    node, peer = attached(slots=32)
+    peer.lease(1, *range(1, 21))
+    node.locate(("far", 20))
+    assert sum(len(fetch.slots) for fetch in node.fetches) == 8, "a quarter of the arena"
+    peer.lease(2, *range(30, 40))
+    node.locate(("far", 10))
+    rows = end(node, peer, blocks=10, leases=[2])
+    assert rows == [(0, 10, "", "never stored", "far", "no room")]
+    while node.fetches:
+        node.arrive()
+    rows = end(node, peer, blocks=20, loaded=8)
+    assert rows == [
+        (0, 8, "peer", "", "far", "fetched"),
+        (8, 12, "", "never stored", "far", "fetched"),
+    ]
+    assert text(node).endswith("; there was room for 8 of 20")
+
+
+def test_what_comes_later_than_the_request_waits_says_so() -> None:
+    node, peer = attached()
+    peer.lease(1, 1, 2)
+    node.locate(("far", 2))
+    node.hear(peer.scheduler, LeaseRelease(leases=[1]))
+    node.arrive()
+    rows = end(node, peer, blocks=2)
+    assert rows == [(0, 2, "", "never stored", "far", "fetched")]
+    assert "which is longer than was waited for" in text(node)
+
+
+def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() -> None:
+    node, peer = attached()
+    peer.lease(1, 1, 2, 3, 4)
+    node.locate(("far", 3))
+    peer.lease(2, 3, 4, 5)
+    assert end(node, peer, blocks=3, leases=[2]) == [
+        (0, 1, "", "never stored", "far", "on its way"),
+        (1, 1, "", "never stored", "", "nobody has it"),
+        (2, 1, "", "never stored", "", ""),
+    ]
+    assert "longer than waiting" in text(node, 0)
+    node.arrive()
+
+
+def test_a_node_alone_says_nothing_of_others() -> None:
+    node = PeerNode()
+    peer = Peer(node)
+    peer.store(1)
+    peer.lease(1, 1)
+    assert end(node, peer, blocks=1, loaded=1) == [(0, 1, "dram", "", "", "")]
+
+
+def test_only_so_many_searches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searches, "SEARCHES_MAX", 2)
+    monkeypatch.setattr(searches, "NUMBER_MAX", 5)
+    kept = Searches()
+    numbers = [kept.begin(1).number for _ in range(7)]
+    assert numbers == [1, 2, 3, 4, 5, 1, 2]
+    assert len(kept) == 2
+    assert kept.get(5) is None
+    assert kept.get(2) is not None
+
+
+def test_a_search_that_is_not_remembered_leaves_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searches, "SEARCHES_MAX", 1)
+    node, peer = attached()
+    peer.lease(1, 1)
+    node.locate(("far", 1))
+    node.arrive()
+    peer.hint(9)
+    node.step(Located(node.locates.pop().locate, (Candidate("x", 0),)))
+    assert end(node, peer, blocks=1, loaded=1) == [(0, 1, "peer", "", "", "")]
