@@ -31,8 +31,7 @@ def block_keys(
         seed: the engine's hash seed, as its space says it.
         cache_salt: of the request; empty: none.
     """
-    extra = (("cache_salt", cache_salt),) if cache_salt else None
-    return _chained(_digest(seed), tokens, block_tokens, extra)
+    return _chained(_digest(seed), tokens, block_tokens, _salted(cache_salt))
 
 
 def root_key(seed: str) -> BlockKey:
@@ -40,9 +39,16 @@ def root_key(seed: str) -> BlockKey:
     return BlockKey(_digest(seed))
 
 
-def chained_keys(parent: BlockKey, tokens: Sequence[int], *, block_tokens: int) -> list[BlockKey]:
-    """Keys of the full blocks that follow a block, in chain order."""
-    return _chained(parent, tokens, block_tokens, None)
+def chained_keys(
+    parent: BlockKey, tokens: Sequence[int], *, block_tokens: int, cache_salt: str = ""
+) -> list[BlockKey]:
+    """Keys of the full blocks that follow a block, in chain order. `cache_salt`: of a request whose
+    first block is the first of these."""
+    return _chained(parent, tokens, block_tokens, _salted(cache_salt))
+
+
+def _salted(cache_salt: str) -> object:
+    return (("cache_salt", cache_salt),) if cache_salt else None
 
 
 def _chained(

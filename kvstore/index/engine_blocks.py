@@ -5,11 +5,12 @@
 
 Engines may name blocks by other hashes than ours, or by a part of them. A block's tokens and its
 parent's key give the key that everybody else uses (`chain`); the engine's name for it is remembered
-until it is removed. What has a parent that is not known, an adapter or anything else beside its
-tokens in its key is left out: it is not offered, which costs a miss.
+until it is removed. What has a parent that is not known, an adapter or anything else but tokens and
+a salt in its key is left out: it is not offered, which costs a miss. Where whole names are known to
+be keys, nothing of that is needed.
 
 Bounded: `block_count_max` names. Covers: keys and names. Does not cover: forms
-(`wire.engine_events`), sockets, what to do when an event is missed.
+(`wire.engine_events`), sockets, what to do when an event is missed (`engine_feed`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,19 @@ Name = int | bytes
 class EngineBlocks:
     """One data-parallel rank of one engine."""
 
-    def __init__(self, *, seed: str, block_count_max: int = BLOCK_COUNT_MAX) -> None:
-        """`seed`: the hash seed of the space, as its engines say it."""
+    def __init__(
+        self,
+        *,
+        seed: str,
+        block_tokens: int = 0,
+        names_are_keys: bool = False,
+        block_count_max: int = BLOCK_COUNT_MAX,
+    ) -> None:
+        """`seed`: the hash seed of the space, as its engines say it. `block_tokens`: of the space's
+        blocks; others are left out; 0: any. `names_are_keys`: those that are whole."""
         self._root = root_key(seed)
+        self._block_tokens = block_tokens
+        self._names_are_keys = names_are_keys
         self._block_count_max = block_count_max
         self._keys: dict[Name, BlockKey] = {}
         self.left_out = 0
@@ -39,6 +50,10 @@ class EngineBlocks:
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def keys(self) -> list[BlockKey]:
+        """All that are held."""
+        return list(self._keys.values())
 
     def stored(
         self,
@@ -48,19 +63,27 @@ class EngineBlocks:
         tokens: Sequence[int],
         block_tokens: int,
         is_plain: bool,
+        cache_salt: str = "",
     ) -> list[BlockKey]:
-        """Blocks of one chain came; `is_plain`: nothing but tokens is in their keys. Returns the
-        keys of those that can be named."""
-        above = self._root if parent is None else self._keys.get(parent)
-        if above is None or not is_plain or block_tokens * len(names) != len(tokens):
-            self.left_out += len(names)
-            return []
-        keys = chained_keys(above, tokens, block_tokens=block_tokens)
+        """Blocks of one chain came; `is_plain`: nothing but tokens is in their keys, and in the
+        first of a prompt this salt. Returns the keys of those that can be named."""
+        if block_tokens <= 0 or self._block_tokens not in (0, block_tokens):
+            keys = []
+        elif self._names_are_keys and all(isinstance(name, bytes) for name in names):
+            keys = [BlockKey(name) for name in names if isinstance(name, bytes)]
+        else:
+            above = self._root if parent is None else self._keys.get(parent)
+            fits = is_plain and block_tokens * len(names) == len(tokens)
+            keys = (
+                chained_keys(above, tokens, block_tokens=block_tokens, cache_salt=cache_salt)
+                if fits and above is not None
+                else []
+            )
         room = max(0, self._block_count_max - len(self._keys))
-        self.left_out += max(0, len(names) - room)
-        for name, key in zip(names[:room], keys[:room], strict=True):
-            self._keys[name] = key
-        return keys[:room]
+        named = dict(zip(names[:room], keys[:room], strict=False))
+        self.left_out += len(names) - len(named)
+        self._keys.update(named)
+        return list(named.values())
 
     def removed(self, names: Sequence[Name]) -> list[BlockKey]:
         """Blocks went. Returns the keys of those that had been named."""

@@ -1,6 +1,7 @@
 """KV events of an engine, as vLLM publishes them: what its own memory holds.
 
     message   [topic, sequence number (u64 big-endian), payload]
+    replay    [empty, first number] ─▶ [empty, topic, number, payload] …, [empty, empty, END, empty]
     payload   msgpack [time, [event, …], data-parallel rank or nil]
     event     a map with its kind under "type", as vLLM's msgspec structs make it
 
@@ -22,7 +23,11 @@ from kvstore.types import KEY_BYTES
 
 OWN_MEDIA: Final = (None, "GPU")
 """Of the engine's own memory; what its connectors hold they tell themselves."""
-PAYLOAD_BYTES_MAX: Final = 16 << 20
+PAYLOAD_BYTES_MAX: Final = 4 << 20
+"""A step of half a million tokens; what is longer is not read."""
+SEQUENCE_BYTES: Final = 8
+END: Final = b"\xff" * SEQUENCE_BYTES
+"""In the place of a number: that was all of a replay."""
 
 Hash = int | Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
@@ -38,6 +43,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     medium: str | None = None
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
+    group_idx: int | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
@@ -45,6 +51,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
 
     block_hashes: list[Hash]
     medium: str | None = None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):

@@ -1,0 +1,340 @@
+"""What one engine publishes of its own memory, in order and without gaps, or not at all.
+
+    begin ─▶ JOINING ─▶ LIVE ⇄ FILLING        batches by number in, changes of the index out
+                 ▲________│_______│           a gap that cannot be filled: all is void
+
+An engine numbers its batches from 0 and keeps the last ones, which it replays from a number on.
+
+1. Nothing is told while the past is replayed: only what is held at its end.
+2. A gap is filled by a replay. While that runs, what comes live waits.
+3. What cannot be filled, or not be read, may have been a removal: all that is held is void, and
+   held is from then on what comes. To forget costs misses; to tell what is gone costs the time of
+   whoever relies on it.
+4. Numbers that do not rise are those of another publisher: begin again.
+5. A replay may lack pieces in its middle (a full queue drops them): it is asked for again from
+   there. The first piece missing means that the engine keeps it no more.
+
+The engine sends nothing before it knows that it is subscribed to, and the replay may end before:
+once more, soon after joining, the rest is asked for.
+
+Pure; time is an argument. Covers: numbers, gaps, what counts. Does not cover: names
+(`engine_blocks`), sockets (`kvstore.serve.engine_memory`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.index.engine_blocks import EngineBlocks
+from kvstore.index.feed import Change, Left, Removed, Stored
+from kvstore.types import BlockKey, SpaceId, Tier
+from kvstore.wire.engine_events import (
+    OWN_MEDIA,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineEvent,
+    decode_batch,
+)
+
+WAITING_BATCHES_MAX: Final = 1024
+WAITING_BYTES_MAX: Final = 16 << 20
+REPLAY_MS: Final = 5000
+"""A replay of which nothing comes for so long has ended."""
+JOINED_MS: Final = 1000
+"""After joining the rest is asked for."""
+KEYS_MAX: Final = 4096
+"""Of one change."""
+OWN_GROUPS: Final = (None, 0)
+"""Of models with several groups of blocks, whose keys are the same, only the first is looked at."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Whose memory, and of what."""
+
+    engine: str
+    rank: int
+    tenant: str
+    space: SpaceId
+
+
+class FeedCounters:
+    """Since the start."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.replays = 0
+        self.voids = 0
+        """Times that all was given up: a gap, or what could not be read."""
+        self.refused = 0
+        """Batches that could not be read."""
+
+
+class Phase(enum.Enum):
+    """Where it stands."""
+
+    AWAY = "away"
+    JOINING = "joining"
+    LIVE = "live"
+    FILLING = "filling"
+
+
+class EngineFeed:
+    """One data-parallel rank of one engine."""
+
+    def __init__(self, place: Place, blocks: EngineBlocks, *, can_replay: bool) -> None:
+        self.place = place
+        self.blocks = blocks
+        self.counters = FeedCounters()
+        self.phase = Phase.AWAY
+        self._can_replay = can_replay
+        self._asked: int | None = None
+        """A replay from here on is to be asked for."""
+        self._next: int | None = None
+        """Number of the batch that comes next; None: any."""
+        self._last_live = -1
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_bytes = 0
+        self._in_order = 0
+        """Batches of this replay that were taken."""
+        self._has_hole = False
+        self._quiet_since_ms = 0
+        self._rest_due_ms: int | None = None
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, now_ms: int) -> list[Change]:
+        """The engine is there: it may be another one than before."""
+        changes = self.end()
+        self._last_live = -1
+        if self._can_replay:
+            self.phase = Phase.JOINING
+            self._rest_due_ms = now_ms + JOINED_MS
+            self._ask(0, now_ms)
+        else:
+            self.phase = Phase.LIVE
+        return changes
+
+    def end(self) -> list[Change]:
+        """The engine is not there any more."""
+        changes = self._void()
+        self.phase, self._next, self._asked, self._rest_due_ms = Phase.AWAY, None, None, None
+        self._drop_waiting()
+        return changes
+
+    def take_ask(self) -> int | None:
+        """Number from which on a replay is wanted now; one that is under way is void."""
+        asked, self._asked = self._asked, None
+        return asked
+
+    def heard(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
+        """A batch came live."""
+        if self.phase is Phase.AWAY:
+            return []
+        if number <= self._last_live:
+            changes = self.begin(now_ms)
+            return changes + self.heard(number, payload, now_ms)
+        self._last_live = number
+        if self.phase is Phase.LIVE:
+            return self._live(number, payload, now_ms)
+        self._wait(number, payload)
+        return []
+
+    def replayed(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
+        """A batch came that was asked for."""
+        if self.phase not in (Phase.JOINING, Phase.FILLING):
+            return []
+        self._quiet_since_ms = now_ms
+        if self._has_hole or (self._next is not None and number < self._next):
+            return []
+        changes: list[Change] = []
+        if self._next is not None and number > self._next:
+            if self._in_order:
+                self._has_hole = True
+                return []
+            # The engine keeps no more what is missing. As when joining: told is what is held at
+            # the end.
+            changes = self._void()
+            self.phase = Phase.JOINING
+        self._in_order += 1
+        return changes + self._told(self._take(number, payload))
+
+    def replay_ended(self, now_ms: int) -> list[Change]:
+        """That was all of it."""
+        if self.phase not in (Phase.JOINING, Phase.FILLING):
+            return []
+        if self._has_hole:
+            assert self._next is not None
+            self._ask(self._next, now_ms)
+            return []
+        if self.phase is Phase.FILLING and not self._in_order:
+            return self._give_up(now_ms)
+        if self._next is None:
+            # It has published nothing so far: what comes first must be its first.
+            self._next = 0
+        return self._go_live(now_ms)
+
+    def tick(self, now_ms: int) -> list[Change]:
+        """Time passed."""
+        match self.phase:
+            case Phase.LIVE if self._rest_due_ms is not None and now_ms >= self._rest_due_ms:
+                self._rest_due_ms = None
+                self._fill(now_ms)
+            case Phase.JOINING | Phase.FILLING if now_ms - self._quiet_since_ms >= REPLAY_MS:
+                if self._in_order:  # its end was lost
+                    self._ask(self._next or 0, now_ms)
+                else:
+                    return self._give_up(now_ms)
+            case _:
+                pass
+        return []
+
+    def held(self) -> list[Stored]:
+        """All that has been told and not taken back."""
+        return [] if self.phase is Phase.JOINING else self._stored(self.blocks.keys())
+
+    # ── how ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _ask(self, number: int, now_ms: int) -> None:
+        self._asked = number
+        self._in_order, self._has_hole, self._quiet_since_ms = 0, False, now_ms
+        self.counters.replays += 1
+
+    def _fill(self, now_ms: int) -> None:
+        self.phase = Phase.FILLING
+        self._ask(self._next or 0, now_ms)
+
+    def _give_up(self, now_ms: int) -> list[Change]:
+        """No answer. If something is missing, all is void; go on with what comes."""
+        is_gap = any(self._next is not None and n > self._next for n, _ in self._waiting)
+        changes: list[Change] = []
+        if self.phase is Phase.JOINING or is_gap:
+            changes = self._void()
+            self._next = None
+        return changes + self._go_live(now_ms)
+
+    def _go_live(self, now_ms: int) -> list[Change]:
+        changes: list[Change] = []
+        was_joining = self.phase is Phase.JOINING
+        self.phase = Phase.LIVE
+        if was_joining:
+            changes += self._stored(self.blocks.keys())
+        waiting = list(self._waiting)
+        self._drop_waiting()
+        for number, payload in waiting:
+            if self.phase is Phase.LIVE:
+                changes += self._live(number, payload, now_ms)
+            else:
+                self._wait(number, payload)
+        return changes
+
+    def _live(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
+        changes: list[Change] = []
+        if self._next is not None and number < self._next:
+            return []  # it was in a replay
+        if self._next is not None and number > self._next:
+            if self._can_replay:
+                self._wait(number, payload)
+                self._fill(now_ms)
+                return []
+            changes = self._void()
+        return changes + self._take(number, payload)
+
+    def _wait(self, number: int, payload: bytes) -> None:
+        full = len(self._waiting) >= WAITING_BATCHES_MAX
+        if full or self._waiting_bytes + len(payload) > WAITING_BYTES_MAX:
+            self._drop_waiting()  # which shows as a gap
+        self._waiting.append((number, payload))
+        self._waiting_bytes += len(payload)
+
+    def _drop_waiting(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def _void(self) -> list[Change]:
+        was_told = len(self.blocks) > 0 and self.phase is not Phase.JOINING
+        if len(self.blocks):
+            self.counters.voids += 1
+        self.blocks.cleared()
+        return [Left(self.place.engine, self.place.rank)] if was_told else []
+
+    def _told(self, changes: list[Change]) -> list[Change]:
+        return [] if self.phase is Phase.JOINING else changes
+
+    def _take(self, number: int, payload: bytes) -> list[Change]:
+        """The next batch, whatever it holds."""
+        self._next = number + 1
+        self.counters.batches += 1
+        try:
+            batch = decode_batch(payload)
+        except ProtocolError:
+            self.counters.refused += 1
+            return self._void()
+        changes: list[Change] = []
+        for event in batch.events:
+            changes += self._apply(event)
+        return changes
+
+    def _apply(self, event: EngineEvent) -> list[Change]:
+        match event:
+            case AllBlocksCleared():
+                was_empty = not len(self.blocks)
+                self.blocks.cleared()
+                return [] if was_empty else [Left(self.place.engine, self.place.rank)]
+            case _ if event.medium not in OWN_MEDIA or event.group_idx not in OWN_GROUPS:
+                return []
+            case BlockRemoved():
+                return [
+                    Removed(*self._scope(), b"".join(keys), *self._whose())
+                    for keys in _pieces(self.blocks.removed(event.block_hashes))
+                ]
+            case BlockStored():
+                is_plain, cache_salt = _what_else(event)
+                keys = self.blocks.stored(
+                    event.block_hashes,
+                    parent=event.parent_block_hash,
+                    tokens=event.token_ids,
+                    block_tokens=event.block_size,
+                    is_plain=is_plain,
+                    cache_salt=cache_salt,
+                )
+                return [*self._stored(keys)]
+
+    def _stored(self, keys: Sequence[BlockKey]) -> list[Stored]:
+        return [Stored(*self._scope(), b"".join(piece), *self._whose()) for piece in _pieces(keys)]
+
+    def _scope(self) -> tuple[str, SpaceId, Tier]:
+        return self.place.tenant, self.place.space, Tier.HBM
+
+    def _whose(self) -> tuple[str, int]:
+        return self.place.engine, self.place.rank
+
+
+def _what_else(event: BlockStored) -> tuple[bool, str]:
+    """(whether nothing but tokens and a salt is in the keys of these blocks, the salt).
+
+    Events name what else there is without its kind: a text alone, in the first block of a prompt
+    without an adapter, is a salt.
+    """
+    first, *rest = event.extra_keys or [None]
+    if event.lora_id is not None or event.lora_name is not None or any(rest):
+        return False, ""
+    if not first:
+        return True, ""
+    is_salt = (
+        event.parent_block_hash is None
+        and isinstance(first, list)
+        and len(first) == 1
+        and isinstance(first[0], str)
+    )
+    return is_salt, first[0] if is_salt else ""
+
+
+def _pieces(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:
+    return [keys[begin : begin + KEYS_MAX] for begin in range(0, len(keys), KEYS_MAX)]
