@@ -33,7 +33,7 @@ from kvstore.ports import Clock, Pieces
 from kvstore.proto import loans
 from kvstore.serve.exchange import Exchange
 from kvstore.serve.mover_host import MoverHost
-from kvstore.serve.peer_session import PeerLost, PeerSession
+from kvstore.serve.peer_session import Dial, PeerLost, PeerSession
 from kvstore.transport.backends import is_at
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, SlotId
 from kvstore.wire.assembly import Assembly
@@ -105,8 +105,10 @@ class Borrower:
         view: Callable[[SlotId, int], memoryview],
         clock: Clock,
         credentials: grpc.ChannelCredentials | None,
+        dial: Dial | None = None,
     ) -> None:
-        """`view`: bytes of a slot of this node's arena (`ports.Tier.view`)."""
+        """`view`: bytes of a slot of this node's arena (`ports.Tier.view`). `dial`: see
+        `PeerSession.open`."""
         self.counters = BorrowerCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Of what went well."""
@@ -119,6 +121,7 @@ class Borrower:
         self._view = view
         self._clock = clock
         self._credentials = credentials
+        self._dial = dial
         self._addresses: dict[str, str] = {}
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="borrower")
@@ -338,7 +341,9 @@ class Borrower:
                 raise PeerLost(f"node {node} is no member any more")
             self._forget(node, None if opening is None else _session_of(opening))
             opening = asyncio.get_running_loop().create_task(
-                PeerSession.open(node, address, me=self._who, credentials=self._credentials)
+                PeerSession.open(
+                    node, address, me=self._who, credentials=self._credentials, dial=self._dial
+                )
             )
             self._sessions[node] = opening
         session = await asyncio.shield(opening)

@@ -52,6 +52,9 @@ _MILLI: Final = 1000
 Slice = tuple[list[Offered], int]
 """What peers can have of some rows, and the next row, -1 after the last."""
 
+Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
+"""(address, credentials) of a replica → a channel to it."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -175,12 +178,18 @@ class Link:
         credentials: grpc.ChannelCredentials | None,
         hello: pb.Hello,
         counters: FeedCounters,
+        *,
+        dial: Dial | None = None,
+        jitter: Callable[[], float] | None = None,
     ) -> None:
+        """`dial`: what makes a channel; None: gRPC. `jitter`: a random part of 1."""
         self.replica = replica
         self.is_connected = False
         self._credentials = credentials
         self._hello = hello
         self._counters = counters
+        self._dial = dial or _channel
+        self._jitter = jitter or _jitter
         self._queue: deque[Offered] = deque()
         self.queued_keys = 0
         self._sequence = 0
@@ -221,7 +230,7 @@ class Link:
             finally:
                 was_connected, self.is_connected = self.is_connected, False
             retry_s = RETRY_MIN_S if was_connected else min(2 * retry_s, RETRY_MAX_S)
-            await asyncio.sleep(retry_s * (0.5 + secrets.randbelow(_MILLI) / _MILLI))
+            await asyncio.sleep(retry_s * (0.5 + self._jitter()))
 
     def _note(self, reason: str) -> None:
         if reason != self._told:
@@ -229,13 +238,7 @@ class Link:
             _log.warning("the index at %s is not reached: %s; trying on", self.replica, reason)
 
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
-        options = channel_options()
-        channel = (
-            grpc.aio.insecure_channel(self.replica, options=options)
-            if self._credentials is None
-            else grpc.aio.secure_channel(self.replica, self._credentials, options=options)
-        )
-        async with channel:
+        async with self._dial(self.replica, self._credentials) as channel:
             # Without it a first write would wait as long as nobody is there.
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await channel.channel_ready()
@@ -331,6 +334,17 @@ class Link:
             stored=[feeds.stored_of(offer) for offer in offers],
         )
         await _write(call, pb.FeedWord(part=part))
+
+
+def _channel(replica: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    options = channel_options()
+    if credentials is None:
+        return grpc.aio.insecure_channel(replica, options=options)
+    return grpc.aio.secure_channel(replica, credentials, options=options)
+
+
+def _jitter() -> float:
+    return secrets.randbelow(_MILLI) / _MILLI
 
 
 async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:

@@ -93,7 +93,7 @@ class IndexService(IndexServicer):
     async def tick(self) -> None:
         """What time alone brings about, for as long as it is not cancelled."""
         while True:
-            await self.store.tick(now_ms())
+            await self.store.tick(loop_ms())
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:
@@ -108,8 +108,8 @@ class IndexService(IndexServicer):
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         # What it says of a prompt that nobody has is what it can say of itself.
-        trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", now_ms())).trust
-        rows = [_row(member) for member in self.store.members(now_ms())]
+        trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
+        rows = [_row(member) for member in self.store.members(loop_ms())]
         return pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
@@ -136,7 +136,7 @@ class IndexService(IndexServicer):
         while True:
             reply = pb.WatchReply()
             if request.nodes:
-                rows = {member.node: _row(member) for member in self.store.members(now_ms())}
+                rows = {member.node: _row(member) for member in self.store.members(loop_ms())}
                 # Sequence numbers move all the time and are nobody's news.
                 reply.nodes.extend(r for r in rows.values() if not _is_same(r, told.get(r.node)))
                 reply.gone.extend(told.keys() - rows.keys())
@@ -158,7 +158,7 @@ class IndexService(IndexServicer):
 
     async def _match(self, request: pb.MatchRequest, keys: bytes) -> Answer:
         self.counters.matches += 1
-        return await self.store.match(request.tenant, SpaceId(request.space), keys, now_ms())
+        return await self.store.match(request.tenant, SpaceId(request.space), keys, loop_ms())
 
     async def _keys(self, request: pb.MatchRequest, context: Context) -> bytes:
         try:
@@ -176,7 +176,7 @@ class IndexService(IndexServicer):
         self, words: AsyncIterator[pb.FeedWord], context: Context
     ) -> AsyncIterator[pb.FeedOrder]:
         hello = await self._hello(words, context)
-        verdict = await self.store.hear(hello, now_ms())
+        verdict = await self.store.hear(hello, loop_ms())
         if verdict is Verdict.CLOSE:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
         # A stream that this one replaces is closed at its next word, or by keep-alive.
@@ -233,7 +233,7 @@ class IndexService(IndexServicer):
         counters = self.counters
         counters.words += 1
         counters.keys_told += feeds.key_count(word)
-        verdict = await self.store.hear(word, now_ms())
+        verdict = await self.store.hear(word, loop_ms())
         if verdict is Verdict.CLOSE:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
         return verdict
@@ -244,7 +244,7 @@ class IndexService(IndexServicer):
 
     async def _ended(self, hello: Hello, peer: str) -> None:
         """Its stream is over: is the node?"""
-        await self.store.hear(Closed(hello.node, hello.incarnation, hello.stream), now_ms())
+        await self.store.hear(Closed(hello.node, hello.incarnation, hello.stream), loop_ms())
         found = address_of(hello.address)
         if found is None or str(found[0]) != _host_of(peer) or hello.node in self._feeds:
             return
@@ -254,7 +254,7 @@ class IndexService(IndexServicer):
         except ConnectionRefusedError:
             if hello.node not in self._feeds:
                 _log.info("node %s is gone: its address refuses connections", hello.node)
-                await self.store.hear(Refused(hello.node), now_ms())
+                await self.store.hear(Refused(hello.node), loop_ms())
         except OSError:
             pass  # slow or unreachable: silence will tell (TimeoutError is an OSError)
         else:
@@ -266,6 +266,11 @@ class IndexService(IndexServicer):
 def now_ms() -> int:
     """Of the clock that the index is told."""
     return time.monotonic_ns() // 1_000_000
+
+
+def loop_ms() -> int:
+    """The same, on a loop: its clock is that one, or in tests a virtual one."""
+    return int(asyncio.get_running_loop().time() * 1000)
 
 
 async def _refuse(context: Context, text: str) -> NoReturn:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 import grpc
@@ -27,6 +28,10 @@ from kvstore.types import KEY_BYTES, SpaceId
 
 OPEN_TIMEOUT_S: Final = 2.0
 KEEPALIVE_MS: Final = 10_000
+
+
+Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
+"""(name, address, credentials) of a peer → a channel to it."""
 
 
 class PeerLost(KVStoreError):
@@ -56,9 +61,10 @@ class PeerSession:
         *,
         me: loans.Who,
         credentials: grpc.ChannelCredentials | None,
+        dial: Dial | None = None,
     ) -> Self:
-        """Raises PeerLost."""
-        channel = _channel(name, address, credentials)
+        """`dial`: what makes a channel; None: gRPC. Raises PeerLost."""
+        channel = (dial or _channel)(name, address, credentials)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await channel.channel_ready()

@@ -30,6 +30,10 @@ WORKLOAD_BLOCKS: Final = _PROBES * _PROBE_BLOCKS
 """All of it can be found, and is where nothing ever went wrong: a test holds that."""
 SHARE_MIN: Final = 0.95
 _CONVERGED_NS_MAX: Final = 10 * NS_PER_S
+_FETCHED_NS_MAX: Final = 40 * NS_PER_S
+"""A peer that failed often is left alone for up to 30 s."""
+_TOLD_NS: Final = NS_PER_S // 5
+"""Until the index knows."""
 _ROUNDS: Final = 20
 _COOLDOWN_NS: Final = 10 * NS_PER_S
 """Between two rounds: breakers that opened meanwhile allow another probe."""
@@ -52,10 +56,14 @@ def heal(world: World) -> None:
     for engine in world.engines:
         _attach(engine)
         _serve_again(engine)
+    if world.cluster is not None:
+        world.cluster.converge()
 
 
 def _end_faults(world: World) -> None:
     world.enabled = set()
+    if world.cluster is not None:
+        world.cluster.heal()
     # A clock that stands still is behind until its machine wakes.
     world.now_ns = max([world.now_ns, *(m.suspended_until_ns for m in world.machines)])
     for machine in world.machines:
@@ -105,6 +113,9 @@ def find_again(world: World) -> None:
     """New engines find what they store: in dram, after a restart, on another machine."""
     _kill_engines(world)
     world.hit_share = min(_hit_share(machine) for machine in world.machines)
+    if world.cluster is not None:
+        _find_at_another(world)
+        _kill_engines(world)
     _find_warm(probe(world.random.choice(world.machines)))
     _kill_engines(world)
     # Into small arenas nothing is promoted: a quarter of them is in motion at most.
@@ -167,6 +178,25 @@ def _find_warm(engine: SimEngine) -> None:
         raise Violation(f"{found} of {_PROBE_BLOCKS} blocks are found by the next process")
 
 
+def _find_at_another(world: World) -> None:
+    """What each machine has in memory is fetched by the next one, wherever it stands in a ring."""
+    machines = world.machines
+    finders = [probe(machine) for machine in machines]
+    for owner, finder in zip(finders, [*finders[1:], finders[0]], strict=True):
+        end_ns = world.now_ns + _FETCHED_NS_MAX
+        number = found = 0
+        while found < _PROBE_BLOCKS:
+            if world.now_ns > end_ns:
+                ask = f"{finder.machine.name} does not fetch from {owner.machine.name}"
+                raise Violation(f"{ask} again")
+            keys = _keys(f"{owner.machine.name}/peer/{number}")
+            number += 1
+            _ask(owner, keys)
+            assert world.cluster is not None
+            world.cluster.be_quiet(_TOLD_NS)
+            found = _ask(finder, keys)
+
+
 def _find_on_disk(world: World) -> None:
     machine = world.random.choice(world.machines)
     engine = probe(machine)
@@ -178,7 +208,7 @@ def _find_on_disk(world: World) -> None:
     if found != _PROBE_BLOCKS:
         raise Violation(f"{found} of {_PROBE_BLOCKS} blocks are found after an orderly restart")
     others = [other for other in world.machines if other is not machine]
-    if others:
+    if others and world.knobs.is_shared:
         _find_elsewhere(engine, probe(world.random.choice(others)))
 
 

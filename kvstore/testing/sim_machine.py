@@ -20,6 +20,7 @@ from kvstore.engine.events import Clear, Ended, Event, Exited, Received
 from kvstore.errors import ConfigError
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_disk import SimDisk, empty
+from kvstore.testing.sim_net import host_of
 from kvstore.testing.sim_node import Kept, SimNode
 from kvstore.testing.sim_parts import DISK_CALL_FAULTS, WARM_KILL, SimMemory
 from kvstore.testing.sim_sockets import SimSockets
@@ -33,6 +34,7 @@ from kvstore.wire.messages import (
 
 if TYPE_CHECKING:
     from kvstore.testing.sim_engine import SimEngine
+    from kvstore.testing.sim_peers import SimPeers
     from kvstore.testing.sim_world import World
 
 
@@ -62,6 +64,8 @@ class Machine:
             self._aside = folder / "aside" / self.name
         self.unsynced: dict[str, list[tuple[int, int]]] = {}
         """Path → (offset, length) of writes since its last sync."""
+        self.address = f"{host_of(self.name)}:9480"
+        """Where other nodes reach its node."""
         self.sockets = SimSockets()
         self._late_exits: list[int] = []
         """Connections of processes that are gone and whose pidfd has not fired yet."""
@@ -105,6 +109,11 @@ class Machine:
         """The engine of the node that is up."""
         assert self._process is not None
         return self._process.engine
+
+    @property
+    def peers(self) -> SimPeers | None:
+        """Of the node, if it is up and has some."""
+        return self._process.peers if self._process else None
 
     @property
     def disk(self) -> SimDisk | None:
@@ -162,11 +171,21 @@ class Machine:
 
     def node_step(self) -> None:
         """Beat, then read some of what waits: ranks before schedulers, as the driver does."""
+        if self.world.cluster is not None:
+            self.world.cluster.go_on()
         node = self._process
         if node is None or not self.node_runs:
             return
         node.feed(self._read_sockets(node))
         node.read_files()
+
+    def peers_go_on(self) -> bool:
+        """What its node has to do with other nodes. False: nothing now."""
+        node = self._process
+        if node is None or node.peers is None or not self.node_runs:
+            return False
+        moved = node.peers.loop.go_on()
+        return node.read_peers() or moved
 
     def _read_sockets(self, node: SimNode) -> list[Event]:
         self.heartbeat_ns = self.now_ns
@@ -216,6 +235,8 @@ class Machine:
         if node is None:
             return []
         self.promoted += node.engine.counters.file_blocks_read
+        if node.peers is not None:
+            node.peers.end()
         return node.files.kill() if node.files is not None else []
 
     def restart_node(self) -> None:

@@ -52,6 +52,7 @@ from kvstore.engine.journal import Journal
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_disk import SimFiles
 from kvstore.testing.sim_parts import WARM_KILL, SimMemory
+from kvstore.testing.sim_peers import SimPeers
 from kvstore.testing.tape import Tape, image, tape
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
@@ -87,7 +88,7 @@ class SimNode:
         knobs = machine.knobs
         first_generation = 1
         if kept is None:
-            self.memory = SimMemory(knobs.arena_bytes)
+            self.memory: SimMemory = SimMemory(knobs.arena_bytes)
         else:
             first_generation += incarnation * _GENERATIONS_PER_LIFE
             self.memory = kept.memory.taken_over(first_generation)
@@ -110,6 +111,8 @@ class SimNode:
             file_bytes=knobs.disk_bytes if directory else 0,
             lease_ttl_ms=knobs.ttl_ms,
             credit_share=knobs.credit_share,
+            tell_offers=machine.world.cluster is not None,
+            fetches=machine.world.cluster is not None,
         )
         self._first_events: list[Event] = [Ready(knobs.arena_bytes)]
         self.journal = self._new_journal(config) if kept is None else kept.journal
@@ -121,6 +124,7 @@ class SimNode:
             writers = tuple(Writer(ConnectionId(c), hello) for c, hello in kept.ranks.items())
             self._first_events.append(Adopt(found, writers))
         self.engine = Engine(config, journal)
+        self.peers = SimPeers(machine, self, incarnation) if machine.world.cluster else None
 
     def _new_journal(self, config: EngineConfig) -> NDArray[np.uint64]:
         size_bytes = Journal.size_bytes(config.arena_bytes, config.slab_bytes)
@@ -133,6 +137,8 @@ class SimNode:
         """Take over what there is, and serve."""
         self.feed(self._first_events)
         self.engine.check()
+        if self.peers is not None:
+            self.peers.start()
 
     def die_at_start(self) -> None:
         """The same as `die`, before anything is served."""
@@ -162,6 +168,12 @@ class SimNode:
         if self.files is not None:
             self.feed(self.files.read())
 
+    def read_peers(self) -> bool:
+        """Hear what comes from other nodes. False: nothing."""
+        events = self.peers.read() if self.peers is not None else []
+        self.feed(events)
+        return bool(events)
+
     def feed(self, events: Sequence[Event]) -> None:
         """As the driver: events in, commands carried out in order, until nothing follows."""
         while events:
@@ -188,12 +200,13 @@ class SimNode:
                     return [Ended(ConnectionId(connection))]
             case Release(connection=connection):
                 self._machine.let_go(connection)
-            case Cleared() | Changed() | Offered() | OffersUntold():
+            case Cleared() | Changed():
                 pass
             case SwitchedOff():
                 raise Violation("a space was switched off where each key has one block")
-            case Locate() | Fetch() | Lent() | LoanEnded():
-                raise AssertionError("a peer command without peers")
+            case Offered() | OffersUntold() | Locate() | Fetch() | Lent() | LoanEnded():
+                assert self.peers is not None, "a peer command without peers"
+                self.peers.take(command)
             case _:
                 assert self.files is not None, "a file command without a file tier"
                 if isinstance(command, ReadFile):

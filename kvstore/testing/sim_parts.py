@@ -122,6 +122,8 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     shadow_every: int = 0
     """Every n-th hit is computed, and compared."""
     machines: int = 1
+    index_replicas: int = 0
+    """0: machines know nothing of each other's memory."""
     is_shared: bool = False
     """One directory for the file tiers of all machines."""
     poll_interval_ms: int = 3000
@@ -158,6 +160,24 @@ def draw_knobs(source: random.Random, *, machines: int = 0) -> Knobs:
         promotion_deadline_ms=limit(2000),
         prefill_ns_per_token=source.choice((100_000, 20_000_000)),
         cooldown_ms=limit(1000),
+    )
+
+
+def draw_cluster(seed: int, knobs: Knobs, *, machines: int = 0) -> Knobs:
+    """Every fourth world is a cluster. Chance of its own: the others stay as they are."""
+    if seed % 4:
+        return knobs
+    source = random.Random(f"cluster of {seed}")
+    return msgspec.structs.replace(
+        knobs,
+        index_replicas=source.choice((1, 2)),
+        machines=machines or max(knobs.machines, source.choice((2, 2, 3))),
+        # What lies in a shared directory is found there, and not fetched.
+        is_shared=knobs.is_shared and source.random() < 0.25,
+        arena_slots=max(knobs.arena_slots, source.choice((24, 48, 96, 512))),
+        lookup_deadline_ms=max(knobs.lookup_deadline_ms, source.choice((20, 500))),
+        promotion_deadline_ms=max(knobs.promotion_deadline_ms, source.choice((33, 500))),
+        prefill_ns_per_token=20_000_000,
     )
 
 
@@ -270,6 +290,8 @@ class WorldResult(msgspec.Struct, frozen=True):
     """Asked of the disk, and another machine's."""
     kept_blocks: int
     """That a node process found in the memory of the one before."""
+    fetched_blocks: int
+    """That came from other nodes."""
     trace: str
     hit_share: float
     """Of the blocks of a new workload after healing, on the machine that found least."""

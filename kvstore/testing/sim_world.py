@@ -1,7 +1,7 @@
 """One seeded world: machines with a node each, their engines, and what happens to them.
 
 `kvstore.testing.world` says what it is for, and runs it. Does not cover: the parts (`sim_machine`,
-`sim_engine`), what faults do (`sim_faults`), how it ends (`sim_heal`).
+`sim_engine`, `sim_cluster`), what faults do (`sim_faults`), how it ends (`sim_heal`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 
 from kvstore.testing import sim_faults, sim_heal
 from kvstore.testing.shrink import Case
+from kvstore.testing.sim_cluster import SimCluster
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_disk import SimDisk, open_below
 from kvstore.testing.sim_engine import SimEngine, new_random_request
@@ -33,6 +34,7 @@ from kvstore.testing.sim_parts import (
     Knobs,
     Words,
     WorldResult,
+    draw_cluster,
     draw_knobs,
     key_chains,
     sim_space,
@@ -80,6 +82,8 @@ class World:
         self.hit_share = 0.0
         self.foreign_blocks = 0
         """That nodes asked their disks for, and that another one wrote."""
+        self.fetched_blocks = 0
+        """That came from other nodes."""
         self._trace = hashlib.sha256()
         self._events = 0
         self._next_engine = 1
@@ -92,7 +96,7 @@ class World:
         drawn_knobs = msgspec.structs.replace(
             draw_knobs(self.random, machines=machine_count), shadow_every=2 if seed % 5 == 3 else 0
         )
-        self.knobs = knobs or drawn_knobs
+        self.knobs = knobs or draw_cluster(seed, drawn_knobs, machines=machine_count)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         folder = self._make_folder() if self.knobs.has_disk else None
         if folder is None:
@@ -104,10 +108,14 @@ class World:
         self._deployment = self._draw_deployment()
         self.engines: list[SimEngine] = []
         self.machines: list[Machine] = []
+        self.cluster = SimCluster(self) if self.knobs.index_replicas else None
         for number in range(1, self.knobs.machines + 1):
             self.machines.append(Machine(self, number, folder))
+        self._start_engines(engine_count)
+
+    def _start_engines(self, count_max: int) -> None:
         count = self.random.choice((1, 2, 2, 3))
-        count = max(min(count, engine_count or count), len(self.machines))
+        count = max(min(count, count_max or count), len(self.machines))
         for number in range(count):
             self.start_engine(self.machines[number % len(self.machines)])
 
@@ -124,6 +132,8 @@ class World:
         open."""
         for machine in self.machines:
             machine.end_process()
+        if self.cluster is not None:
+            self.cluster.end()
         if self._folder is None:
             return []
         left = open_below(self._folder.name)
@@ -143,6 +153,8 @@ class World:
         space, shards, tenant = self._draw_deployment()
         if self.random.random() < 0.75:
             space, shards, tenant = self._deployment
+        if self.cluster is not None:
+            shards = self._deployment[1]  # bytes of the oracle cannot be cut in another way
         self.note(f"{name} starts on {machine.name} with {len(shards)} ranks")
         self.engines.append(
             SimEngine(machine, name, space=space, blocks=blocks, shards=shards, tenant=tenant)
@@ -260,6 +272,7 @@ class World:
             ),
             foreign_blocks=self.foreign_blocks,
             kept_blocks=sum(machine.kept for machine in self.machines),
+            fetched_blocks=self.fetched_blocks,
             trace=self._trace.hexdigest()[:16],
             hit_share=self.hit_share,
             faults=dict(self.faults),

@@ -24,8 +24,15 @@ end: all requests finished (P2), no lease, grant, pin, quarantined slot, connect
 left (P3), what is stored is found again: in dram, after a restart, on another machine (P6). The
 same seed gives the same trace hash.
 
-Does not cover: the network, index and router; wall clocks, which nothing here asks; the kernel
-(`tests/faults`).
+Every fourth world is a cluster (`sim_cluster`): its nodes feed replicas of the index, ask them, and
+fetch blocks from each other. There the product's own code runs unchanged on loops of virtual time:
+feeds, index service, borrower, lender, their sessions. Checked, too: a fetch that has ended writes
+no more; what counts was lent until it had been read, and is the block byte by byte; a peer that
+failed is left alone; no answer names a node that is silent; at the end the answers are what nodes
+hold, and each node fetches from the next.
+
+Does not cover: blocks that are cut anew for other shards on their way; the router; wall clocks,
+which nothing here asks; the kernel (`tests/faults`).
 """
 
 from __future__ import annotations
@@ -85,6 +92,8 @@ class Totals(msgspec.Struct):
     """That a machine read of what another one wrote."""
     kept_blocks: int = 0
     """In memory, that a node process took over from the one before."""
+    fetched_blocks: int = 0
+    """That a node read in another one's memory."""
     least_hit_share: float = 1.0
     """After healing, beside a machine that never had a fault."""
     seconds: float = 0.0
@@ -102,6 +111,7 @@ class Totals(msgspec.Struct):
         self.promoted_blocks += result.promoted_blocks
         self.foreign_blocks += result.foreign_blocks
         self.kept_blocks += result.kept_blocks
+        self.fetched_blocks += result.fetched_blocks
         self.least_hit_share = min(self.least_hit_share, result.hit_share)
         self.faults = dict(Counter(self.faults) + Counter(result.faults))
         self.trace = hashlib.sha256(f"{self.trace} {result.trace}".encode()).hexdigest()[:16]

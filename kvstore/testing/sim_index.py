@@ -1,0 +1,138 @@
+"""Replicas of the index in the world, and what nodes ask them.
+
+Real: `serve.index.IndexService` with its `Index`, fed by streams; the forms of answers. Simulated:
+the way of a question, which a client takes from one replica to the next as `client.index` does.
+
+Checked all the time (I8): no answer names a node of which the replica has heard nothing for so long
+that it must be out.
+
+Does not cover: whether replicas know all there is (`sim_cluster`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from kvstore.client.index import IndexUnavailable, Members
+from kvstore.index.feed import OUT_MS
+from kvstore.index.index import Answer, Index
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.serve.index import IndexService
+from kvstore.stores.local import LocalStore
+from kvstore.testing.sim_copies import Violation
+from kvstore.testing.sim_loop import SimLoop
+from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.units import NS_PER_MS, NS_PER_S
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim_cluster import SimCluster
+    from kvstore.testing.sim_peers import SimPeers
+
+_ENTRIES: Final = 1 << 14
+_SLOTS: Final = 1 << 10
+_ASK_MS: Final = (0, 0, 1, 5)
+_SLOW_MS: Final = (5, 100, 400)
+SLOW: Final = "index slow"
+_SLACK_NS: Final = 20 * NS_PER_MS
+
+_T = TypeVar("_T")
+
+
+class SimReplica:
+    """One replica: a process that is there, stopped, or begins again with nothing."""
+
+    def __init__(self, cluster: SimCluster, number: int) -> None:
+        self.name = f"i{number}"
+        self.address = f"10.0.1.{number}:9470"
+        self.stopped_until_ns = 0
+        self._cluster = cluster
+        self.start()
+
+    def start(self) -> None:
+        """It knows nothing."""
+        cluster = self._cluster
+        self.begun_ns = cluster.world.now_ns
+        self.loop = SimLoop(lambda: cluster.world.now_ns)
+        self.loop.knock = lambda host, port: cluster.knock(self.name, f"{host}:{port}")
+        self.index = Index(
+            entry_count_max=_ENTRIES, slot_count_max=_SLOTS, now_ms=self.now_ms, is_native=False
+        )
+        service = IndexService(LocalStore(self.index), demands_names=False)
+        self.loop.create_task(service.tick())
+        handlers = {"Feed": (service.Feed, pb.FeedWord.FromString)}
+        cluster.net.listen(self.address, self.name, self.loop, handlers)
+
+    def end(self) -> None:
+        """kill -9."""
+        self._cluster.net.died(self.loop)
+        self.loop.end()
+
+    @property
+    def now_ms(self) -> int:
+        return self._cluster.world.now_ns // NS_PER_MS
+
+    @property
+    def runs(self) -> bool:
+        return self._cluster.world.now_ns >= self.stopped_until_ns
+
+    def match(self, tenant: str, space: bytes, keys: bytes) -> Answer:
+        """As the service answers."""
+        answer = self.index.match(tenant, SpaceId(space), keys, self.now_ms)
+        for match in answer.matches:
+            self._check_lives(match.holder.node)
+        return feeds.answer_of(feeds.reply_of(answer, blocks=len(keys) // KEY_BYTES))
+
+    def members(self) -> Members:
+        """As the service answers."""
+        trust = self.index.match("", SpaceId(bytes(KEY_BYTES)), b"", self.now_ms).trust
+        return Members(trust, self.index.members(self.now_ms))
+
+    def _check_lives(self, node: str) -> None:
+        heard_ns = self._cluster.net.heard_ns.get((node, self.name), 0)
+        if self._cluster.world.now_ns - heard_ns > OUT_MS * NS_PER_MS + _SLACK_NS:
+            raise Violation(f"{self.name} names {node}, silent for more than {OUT_MS} ms")
+
+
+class SimIndexClient:
+    """As `client.index.IndexClient`, of one node."""
+
+    def __init__(self, peers: SimPeers) -> None:
+        self._peers = peers
+        self._first: int = peers.random.randrange(len(peers.cluster.replicas))
+
+    def match(
+        self, tenant: str, space: bytes, prompt: bytes, *, timeout_s: float | None = None
+    ) -> Answer:
+        """Raises IndexUnavailable."""
+        return self._ask(lambda replica: replica.match(tenant, space, prompt), timeout_s)
+
+    def nodes(self, *, timeout_s: float | None = None) -> Members:
+        """Raises IndexUnavailable."""
+        return self._ask(SimReplica.members, timeout_s)
+
+    def _ask(self, ask: Callable[[SimReplica], _T], timeout_s: float | None) -> _T:
+        """The time that is left is shared among the replicas that were not asked yet."""
+        peers = self._peers
+        replicas, count = peers.cluster.replicas, len(peers.cluster.replicas)
+        left_ns = int((timeout_s or 1.0) * NS_PER_S)
+        for turn in range(count):
+            number = (self._first + turn) % count
+            took_ns = self._takes_ns(replicas[number])
+            share_ns = left_ns // (count - turn)
+            peers.loop.spend(min(took_ns, share_ns))
+            if took_ns <= share_ns:
+                self._first = number
+                return ask(replicas[number])
+            left_ns -= share_ns
+        raise IndexUnavailable("no replica answers")
+
+    def _takes_ns(self, replica: SimReplica) -> int:
+        net, world = self._peers.cluster.net, self._peers.cluster.world
+        if not replica.runs or not net.is_reached(self._peers.name, replica.address):
+            return 3600 * NS_PER_S
+        if SLOW in world.enabled and world.random.random() < 0.3:
+            world.strike(SLOW, self._peers.machine)
+            return world.random.choice(_SLOW_MS) * NS_PER_MS
+        return world.random.choice(_ASK_MS) * NS_PER_MS

@@ -1,0 +1,173 @@
+"""What reads bytes of other nodes' arenas, as a node sees its mover: a read is awaited to its end.
+
+What it can do wrong: stop half way, never end (until it is killed for that), die with all that it
+does, bring other bytes than lie there; and go on to write for a while after the peer is gone. Its
+word that a read has ended is true: after it nothing is written (ADR 23). The oracle looks at the
+source, too: what each slot's bytes were, of whom, when the read of it had ended.
+
+Does not cover: when a real mover is killed (`transport.watch`), back ends (`transport`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.ports import Pieces
+from kvstore.serve.mover import Ended
+from kvstore.transport.watch import GRACE_NS
+from kvstore.types import PAGE_BYTES, SlotId
+from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.wire.mover import Descriptor, encode
+
+if TYPE_CHECKING:
+    from kvstore.testing.sim_peers import SimPeers
+
+STOPS_HALF_WAY, NEVER_ENDS, WRONG_BYTES = (
+    "read stops half way",
+    "read never ends",
+    "read brings wrong bytes",
+)
+MOVER_FAULTS: Final = (STOPS_HALF_WAY, NEVER_ENDS, WRONG_BYTES)
+"""It strikes by itself, with each piece or read."""
+_STRIKE_SHARE: Final = 0.05
+_LINGERS_SHARE: Final = 0.5
+"""Of the reads whose source is gone: their ends are known only when the mover is dead."""
+_POLL_MS: Final = 20
+
+
+class Read(NamedTuple):
+    """Where the bytes of a slot came from, and what was there when they had been read."""
+
+    source: SimPeers
+    slot: int
+    generation: int
+    is_alive: bool
+
+
+class SimMover:
+    """Of one node process. `move` and `forget` are `MoverHost`'s."""
+
+    def __init__(self, peers: SimPeers) -> None:
+        self.trouble = ""
+        self.descriptor = b""
+        self.reads: dict[int, Read] = {}
+        """By the slot that was read into, the last time."""
+        self.writing: dict[int, set[int]] = {}
+        """Transfer → slots that it may still write to."""
+        self._peers = peers
+        self._lives = 0
+        self._numbers = itertools.count(1)
+        self.start()
+
+    def start(self) -> None:
+        """Another child."""
+        self._lives += 1
+        peers = self._peers
+        name = f"{peers.name}/{peers.incarnation}/{self._lives}"
+        size_bytes = len(peers.memory.bytes)
+        self.descriptor = encode(Descriptor("memory", name, size_bytes, 0, b""))
+        self.trouble = ""
+        peers.cluster.movers[self.descriptor] = self
+
+    def die(self, reason: str) -> None:
+        """All that it does has ended; another one begins soon."""
+        if self.trouble:
+            return
+        self._peers.cluster.movers.pop(self.descriptor, None)
+        self._lives += 1
+        self.descriptor, self.trouble = b"", f"the mover ended: {reason}"
+        self.writing.clear()
+        again_s = self._peers.random.randint(1, 500) * NS_PER_MS / NS_PER_S
+        self._peers.loop.call_later(again_s, self.start)
+
+    @property
+    def memory_is_there(self) -> bool:
+        """Whether its process lives."""
+        return not self._peers.loop.is_dead
+
+    async def move(
+        self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
+    ) -> Ended:
+        """Read from a peer. On return nothing writes to the places of the pieces any more."""
+        number = next(self._numbers)
+        if self.trouble:
+            return Ended(number, good=False, reason=self.trouble)
+        rows = list(zip(*(array.tolist() for array in pieces), strict=True))
+        self.writing[number] = {to // PAGE_BYTES for to, _, _ in rows}
+        life = self._lives
+        deadline_ns = self._peers.now_ns + int(timeout_s * NS_PER_S)
+        reason = await self._read(descriptor, rows, deadline_ns, life)
+        self.writing.pop(number, None)
+        return Ended(number, good=not reason, reason=reason)
+
+    def forget(self, peer: str) -> None:
+        """Each read finds its source by the descriptor: there is nothing to forget."""
+
+    async def _read(
+        self, descriptor: bytes, rows: list[tuple[int, int, int]], deadline_ns: int, life: int
+    ) -> str:
+        """Returns why it failed."""
+        peers, stops_at = self._peers, len(rows)
+        if self._strikes(STOPS_HALF_WAY):
+            stops_at = peers.random.randint(0, len(rows) - 1)
+        hangs = self._strikes(NEVER_ENDS)
+        for number, row in enumerate(rows):
+            await self._pause()
+            source = peers.cluster.movers.get(descriptor)
+            while hangs or (source is not None and not self._reaches(source)):
+                if self._lives != life:
+                    return "the mover ended"
+                if peers.now_ns >= deadline_ns + GRACE_NS:
+                    self.die("a read has no end")
+                    return "it had no end"
+                await asyncio.sleep(_POLL_MS * NS_PER_MS / NS_PER_S)
+                source = peers.cluster.movers.get(descriptor)
+            if self._lives != life:
+                return "the mover ended"
+            if source is None:
+                return await self._linger(rows[number:], life)
+            if number == stops_at:
+                self._put(row[0], bytes(row[2] // 2))
+                return "an error half way"
+            self._copy(source, *row)
+        return ""
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._peers.random.choice((0, 1, 1, 5)) * NS_PER_MS / NS_PER_S)
+
+    def _reaches(self, source: SimMover) -> bool:
+        net, here, there = self._peers.cluster.net, self._peers.name, source._peers.name
+        return not net.is_cut(here, there) and not net.is_cut(there, here)
+
+    async def _linger(self, rows: list[tuple[int, int, int]], life: int) -> str:
+        """The source is gone: what was on its way may still be written, until the mover is dead."""
+        if self._peers.random.random() < _LINGERS_SHARE:
+            for to, _, size in rows:
+                await self._pause()
+                if self._lives != life:
+                    break
+                self._put(to, b"late" * (size // 4))
+            self.die("too many reads have no end")
+        return "the peer is gone"
+
+    def _copy(self, source: SimMover, to: int, begin: int, size: int) -> None:
+        its = source._peers
+        data = bytearray(its.memory.bytes[begin : begin + size])
+        if self._strikes(WRONG_BYTES):
+            data[self._peers.random.randrange(size)] ^= 1
+        self._put(to, bytes(data))
+        slot = begin // PAGE_BYTES
+        generation = its.memory.generation(SlotId(slot))
+        self.reads[to // PAGE_BYTES] = Read(its, slot, generation, not its.loop.is_dead)
+
+    def _put(self, to: int, data: bytes) -> None:
+        self._peers.memory.bytes[to : to + len(data)] = data
+
+    def _strikes(self, fault: str) -> bool:
+        world = self._peers.cluster.world
+        if fault not in world.enabled or world.random.random() >= _STRIKE_SHARE:
+            return False
+        world.strike(fault, self._peers.machine)
+        return True

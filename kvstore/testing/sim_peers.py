@@ -1,0 +1,231 @@
+"""What one node process of the world has to do with other nodes.
+
+Real: `serve.borrower`, `serve.lender`, their sessions, `serve.feed`'s links. Simulated: the loop
+that they run on (`sim_loop`), gRPC (`sim_net`), the mover (`sim_mover`), the way to the index
+(`sim_index`).
+
+Checked all the time: when a fetch has ended nothing writes to its slots any more (I4); what counts
+as good is, byte by byte, the block of its tenant, shard and key, and was in the peer's slot under
+the generation that it was lent with when it had been read, of a process that was alive (I5); a peer
+that failed is left alone for a while (I8); each question and each fetch is answered once.
+
+Does not cover: the engine (`sim_node`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvstore.engine.events import (
+    Event,
+    Fetch,
+    Fetched,
+    Lent,
+    LoanEnded,
+    Locate,
+    Located,
+    Offered,
+    OffersUntold,
+    PeerCommand,
+    PeerEvent,
+)
+from kvstore.engine.fetches import AVOID_FIRST_NS
+from kvstore.proto import index_pb2, loans, peer_pb2
+from kvstore.serve.borrower import Borrower
+from kvstore.serve.feed import FeedCounters, Link
+from kvstore.serve.lender import Lender
+from kvstore.testing.sim_copies import Violation
+from kvstore.testing.sim_index import SimIndexClient
+from kvstore.testing.sim_loop import SimLoop
+from kvstore.testing.sim_mover import SimMover
+from kvstore.testing.sim_net import SimChannel
+from kvstore.types import KEY_BYTES, Incarnation
+
+if TYPE_CHECKING:
+    import random
+
+    from kvstore.testing.sim_cluster import SimCluster
+    from kvstore.testing.sim_machine import Machine
+    from kvstore.testing.sim_node import SimNode
+    from kvstore.testing.sim_parts import SimMemory
+
+
+class _Clock:
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def now_ns(self) -> int:
+        return self._machine.now_ns
+
+
+class SimPeers:
+    """From the start of a node process to its death."""
+
+    def __init__(self, machine: Machine, node: SimNode, incarnation: int) -> None:
+        assert machine.world.cluster is not None
+        self.cluster: SimCluster = machine.world.cluster
+        self.machine, self.node = machine, node
+        self.name, self.incarnation = machine.name, incarnation
+        self.memory: SimMemory = node.memory
+        self.random: random.Random = machine.random
+        self.loop = SimLoop(lambda: machine.now_ns)
+        self.lent: dict[int, int] = {}
+        """Slot → generation, as lent last."""
+        self._events: deque[PeerEvent] = deque()
+        self._locates: set[int] = set()
+        self._fetches: dict[int, Fetch] = {}
+        self._left_alone: dict[str, int] = {}
+        """Peers that failed, and until when nothing is asked of them."""
+        self.mover = SimMover(self)
+        who = loans.Who(self.name, Incarnation(incarnation))
+        self.borrower = Borrower(
+            who=who,
+            mover=self.mover,  # type: ignore[arg-type]
+            view=self.memory.tier.view,
+            clock=_Clock(machine),
+            credentials=None,
+            dial=self._dial_peer,
+        )
+        self.borrower.exchange = self  # type: ignore[assignment]
+        self.borrower.index = SimIndexClient(self)
+        self.lender = Lender(
+            self,  # type: ignore[arg-type]
+            who=who,
+            descriptor=lambda: self.mover.descriptor,
+            demands_certificates=False,
+        )
+        hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
+        self.links = [
+            Link(
+                replica.address,
+                None,
+                hello,
+                FeedCounters(),
+                dial=self._dial,
+                jitter=self.random.random,
+            )
+            for replica in self.cluster.replicas
+        ]
+
+    @property
+    def now_ns(self) -> int:
+        return self.machine.now_ns
+
+    def _dial(self, address: str, _: object) -> Any:
+        return SimChannel(self.cluster.net, self.name, self.loop, address)
+
+    def _dial_peer(self, _: str, address: str, credentials: object) -> Any:
+        return self._dial(address, credentials)
+
+    def start(self) -> None:
+        """Listen, feed, follow the members."""
+        handlers = {"Session": (self.lender.Session, peer_pb2.Ask.FromString)}
+        self.cluster.net.listen(self.machine.address, self.name, self.loop, handlers)
+        self.loop.call_soon(self.borrower.start)
+        for link in self.links:
+            self.loop.create_task(link.run(self._offered))
+
+    def end(self) -> None:
+        """kill -9, the mover too."""
+        self.cluster.net.died(self.loop)
+        self.cluster.movers.pop(self.mover.descriptor, None)
+        self.loop.end()
+
+    def _offered(self, row: int) -> tuple[list[Offered], int]:
+        return self.node.engine.offered(row)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing is asked and nothing under way."""
+        return not self._locates and not self._fetches and not self._events
+
+    # ── of the node's loop ───────────────────────────────────────────────────────────────────────
+
+    def read(self) -> list[Event]:
+        """What waits for the engine."""
+        taken: list[Event] = list(self._events)
+        self._events.clear()
+        return taken
+
+    def take(self, command: PeerCommand | Offered | OffersUntold) -> None:
+        """Hand it over, as the exchange and the feeder do."""
+        match command:
+            case Offered():
+                for link in self.links:
+                    link.put([command])
+            case OffersUntold():
+                self.lose()
+            case Locate():
+                self._locates.add(command.locate)
+                self.loop.call_soon(self.borrower.locate, command)
+            case Fetch():
+                self._begin_fetch(command)
+                self.loop.call_soon(self.borrower.fetch, command)
+            case Lent():
+                slots = np.frombuffer(command.slots, "<u4").tolist()
+                generations = np.frombuffer(command.generations, "<u8").tolist()
+                self.lent.update(zip(slots, generations, strict=True))
+                self.loop.call_soon(self.lender.lent, command)
+            case LoanEnded():
+                self.loop.call_soon(self.lender.loan_ended, command)
+
+    def lose(self) -> None:
+        """What replicas were told is not all there is."""
+        for link in self.links:
+            link.lose()
+
+    # ── of its own loop ──────────────────────────────────────────────────────────────────────────
+
+    def post(self, event: PeerEvent) -> None:
+        """As the exchange, with the oracle's eye on it."""
+        if self.loop.is_dead:
+            return
+        match event:
+            case Located():
+                self._locates.remove(event.locate)
+            case Fetched():
+                self._check_fetched(self._fetches.pop(event.job), event)
+            case _:
+                pass
+        self._events.append(event)
+
+    def _begin_fetch(self, command: Fetch) -> None:
+        world, blocks = self.cluster.world, len(command.keys) // KEY_BYTES
+        world.note(f"{self.name} fetches {blocks} blocks from {command.node}")
+        if self.now_ns < self._left_alone.get(command.node, 0):
+            raise Violation(f"{self.name} asks {command.node} again, which has just failed")
+        self._fetches[command.job] = command
+
+    def _check_fetched(self, command: Fetch, event: Fetched) -> None:
+        world = self.cluster.world
+        count = sum(event.good)
+        world.note(f"{self.name} has {count} blocks of {command.node}")
+        world.fetched_blocks += count
+        slots = np.asarray(command.slots).reshape(len(event.good), -1)
+        mine = set(slots.reshape(-1).tolist())
+        for writing in self.mover.writing.values():
+            if mine & writing:
+                raise Violation(f"{self.name} gives slots back that its mover still writes to")
+        if count:
+            self._left_alone.pop(command.node, None)
+        elif event.peer_failed:
+            self._left_alone[command.node] = self.now_ns + AVOID_FIRST_NS
+        for number, row in enumerate(slots.tolist()):
+            if event.good[number]:
+                key = command.keys[number * KEY_BYTES :][:KEY_BYTES]
+                for column, slot in enumerate(row):
+                    self._check_block(command, key, column, slot)
+
+    def _check_block(self, command: Fetch, key: bytes, column: int, slot: int) -> None:
+        read = self.mover.reads.get(slot)
+        if read is None or not read.is_alive or read.source.lent.get(read.slot) != read.generation:
+            raise Violation(f"{self.name}: a block counts that was not lent when it had been read")
+        if self.memory.is_damaged:
+            return
+        word = self.cluster.world.words.word(self.memory.read(slot, command.block_bytes[column]))
+        begin, end = f"{command.tenant}/".encode(), f"/{command.shards[column]}/".encode() + key
+        if not (word.startswith(begin) and word.endswith(end)):
+            raise Violation(f"{self.name}: fetched {word!r:.60} instead of {end!r:.60}")
