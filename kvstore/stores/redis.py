@@ -145,22 +145,21 @@ class RedisStore:
     async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
         if len(keys) % KEY_BYTES:
             raise ValueError(f"{len(keys)} bytes are no keys of {KEY_BYTES} bytes each")
-        rows: Any = []
+        found: Any = b""
         if keys and not self._connection.is_away:
             try:
-                rows = await self._read(scripts.MATCH, scope_of(tenant, space), keys)
+                found = await self._read(scripts.MATCH, scope_of(tenant, space), keys)
             except FAILURES as error:
                 self._connection.lose(error)
-        if self._connection.is_away or rows == scripts.OTHER_EPOCH:
+        if self._connection.is_away or found == scripts.OTHER_EPOCH:
             return Answer(Trust.STALE, [])
-        matches = [match for row in rows if (match := self._match(row, now_ms)) is not None]
-        return Answer(self._trust(now_ms), matches)
+        matches = (self._match(slot, lengths, now_ms) for slot, lengths in scripts.matched(found))
+        return Answer(self._trust(now_ms), [each for each in matches if each is not None])
 
     def _trust(self, now_ms: int) -> Trust:
         return max(self._view.trust(now_ms), Trust.CATCHING_UP if self._refusal else Trust.EXACT)
 
-    def _match(self, found: tuple[bytes, int, int, int], now_ms: int) -> Match | None:
-        slot, hbm, dram, file = found
+    def _match(self, slot: bytes, lengths: tuple[int, int, int], now_ms: int) -> Match | None:
         try:
             holder = decode(Holder, slot[2:])
         except ProtocolError:
@@ -172,7 +171,7 @@ class RedisStore:
             return None
         if slot[1:2] == b"1":
             trust = max(trust, Trust.CATCHING_UP)
-        return Match(holder, hbm, dram, file, trust)
+        return Match(holder, *lengths, trust)
 
     # ── words ────────────────────────────────────────────────────────────────────────────────────
 
