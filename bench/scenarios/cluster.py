@@ -1,0 +1,116 @@
+"""`make bench-cluster`: nodes as one cache, in numbers that are ratios within this run.
+
+index       the prefix index beside Dynamo's, in process and over gRPC
+fetch       a fetch of another node's blocks, end to end, beside raw NIXL reads of the same bytes
+ttft        time to first token of what another node holds, beside the engine's own cache
+congestion  how much reads slow another flow on a link, paced and not
+scale       an index of 1,000 nodes and 100,000,000 blocks, simulated; and the plot
+
+What a machine cannot measure is in the record as "not_measured", and why. Only a run of all parts
+at full size writes bench/results/cluster.json and cluster.png; `--only` and `--quick` print. Judges
+nothing: goals stand beside the figures, and whether they were met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
+
+from bench import record
+from bench.cluster import congestion, fetch, index, picture, scale, ttft
+from bench.cluster.figures import SEED, NotMeasured
+from kvstore.errors import KVStoreError
+from kvstore.testing.process import NodeFailed
+from kvstore.units import MIB
+
+Part = Callable[[], dict[str, Any]]
+FULL: Final[dict[str, Part]] = {
+    "index": lambda: index.measure(entries=10_000_000, matches=2000, rounds=3),
+    "fetch": lambda: fetch.measure(bytes_a_round=64 * MIB, rounds=9),
+    "ttft": lambda: ttft.measure(prompts=20, size="bench"),
+    "congestion": lambda: congestion.measure(flow_bytes=192 * MIB, read_bytes=192 * MIB, rounds=5),
+    "scale": lambda: scale.measure(entries=100_000_000, nodes=1000),
+}
+QUICK: Final[dict[str, Part]] = {
+    "index": lambda: index.measure(entries=500_000, matches=50, rounds=1),
+    "fetch": lambda: fetch.measure(bytes_a_round=8 * MIB, rounds=2),
+    "ttft": lambda: ttft.measure(prompts=2, size="tiny"),
+    "congestion": lambda: congestion.measure(flow_bytes=8 * MIB, read_bytes=8 * MIB, rounds=2),
+    "scale": lambda: scale.measure(entries=2_000_000, nodes=20),
+}
+ERRORS: Final = (
+    *(KVStoreError, NodeFailed, OSError, ImportError, TimeoutError),
+    *(AssertionError, subprocess.SubprocessError, ValueError),
+)
+"""One part that fails does not cost the others."""
+
+
+def measured(part: Part) -> dict[str, Any]:
+    """What it found and how long it took, or why it found nothing."""
+    begin_s = time.perf_counter()
+    try:
+        found = part()
+    except NotMeasured as error:
+        return {"not_measured": str(error)}
+    except ERRORS as error:
+        return {"not_measured": f"it failed: {type(error).__name__}: {error}"}
+    return {**found, "took_s": round(time.perf_counter() - begin_s, 1)}
+
+
+def table(results: dict[str, Any]) -> Table:
+    """One row for each figure."""
+    made = Table("part", "figure", "value", "goal", "met")
+    for name, part in results.items():
+        if "not_measured" in part:
+            made.add_row(name, "not measured", part["not_measured"], "", "")
+            continue
+        for title, figure in part["figures"].items():
+            low = "at_least" in figure
+            goal = f"{'>=' if low else '<='} {figure['at_least' if low else 'at_most']:g}"
+            value = f"{figure['value']:g}"
+            if "interval_95" in figure:
+                value += " [{:g}, {:g}]".format(*figure["interval_95"])
+            made.add_row(name, title, value, goal, "yes" if figure["met"] else "no")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description="Nodes as one cache, in numbers.")
+    parser.add_argument("--only", choices=list(FULL), help="one part, which is printed")
+    parser.add_argument("--quick", action="store_true", help="tiny amounts, which say nothing")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("The benchmark was terminated."))
+    console = Console()
+    parts = QUICK if options.quick else FULL
+    results: dict[str, Any] = {}
+    for name, part in parts.items():
+        if options.only in (None, name):
+            console.print(f"{name} …", highlight=False)
+            results[name] = measured(part)
+    console.print(table(results), highlight=False)
+    if options.quick or options.only:
+        print(json.dumps(results, indent=1))
+        return 0
+    what = "nodes as one cache: index, fetches, other flows, scale"
+    path = record.write("cluster", {"what": what, **results}, seed=SEED)
+    if "figures" in results["scale"]:
+        picture.draw(results, path.with_suffix(".png"))
+    console.print(f"wrote {path.relative_to(record.ROOT)}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
