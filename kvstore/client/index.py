@@ -260,6 +260,7 @@ def _members(rows: Sequence[pb.Node]) -> list[Member]:
             row.address,
             feeds.trust_of(row.trust),
             row.sequence,
+            feeds.load_of(row),
         )
         for row in rows
     ]

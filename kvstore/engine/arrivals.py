@@ -116,6 +116,7 @@ class Arrivals:
         wait.finding.brought(wait.finding.held + wait.finding.arrived, brought)
         wait.finding.arrived += count
         state.counters.blocks_hit += count
+        state.counters.leased_bytes += count * sum(owner.slot_sizes)
         state.counters.blocks_missed += 0 if promoting else len(rest)
         state.send(
             wait.connection,

@@ -27,7 +27,9 @@ class Counters:
         "file_writes_dropped",
         "grants_refused",
         "lease_asks",
+        "leased_bytes",
         "leases_expired",
+        "lent_bytes",
         "loan_blocks_changed",
         "loaned_blocks",
         "loans_expired",
@@ -38,6 +40,7 @@ class Counters:
         "shadow_blocks_diverged",
         "slots_quarantined",
         "stale_slots",
+        "stored_bytes",
         "stores_dropped",
         "stores_joined",
         "stores_sealed",
@@ -64,7 +67,9 @@ class Counters:
         self.file_writes_dropped = 0
         self.grants_refused = 0
         self.lease_asks = 0
+        self.leased_bytes = 0
         self.leases_expired = 0
+        self.lent_bytes = 0
         self.loan_blocks_changed = 0
         self.loaned_blocks = 0
         self.loans_expired = 0
@@ -75,6 +80,7 @@ class Counters:
         self.shadow_blocks_diverged = 0
         self.slots_quarantined = 0
         self.stale_slots = 0
+        self.stored_bytes = 0
         self.stores_dropped = 0
         self.stores_joined = 0
         self.stores_sealed = 0

@@ -62,6 +62,7 @@ from kvstore.engine.switches import Switches
 from kvstore.engine.tombstones import Why
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
+from kvstore.wire.load import Load
 from kvstore.wire.messages import (
     Compared,
     Distrust,
@@ -333,6 +334,10 @@ class Engine:
     def nodes(self) -> list[report.NodeReport]:
         """This node, in one row."""
         return report.nodes(self._state)
+
+    def load(self) -> Load:
+        """What this node does, without what it does with others."""
+        return report.load(self._state)
 
     def tiers(self) -> list[report.TierReport]:
         """One row per tier."""

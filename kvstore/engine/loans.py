@@ -123,6 +123,7 @@ class Loans:
             mine = words_of_shard[: run.count]
             state.slots.touch(state.slots.pool_of(int(mine[0])), mine)
         state.counters.loaned_blocks += run.count
+        state.counters.lent_bytes += run.count * sum(asker.block_bytes)
         state.say(
             Lent(
                 peer=peer,

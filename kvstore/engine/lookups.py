@@ -71,6 +71,7 @@ class Lookups:
             return "a LeaseAsk that names a key twice"
         brought = self._arrivals.take_origins(run)
         state.counters.blocks_hit += run.count
+        state.counters.leased_bytes += run.count * sum(owner.slot_sizes)
         state.counters.blocks_missed += len(rest) - promoting
         state.send(
             connection,

@@ -12,6 +12,7 @@ from kvstore.engine.askers import ANOTHER_NODE
 from kvstore.engine.slots import SlotState
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
+from kvstore.wire.load import Load
 from kvstore.wire.messages import HelloRank
 
 if TYPE_CHECKING:
@@ -200,6 +201,26 @@ def tiers(
             scrub_age_ms=file_scrub.age_ms(state.now_ns),
         ),
     ]
+
+
+def load(state: State) -> Load:
+    """What this node does. Told every few seconds: no pass over all blocks, one over all slots."""
+    counters, slots = state.counters, state.slots
+    return Load(
+        at_ms=state.now_ns // NS_PER_MS,
+        dram_bytes=state.config.arena_bytes,
+        dram_used_bytes=slots.sealed_bytes(),
+        file_bytes=state.config.file_bytes,
+        file_used_bytes=state.file_used_bytes,
+        blocks_hit=counters.blocks_hit,
+        blocks_missed=counters.blocks_missed,
+        stored_bytes=counters.stored_bytes,
+        leased_bytes=counters.leased_bytes,
+        lent_bytes=counters.lent_bytes,
+        leases=len(state.leases),
+        engines=sum(bool(owner.open_session) for owner in state.owners.values()),
+        slots_quarantined=int(np.count_nonzero(slots.state == SlotState.QUARANTINED)),
+    )
 
 
 def quotas(state: State) -> list[QuotaReport]:

@@ -422,8 +422,11 @@ class Slots:
 
     def sealed_bytes(self) -> int:
         """Bytes in sealed slots, padding included."""
-        sealed = np.flatnonzero(self.state == SlotState.SEALED)
-        counts = np.bincount(sealed // self._words_per_slab, minlength=self.slab_count)
+        whole = self.slab_count * self._words_per_slab
+        sealed = (
+            self.state[:whole].reshape(self.slab_count, self._words_per_slab) == SlotState.SEALED
+        )
+        counts = np.count_nonzero(sealed, axis=1)
         return sum(
             int(counts[slab]) * pool.slot_bytes
             for pool in self.pools.values()

@@ -98,6 +98,7 @@ class Stores:
         owner.granted_slots -= len(words)
         self._state.credits_due = True
         self._state.counters.stores_sealed += len(words)
+        self._state.counters.stored_bytes += len(words) * hello.block_bytes
         self._writes.sealed(scope, rows, block_bytes=hello.block_bytes)
         return ""
 

@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.load import Load
 
 BEAT_MS: Final = 1000
 """A node that has nothing to say repeats itself this often."""
@@ -122,6 +123,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     stream: int
     sequence: int
+    load: Load | None = None
+    """None: as told before."""
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
@@ -209,6 +212,8 @@ class Feed:
     def __init__(self) -> None:
         self.address = ""
         self.sequence = 0
+        self.load: Load | None = None
+        """What its incarnation told last."""
         self._incarnation = Incarnation(0)
         self._replaced: deque[Incarnation] = deque(maxlen=_REPLACED_MAX)
         self._stream = 0
@@ -250,6 +255,7 @@ class Feed:
             case Delta():
                 return self._delta(event.sequence, now_ms)
             case Beat():
+                self.load = event.load or self.load
                 return self._beat(event.sequence, now_ms)
             case Part():
                 return self._part(event, now_ms)
@@ -304,7 +310,7 @@ class Feed:
         self.address = hello.address
         self._spoke(now_ms)
         if is_new:
-            self._phase, self.sequence = _Phase.EXACT, 0
+            self._phase, self.sequence, self.load = _Phase.EXACT, 0, None
         abandon = self._phase is _Phase.FILLING
         if abandon or self._phase is _Phase.ASKED or hello.sequence != self.sequence:
             self.sequence = hello.sequence

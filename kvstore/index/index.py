@@ -19,6 +19,7 @@ from kvstore.index.feed import OUT_MS, Event, Feed, Hello, Trust, Verdict
 from kvstore.index.holdings import Holdings
 from kvstore.index.places import Place, Places, Scope
 from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.load import Load
 
 SWEEP_ROWS: Final = 25_000
 """Rows that one `tick` looks at, while there is something void: about a millisecond."""
@@ -60,6 +61,8 @@ class Member(msgspec.Struct, frozen=True):
     trust: Trust | None
     """None: in no answer."""
     sequence: int
+    load: Load | None = None
+    """None: it told none yet."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -185,8 +188,9 @@ class Index:
         """Everybody who is not forgotten, by name."""
         self._review(now_ms)
         return [
-            Member(name, node.feed.incarnation, node.feed.address, node.trust, node.feed.sequence)
+            Member(name, its.incarnation, its.address, node.trust, its.sequence, its.load)
             for name, node in sorted(self.nodes.items())
+            for its in (node.feed,)
         ]
 
     def address(self, node: str, now_ms: int) -> str | None:

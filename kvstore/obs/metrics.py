@@ -182,6 +182,9 @@ METRICS: Final = (
             ("fetch_damaged", "", "Blocks lent by other nodes that were not what was stored."),
             ("fetch_not_kept", "", "Blocks that other nodes did not keep until they were read."),
             ("fetched_bytes", "bytes", "Bytes read from other nodes."),
+            ("leased_bytes", "bytes", "Bytes of blocks leased to engines, which load them."),
+            ("lent_bytes", "bytes", "Bytes lent to other nodes."),
+            ("stored_bytes", "bytes", "Bytes that engines stored."),
             ("mover_restarts", "", "Movers that ended and were started again."),
         )
     ),

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+import msgspec
+
 from kvstore.engine.events import Offered
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import Beat, Change, Delta, Hello, Part, Removed, Stored, Trust, Word
 from kvstore.index.index import Answer, Holder, Match
 from kvstore.proto import index_pb2 as pb
+from kvstore.proto.inspect_pb2 import LoadReply
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from kvstore.wire.load import Load
 
 MESSAGE_BYTES_MAX: Final = 1 << 20
 KEYS_MAX: Final = 16_384
@@ -60,7 +64,7 @@ def word_of(word: pb.FeedWord, hello: Hello) -> Word:
             changes = tuple(_change(change) for change in word.delta.changes)
             return Delta(*who, word.delta.sequence, changes)
         case "beat":
-            return Beat(*who, word.beat.sequence)
+            return Beat(*who, word.beat.sequence, load_of(word.beat))
         case "part":
             part = word.part
             stored = tuple(_stored(each) for each in part.stored)
@@ -214,6 +218,19 @@ def answer_of(reply: pb.MatchReply) -> Answer:
         for each in reply.holders
     ]
     return Answer(_OF_TRUST.get(reply.trust, Trust.STALE), matches)
+
+
+def load_message(load: Load) -> pb.Load:
+    """As it travels."""
+    return pb.Load(**msgspec.structs.asdict(load))
+
+
+def load_of(message: pb.Beat | pb.Node | LoadReply) -> Load | None:
+    """What is in a message, if anything is."""
+    if not message.HasField("load"):
+        return None
+    told = message.load
+    return Load(**{name: getattr(told, name) for name in Load.__struct_fields__})
 
 
 def trust_number(trust: Trust | None) -> pb.Trust:

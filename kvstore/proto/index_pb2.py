@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/proto/index.proto\x12\x10kvstore.index.v1\"R\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x11\n\thash_seed\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"s\n\x0cMatchRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\x0c\x12\x0e\n\x04keys\x18\x03 \x01(\x0cH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.kvstore.index.v1.TokensH\x00\x42\x08\n\x06prompt\"\x9a\x01\n\x06Holder\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nhbm_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x64ram_blocks\x18\x05 \x01(\r\x12\x13\n\x0b\x66ile_blocks\x18\x06 \x01(\r\x12&\n\x05trust\x18\x07 \x01(\x0e\x32\x17.kvstore.index.v1.Trust\"o\n\nMatchReply\x12&\n\x05trust\x18\x01 \x01(\x0e\x32\x17.kvstore.index.v1.Trust\x12)\n\x07holders\x18\x02 \x03(\x0b\x32\x18.kvstore.index.v1.Holder\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"\x0e\n\x0cNodesRequest\"t\n\x04Node\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12&\n\x05trust\x18\x04 \x01(\x0e\x32\x17.kvstore.index.v1.Trust\x12\x10\n\x08sequence\x18\x05 \x01(\x04\"[\n\nNodesReply\x12&\n\x05trust\x18\x01 \x01(\x0e\x32\x17.kvstore.index.v1.Trust\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.kvstore.index.v1.Node\"M\n\x0cWatchRequest\x12\r\n\x05nodes\x18\x01 \x01(\x08\x12.\n\x06prefix\x18\x02 \x01(\x0b\x32\x1e.kvstore.index.v1.MatchRequest\"o\n\nWatchReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.kvstore.index.v1.Node\x12\x0c\n\x04gone\x18\x02 \x03(\t\x12,\n\x06prefix\x18\x03 \x01(\x0b\x32\x1c.kvstore.index.v1.MatchReply\"]\n\x05Hello\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0e\n\x06stream\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\"y\n\x06Stored\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\x0c\x12$\n\x04tier\x18\x03 \x01(\x0e\x32\x16.kvstore.index.v1.Tier\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\"z\n\x07Removed\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\x0c\x12$\n\x04tier\x18\x03 \x01(\x0e\x32\x16.kvstore.index.v1.Tier\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\"j\n\x06\x43hange\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.kvstore.index.v1.StoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.kvstore.index.v1.RemovedH\x00\x42\x06\n\x04kind\"D\n\x05\x44\x65lta\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x18.kvstore.index.v1.Change\"\x18\n\x04\x42\x65\x61t\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"c\n\x04Part\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\x12(\n\x06stored\x18\x04 \x03(\x0b\x32\x18.kvstore.index.v1.Stored\"\xb6\x01\n\x08\x46\x65\x65\x64Word\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvstore.index.v1.HelloH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.kvstore.index.v1.DeltaH\x00\x12&\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x16.kvstore.index.v1.BeatH\x00\x12&\n\x04part\x18\x04 \x01(\x0b\x32\x16.kvstore.index.v1.PartH\x00\x42\x06\n\x04kind\"\x0b\n\tFeedOrder*f\n\x05Trust\x12\x15\n\x11TRUST_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTRUST_EXACT\x10\x01\x12\x15\n\x11TRUST_CATCHING_UP\x10\x02\x12\x0f\n\x0bTRUST_STALE\x10\x03\x12\r\n\tTRUST_OUT\x10\x04*2\n\x04Tier\x12\x0c\n\x08TIER_HBM\x10\x00\x12\r\n\tTIER_DRAM\x10\x01\x12\r\n\tTIER_FILE\x10\x02\x32\xa3\x02\n\x05Index\x12\x45\n\x05Match\x12\x1e.kvstore.index.v1.MatchRequest\x1a\x1c.kvstore.index.v1.MatchReply\x12\x45\n\x05Nodes\x12\x1e.kvstore.index.v1.NodesRequest\x1a\x1c.kvstore.index.v1.NodesReply\x12G\n\x05Watch\x12\x1e.kvstore.index.v1.WatchRequest\x1a\x1c.kvstore.index.v1.WatchReply0\x01\x12\x43\n\x04\x46\x65\x65\x64\x12\x1a.kvstore.index.v1.FeedWord\x1a\x1b.kvstore.index.v1.FeedOrder(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvstore/proto/index.proto\x12\x10kvstore.index.v1\"R\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x11\n\thash_seed\x18\x03 \x01(\t\x12\x12\n\ncache_salt\x18\x04 \x01(\t\"s\n\x0cMatchRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\x0c\x12\x0e\n\x04keys\x18\x03 \x01(\x0cH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.kvstore.index.v1.TokensH\x00\x42\x08\n\x06prompt\"\x9a\x01\n\x06Holder\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nhbm_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x64ram_blocks\x18\x05 \x01(\r\x12\x13\n\x0b\x66ile_blocks\x18\x06 \x01(\r\x12&\n\x05trust\x18\x07 \x01(\x0e\x32\x17.kvstore.index.v1.Trust\"o\n\nMatchReply\x12&\n\x05trust\x18\x01 \x01(\x0e\x32\x17.kvstore.index.v1.Trust\x12)\n\x07holders\x18\x02 \x03(\x0b\x32\x18.kvstore.index.v1.Holder\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"\x0e\n\x0cNodesRequest\"\x9a\x01\n\x04Node\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12&\n\x05trust\x18\x04 \x01(\x0e\x32\x17.kvstore.index.v1.Trust\x12\x10\n\x08sequence\x18\x05 \x01(\x04\x12$\n\x04load\x18\x06 \x01(\x0b\x32\x16.kvstore.index.v1.Load\"[\n\nNodesReply\x12&\n\x05trust\x18\x01 \x01(\x0e\x32\x17.kvstore.index.v1.Trust\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.kvstore.index.v1.Node\"M\n\x0cWatchRequest\x12\r\n\x05nodes\x18\x01 \x01(\x08\x12.\n\x06prefix\x18\x02 \x01(\x0b\x32\x1e.kvstore.index.v1.MatchRequest\"o\n\nWatchReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.kvstore.index.v1.Node\x12\x0c\n\x04gone\x18\x02 \x03(\t\x12,\n\x06prefix\x18\x03 \x01(\x0b\x32\x1c.kvstore.index.v1.MatchReply\"]\n\x05Hello\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0e\n\x06stream\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\"y\n\x06Stored\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\x0c\x12$\n\x04tier\x18\x03 \x01(\x0e\x32\x16.kvstore.index.v1.Tier\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\"z\n\x07Removed\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05space\x18\x02 \x01(\x0c\x12$\n\x04tier\x18\x03 \x01(\x0e\x32\x16.kvstore.index.v1.Tier\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x0e\n\x06\x65ngine\x18\x05 \x01(\t\x12\x0c\n\x04rank\x18\x06 \x01(\r\"j\n\x06\x43hange\x12*\n\x06stored\x18\x01 \x01(\x0b\x32\x18.kvstore.index.v1.StoredH\x00\x12,\n\x07removed\x18\x02 \x01(\x0b\x32\x19.kvstore.index.v1.RemovedH\x00\x42\x06\n\x04kind\"D\n\x05\x44\x65lta\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12)\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x18.kvstore.index.v1.Change\"\x85\x03\n\x04Load\x12\r\n\x05\x61t_ms\x18\x01 \x01(\x04\x12\x12\n\ndram_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x64ram_used_bytes\x18\x03 \x01(\x04\x12\x12\n\nfile_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x66ile_used_bytes\x18\x05 \x01(\x04\x12\x12\n\nblocks_hit\x18\x06 \x01(\x04\x12\x15\n\rblocks_missed\x18\x07 \x01(\x04\x12\x14\n\x0cstored_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cleased_bytes\x18\t \x01(\x04\x12\x15\n\rfetched_bytes\x18\n \x01(\x04\x12\x12\n\nlent_bytes\x18\x0b \x01(\x04\x12\x14\n\x0c\x66\x65tch_p50_us\x18\x0c \x01(\x04\x12\x14\n\x0c\x66\x65tch_p99_us\x18\r \x01(\x04\x12\x0e\n\x06leases\x18\x0e \x01(\x04\x12\x0f\n\x07\x65ngines\x18\x0f \x01(\x04\x12\x19\n\x11slots_quarantined\x18\x10 \x01(\x04\x12\x10\n\x08replicas\x18\x11 \x01(\x04\x12\x18\n\x10replicas_reached\x18\x12 \x01(\x04\">\n\x04\x42\x65\x61t\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.kvstore.index.v1.Load\"c\n\x04Part\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x0f\n\x07is_last\x18\x03 \x01(\x08\x12(\n\x06stored\x18\x04 \x03(\x0b\x32\x18.kvstore.index.v1.Stored\"\xb6\x01\n\x08\x46\x65\x65\x64Word\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.kvstore.index.v1.HelloH\x00\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.kvstore.index.v1.DeltaH\x00\x12&\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x16.kvstore.index.v1.BeatH\x00\x12&\n\x04part\x18\x04 \x01(\x0b\x32\x16.kvstore.index.v1.PartH\x00\x42\x06\n\x04kind\"\x0b\n\tFeedOrder*f\n\x05Trust\x12\x15\n\x11TRUST_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTRUST_EXACT\x10\x01\x12\x15\n\x11TRUST_CATCHING_UP\x10\x02\x12\x0f\n\x0bTRUST_STALE\x10\x03\x12\r\n\tTRUST_OUT\x10\x04*2\n\x04Tier\x12\x0c\n\x08TIER_HBM\x10\x00\x12\r\n\tTIER_DRAM\x10\x01\x12\r\n\tTIER_FILE\x10\x02\x32\xa3\x02\n\x05Index\x12\x45\n\x05Match\x12\x1e.kvstore.index.v1.MatchRequest\x1a\x1c.kvstore.index.v1.MatchReply\x12\x45\n\x05Nodes\x12\x1e.kvstore.index.v1.NodesRequest\x1a\x1c.kvstore.index.v1.NodesReply\x12G\n\x05Watch\x12\x1e.kvstore.index.v1.WatchRequest\x1a\x1c.kvstore.index.v1.WatchReply0\x01\x12\x43\n\x04\x46\x65\x65\x64\x12\x1a.kvstore.index.v1.FeedWord\x1a\x1b.kvstore.index.v1.FeedOrder(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore.proto.index_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRUST']._serialized_start=1782
-  _globals['_TRUST']._serialized_end=1884
-  _globals['_TIER']._serialized_start=1886
-  _globals['_TIER']._serialized_end=1936
+  _globals['_TRUST']._serialized_start=2251
+  _globals['_TRUST']._serialized_end=2353
+  _globals['_TIER']._serialized_start=2355
+  _globals['_TIER']._serialized_end=2405
   _globals['_TOKENS']._serialized_start=47
   _globals['_TOKENS']._serialized_end=129
   _globals['_MATCHREQUEST']._serialized_start=131
@@ -45,32 +45,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MATCHREPLY']._serialized_end=516
   _globals['_NODESREQUEST']._serialized_start=518
   _globals['_NODESREQUEST']._serialized_end=532
-  _globals['_NODE']._serialized_start=534
-  _globals['_NODE']._serialized_end=650
-  _globals['_NODESREPLY']._serialized_start=652
-  _globals['_NODESREPLY']._serialized_end=743
-  _globals['_WATCHREQUEST']._serialized_start=745
-  _globals['_WATCHREQUEST']._serialized_end=822
-  _globals['_WATCHREPLY']._serialized_start=824
-  _globals['_WATCHREPLY']._serialized_end=935
-  _globals['_HELLO']._serialized_start=937
-  _globals['_HELLO']._serialized_end=1030
-  _globals['_STORED']._serialized_start=1032
-  _globals['_STORED']._serialized_end=1153
-  _globals['_REMOVED']._serialized_start=1155
-  _globals['_REMOVED']._serialized_end=1277
-  _globals['_CHANGE']._serialized_start=1279
-  _globals['_CHANGE']._serialized_end=1385
-  _globals['_DELTA']._serialized_start=1387
-  _globals['_DELTA']._serialized_end=1455
-  _globals['_BEAT']._serialized_start=1457
-  _globals['_BEAT']._serialized_end=1481
-  _globals['_PART']._serialized_start=1483
-  _globals['_PART']._serialized_end=1582
-  _globals['_FEEDWORD']._serialized_start=1585
-  _globals['_FEEDWORD']._serialized_end=1767
-  _globals['_FEEDORDER']._serialized_start=1769
-  _globals['_FEEDORDER']._serialized_end=1780
-  _globals['_INDEX']._serialized_start=1939
-  _globals['_INDEX']._serialized_end=2230
+  _globals['_NODE']._serialized_start=535
+  _globals['_NODE']._serialized_end=689
+  _globals['_NODESREPLY']._serialized_start=691
+  _globals['_NODESREPLY']._serialized_end=782
+  _globals['_WATCHREQUEST']._serialized_start=784
+  _globals['_WATCHREQUEST']._serialized_end=861
+  _globals['_WATCHREPLY']._serialized_start=863
+  _globals['_WATCHREPLY']._serialized_end=974
+  _globals['_HELLO']._serialized_start=976
+  _globals['_HELLO']._serialized_end=1069
+  _globals['_STORED']._serialized_start=1071
+  _globals['_STORED']._serialized_end=1192
+  _globals['_REMOVED']._serialized_start=1194
+  _globals['_REMOVED']._serialized_end=1316
+  _globals['_CHANGE']._serialized_start=1318
+  _globals['_CHANGE']._serialized_end=1424
+  _globals['_DELTA']._serialized_start=1426
+  _globals['_DELTA']._serialized_end=1494
+  _globals['_LOAD']._serialized_start=1497
+  _globals['_LOAD']._serialized_end=1886
+  _globals['_BEAT']._serialized_start=1888
+  _globals['_BEAT']._serialized_end=1950
+  _globals['_PART']._serialized_start=1952
+  _globals['_PART']._serialized_end=2051
+  _globals['_FEEDWORD']._serialized_start=2054
+  _globals['_FEEDWORD']._serialized_end=2236
+  _globals['_FEEDORDER']._serialized_start=2238
+  _globals['_FEEDORDER']._serialized_end=2249
+  _globals['_INDEX']._serialized_start=2408
+  _globals['_INDEX']._serialized_end=2699
 # @@protoc_insertion_point(module_scope)

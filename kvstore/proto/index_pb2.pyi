@@ -86,18 +86,20 @@ class NodesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node", "incarnation", "address", "trust", "sequence")
+    __slots__ = ("node", "incarnation", "address", "trust", "sequence", "load")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TRUST_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: int
     address: str
     trust: Trust
     sequence: int
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., trust: _Optional[_Union[Trust, str]] = ..., sequence: _Optional[int] = ...) -> None: ...
+    load: Load
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., trust: _Optional[_Union[Trust, str]] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class NodesReply(_message.Message):
     __slots__ = ("trust", "nodes")
@@ -187,11 +189,53 @@ class Delta(_message.Message):
     changes: _containers.RepeatedCompositeFieldContainer[Change]
     def __init__(self, sequence: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ...) -> None: ...
 
+class Load(_message.Message):
+    __slots__ = ("at_ms", "dram_bytes", "dram_used_bytes", "file_bytes", "file_used_bytes", "blocks_hit", "blocks_missed", "stored_bytes", "leased_bytes", "fetched_bytes", "lent_bytes", "fetch_p50_us", "fetch_p99_us", "leases", "engines", "slots_quarantined", "replicas", "replicas_reached")
+    AT_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FILE_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_HIT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_MISSED_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_P50_US_FIELD_NUMBER: _ClassVar[int]
+    FETCH_P99_US_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_REACHED_FIELD_NUMBER: _ClassVar[int]
+    at_ms: int
+    dram_bytes: int
+    dram_used_bytes: int
+    file_bytes: int
+    file_used_bytes: int
+    blocks_hit: int
+    blocks_missed: int
+    stored_bytes: int
+    leased_bytes: int
+    fetched_bytes: int
+    lent_bytes: int
+    fetch_p50_us: int
+    fetch_p99_us: int
+    leases: int
+    engines: int
+    slots_quarantined: int
+    replicas: int
+    replicas_reached: int
+    def __init__(self, at_ms: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., dram_used_bytes: _Optional[int] = ..., file_bytes: _Optional[int] = ..., file_used_bytes: _Optional[int] = ..., blocks_hit: _Optional[int] = ..., blocks_missed: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., lent_bytes: _Optional[int] = ..., fetch_p50_us: _Optional[int] = ..., fetch_p99_us: _Optional[int] = ..., leases: _Optional[int] = ..., engines: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., replicas: _Optional[int] = ..., replicas_reached: _Optional[int] = ...) -> None: ...
+
 class Beat(_message.Message):
-    __slots__ = ("sequence",)
+    __slots__ = ("sequence", "load")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     sequence: int
-    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+    load: Load
+    def __init__(self, sequence: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("sequence", "number", "is_last", "stored")

@@ -1,3 +1,4 @@
+from kvstore.proto import index_pb2 as _index_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -89,6 +90,20 @@ class MemberReport(_message.Message):
     incarnation: str
     sequence: int
     def __init__(self, node: _Optional[str] = ..., trust: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LoadReply(_message.Message):
+    __slots__ = ("node", "incarnation", "load")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    incarnation: int
+    load: _index_pb2.Load
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., load: _Optional[_Union[_index_pb2.Load, _Mapping]] = ...) -> None: ...
 
 class TiersRequest(_message.Message):
     __slots__ = ()

@@ -49,6 +49,11 @@ class InspectStub:
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.TransfersReply.FromString,
                 _registered_method=True)
+        self.Load = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Load',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.LoadRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.LoadReply.FromString,
+                _registered_method=True)
         self.Tiers = channel.unary_unary(
                 '/kvstore.inspect.v1.Inspect/Tiers',
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.TiersRequest.SerializeToString,
@@ -124,6 +129,13 @@ class InspectServicer:
 
     def Transfers(self, request, context):
         """How long reading from other nodes took, by kind and back end; nothing without peers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Load(self, request, context):
+        """What the node does, as it tells the index.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -218,6 +230,11 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.Transfers,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.TransfersReply.SerializeToString,
+            ),
+            'Load': grpc.unary_unary_rpc_method_handler(
+                    servicer.Load,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.LoadRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.LoadReply.SerializeToString,
             ),
             'Tiers': grpc.unary_unary_rpc_method_handler(
                     servicer.Tiers,
@@ -356,6 +373,33 @@ class Inspect:
             '/kvstore.inspect.v1.Inspect/Transfers',
             kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.SerializeToString,
             kvstore_dot_proto_dot_inspect__pb2.TransfersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Load(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Load',
+            kvstore_dot_proto_dot_inspect__pb2.LoadRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.LoadReply.FromString,
             options,
             channel_credentials,
             insecure,

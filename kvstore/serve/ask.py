@@ -27,6 +27,7 @@ from kvstore.engine.report import (
 )
 from kvstore.engine.scrubs import NO_PASS
 from kvstore.errors import AttachError
+from kvstore.proto import feeds
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import MemberReport, Row, TransferReport, from_message
 from kvstore.proto.inspect_pb2_grpc import InspectStub
@@ -34,8 +35,11 @@ from kvstore.serve.inspect import REPLY_BYTES_MAX
 from kvstore.serve.listener import INSPECT_SUFFIX
 from kvstore.serve.upgrade import no_node_at, not_yours
 from kvstore.units import format_size
+from kvstore.wire.load import Load
 
 TIMEOUT_S: Final = 5.0
+LOAD_TIMEOUT_S: Final = 1.0
+"""Of what is asked again and again."""
 TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
 SUMMARY: Final = ("nodes", "members", "tiers", "quotas", "spaces", "leases", "jobs")
 """Members come with nodes, quotas with tiers, where there are any."""
@@ -105,6 +109,12 @@ class NodeClient:
         request = pb.PrefixRequest(tenant=tenant, space=space, keys=keys)
         return [from_message(RangeReport, row) for row in _call(self._stub.Prefix, request).rows]
 
+    def load(self) -> tuple[str, int, Load | None]:
+        """What it does: its name in the cluster, its incarnation, the figures. Raises
+        AttachError."""
+        reply = _call(self._stub.Load, pb.LoadRequest(), timeout_s=LOAD_TIMEOUT_S)
+        return reply.node, reply.incarnation, feeds.load_of(reply)
+
     def clear(self, *, space: str) -> int:
         """Forget blocks; returns how many. Raises AttachError."""
         return int(_call(self._stub.Clear, pb.ClearRequest(space=space)).blocks)
@@ -127,14 +137,14 @@ def _probe(path: Path, node_socket: Path) -> None:
             raise AttachError(no_node_at(node_socket)) from None
 
 
-def _call(call: Callable[..., Any], request: Any) -> Any:
+def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
     try:
-        return call(request, timeout=TIMEOUT_S)
+        return call(request, timeout=timeout_s)
     except grpc.RpcError as error:
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             details = (
-                f"the node did not answer within {TIMEOUT_S:.0f} s: it is stopped or overloaded"
+                f"the node did not answer within {timeout_s:.0f} s: it is stopped or overloaded"
             )
         raise AttachError(str(details)) from None
 

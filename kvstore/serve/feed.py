@@ -36,12 +36,15 @@ from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.driver import NodeBusy
 from kvstore.types import KEY_BYTES, Incarnation
+from kvstore.wire.load import Load
 
 DELTA_KEYS_MAX: Final = 4096
 """Of one message: a replica takes it in within a millisecond or two."""
 WAITING_KEYS_MAX: Final = 1 << 17
 """Of one link, and of those that no link has taken yet: 4 MiB of keys each."""
 BEAT_S: Final = BEAT_MS / 1000
+LOAD_S: Final = 2.0
+"""How often the node is asked what it does."""
 CONNECT_TIMEOUT_S: Final = 5.0
 WRITE_TIMEOUT_S: Final = 5.0
 RETRY_MIN_S: Final = 0.1
@@ -88,8 +91,12 @@ class Feeder:
         self._overflowed = False
         self._is_woken = False
         self._lock = threading.Lock()
+        self._load: pb.Load | None = None
         hello = pb.Hello(node=node, incarnation=incarnation, address=address)
-        self._links = [Link(replica, credentials, hello, self.counters) for replica in replicas]
+        self._links = [
+            Link(replica, credentials, hello, self.counters, lambda: self._load)
+            for replica in replicas
+        ]
         self._tasks: list[asyncio.Task[None]] = []
 
     # ── of the node's loop ───────────────────────────────────────────────────────────────────────
@@ -122,9 +129,10 @@ class Feeder:
 
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
 
-    def start(self, ask: Callable[[int], Slice]) -> None:
-        """Begin to dial. `ask` is `Engine.offered`, on the node's loop, and may raise NodeBusy."""
-        self._loop.loop.call_soon_threadsafe(self._begin, ask)
+    def start(self, ask: Callable[[int], Slice], load: Callable[[], Load] = Load) -> None:
+        """Begin to dial. `ask` is `Engine.offered`, and `load` what the node does; both are asked
+        on the node's loop, and may raise NodeBusy."""
+        self._loop.loop.call_soon_threadsafe(self._begin, ask, load)
 
     def close(self) -> None:
         """Hang up."""
@@ -135,6 +143,11 @@ class Feeder:
     def waiting_keys(self) -> int:
         """Keys that some replica is still to be told."""
         return self._waiting_keys + max((link.queued_keys for link in self._links), default=0)
+
+    @property
+    def replica_count(self) -> int:
+        """Replicas that are to be told."""
+        return len(self._links)
 
     @property
     def connected_count(self) -> int:
@@ -149,9 +162,17 @@ class Feeder:
 
     # ── of the asyncio loop ──────────────────────────────────────────────────────────────────────
 
-    def _begin(self, ask: Callable[[int], Slice]) -> None:
+    def _begin(self, ask: Callable[[int], Slice], load: Callable[[], Load]) -> None:
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(link.run(ask)) for link in self._links]
+        self._tasks.append(loop.create_task(self._follow_load(load)))
+
+    async def _follow_load(self, load: Callable[[], Load]) -> None:
+        """Beats repeat the last one: they do not wait for a node that is busy."""
+        while True:
+            with contextlib.suppress(NodeBusy):
+                self._load = feeds.load_message(await asyncio.to_thread(load))
+            await asyncio.sleep(LOAD_S)
 
     async def _end(self) -> None:
         for task in self._tasks:
@@ -178,12 +199,14 @@ class Link:
         credentials: grpc.ChannelCredentials | None,
         hello: pb.Hello,
         counters: FeedCounters,
+        load: Callable[[], pb.Load | None],
         *,
         dial: Dial | None = None,
         jitter: Callable[[], float] | None = None,
     ) -> None:
         """`dial`: what makes a channel; None: gRPC. `jitter`: a random part of 1."""
         self.replica = replica
+        self._load = load
         self.is_connected = False
         self._credentials = credentials
         self._hello = hello
@@ -262,6 +285,8 @@ class Link:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await call.initial_metadata()
             self.is_connected = not call.done()
+            loop = asyncio.get_running_loop()
+            beat_s = loop.time()
             while not listening.done():
                 self._wake.clear()
                 await self._write_waiting(call)
@@ -272,9 +297,11 @@ class Link:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEAT_S):
                         await self._wake.wait()
-                if not self._queue:
-                    await _write(call, pb.FeedWord(beat=pb.Beat(sequence=self._sequence)))
-                    self._told = ""
+                # Who stores all the time is heard of in deltas, but tells its load in beats only.
+                if not self._queue or loop.time() - beat_s >= BEAT_S:
+                    beat = pb.Beat(sequence=self._sequence, load=self._load())
+                    await _write(call, pb.FeedWord(beat=beat))
+                    self._told, beat_s = "", loop.time()
         finally:
             listening.cancel()
             (ended,) = await asyncio.gather(listening, return_exceptions=True)

@@ -137,7 +137,7 @@ class IndexService(IndexServicer):
             reply = pb.WatchReply()
             if request.nodes:
                 rows = {member.node: _row(member) for member in self.store.members(loop_ms())}
-                # Sequence numbers move all the time and are nobody's news.
+                # Sequence numbers and loads move all the time and are nobody's news.
                 reply.nodes.extend(r for r in rows.values() if not _is_same(r, told.get(r.node)))
                 reply.gone.extend(told.keys() - rows.keys())
                 told = rows
@@ -285,6 +285,7 @@ def _row(member: Member) -> pb.Node:
         address=member.address,
         trust=feeds.trust_number(member.trust),
         sequence=member.sequence,
+        load=feeds.load_message(member.load) if member.load is not None else None,
     )
 
 

@@ -12,19 +12,21 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from kvstore.engine.engine import Engine
 from kvstore.errors import ConfigError
+from kvstore.proto import feeds
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
 from kvstore.serve.driver import Driver, NodeBusy, NotDurable
 from kvstore.serve.listener import INSPECT_SUFFIX
 from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.wire.load import Load
 
 THREAD_COUNT: Final = 2
 CALL_COUNT_MAX: Final = 8
@@ -35,6 +37,7 @@ BLOCK_ROWS_MAX: Final = 1000
 REQUEST_ROWS_MAX: Final = 100
 PREFIX_KEYS_MAX: Final = 1024
 QUERY_TIMEOUT_S: Final = 2.0
+_T = TypeVar("_T")
 
 
 class SpaceUnknown(Exception):
@@ -45,33 +48,71 @@ class SpaceUnknown(Exception):
         self.code = code
 
 
+class Cluster(Protocol):
+    """What is needed of `member.ClusterMember`."""
+
+    @property
+    def node(self) -> str: ...
+
+    def members(self) -> Sequence[Row]:
+        """The nodes of the cluster, by the index; it may take a second."""
+        ...
+
+    def transfers(self) -> Sequence[Row]:
+        """How long reading from them took."""
+        ...
+
+    def with_peers(self, load: Load) -> Load:
+        """What the node does, with what it does with them."""
+        ...
+
+
+class Alone:
+    """A node that is in no cluster."""
+
+    node = ""
+
+    def members(self) -> Sequence[Row]:
+        """None."""
+        return ()
+
+    transfers = members
+
+    def with_peers(self, load: Load) -> Load:
+        """As it was."""
+        return load
+
+
 class InspectService(InspectServicer):
     """Asks the loop; knows nothing itself."""
 
     def __init__(
-        self,
-        driver: Driver,
-        members: Callable[[], Sequence[Row]] = tuple,
-        transfers: Callable[[], Sequence[Row]] = tuple,
+        self, driver: Driver, cluster: Cluster | None = None, incarnation: int = 0
     ) -> None:
-        """`members`: the nodes of the cluster, by the index; it may take a second. `transfers`: how
-        long reading from them took."""
         self._driver = driver
-        self._members = members
-        self._transfers = transfers
+        self._cluster: Cluster = cluster or Alone()
+        self._incarnation = incarnation
 
     def Nodes(self, request: pb.NodesRequest, context: grpc.ServicerContext) -> pb.NodesReply:
         return pb.NodesReply(rows=self._rows(context, lambda engine: engine.nodes()))
 
     def Members(self, request: pb.MembersRequest, context: grpc.ServicerContext) -> pb.MembersReply:
-        rows: list[Any] = [to_message(row) for row in self._members()]
+        rows: list[Any] = [to_message(row) for row in self._cluster.members()]
         return pb.MembersReply(rows=rows)
 
     def Transfers(
         self, request: pb.TransfersRequest, context: grpc.ServicerContext
     ) -> pb.TransfersReply:
-        rows: list[Any] = [to_message(row) for row in self._transfers()]
+        rows: list[Any] = [to_message(row) for row in self._cluster.transfers()]
         return pb.TransfersReply(rows=rows)
+
+    def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadReply:
+        load = self._cluster.with_peers(self._ask(context, lambda engine: engine.load()))
+        return pb.LoadReply(
+            node=self._cluster.node,
+            incarnation=self._incarnation,
+            load=feeds.load_message(load),
+        )
 
     def Tiers(self, request: pb.TiersRequest, context: grpc.ServicerContext) -> pb.TiersReply:
         return pb.TiersReply(rows=self._rows(context, lambda engine: engine.tiers()))
@@ -147,14 +188,16 @@ class InspectService(InspectServicer):
     def _rows(
         self, context: grpc.ServicerContext, ask: Callable[[Engine], Sequence[Row]]
     ) -> Iterable[Any]:
+        messages: list[Message] = [to_message(row) for row in self._ask(context, ask)]
+        return messages
+
+    def _ask(self, context: grpc.ServicerContext, ask: Callable[[Engine], _T]) -> _T:
         try:
-            rows = self._driver.query(ask, timeout_s=QUERY_TIMEOUT_S)
+            return self._driver.query(ask, timeout_s=QUERY_TIMEOUT_S)
         except SpaceUnknown as error:
             context.abort(error.code, str(error))
         except NodeBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        messages: list[Message] = [to_message(row) for row in rows]
-        return messages
 
 
 def find_spaces(engine: Engine, prefix: str) -> list[SpaceId]:
@@ -186,8 +229,8 @@ class InspectServer:
         self,
         socket: Path,
         driver: Driver,
-        members: Callable[[], Sequence[Row]] = tuple,
-        transfers: Callable[[], Sequence[Row]] = tuple,
+        cluster: Cluster | None = None,
+        incarnation: int = 0,
     ) -> None:
         """Listen beside the attach socket `socket`, whose lock the caller holds.
 
@@ -206,7 +249,7 @@ class InspectServer:
             ],
             maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
-        add_InspectServicer_to_server(InspectService(driver, members, transfers), self._server)
+        add_InspectServicer_to_server(InspectService(driver, cluster, incarnation), self._server)
         # gRPC makes the file itself: the mask keeps others out from the first moment.
         mask = os.umask(0o177)
         try:

@@ -1,20 +1,22 @@
-"""`kvstore inspect` and `kvstore explain`: flags to questions, answers to tables.
+"""`kvstore inspect`, `kvstore explain` and `kvstore top`: flags to questions, answers to tables.
 
-Does not cover: what is asked and how it looks (`ask`, `prefix`, `tell`).
+Does not cover: what is asked and how it looks (`ask`, `prefix`, `tell`, `top`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
 
-from kvstore.errors import ConfigError
+from kvstore.errors import AttachError, ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto.convert import Row, member_report
-from kvstore.serve.ask import OPTIONAL, SUMMARY, TOPICS, as_json, show
+from kvstore.serve.ask import OPTIONAL, SUMMARY, TOPICS, as_json, console, show
 from kvstore.serve.commands import (
     SOCKET_OPTION,
     IndexFlags,
@@ -46,6 +48,10 @@ from kvstore.serve.tell import (
     show_story,
     stories_as_json,
 )
+from kvstore.serve.top import AllNodes, OneNode, Source, one_view
+from kvstore.serve.top_screen import watch
+from kvstore.serve.top_view import as_json as figures_as_json
+from kvstore.serve.top_view import page
 
 BLOCKS_LISTED: Final = 100
 REQUESTS_LISTED: Final = 20
@@ -270,3 +276,65 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
             click.echo(f"{len(found)} requests fit {request_id!r}: give one of these ids")
     else:
         click.echo("no request has ended since the node started")
+
+
+@click.command()
+@SOCKET_OPTION
+@index_options
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.5, 60),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@click.option("--once", is_flag=True, help="One look, over one interval, and no screen.")
+@click.option("--json", "json_", is_flag=True, help="The same as one JSON object.")
+def top(
+    socket: Path,
+    interval: float,
+    *,
+    once: bool,
+    json_: bool,
+    index: tuple[str, ...],
+    ca: str | None,
+    cert: str | None,
+    key: str | None,
+    insecure: bool,
+) -> None:
+    """What a node does now, or with --index all nodes of the cluster: memory, hits, bytes a second,
+    leases, fetches. q leaves.
+
+    Hits and bytes a second are of the last interval, p50 and p99 of fetches since the node began;
+    loaded is what was leased to engines. Nodes tell the index what they do: one that is silent is
+    shown so, and nobody waits for it.
+
+    \b
+    Examples:
+      kvstore top
+      kvstore top --index 10.0.0.1:9470 --ca pki/ca.crt --cert pki/node-n1.crt --key pki/node-n1.key
+      kvstore top --json | jq '.nodes[0].hit_percent'
+    """
+    flags = IndexFlags(index=index, ca=ca, cert=cert, key=key, insecure=insecure)
+    everywhere = asks_index(flags)
+    out = console()
+    once |= json_
+    if not (once or out.is_terminal):
+        raise click.UsageError("top draws on a terminal: add --once or --json for scripts")
+    with contextlib.ExitStack() as stack:
+        source: Source = OneNode(socket)
+        if everywhere:
+            source = AllNodes(stack.enter_context(index_client(flags)), ", ".join(index))
+        try:
+            source.sample()  # what was never there is not silent, it is a wrong flag
+        except AttachError as error:
+            fail(str(error), code=1)
+        if not once:
+            watch(source, out, interval_s=interval)
+            return
+        figures = one_view(source, threading.Event().wait, interval_s=interval)
+        if json_:
+            click.echo(figures_as_json(figures))
+        else:
+            out.print(page(figures, head=f"kvstore top {source.name}", width=out.width))

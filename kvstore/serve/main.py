@@ -21,7 +21,7 @@ from kvstore.serve.commands import SOCKET_OPTION, fail, node_client
 from kvstore.serve.config import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS, load_config, read_settings
 from kvstore.serve.fsck import fsck as check_directory
 from kvstore.serve.fsck import reports_as_json, stores_in
-from kvstore.serve.look_commands import explain, inspect
+from kvstore.serve.look_commands import explain, inspect, top
 from kvstore.serve.upgrade import UpgradeRefused, ask_for_upgrade
 
 DEMO_NEEDS = ("vllm", "psutil")
@@ -37,6 +37,7 @@ def cli() -> None:
       kvstore node --dram 64GiB        start the cache of this machine
       kvstore inspect                  what is cached, by whom
       kvstore explain                  why recent requests hit or missed
+      kvstore top                      what it does now
       kvstore clear                    forget it all
       kvstore upgrade                  run the code that is installed now, keep the memory
       kvstore index                    be told by all nodes what they hold
@@ -177,6 +178,7 @@ cli.add_command(index)
 cli.add_command(certs)
 cli.add_command(inspect)
 cli.add_command(explain)
+cli.add_command(top)
 
 
 @cli.command()

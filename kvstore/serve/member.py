@@ -10,6 +10,8 @@ import ipaddress
 import logging
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.obs.metrics import Family
@@ -23,6 +25,7 @@ from kvstore.serve.peering import Peering
 from kvstore.serve.replica import Replica
 from kvstore.serve.tls import INSECURE_NOTE
 from kvstore.types import Incarnation
+from kvstore.wire.load import Load
 
 _log = logging.getLogger(__name__)
 
@@ -95,11 +98,12 @@ class ClusterMember:
             return (self._replica.address,)
         return (f"{'[::1]' if host.version == 6 else '127.0.0.1'}:{self._replica.port}",)
 
-    def start(self, ask: Callable[[int], Slice]) -> None:
-        """Tell, lend and borrow. `ask` is `Engine.offered`, on the node's loop."""
+    def start(self, ask: Callable[[int], Slice], load: Callable[[], Load]) -> None:
+        """Tell, lend and borrow. `ask` is `Engine.offered`, `load` is `Engine.load`, both on the
+        node's loop."""
         if self.peering is not None:
             self.peering.start(self._client)
-        self.feeder.start(ask)
+        self.feeder.start(ask, lambda: self.with_peers(load()))
 
     def close(self) -> None:
         """Hang up and stop."""
@@ -137,6 +141,20 @@ class ClusterMember:
         except IndexUnavailable as error:
             return [MemberReport(self._node, str(error), "", "", 0)]
         return [member_report(member) for member in known]
+
+    @property
+    def node(self) -> str:
+        """What it is called in the cluster."""
+        return self._node
+
+    def with_peers(self, load: Load) -> Load:
+        """What the node does, with what it does with others."""
+        load = msgspec.structs.replace(
+            load,
+            replicas=self.feeder.replica_count,
+            replicas_reached=self.feeder.connected_count,
+        )
+        return load if self.peering is None else self.peering.with_fetches(load)
 
     def transfers(self) -> list[TransferReport]:
         """How long reading from other nodes took."""

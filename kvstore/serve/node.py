@@ -194,8 +194,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     )
     pages = make_pages(collector, driver, door, files, publisher, member)
     http = _serve_pages(config, pages, handover, stack)
-    of_cluster = (member.members, member.transfers) if member else ()
-    rpc = InspectServer(config.socket, driver, *of_cluster)
+    rpc = InspectServer(config.socket, driver, member, incarnation)
     stack.callback(rpc.close)
     tier.start()
     _start_scrub(config, driver, tier, stack)
@@ -359,7 +358,8 @@ def _open_member(
 
 def _start_member(member: ClusterMember, driver: Driver) -> None:
     member.start(
-        lambda row: driver.query(lambda engine: engine.offered(row), timeout_s=HELD_TIMEOUT_S)
+        lambda row: driver.query(lambda engine: engine.offered(row), timeout_s=HELD_TIMEOUT_S),
+        lambda: driver.query(lambda engine: engine.load(), timeout_s=HELD_TIMEOUT_S),
     )
 
 

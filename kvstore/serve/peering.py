@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 import grpc
+import msgspec
 
 from kvstore.client.index import IndexClient
 from kvstore.client.tls import Identity
@@ -33,6 +34,7 @@ from kvstore.serve.peer_session import KEEPALIVE_MS
 from kvstore.serve.tls import server_credentials
 from kvstore.types import SlotId
 from kvstore.units import NS_PER_S
+from kvstore.wire.load import Load
 
 NS_PER_US: Final = 1000
 START_TIMEOUT_S: Final = 10.0
@@ -161,6 +163,16 @@ class Peering:
             for kind, timings in self.borrower.timings.items()
             if timings.count
         ]
+
+    def with_fetches(self, load: Load) -> Load:
+        """What the node does, with what it fetched."""
+        fetches = self.borrower.timings["fetch"]
+        return msgspec.structs.replace(
+            load,
+            fetched_bytes=self.borrower.counters.fetched_bytes,
+            fetch_p50_us=fetches.percentile_ns(50) // NS_PER_US,
+            fetch_p99_us=fetches.percentile_ns(99) // NS_PER_US,
+        )
 
     def families(self) -> list[Family]:
         """The same as metrics, and what became of the bytes."""

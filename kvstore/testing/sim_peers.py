@@ -104,6 +104,7 @@ class SimPeers:
                 None,
                 hello,
                 FeedCounters(),
+                lambda: None,
                 dial=self._dial,
                 jitter=self.random.random,
             )

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import re
+import select
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import psutil
 import pytest
 
+from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
+from kvstore.serve.top import AllNodes, Tally
 from kvstore.testing.index_process import Lab
 from kvstore.testing.peers import PeerPair
-from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys
+from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.messages import Story
 from tests.integration.cluster.kit import CONVERGES_S
 from tests.integration.node.conftest import eventually
@@ -128,3 +140,110 @@ def test_explain_names_the_node_and_how_long_it_took(system: System) -> None:
     header, row = shown.stdout.splitlines()[-2:]
     assert header.split() == ["blocks", "tokens", "tier", "node", "missed", "why"]
     assert row.split()[:5] == ["0-9", "0-159", "peer", "b", "-"]
+
+
+def test_top_shows_all_nodes_what_they_do(system: System) -> None:
+    (one,) = asked("top", "--socket", str(system.pair.b.socket), "--interval", "0.5")["nodes"]
+    assert (one["node"], one["state"], one["engines"]) == ("b", "up", 1)
+    assert one["dram_bytes"] == 64 << 20
+    assert one["stored_bytes_per_s"] is not None
+    with IndexClient([system.pair.a.index], tls=Lab(system.folder).files("client", "ops")) as index:
+        source = AllNodes(index, "")
+
+        def is_told() -> bool:
+            loads = {each.node: each.load for each in source.sample()}
+            return all(load is not None and load.engines == 1 for load in loads.values())
+
+        assert eventually(is_told, timeout_s=CONVERGES_S)
+        b = next(each.load for each in source.sample() if each.node == "b")
+    assert b is not None
+    assert b.dram_used_bytes >= STORED * BLOCK_BYTES
+    assert b.stored_bytes == STORED * BLOCK_BYTES
+    assert (b.replicas, b.replicas_reached) == (1, 1)
+    shown = kvstore("top", "--once", *system.asks, columns="80")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert [line.split()[:2] for line in shown.stdout.splitlines() if line[:2] in ("a ", "b ")][
+        :2
+    ] == [["a", "up"], ["b", "up"]]
+
+
+def test_top_leaves_the_terminal_as_it_was(system: System) -> None:
+    for key in (b"q", b"\x03"):
+        with Terminal(("top", *system.asks, "--interval", "0.5")) as terminal:
+            before = terminal.settings()
+            assert terminal.shows(b"exact")
+            assert terminal.settings() != before, "keys are not shown meanwhile"
+            terminal.type(key)
+            assert terminal.ends() == 0
+            assert terminal.settings() == before
+            assert terminal.seen.rindex(b"\x1b[?1049l") > terminal.seen.rindex(b"\x1b[?1049h")
+            assert b"Traceback" not in terminal.seen
+
+
+def test_a_node_that_stops_is_shown_so_and_the_others_go_on(tmp_path: Path) -> None:
+    with PeerPair.start(tmp_path, transport="tcp") as pair:
+        with IndexClient([pair.a.index], tls=Lab(tmp_path).files("client", "ops")) as index:
+            tally, source = Tally(), AllNodes(index, "")
+
+            def states() -> dict[str, str]:
+                return {each.node: each.state for each in tally.ask(source)}
+
+            assert eventually(lambda: states() == {"a": "up", "b": "up"}, timeout_s=CONVERGES_S)
+            process = psutil.Process(pair.b.pid)
+            process.suspend()
+            try:
+                assert eventually(lambda: states()["b"] != "up", timeout_s=CONVERGES_S)
+                assert states()["a"] == "up"
+            finally:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+            assert eventually(lambda: states()["b"] == "up", timeout_s=CONVERGES_S)
+
+
+class Terminal:
+    """A program on a terminal of 80 columns. Use as a context."""
+
+    def __init__(self, arguments: tuple[str, ...]) -> None:
+        self._fd, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.seen = b""
+        self._theirs = theirs
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.serve.main", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
+            env={**os.environ, "TERM": "xterm", "PYTHONSAFEPATH": "1"},
+        )
+
+    def settings(self) -> list[Any]:
+        return termios.tcgetattr(self._theirs)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._fd, keys)
+
+    def shows(self, text: bytes) -> bool:
+        """Whether it comes to print this."""
+        while text not in self.seen and select.select([self._fd], [], [], CONVERGES_S)[0]:
+            self.seen += os.read(self._fd, 1 << 16)
+        return text in self.seen
+
+    def ends(self) -> int:
+        """What it prints is read until it has ended."""
+        while self._process.poll() is None:
+            if select.select([self._fd], [], [], 0.1)[0]:
+                self.seen += os.read(self._fd, 1 << 16)
+        while select.select([self._fd], [], [], 0)[0]:
+            self.seen += os.read(self._fd, 1 << 16)
+        return self._process.returncode
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for fd in (self._fd, self._theirs):
+            os.close(fd)

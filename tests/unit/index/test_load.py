@@ -1,0 +1,56 @@
+"""What a node says that it does: kept as it said it last, by this process of it only."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvstore.index.feed import Beat, Hello
+from kvstore.index.index import Index, Member
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.types import Incarnation
+from kvstore.wire.load import Load
+
+BUSY = Load(**{name: 2**40 + n for n, name in enumerate(Load.__struct_fields__)})
+
+
+def hello(incarnation: int) -> Hello:
+    return Hello("n", Incarnation(incarnation), 1, 0)
+
+
+def beat(load: Load | None, incarnation: int = 1) -> Beat:
+    return Beat("n", Incarnation(incarnation), 1, 0, load)
+
+
+def known(index: Index) -> Member:
+    (member,) = index.members(0)
+    return member
+
+
+def test_the_last_word_counts_until_the_process_is_another() -> None:
+    index = Index(entry_count_max=1 << 16, now_ms=0, is_native=False)
+    index.hear(hello(1), 0)
+    assert known(index).load is None
+    index.hear(beat(BUSY), 0)
+    assert known(index).load == BUSY
+    index.hear(beat(None), 0)
+    assert known(index).load == BUSY, "of a node that was too busy to say it again"
+    idle = msgspec.structs.replace(BUSY, leases=0)
+    index.hear(beat(idle), 0)
+    assert known(index).load == idle
+    index.hear(hello(2), 0)
+    assert known(index).load is None
+    index.hear(beat(BUSY, 1), 0)
+    assert known(index).load is None, "the one before is heard no more"
+
+
+def test_it_travels_in_beats_and_answers_whole() -> None:
+    message = feeds.load_message(BUSY)
+    told = pb.FeedWord(beat=pb.Beat(sequence=7, load=message)).SerializeToString()
+    assert feeds.word_of(pb.FeedWord.FromString(told), hello(1)) == Beat(
+        "n", Incarnation(1), 1, 7, BUSY
+    )
+    assert feeds.load_of(pb.Node.FromString(pb.Node(load=message).SerializeToString())) == BUSY
+    older = pb.FeedWord(beat=pb.Beat(sequence=7))
+    assert feeds.word_of(older, hello(1)) == Beat("n", Incarnation(1), 1, 7, None)
+    assert [field.name for field in pb.Load.DESCRIPTOR.fields] == list(Load.__struct_fields__)
