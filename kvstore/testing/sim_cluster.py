@@ -84,6 +84,9 @@ class SimCluster:
         self.net.heal()
         for replica in self.replicas:
             replica.stopped_until_ns = 0
+        for machine in self.world.machines:
+            if machine.peers is not None:
+                machine.peers.lose()  # whoever lied says what there is
 
     def converge(self) -> None:
         """Every replica knows exactly what there is (I8, I13)."""

@@ -1,7 +1,8 @@
 """What the world's faults do, each to somebody.
 
-Those of single system calls are `sim_disk`'s, those of single copies `sim_copies`'. Each function
-here says whether there was somebody to do it to: only then the fault counts.
+Those of single system calls are `sim_disk`'s, those of single copies `sim_copies`', those of a
+cluster `sim_cluster_faults`'. Each function here says whether there was somebody to do it to: only
+then the fault counts.
 
 Does not cover: which fault may happen, and when (`sim_world`).
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvstore.testing import sim_disk
+from kvstore.testing.sim_cluster_faults import TO_A_CLUSTER
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_engine import SimEngine
 from kvstore.testing.sim_machine import Machine
@@ -244,4 +246,5 @@ _TO_A_MACHINE: dict[str, Callable[[World, Machine], bool]] = {
     "directory emptied": _directory_emptied,
     "directory swapped": _directory_swapped,
     "older layout": _older_layout,
+    **TO_A_CLUSTER,
 }

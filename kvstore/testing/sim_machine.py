@@ -20,7 +20,6 @@ from kvstore.engine.events import Clear, Ended, Event, Exited, Received
 from kvstore.errors import ConfigError
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_disk import SimDisk, empty
-from kvstore.testing.sim_net import host_of
 from kvstore.testing.sim_node import Kept, SimNode
 from kvstore.testing.sim_parts import DISK_CALL_FAULTS, WARM_KILL, SimMemory
 from kvstore.testing.sim_sockets import SimSockets
@@ -64,7 +63,7 @@ class Machine:
             self._aside = folder / "aside" / self.name
         self.unsynced: dict[str, list[tuple[int, int]]] = {}
         """Path → (offset, length) of writes since its last sync."""
-        self.address = f"{host_of(self.name)}:9480"
+        self.address = f"10.0.0.{number}:9480"
         """Where other nodes reach its node."""
         self.sockets = SimSockets()
         self._late_exits: list[int] = []

@@ -29,9 +29,9 @@ STOPS_HALF_WAY, NEVER_ENDS, WRONG_BYTES = (
     "read never ends",
     "read brings wrong bytes",
 )
-MOVER_FAULTS: Final = (STOPS_HALF_WAY, NEVER_ENDS, WRONG_BYTES)
-"""It strikes by itself, with each piece or read."""
-_STRIKE_SHARE: Final = 0.05
+LINGERS: Final = "read lingers"
+"""Of itself, where a source is gone: not a fault that can be left out."""
+_STRIKE_SHARE: Final = 0.15
 _LINGERS_SHARE: Final = 0.5
 """Of the reads whose source is gone: their ends are known only when the mover is dead."""
 _POLL_MS: Final = 20
@@ -144,6 +144,7 @@ class SimMover:
     async def _linger(self, rows: list[tuple[int, int, int]], life: int) -> str:
         """The source is gone: what was on its way may still be written, until the mover is dead."""
         if self._peers.random.random() < _LINGERS_SHARE:
+            self._peers.cluster.world.faults[LINGERS] += 1
             for to, _, size in rows:
                 await self._pause()
                 if self._lives != life:

@@ -124,6 +124,11 @@ class SimNet:
             self.is_cut(source, listener.name) or self.is_cut(listener.name, source)
         )
 
+    def host_of(self, name: str) -> str:
+        """IP address of a machine."""
+        machine = next(m for m in self._world.machines if m.name == name)
+        return machine.address.partition(":")[0]
+
     def delay_ns(self, target: str) -> int:
         return self.random.choice(DELAYS_NS) + self.lag_ns.get(target, 0)
 
@@ -316,10 +321,14 @@ class _Way:
         self.held_since_ns = 0
         while self._under_way and self._under_way[0][0] <= now_ns:
             _, callback, args = self._under_way.popleft()
-            net.heard_ns[self._source, self._target] = now_ns
-            self._loop.call_soon(callback, *args)
+            self._loop.call_soon(self._arrive, callback, args)
             moved = True
         return moved
+
+    def _arrive(self, callback: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Of the target's loop, which may have been stopped."""
+        self._net.heard_ns[self._source, self._target] = self._net.now_ns
+        callback(*args)
 
 
 class _Stream:
@@ -409,12 +418,7 @@ class _Stream:
 
     @property
     def peer(self) -> str:
-        return f"ipv4:{host_of(self._client_host)}:1"
-
-
-def host_of(name: str) -> str:
-    """The IP address of a machine at the start."""
-    return f"10.0.0.{name[1:]}"
+        return f"ipv4:{self.net.host_of(self._client_host)}:1"
 
 
 class _Requests:

@@ -47,9 +47,31 @@ COPY_CALL_FAULTS = ("copy fails half way", "copy never ends", "one of several co
 """Faults of a copy between engine and arena: `sim_copies` strikes by itself."""
 CORRUPTIONS = ("arena scribbled", "byte flipped")
 """Bytes in dram change under everybody."""
+CLUSTER_CALL_FAULTS = (
+    "feed says it twice",
+    "index slow",
+    "read stops half way",
+    "read never ends",
+    "read brings wrong bytes",
+)
+"""Faults of a word, a question or a read between nodes: `sim_net`, `sim_index` and `sim_mover`
+strike by themselves."""
+CLUSTER_FAULTS = (
+    *CLUSTER_CALL_FAULTS,
+    "partition",
+    "partition one way",
+    "connection lost",
+    "index restarts",
+    "index stopped",
+    "index lags",
+    "mover dies",
+    "node lies",
+    "addresses swapped",
+)
 SELF_STRIKING = (
     *DISK_CALL_FAULTS,
     *COPY_CALL_FAULTS,
+    *CLUSTER_CALL_FAULTS,
     "clock drifts",
     "node restarts in a step",
     "slow",
@@ -78,10 +100,12 @@ FAULTS = (
     "clock drifts",
     "slow",
     *DISK_FAULTS,
+    *CLUSTER_FAULTS,
 )
 HARMLESS = (
     *("abort", "preempt", "copy stalls", "late write", *COPY_CALL_FAULTS, "clock drifts", "slow"),
     *("engine stopped", "disk bit flipped", *DISK_CALL_FAULTS[:-1]),
+    *CLUSTER_FAULTS[:-1],
 )
 """Faults that make no load of others fail: what is lent is in dram and verified, whatever the disk
 does; and who is hit itself is known."""
@@ -134,8 +158,16 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True):
         return self.arena_slots * SLOT_BYTES_MIN
 
 
-def draw_knobs(source: random.Random, *, machines: int = 0) -> Knobs:
-    """Pools of 4 to 4,096 slots, time limits divided by 1 to 600; 0 machines: 1 to 3."""
+def draw_knobs(source: random.Random, seed: int, *, machines: int = 0) -> Knobs:
+    """All of a world's; 0 machines: 1 to 3."""
+    knobs = _draw_machines(source, machines)
+    shadow_every = 2 if seed % 5 == 3 else 0
+    knobs = msgspec.structs.replace(knobs, shadow_every=shadow_every)
+    return knobs if seed % 4 else _as_cluster(seed, knobs, machines=machines)
+
+
+def _draw_machines(source: random.Random, machines: int) -> Knobs:
+    """Pools of 4 to 4,096 slots, time limits divided by 1 to 600."""
 
     def limit(ms: int) -> int:
         return max(1, ms // source.choice((1, 1, 10, 60, 600)))
@@ -163,10 +195,17 @@ def draw_knobs(source: random.Random, *, machines: int = 0) -> Knobs:
     )
 
 
-def draw_cluster(seed: int, knobs: Knobs, *, machines: int = 0) -> Knobs:
-    """Every fourth world is a cluster. Chance of its own: the others stay as they are."""
-    if seed % 4:
-        return knobs
+def draw_faults(source: random.Random, seed: int, *, share: float) -> set[str]:
+    """Each with this probability. Chance of their own for those of clusters: the other worlds stay
+    as they are."""
+    alone = [name for name in FAULTS if name not in CLUSTER_FAULTS]
+    drawn = {name for name in alone if source.random() < share}
+    source = random.Random(f"faults between nodes of {seed}")
+    return drawn | {name for name in CLUSTER_FAULTS if source.random() < share}
+
+
+def _as_cluster(seed: int, knobs: Knobs, *, machines: int) -> Knobs:
+    """Every fourth world is one."""
     source = random.Random(f"cluster of {seed}")
     return msgspec.structs.replace(
         knobs,
@@ -212,6 +251,10 @@ class SimMemory:
     def read(self, slot: int, length: int) -> bytes:
         """What lies there now."""
         return bytes(self.bytes[slot * PAGE_BYTES : slot * PAGE_BYTES + length])
+
+    def view(self, slot: SlotId, size: int) -> memoryview:
+        """What lies there, now and later."""
+        return self.bytes[slot * PAGE_BYTES :][:size]
 
     def begin_write(self, slot: int, pages: int, length: int) -> int:
         """Somebody begins to write there: what lies there is torn. Returns a ticket."""
@@ -320,10 +363,10 @@ def sim_space(model: str) -> Space:
     )
 
 
-def key_chains(source: random.Random) -> list[list[bytes]]:
-    """A handful of key chains that share prefixes."""
+def key_chains(source: random.Random, count: int = 0) -> list[list[bytes]]:
+    """Key chains that share prefixes; 0: a handful."""
     chains: list[list[bytes]] = []
-    for number in range(source.choice((1, 2, 4, 8))):
+    for number in range(count or source.choice((1, 2, 4, 8))):
         shared = source.choice(chains)[: source.randrange(1, 12)] if chains else []
         own = [hashlib.sha256(f"{number}/{i}".encode()).digest() for i in range(len(shared), 24)]
         chains.append(shared + own)

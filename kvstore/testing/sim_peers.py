@@ -42,7 +42,7 @@ from kvstore.testing.sim_index import SimIndexClient
 from kvstore.testing.sim_loop import SimLoop
 from kvstore.testing.sim_mover import SimMover
 from kvstore.testing.sim_net import SimChannel
-from kvstore.types import KEY_BYTES, Incarnation
+from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 
 if TYPE_CHECKING:
     import random
@@ -84,7 +84,7 @@ class SimPeers:
         self.borrower = Borrower(
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
-            view=self.memory.tier.view,
+            view=self.memory.view,
             clock=_Clock(machine),
             credentials=None,
             dial=self._dial_peer,
@@ -172,6 +172,11 @@ class SimPeers:
                 self.loop.call_soon(self.lender.lent, command)
             case LoanEnded():
                 self.loop.call_soon(self.lender.loan_ended, command)
+
+    def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
+        """Say that these are here."""
+        for link in self.links:
+            link.put([Offered(tier, True, tenant, space, keys)])
 
     def lose(self) -> None:
         """What replicas were told is not all there is."""

@@ -16,8 +16,6 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from kvstore.testing import sim_faults, sim_heal
 from kvstore.testing.shrink import Case
 from kvstore.testing.sim_cluster import SimCluster
@@ -26,26 +24,32 @@ from kvstore.testing.sim_disk import SimDisk, open_below
 from kvstore.testing.sim_engine import SimEngine, new_random_request
 from kvstore.testing.sim_machine import Machine
 from kvstore.testing.sim_parts import (
+    CLUSTER_FAULTS,
     DISK_FAULTS,
-    FAULTS,
     HARMLESS,
     LAYOUTS,
     SELF_STRIKING,
     Knobs,
     Words,
     WorldResult,
-    draw_cluster,
+    draw_faults,
     draw_knobs,
     key_chains,
     sim_space,
 )
 from kvstore.testing.sim_rank import SimRank
 from kvstore.types import Shard
-from kvstore.units import NS_PER_MS
+from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.space import Space
 
 STORY_LINES = 60
 FAULT_SHARE = 0.25
+_ACQUAINTED_NS = 3 * NS_PER_S // 2
+"""In a cluster nodes know each other's addresses by then."""
+_QUIET_SHARE = 0.005
+_QUIET_MS = (100, 500, 3500)
+"""In a cluster engines ask for nothing now and then: silence is noticed, connections are given up,
+peers that failed are tried again."""
 _IN_MEMORY = "/dev/shm"
 """Its files are of a few MiB and die with it; a disk would take a fifth of the time for that."""
 
@@ -91,20 +95,21 @@ class World:
         self._finished = 0
         self._loaded = 0
         self.fault_rate = self.random.choice((0.004, 0.012, 0.04))
-        drawn = {name for name in FAULTS if self.random.random() < FAULT_SHARE}
+        drawn = draw_faults(self.random, seed, share=FAULT_SHARE)
         self.enabled = (drawn if faults is None else drawn & set(faults)) | set(always)
-        drawn_knobs = msgspec.structs.replace(
-            draw_knobs(self.random, machines=machine_count), shadow_every=2 if seed % 5 == 3 else 0
-        )
-        self.knobs = knobs or draw_cluster(seed, drawn_knobs, machines=machine_count)
+        drawn_knobs = draw_knobs(self.random, seed, machines=machine_count)
+        self.knobs = knobs or drawn_knobs
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         folder = self._make_folder() if self.knobs.has_disk else None
         if folder is None:
             self.enabled -= set(DISK_FAULTS)
+        if not self.knobs.index_replicas:
+            self.enabled -= set(CLUSTER_FAULTS)
         self._faults_to_do = sorted(self.enabled.difference(SELF_STRIKING))
         self.steps_done = 0
         self.spaces = [sim_space("model-a"), sim_space("model-b")]
-        self.chains = key_chains(self.random)
+        # Where nodes fetch from each other, there must be enough that only one of them has.
+        self.chains = key_chains(self.random, 24 if self.knobs.index_replicas else 0)
         self._deployment = self._draw_deployment()
         self.engines: list[SimEngine] = []
         self.machines: list[Machine] = []
@@ -151,7 +156,7 @@ class World:
         blocks = self.random.choice((10, 16, 40))
         # Most engines are replicas of one deployment, or nothing would be shared.
         space, shards, tenant = self._draw_deployment()
-        if self.random.random() < 0.75:
+        if self.random.random() < (0.75 if self.cluster is None else 0.95):
             space, shards, tenant = self._deployment
         if self.cluster is not None:
             shards = self._deployment[1]  # bytes of the oracle cannot be cut in another way
@@ -251,6 +256,8 @@ class World:
         return result
 
     def _run(self, steps: int) -> WorldResult:
+        if self.cluster is not None:
+            self.cluster.be_quiet(_ACQUAINTED_NS)
         for step in range(steps):
             self.steps_done = step
             self.event(faulty=True)
@@ -284,6 +291,8 @@ class World:
         machine = engine.machine
         machine.files_go_on(self.random.randrange(4))
         self.now_ns += self.random.choice((0, 1, 1, 2, 7)) * NS_PER_MS
+        if self.cluster is not None and self.random.random() < _QUIET_SHARE:
+            self.cluster.be_quiet(self.random.choice(_QUIET_MS) * NS_PER_MS)
         roll = self.random.random()
         if faulty and roll < self.fault_rate and self._faults_to_do:
             self.fault(self.random.choice(self._faults_to_do))

@@ -1,7 +1,7 @@
 """The faults that the world must know, by what a machine room calls them, and what it calls them.
 
-Does not cover: what needs real processes or a real kernel (`tests/faults`), a network, an index or
-a router, which the world does not have yet.
+Does not cover: what needs real processes or a real kernel (`tests/faults`), or a router, which the
+world does not have yet.
 """
 
 from __future__ import annotations
@@ -38,9 +38,21 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     "reader stopped in the middle of a copy": ("copy stalls", "engine stopped"),
     "monotonic pause": ("machine suspended",),
     "drift": ("clock drifts",),
-    "transfer: never completes": ("copy never ends",),
-    "transfer: error after a partial write": ("copy fails half way",),
-    "transfer: late write after abort": ("late write",),
+    "transfer: never completes": ("copy never ends", "read never ends"),
+    "transfer: error after a partial write": ("copy fails half way", "read stops half way"),
+    "transfer: late write after abort": ("late write", "read lingers"),
+    "transfer: other bytes than were sent": ("read brings wrong bytes",),
+    "kill -9 of the transfer child": ("mover dies",),
+    "network: cut both ways, and healed": ("partition",),
+    "network: cut one way": ("partition one way",),
+    "network: reset": ("connection lost",),
+    "network: duplicate": ("feed says it twice",),
+    "network: delay, words of streams that are over": ("index lags",),
+    "kill -9 of the index, which has forgotten everything": ("index restarts",),
+    "SIGSTOP of the index": ("index stopped",),
+    "an index that is slow": ("index slow",),
+    "a node that lies to the index": ("node lies",),
+    "another node at the same address": ("addresses swapped",),
     "transfer: one of several handles fails": ("one of several copies fails",),
     "abort at any time": ("abort",),
     "slow reader": ("slow",),

@@ -82,7 +82,7 @@ def test_many_seeds_hold_and_every_fault_happens(tmp_path: Path) -> None:
 
 def test_the_catalogue_names_every_fault() -> None:
     names = {name for row in CATALOGUE.values() for name in row}
-    assert names == {*FAULTS, "lost unsynced"}
+    assert names == {*FAULTS, "lost unsynced", "read lingers"}
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
@@ -163,7 +163,7 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("exit status is 0", "same trace hash", ", power cut.", "default 1000"):
+    for words in ("exit status is 0", "same trace hash", ", addresses swapped.", "default 1000"):
         assert words in text
 
 
