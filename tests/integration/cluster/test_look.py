@@ -181,23 +181,25 @@ def test_top_leaves_the_terminal_as_it_was(system: System) -> None:
 
 
 def test_a_node_that_stops_is_shown_so_and_the_others_go_on(tmp_path: Path) -> None:
-    with PeerPair.start(tmp_path, transport="tcp") as pair:
-        with IndexClient([pair.a.index], tls=Lab(tmp_path).files("client", "ops")) as index:
-            tally, source = Tally(), AllNodes(index, "")
+    with (
+        PeerPair.start(tmp_path, transport="tcp") as pair,
+        IndexClient([pair.a.index], tls=Lab(tmp_path).files("client", "ops")) as index,
+    ):
+        tally, source = Tally(), AllNodes(index, "")
 
-            def states() -> dict[str, str]:
-                return {each.node: each.state for each in tally.ask(source)}
+        def states() -> dict[str, str]:
+            return {each.node: each.state for each in tally.ask(source)}
 
-            assert eventually(lambda: states() == {"a": "up", "b": "up"}, timeout_s=CONVERGES_S)
-            process = psutil.Process(pair.b.pid)
-            process.suspend()
-            try:
-                assert eventually(lambda: states()["b"] != "up", timeout_s=CONVERGES_S)
-                assert states()["a"] == "up"
-            finally:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.resume()
-            assert eventually(lambda: states()["b"] == "up", timeout_s=CONVERGES_S)
+        assert eventually(lambda: states() == {"a": "up", "b": "up"}, timeout_s=CONVERGES_S)
+        process = psutil.Process(pair.b.pid)
+        process.suspend()
+        try:
+            assert eventually(lambda: states()["b"] != "up", timeout_s=CONVERGES_S)
+            assert states()["a"] == "up"
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        assert eventually(lambda: states()["b"] == "up", timeout_s=CONVERGES_S)
 
 
 class Terminal:
