@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +53,31 @@ def test_an_index_that_is_not_there_is_one_sentence(typed: Typed) -> None:
     assert err.startswith("kvstore: the index did not answer")
     assert "127.0.0.1:1" in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "top draws on a terminal: add --once or --json for scripts"),
+        (["--once", "--ca", "x"], "--ca is about the index: add --index HOST:PORT"),
+        (["--json", "--interval", "0.1"], "'--interval': 0.1 is not in the range 0.5<=x<=60"),
+        (["--once", "--index", "h:1"], "the index needs TLS: give --ca, --cert and --key"),
+    ],
+)
+def test_what_top_cannot_do_is_one_sentence(
+    arguments: list[str], sentence: str, typed: Typed
+) -> None:
+    code, out, err = typed("top", *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--once", "--json"])
+def test_top_of_no_node_and_of_no_index(flag: str, tmp_path: Path, typed: Typed) -> None:
+    code, out, err = typed("top", flag, "--socket", str(tmp_path / "node.sock"))
+    assert (code, out) == (1, "")
+    assert "kvstore node --socket" in err
+    code, out, err = typed("top", flag, "--index", "127.0.0.1:1", "--insecure")
+    assert (code, out) == (1, "")
+    assert err.startswith("kvstore: the index did not answer")
