@@ -11,6 +11,7 @@ from kvstore.engine.events import Candidate, Clear, Fetched, Located
 from kvstore.engine.explain import RangeReport
 from kvstore.engine.fetches import UNANSWERED_MAX
 from kvstore.engine.searches import Searches
+from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseRelease, Measured
 from tests.unit.engine.disk import known
 from tests.unit.engine.harness import Peer
@@ -198,6 +199,20 @@ def test_no_room_for_all_and_then_for_nothing() -> None:
         (8, 12, "", "never stored", "far", "fetched"),
     ]
     assert text(node).endswith("; there was room for 8 of 20")
+
+
+def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "FETCH_BYTES", 2 * SLOT_BYTES_MIN)
+    node, peer = attached()
+    peer.lease(1, 1, 2, 3, 4)
+    node.locate(("far", 4))
+    node.arrive()
+    assert end(node, peer, blocks=4, loaded=2) == [
+        (0, 2, "peer", "", "far", "on its way"),
+        (2, 2, "", "never stored", "far", "on its way"),
+    ]
+    node.arrive()
+    assert end(node, peer, blocks=4, loaded=4) == [(0, 4, "peer", "", "far", "fetched")]
 
 
 def test_what_comes_later_than_the_request_waits_says_so() -> None:

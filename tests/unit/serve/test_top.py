@@ -84,8 +84,8 @@ def test_rates_are_of_what_was_counted_between_two_samples() -> None:
 
 def test_a_process_that_began_anew_has_no_rates_yet() -> None:
     tally = Tally()
-    tally.take([sample(LATER)])
-    (figures,) = tally.take([sample(FIRST, incarnation=2)])
+    tally.take([sample(FIRST)])
+    (figures,) = tally.take([sample(LATER, incarnation=2)])
     assert rates(figures) == NOTHING
     assert figures.leases == FIRST.leases
 
