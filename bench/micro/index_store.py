@@ -26,6 +26,7 @@ from kvstore.index.feed import Delta, Hello, Stored
 from kvstore.index.index import Index
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
+from kvstore.stores.connection import Deadlines
 from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
 from kvstore.testing.redis_process import RedisProcess
@@ -107,7 +108,7 @@ def main() -> None:
         RedisProcess.start(Path(folder)) as redis,
     ):
         config = store_config(redis.url, password_file=None, ca=None)
-        store = RedisStore(config, entry_count_max=entries, read_timeout_s=5.0)
+        store = RedisStore(config, entry_count_max=entries, deadlines=Deadlines(5.0, 5.0))
         results["redis"] = asyncio.run(measure(store))
         results["redis_version"] = redis.cli("info", "server").split("redis_version:")[1].split()[0]
     print(results)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import BlockingConnectionPool, SSLConnection
@@ -33,10 +33,17 @@ from kvstore.errors import ConfigError
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 
-READ_TIMEOUT_S: Final = 0.2
-"""Of an answer: a caller that waits for more had better compute."""
-WRITE_TIMEOUT_S: Final = 2.0
-"""Of a step, which nobody waits for but the next one of the same node."""
+
+class Deadlines(NamedTuple):
+    """How long a store is waited for."""
+
+    read_s: float = 0.2
+    """An answer: a caller that waits for more had better compute."""
+    write_s: float = 2.0
+    """A step, which nobody waits for but the next one of the same node."""
+
+
+DEADLINES: Final = Deadlines()
 CONNECTIONS_MAX: Final = 32
 PREFIX: Final = b"kvstore:1:"
 """With the number of this layout: another one begins with an empty store."""
@@ -53,17 +60,19 @@ _log = logging.getLogger(__name__)
 class Connection:
     """To one store. Away until the first poll."""
 
-    def __init__(self, config: StoreConfig, *, read_timeout_s: float = READ_TIMEOUT_S) -> None:
+    def __init__(self, config: StoreConfig, deadlines: Deadlines) -> None:
         self.is_away = True
         self.trouble = ""
         self.failure_count = 0
+        self.warning = ""
+        """What is wrong with it while it answers."""
         self._place = config.place
-        self._read_timeout_s = read_timeout_s
+        self._deadlines = deadlines
         self._has_scripts = False
         tls: dict[str, Any] = {"ssl_ca_certs": str(config.ca) if config.ca is not None else None}
         pool = BlockingConnectionPool(
             max_connections=CONNECTIONS_MAX,
-            timeout=WRITE_TIMEOUT_S,
+            timeout=deadlines.write_s,
             connection_class=SSLConnection if config.tls else PlainConnection,
             host=config.host,
             port=config.port,
@@ -82,14 +91,14 @@ class Connection:
 
     async def read(self, script: scripts.Script, *arguments: _Argument) -> Any:
         """A question. Raises FAILURES."""
-        async with asyncio.timeout(self._read_timeout_s):
+        async with asyncio.timeout(self._deadlines.read_s):
             return await self._redis.evalsha(script.sha, 0, PREFIX, *arguments)
 
     async def write_all(
         self, script: scripts.Script, calls: Iterable[Sequence[_Argument]]
     ) -> list[int]:
         """Steps, in order and in one go. Raises FAILURES."""
-        async with asyncio.timeout(WRITE_TIMEOUT_S), self._redis.pipeline(False) as steps:
+        async with asyncio.timeout(self._deadlines.write_s), self._redis.pipeline(False) as steps:
             for arguments in calls:
                 steps.evalsha(script.sha, 0, PREFIX, *arguments)
             return list(map(int, await _outcomes(steps)))
@@ -97,30 +106,30 @@ class Connection:
     async def record(self, node: str) -> tuple[bytes | None, bytes | None, bytes | None]:
         """Version, body and places of a node. Raises FAILURES."""
         name = PREFIX + b"n:" + node.encode()
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
+        async with asyncio.timeout(self._deadlines.write_s):
             version, body, places = await self._redis.hmget(name, ["v", "body", "places"])
         return version, body, places
 
     async def ids(self, count: int) -> int:
         """The last of so many slot numbers that are the caller's. Raises FAILURES."""
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
+        async with asyncio.timeout(self._deadlines.write_s):
             return int(await self._redis.incrby(PREFIX + b"ids", count))
 
     async def void_slots(self, count: int) -> list[bytes]:
         """Some of the slots that are to be swept. Raises FAILURES."""
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
+        async with asyncio.timeout(self._deadlines.write_s):
             return list(await self._redis.srandmember(PREFIX + b"void", count))
 
     async def rows(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """Names of some rows, and where the next ones are, 0 after the last. Raises FAILURES."""
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
+        async with asyncio.timeout(self._deadlines.write_s):
             after, names = await self._redis.scan(cursor, match=PREFIX + b"b:*", count=count)
         return int(after), names
 
     async def poll(self, epoch: bytes) -> tuple[list[Any], str, int]:
         """What POLL answers, which run of the server answers, and the bytes that it takes.
         Raises FAILURES."""
-        async with asyncio.timeout(self._read_timeout_s), self._redis.pipeline(False) as asked:
+        async with asyncio.timeout(self._deadlines.read_s), self._redis.pipeline(False) as asked:
             if not self._has_scripts:
                 for script in scripts.ALL:
                     asked.script_load(script.text)
@@ -129,6 +138,13 @@ class Connection:
             asked.info("memory")
             *_, found, server, memory = await _outcomes(asked)
         self._has_scripts = True
+        policy = str(memory.get("maxmemory_policy", ""))
+        self.warning = ""
+        if policy.startswith("allkeys") and memory.get("maxmemory"):
+            self.warning = (
+                f"the store at {self._place} drops what it is told when it is full"
+                f" (maxmemory-policy {policy}): set noeviction"
+            )
         return found, str(server.get("run_id", "")), int(memory.get("used_memory", 0))
 
     def lose(self, error: Exception) -> str:
@@ -161,7 +177,7 @@ class Connection:
             ConfigError: it refuses us.
         """
         try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
+            async with asyncio.timeout(self._deadlines.write_s):
                 await self._redis.ping()
         except (AuthenticationError, ResponseError) as error:
             raise ConfigError(

@@ -44,7 +44,7 @@ from kvstore.index.places import Places
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.batch import Batch
-from kvstore.stores.connection import FAILURES, READ_TIMEOUT_S, Connection
+from kvstore.stores.connection import DEADLINES, FAILURES, Connection, Deadlines
 from kvstore.stores.forms import Body, Kept, decode, encode, scope_of, slot_name
 from kvstore.stores.sweeper import Sweeper
 from kvstore.stores.view import View
@@ -102,9 +102,9 @@ class RedisStore:
         entry_count_max: int,
         slot_count_max: int = 1 << 14,
         node_count_max: int = 4096,
-        read_timeout_s: float = READ_TIMEOUT_S,
+        deadlines: Deadlines = DEADLINES,
     ) -> None:
-        self._connection = Connection(config, read_timeout_s=read_timeout_s)
+        self._connection = Connection(config, deadlines)
         self._limits = (b"%d" % entry_count_max, b"%d" % slot_count_max)
         self._node_count_max = node_count_max
         self._me = secrets.token_hex(8).encode()
@@ -121,7 +121,7 @@ class RedisStore:
 
     @property
     def trouble(self) -> str:
-        return self._connection.trouble or self._refusal
+        return self._connection.trouble or self._refusal or self._connection.warning
 
     @property
     def failure_count(self) -> int:
@@ -157,7 +157,7 @@ class RedisStore:
         return Answer(self._trust(now_ms), [each for each in matches if each is not None])
 
     def _trust(self, now_ms: int) -> Trust:
-        return max(self._view.trust(now_ms), Trust.CATCHING_UP if self._refusal else Trust.EXACT)
+        return max(self._view.trust(now_ms), Trust.CATCHING_UP if self.trouble else Trust.EXACT)
 
     def _match(self, slot: bytes, lengths: tuple[int, int, int], now_ms: int) -> Match | None:
         try:

@@ -203,7 +203,13 @@ local function store(slot, mask, blob)
         mark(slot, 1, 3, '1')
         return
       end
-      if redis.call('APPEND', name, slot .. string.char(mask)) == 5 then rows = rows + 1 end
+      if value then
+        redis.call('APPEND', name, slot .. string.char(mask))
+      else
+        -- Not APPEND or SET: what they put may be as old as an earlier call's argument (Redis 7.0).
+        redis.call('SETRANGE', name, 0, slot .. string.char(mask))
+        rows = rows + 1
+      end
       entries = entries + 1
     end
   end

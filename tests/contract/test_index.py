@@ -23,6 +23,7 @@ from kvstore.index.feed import (
 from kvstore.index.index import Answer, Holder, Index, Match
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
+from kvstore.stores.connection import Deadlines
 from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
 from kvstore.testing.redis_process import RedisProcess
@@ -69,7 +70,9 @@ class Asked:
     def lengths(self, *numbers: int, tenant: str = "t", now_ms: int = NOW) -> dict[Holder, int]:
         """Blocks by holder, in any tier."""
         matches = self.match(*numbers, tenant=tenant, now_ms=now_ms).matches
-        return {match.holder: match.file_blocks for match in matches}
+        found = {match.holder: match.file_blocks for match in matches}
+        assert len(found) == len(matches), "a holder is there twice"
+        return found
 
     def trust(self, now_ms: int) -> Trust | None:
         """Of the one holder of block 1; None: it is in no answer."""
@@ -99,7 +102,7 @@ def _redis(redis: RedisProcess, *, entries: int, slots: int, nodes: int) -> Inde
         entry_count_max=entries,
         slot_count_max=slots,
         node_count_max=nodes,
-        read_timeout_s=PATIENCE_S,
+        deadlines=Deadlines(PATIENCE_S, PATIENCE_S),
     )
 
 
@@ -228,6 +231,8 @@ def test_a_young_replica_says_that_more_may_be_there(make: Callable[..., Asked])
     asked = make()
     asked.hear(hello(), 0)
     asked.hear(delta(1, stored(1)), 0)
+    asked.hear(beat(1), OUT_MS - 1)
+    assert asked.trust(OUT_MS - 1) is Trust.EXACT
     assert asked.match(1, now_ms=OUT_MS - 1).trust is Trust.CATCHING_UP
     asked.hear(beat(1), OUT_MS)
     assert asked.match(1, now_ms=OUT_MS).trust is Trust.EXACT

@@ -16,7 +16,7 @@ from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Closed, Event, Trust, 
 from kvstore.index.index import Answer
 from kvstore.serve.certs import make_certificates
 from kvstore.stores.address import store_config
-from kvstore.stores.connection import READ_TIMEOUT_S
+from kvstore.stores.connection import DEADLINES, Deadlines
 from kvstore.stores.redis import RedisStore
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.testing.redis_process import RedisProcess
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 
 NOW = 10_000
 PATIENCE_S = 30.0
+PATIENT = Deadlines(PATIENCE_S, PATIENCE_S)
 _T = TypeVar("_T")
 
 
@@ -47,11 +48,11 @@ class Lab:
 
         return self._runner.run(wait())
 
-    def replica(self, redis: RedisProcess, *, read_timeout_s: float = PATIENCE_S) -> Replica:
+    def replica(self, redis: RedisProcess, deadlines: Deadlines = PATIENT) -> Replica:
         store = RedisStore(
             store_config(redis.url, password_file=None, ca=None),
             entry_count_max=1000,
-            read_timeout_s=read_timeout_s,
+            deadlines=deadlines,
         )
         self._stores.append(store)
         replica = Replica(self, store)
@@ -223,7 +224,7 @@ def test_a_store_that_was_killed_is_filled_again(lab: Lab, *, keeps: bool) -> No
 
 
 def test_a_store_that_hangs_holds_up_nobody(lab: Lab, redis: RedisProcess) -> None:
-    one = lab.replica(redis, read_timeout_s=READ_TIMEOUT_S)
+    one = lab.replica(redis, DEADLINES)
     assert eventually(lambda: one.believes_again(0), timeout_s=PATIENCE_S)
     one.hear(hello())
     one.hear(delta(1, stored(1)))
@@ -257,6 +258,21 @@ def test_a_full_store_says_so_and_answers_on(lab: Lab, redis: RedisProcess) -> N
     assert one.store.trouble == ""
 
 
+def test_a_store_that_drops_rows_by_itself_is_never_believed_wholly(
+    lab: Lab, redis: RedisProcess
+) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1)))
+    redis.cli("config", "set", "maxmemory", "100mb", "maxmemory-policy", "allkeys-lru")
+    one.tick()
+    assert "set noeviction" in one.store.trouble
+    assert one.match(1).trust is Trust.CATCHING_UP
+    redis.cli("config", "set", "maxmemory-policy", "volatile-lru")
+    one.tick()
+    assert one.match(1).trust is Trust.EXACT
+
+
 def test_no_tenant_and_no_space_is_in_the_store(lab: Lab, redis: RedisProcess) -> None:
     one = lab.replica(redis)
     one.hear(hello())
@@ -279,7 +295,7 @@ def test_a_password_comes_from_a_file(lab: Lab) -> None:
             file.write_text(f"{password}\n")
             name = str(file) if password is not None else None
             config = store_config(redis.url, password_file=name, ca=None)
-            store = RedisStore(config, entry_count_max=1000, read_timeout_s=PATIENCE_S)
+            store = RedisStore(config, entry_count_max=1000, deadlines=PATIENT)
             try:
                 if is_let_in:
                     lab.run(store.verify())
@@ -305,7 +321,7 @@ def test_tls_is_verified(lab: Lab) -> None:
     with RedisProcess.start(lab.directory, tls=flags) as redis:
         for ca, is_believed in ((pki, True), (other, False)):
             config = store_config(redis.url, password_file=None, ca=str(ca / "ca.crt"))
-            store = RedisStore(config, entry_count_max=1000, read_timeout_s=PATIENCE_S)
+            store = RedisStore(config, entry_count_max=1000, deadlines=PATIENT)
             lab.run(store.tick(0))
             assert (store.trouble == "") is is_believed
             lab.run(store.close())
