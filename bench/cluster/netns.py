@@ -60,8 +60,7 @@ class Link:
                 _run("ip", "-n", name, "address", "add", f"{ADDRESS[side]}/24", "dev", "link0")
                 for device in ("lo", "link0"):
                     _run("ip", "-n", name, "link", "set", device, "up")
-            bucket = ("rate", f"{RATE_MBIT}mbit", "burst", f"{BURST_KB}kb")
-            bucket += ("latency", f"{QUEUE_MS}ms")
+            bucket = f"rate {RATE_MBIT}mbit burst {BURST_KB}kb latency {QUEUE_MS}ms".split()
             _run("tc", "-n", b, "qdisc", "add", "dev", "link0", "root", "tbf", *bucket)
             for side, name in self._names.items():
                 self._threads[side] = stack.enter_context(ThreadPoolExecutor(1))
@@ -86,7 +85,7 @@ def _enter(name: str) -> None:
     """This thread moves into that namespace, and sees its devices in /sys, where UCX looks."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}", "rb") as there:
-        steps = (
+        steps: tuple[Callable[[], int], ...] = (
             lambda: libc.unshare(_NEW_MOUNTS),
             lambda: libc.mount(b"none", b"/", None, _SLAVE, None),
             lambda: libc.setns(there.fileno(), _NEW_NETWORK),

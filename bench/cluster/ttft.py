@@ -9,6 +9,7 @@ checked against the engine's own counters.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -49,7 +50,7 @@ def measure(*, prompts: int, size: Size) -> dict[str, Any]:
         for number, prompt in enumerate(fresh, start=1):
             computed_ms, *_ = _ask(there, prompt)
             # A prompt is stored, and told to the index, when the node has it in whole blocks.
-            settled(there, pair.a, lambda dram, _, n=number: dram >= n * HIT_TOKENS // BLOCK_TOKENS)
+            settled(there, pair.a, _holds(number * HIT_TOKENS // BLOCK_TOKENS))
             fetched_ms, own, external, from_peer = _ask(here, prompt)
             own_ms, again, *_ = _ask(here, prompt)
             if (own, external, from_peer, again) == (0, HIT_TOKENS, HIT_TOKENS, HIT_TOKENS):
@@ -70,6 +71,10 @@ def measure(*, prompts: int, size: Size) -> dict[str, Any]:
             "samples_ms": times,
         },
     }
+
+
+def _holds(blocks: int) -> Callable[[int, int], bool]:
+    return lambda dram, _: dram >= blocks
 
 
 def _engine(stack: ExitStack, model: Path, node: NodeProcess) -> Engine:
