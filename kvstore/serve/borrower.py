@@ -1,7 +1,7 @@
 """Blocks from other nodes, as the engine wants them: where they are, and their bytes, verified.
 
     Locate ─▶ index ─▶ Located
-    Fetch ──▶ lend ─▶ mover reads ─▶ give back: did they stay? ─▶ verify ─▶ Fetched
+    Fetch ──▶ lend ─▶ mover reads ─▶ give back: did they stay? and verify ─▶ Fetched
 
 Rules. 1: every Locate and every Fetch is answered, whatever happens. 2: Fetched comes when nothing
 writes to its slots any more: a transfer that was begun is awaited to its end. 3: a block is good if
@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import numpy as np
@@ -51,6 +51,9 @@ TROUBLE_MAX: Final = 200
 """Characters of what is told of a failure."""
 THREADS: Final = 4
 """That ask the index, and verify."""
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 _log = logging.getLogger(__name__)
 
@@ -278,11 +281,13 @@ class Borrower:
             raise PeerLost(f"reading from node {command.node} failed: {ended.reason}")
         size_bytes = int(length.sum())
         watch.lap("move", size_bytes)
-        stayed = await session.give_back(loan, count=lent, timeout_s=ASK_TIMEOUT_S)
-        self.counters.not_kept += int((~stayed).sum())
-        good, checksums = await self._in_thread(
-            lambda: self._verify(assembly, command, slots, borrowed.checksums, stayed)
+        # The peer is asked while the bytes are verified. Both have ended when this returns: nobody
+        # looks at the slots any more.
+        stayed, sums = await _both(
+            session.give_back(loan, count=lent, timeout_s=ASK_TIMEOUT_S),
+            self._in_thread(lambda: self._verify(assembly, command, slots, borrowed.checksums)),
         )
+        good, checksums = self._judge(command, stayed, sums, shards=len(targets))
         watch.lap("verify", size_bytes)
         watch.end("fetch", size_bytes)
         self.counters.fetched_bytes += size_bytes
@@ -304,26 +309,36 @@ class Borrower:
         command: Fetch,
         slots: NDArray[np.int64],
         checksums: list[list[bytes]],
-        stayed: NDArray[np.bool_],
-    ) -> tuple[bytes, bytes]:
-        """(one bool per block, checksums of our shards); on a thread of its own."""
-        good, made = bytearray(len(stayed)), []
-        nothing = [bytes(CHECKSUM_BYTES)] * len(assembly.targets)
+    ) -> list[Sequence[bytes] | None]:
+        """Checksums of our shards of each block, None: it is another; on a thread of its own."""
+        found: list[Sequence[bytes] | None] = []
         for number, row in enumerate(slots.tolist()):
-            sums = None
-            if stayed[number]:
-                at = number * KEY_BYTES
-                views = [
-                    self._view(SlotId(slot), scope.block_bytes)
-                    for slot, scope in zip(row, assembly.targets, strict=True)
-                ]
-                key = BlockKey(command.keys[at : at + KEY_BYTES])
-                sums = assembly.verify(key, views, checksums[number])
-                if sums is None:
-                    self._damaged(command.node)
-            good[number] = sums is not None
-            made += sums or nothing
-        return bytes(good), b"".join(made)
+            at = number * KEY_BYTES
+            views = [
+                self._view(SlotId(slot), scope.block_bytes)
+                for slot, scope in zip(row, assembly.targets, strict=True)
+            ]
+            key = BlockKey(command.keys[at : at + KEY_BYTES])
+            found.append(assembly.verify(key, views, checksums[number]))
+        return found
+
+    def _judge(
+        self,
+        command: Fetch,
+        stayed: NDArray[np.bool_],
+        sums: Sequence[Sequence[bytes] | None],
+        *,
+        shards: int,
+    ) -> tuple[bytes, bytes]:
+        """(one bool per block, checksums of our shards). What did not stay is no damage."""
+        self.counters.not_kept += int((~stayed).sum())
+        good, made = bytearray(len(stayed)), bytearray()
+        for number, (kept, its) in enumerate(zip(stayed.tolist(), sums, strict=True)):
+            if kept and its is None:
+                self._damaged(command.node)
+            good[number] = kept and its is not None
+            made += b"".join(its) if kept and its else bytes(shards * CHECKSUM_BYTES)
+        return bytes(good), bytes(made)
 
     def _damaged(self, node: str) -> None:
         self.counters.damaged += 1
@@ -370,6 +385,15 @@ class Borrower:
 def _title(node: str) -> str:
     """In sentences."""
     return f"node {node}"
+
+
+async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
+    """Both results, or the first error, when both have ended."""
+    asked, worked = await asyncio.gather(asking, working, return_exceptions=True)
+    for each in (asked, worked):
+        if isinstance(each, BaseException):
+            raise each
+    return asked, worked  # type: ignore[return-value]  # neither is an exception
 
 
 def _mover_name(node: str) -> str:

@@ -53,7 +53,7 @@ class MoverSettings(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
     """Added to that of the child: UCX_* and the like."""
     paced: bool = False
-    """By windows. Not by default: on a busy host it may read an eighth of its pace (ADR 23)."""
+    """By windows. Not by default: a busy host may make it read an eighth of what it could."""
 
 
 class Up(NamedTuple):

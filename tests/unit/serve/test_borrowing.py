@@ -13,6 +13,7 @@ import pytest
 from kvstore.engine.events import (
     Clear,
     Lent,
+    LoanEnded,
     PeerGone,
 )
 from kvstore.proto import peer_pb2 as pb
@@ -97,6 +98,53 @@ def test_what_did_not_stay_until_it_was_read_is_a_miss_even_if_its_bytes_did() -
         assert more.slots == b""
         assert two.a.borrower.counters.not_kept == 1
         assert two.a.blocks() == {}
+
+    run(body)
+
+
+def test_what_did_not_stay_and_is_something_else_by_now_is_no_damage() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+
+        def reuse() -> None:
+            two.b.step(Clear(None, None))
+            two.b.memory[:] = bytes(len(two.b.memory))
+
+        two.a.mover.before = reuse
+        more = await two.lease(Stored(two.a, "ea"), 1, 1)
+        assert more.slots == b""
+        assert (two.a.borrower.counters.not_kept, two.a.borrower.counters.damaged) == (1, 0)
+
+    run(body)
+
+
+def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        looked: list[SlotId] = []
+        view, answer = two.a.borrower._view, two.b.lender.loan_ended
+        late: set[asyncio.Task[None]] = set()
+
+        def look(slot: SlotId, size: int) -> memoryview:
+            looked.append(slot)
+            return view(slot, size)
+
+        async def after_that(command: LoanEnded) -> None:
+            await two.until(lambda: bool(looked), "the block is verified")
+            answer(command)
+
+        def ended(command: LoanEnded) -> None:
+            late.add(asyncio.get_running_loop().create_task(after_that(command)))
+
+        monkeypatch.setattr(two.a.borrower, "_view", look)
+        monkeypatch.setattr(two.b.lender, "loan_ended", ended)
+        more = await two.lease(Stored(two.a, "ea"), 1, 1)
+        assert more.from_peer == 1
+        await asyncio.gather(*late)
 
     run(body)
 
