@@ -41,6 +41,7 @@ GOAL: Final = 0.9
 ATTEMPTS: Final = 20
 PAUSE_S: Final = 0.5
 """Where the index knew nobody it is not asked again within a second."""
+DRAM_LEAST: Final = 512 * MIB
 PATIENCE_S: Final = 60.0
 TRANSPORT: Final = "nixl"
 KINDS: Final = ("ask", "move", "verify", "fetch")
@@ -58,7 +59,7 @@ class Sides:
         self._count = bytes_a_round // block_bytes
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvstore-bench-")))
         # Each round brings other blocks; as many again, so that none leaves and credits fit.
-        dram_bytes = 2 * (rounds + 2) * bytes_a_round
+        dram_bytes = max(DRAM_LEAST, 2 * (rounds + 2) * bytes_a_round)
         stack.enter_context(environment(UCX))
         self._pair = stack.enter_context(
             PeerPair.start(folder, transport=TRANSPORT, dram=str(dram_bytes))
