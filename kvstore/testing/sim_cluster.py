@@ -85,8 +85,8 @@ class SimCluster:
         for replica in self.replicas:
             replica.stopped_until_ns = 0
         for machine in self.world.machines:
-            if machine.peers is not None:
-                machine.peers.lose()  # whoever lied says what there is
+            if machine.peers is not None and machine.peers.has_lied:
+                machine.peers.lose()  # and says what there is
 
     def converge(self) -> None:
         """Every replica knows exactly what there is (I8, I13)."""

@@ -72,6 +72,7 @@ class SimPeers:
         self.memory: SimMemory = node.memory
         self.random: random.Random = machine.random
         self.loop = SimLoop(lambda: machine.now_ns)
+        self.has_lied = False
         self.lent: dict[int, int] = {}
         """Slot → generation, as lent last."""
         self._events: deque[PeerEvent] = deque()
@@ -175,6 +176,7 @@ class SimPeers:
 
     def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
         """Say that these are here."""
+        self.has_lied = True
         for link in self.links:
             link.put([Offered(tier, True, tenant, space, keys)])
 

@@ -3,10 +3,10 @@
 Each replaces one function by a version that does what went wrong elsewhere; nothing in the product
 asks whether it is planted. The seeded world must notice every one of them.
 
-Two of the twelve are a cluster's, and have the form here that they take on one machine and in a
-shared directory: a stale index after a restart at the same address (a peer's directory, a node's
-sessions) and a ghost endpoint (a rank that is gone). Their forms in the index and the router come
-with those.
+Two of the twelve are a cluster's, and have first the form here that they take on one machine and in
+a shared directory: a stale index after a restart at the same address (a peer's directory, a node's
+sessions) and a ghost endpoint (a rank that is gone). `CLUSTERED` has their forms in a cluster, and
+what else goes wrong between nodes. The router's come with that.
 
 `RESTARTED` is a bug of a node process that goes on with the memory of the one before.
 
@@ -16,6 +16,7 @@ becomes of that seed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +24,12 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.client.core.lookups import Lookup, Lookups
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.rank import RankCore
+from kvstore.engine.events import Fetch, Fetched
 from kvstore.engine.journal import Found, Journal
 from kvstore.engine.leases import Leases
 from kvstore.engine.owners import Connection
@@ -34,6 +37,10 @@ from kvstore.engine.sessions import Sessions
 from kvstore.engine.state import State
 from kvstore.engine.stores import Stores
 from kvstore.engine.table import BlockTable, Keys, Rows
+from kvstore.index.feed import Feed, Heard, Hello
+from kvstore.serve import borrower
+from kvstore.serve.borrower import Borrower, _has_session
+from kvstore.serve.peer_session import PeerLost, PeerSession
 from kvstore.testing.sim_copies import SimCopies
 from kvstore.tiers.file.catalog import Segment
 from kvstore.tiers.file.directory import Directory
@@ -42,6 +49,7 @@ from kvstore.tiers.file.reader import Reader, Wanted
 from kvstore.tiers.file.shared import Peers
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import ConnectionId
+from kvstore.wire.assembly import Assembly
 from kvstore.wire.messages import Distrust
 from kvstore.wire.record import Scope
 
@@ -232,6 +240,71 @@ def identity_put_aside_too_early() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Directory, "_identity", broken)
 
 
+# ── between nodes ────────────────────────────────────────────────────────────────────────────────
+
+
+def stale_index_answers_believed() -> contextlib.AbstractContextManager[Any]:
+    """What the index says is there is taken for what was read, neither verified nor asked of its
+    source."""
+
+    def broken(
+        self: Borrower,
+        assembly: Assembly,
+        command: Fetch,
+        slots: NDArray[np.int64],
+        checksums: list[list[bytes]],
+        stayed: NDArray[np.bool_],
+    ) -> tuple[bytes, bytes]:
+        return bytes([1] * len(stayed)), b"".join(b"".join(row) for row in checksums)
+
+    return mock.patch.object(Borrower, "_verify", broken)
+
+
+def stale_index_keeps_what_was_there_before_a_restart() -> contextlib.AbstractContextManager[Any]:
+    """What a node said before it was started anew still counts."""
+    hello = Feed._hello
+
+    def broken(self: Feed, event: Hello, now_ms: int) -> Heard:
+        return msgspec.structs.replace(hello(self, event, now_ms), forget=False)
+
+    return mock.patch.object(Feed, "_hello", broken)
+
+
+def ghost_endpoint_of_a_peer() -> contextlib.AbstractContextManager[Any]:
+    """A session stays in use when its node is gone and another incarnation, or another node, is at
+    that address."""
+    return _both(
+        mock.patch.object(Borrower, "_forget", return_value=None),
+        mock.patch.object(borrower, "_is_lost", lambda opening: not _has_session(opening)),
+    )
+
+
+def loan_checked_before_the_read_only() -> contextlib.AbstractContextManager[Any]:
+    """That a block did not stay until it had been read does not count against it."""
+    verify = Borrower._verify
+
+    def broken(self: Borrower, *words: Any) -> tuple[bytes, bytes]:
+        *others, stayed = words
+        return verify(self, *others, np.ones_like(stayed))
+
+    return mock.patch.object(Borrower, "_verify", broken)
+
+
+def fetched_slots_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
+    """A fetch that takes long is given up: the mover writes to its slots later."""
+    borrow = Borrower._borrow
+
+    async def broken(self: Borrower, session: PeerSession, command: Fetch, count: int) -> Fetched:
+        try:
+            return await asyncio.wait_for(
+                asyncio.shield(borrow(self, session, command, count)), 0.05
+            )
+        except TimeoutError:
+            raise PeerLost("it takes too long") from None
+
+    return mock.patch.object(Borrower, "_borrow", broken)
+
+
 PLANTED: Sequence[Planted] = (
     free_on_abort,
     lease_checked_before_the_copy_only,
@@ -248,6 +321,14 @@ PLANTED: Sequence[Planted] = (
     ghost_endpoint,
 )
 """The twelve, of one of them two forms."""
+CLUSTERED: Sequence[Planted] = (
+    stale_index_answers_believed,
+    stale_index_keeps_what_was_there_before_a_restart,
+    ghost_endpoint_of_a_peer,
+    loan_checked_before_the_read_only,
+    fetched_slots_freed_by_a_timer,
+)
+"""Forms of the twelve between nodes."""
 RESTARTED: Sequence[Planted] = (granted_slots_are_free_after_a_restart,)
 """Beside the twelve."""
 FOUND: dict[Planted, tuple[str, ...]] = {
