@@ -33,7 +33,8 @@ FORGET_MS: Final = 60_000
 ASK_AGAIN_MS: Final = 3000
 """A snapshot that does not begin or go on for so long is asked for again."""
 _REPLACED_MAX: Final = 8
-"""So many incarnations that were replaced are remembered, lest a late Hello brings one back."""
+"""So many incarnations that were replaced are remembered, lest a late Hello brings one back while
+the one that replaced it is heard."""
 
 
 class Trust(enum.IntEnum):
@@ -300,10 +301,18 @@ class Feed:
         self._heard_ms = max(now_ms, self._heard_ms)
         self._refused = False
 
+    def _is_heard(self, now_ms: int) -> bool:
+        return self._open and now_ms - self._heard_ms < STALE_MS
+
     def _hello(self, hello: Hello, now_ms: int) -> Heard:
         is_new = hello.incarnation != self._incarnation
-        if hello.incarnation in self._replaced or (not is_new and hello.stream <= self._stream):
+        if not is_new and hello.stream <= self._stream:
             return _CLOSE
+        if hello.incarnation in self._replaced:
+            if self._is_heard(now_ms):
+                return _CLOSE
+            # What replaced it was a dead one's Hello, which came late: this one lives.
+            self._replaced.remove(hello.incarnation)
         if is_new and self._incarnation:
             self._replaced.append(self._incarnation)
         self._incarnation, self._stream, self._open = hello.incarnation, hello.stream, True

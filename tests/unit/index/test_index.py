@@ -143,6 +143,21 @@ def test_a_restart_at_the_same_address_voids_the_past() -> None:
     assert answer == Answer(Trust.CATCHING_UP, [Match(A, 0, 1, 1, Trust.CATCHING_UP)])
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_dead_ones_hello_that_comes_late_does_not_shut_its_successor_out(ends: bool) -> None:
+    # Found by the seeded world: for a minute nothing of the node was found.
+    index = told(1)
+    assert index.hear(hello(incarnation=3), NOW) is Verdict.GO_ON
+    assert index.hear(hello(incarnation=2), NOW) is Verdict.GO_ON
+    assert index.hear(hello(incarnation=3, stream=2), NOW) is Verdict.CLOSE
+    later = NOW + (1 if ends else STALE_MS)
+    if ends:
+        index.hear(closed(incarnation=2), later)
+    assert index.hear(hello(incarnation=3, stream=3), later) is Verdict.GO_ON
+    assert trust(index, later) is None  # it holds nothing
+    assert index.hear(hello(incarnation=2, stream=2), later) is Verdict.CLOSE
+
+
 def test_a_snapshot_replaces_all_at_its_end() -> None:
     index = told(1, 2, 3)
     assert index.hear(delta(3, stored(4)), NOW) is Verdict.ASK
