@@ -39,7 +39,7 @@ from kvstore.engine.stores import Stores
 from kvstore.engine.table import BlockTable, Keys, Rows
 from kvstore.index.feed import Feed, Heard, Hello
 from kvstore.serve import borrower
-from kvstore.serve.borrower import Borrower, _has_session
+from kvstore.serve.borrower import Borrower, _session_of
 from kvstore.serve.peer_session import PeerLost, PeerSession
 from kvstore.testing.sim_copies import SimCopies
 from kvstore.tiers.file.catalog import Segment
@@ -253,11 +253,10 @@ def stale_index_answers_believed() -> contextlib.AbstractContextManager[Any]:
         command: Fetch,
         slots: NDArray[np.int64],
         checksums: list[list[bytes]],
-        stayed: NDArray[np.bool_],
-    ) -> tuple[bytes, bytes]:
-        return bytes([1] * len(stayed)), b"".join(b"".join(row) for row in checksums)
+    ) -> list[Sequence[bytes] | None]:
+        return list(checksums)
 
-    return mock.patch.object(Borrower, "_verify", broken)
+    return _both(mock.patch.object(Borrower, "_verify", broken), _whatever_stayed())
 
 
 def stale_index_keeps_what_was_there_before_a_restart() -> contextlib.AbstractContextManager[Any]:
@@ -275,19 +274,24 @@ def ghost_endpoint_of_a_peer() -> contextlib.AbstractContextManager[Any]:
     that address."""
     return _both(
         mock.patch.object(Borrower, "_forget", return_value=None),
-        mock.patch.object(borrower, "_is_lost", lambda opening: not _has_session(opening)),
+        mock.patch.object(borrower, "_is_lost", lambda opening: _session_of(opening) is None),
     )
 
 
 def loan_checked_before_the_read_only() -> contextlib.AbstractContextManager[Any]:
     """That a block did not stay until it had been read does not count against it."""
-    verify = Borrower._verify
+    return _whatever_stayed()
 
-    def broken(self: Borrower, *words: Any) -> tuple[bytes, bytes]:
-        *others, stayed = words
-        return verify(self, *others, np.ones_like(stayed))
 
-    return mock.patch.object(Borrower, "_verify", broken)
+def _whatever_stayed() -> contextlib.AbstractContextManager[Any]:
+    judge = Borrower._judge
+
+    def broken(
+        self: Borrower, command: Fetch, stayed: NDArray[np.bool_], *others: Any, shards: int
+    ) -> tuple[bytes, bytes]:
+        return judge(self, command, np.ones_like(stayed), *others, shards=shards)
+
+    return mock.patch.object(Borrower, "_judge", broken)
 
 
 def fetched_slots_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:

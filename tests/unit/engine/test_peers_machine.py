@@ -16,12 +16,12 @@ import pytest
 from hypothesis import Phase
 from hypothesis.stateful import initialize, invariant, rule
 
-from kvstore.engine.events import Fetched, Lend, Lent, LoanReturned, Located, PeerGone
+from kvstore.engine.events import Candidate, Fetched, Lend, Lent, LoanReturned, Located, PeerGone
 from kvstore.engine.fetches import Fetches
 from kvstore.engine.loans import Loans
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import checksum, key, keys
-from tests.unit.engine.peers import Candidate, PeerNode
+from tests.unit.engine.peers import PeerNode
 from tests.unit.engine.test_files_machine import (
     BLOCKS,
     KEY_OF,

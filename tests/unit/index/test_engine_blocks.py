@@ -25,7 +25,7 @@ KEYS = block_keys(TOKENS, block_tokens=SIZE, seed=SEED)
 LOW = [int.from_bytes(key[-8:], "big") for key in KEYS]
 
 
-def blocks(**changes: int) -> EngineBlocks:
+def blocks(**changes: Any) -> EngineBlocks:
     return EngineBlocks(seed=SEED, **changes)
 
 
@@ -92,7 +92,7 @@ def test_what_vllm_publishes_is_understood() -> None:
     assert batch.rank == 3
     assert [type(event) for event in batch.events] == [BlockStored, BlockRemoved, AllBlocksCleared]
     assert batch.events[0] == BlockStored(
-        block_hashes=LOW[:1],
+        block_hashes=[LOW[0]],
         parent_block_hash=None,
         token_ids=TOKENS[:SIZE],
         block_size=SIZE,

@@ -22,7 +22,7 @@ from kvstore.index.engine_feed import (
     Place,
 )
 from kvstore.index.feed import Change, Left, Removed, Stored
-from kvstore.types import SpaceId, Tier
+from kvstore.types import BlockKey, SpaceId, Tier
 
 SIZE, SEED = 4, "vllm-none-hash"
 TOKENS = [random.Random(1).randrange(1000) for _ in range(12 * SIZE)]
@@ -86,7 +86,7 @@ class Told:
                     )
                 case _:
                     pytest.fail(f"an engine does not say {change}")
-        return {KEYS.index(key) for key in self.keys}
+        return {KEYS.index(BlockKey(key)) for key in self.keys}
 
 
 def feed(*, can_replay: bool = False, **changes: Any) -> EngineFeed:
@@ -138,18 +138,16 @@ def test_a_salt_is_part_of_the_keys_and_an_adapter_or_an_image_is_left_out() -> 
     (change,) = made.heard(0, batch(stored(0, 2, extra_keys=[["pepper"], None])), 0)
     assert isinstance(change, Stored)
     assert change.keys == b"".join(salted[:2])
-    for number, other in enumerate(
-        (
-            {"lora_id": 1, "extra_keys": [["adapter"], ["adapter"]]},
-            {"lora_name": "adapter"},
-            {"extra_keys": [[["image", 0]], None]},
-            {"extra_keys": [None, [["image", 3]]]},
-            {"extra_keys": [[b"digest"], None]},
-            {"extra_keys": [["image", "pepper"], None]},
-            {"extra_keys": ["pepper", None]},
-        ),
-        start=1,
-    ):
+    others: tuple[dict[str, Any], ...] = (
+        {"lora_id": 1, "extra_keys": [["adapter"], ["adapter"]]},
+        {"lora_name": "adapter"},
+        {"extra_keys": [[["image", 0]], None]},
+        {"extra_keys": [None, [["image", 3]]]},
+        {"extra_keys": [[b"digest"], None]},
+        {"extra_keys": [["image", "pepper"], None]},
+        {"extra_keys": ["pepper", None]},
+    )
+    for number, other in enumerate(others, start=1):
         fresh = feed()
         fresh.begin(0)
         assert fresh.heard(number, batch(stored(0, 2, **other)), 0) == [], other
