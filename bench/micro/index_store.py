@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,19 +56,27 @@ async def tell(store: IndexStore, node: str, keys: bytes) -> None:
         await store.hear(Delta(*who, sequence, (change,)), NOW_MS)
 
 
-async def asked(store: IndexStore, prompt: bytes, *, holders: int) -> dict[str, float]:
-    """Milliseconds of Match, one after the other."""
+async def asked(
+    store: IndexStore, prompt: bytes, spent_s: Callable[[], float], *, holders: int
+) -> dict[str, float]:
+    """Milliseconds of Match, one after the other; and of processor time, of both processes."""
     took = []
+    before_s = spent_s()
     for _ in range(MATCH_COUNT):
         begin_s = time.perf_counter()
         answer = await store.match("t", SPACE, prompt, NOW_MS)
         took.append((time.perf_counter() - begin_s) * 1e3)
         assert len(answer.matches) == holders
     cuts = statistics.quantiles(took, n=100)
-    return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3)}
+    processor = (spent_s() - before_s) * 1e3 / MATCH_COUNT
+    return {
+        "p50": round(cuts[49], 3),
+        "p99": round(cuts[98], 3),
+        "processor": round(processor, 3),
+    }
 
 
-async def measure(store: IndexStore) -> dict[str, Any]:
+async def measure(store: IndexStore, spent_s: Callable[[], float]) -> dict[str, Any]:
     """All numbers of one store."""
     random = np.random.default_rng(SEED)
     shared = random.bytes(SHARED_BLOCKS * KEY_BYTES)
@@ -92,24 +101,31 @@ async def measure(store: IndexStore) -> dict[str, Any]:
         ("nobody", nobody, 0),
     ):
         found[f"match_ms_{name}"] = {
-            str(n): await asked(store, keys[: n * KEY_BYTES], holders=holders) for n in MATCH_KEYS
+            str(n): await asked(store, keys[: n * KEY_BYTES], spent_s, holders=holders)
+            for n in MATCH_KEYS
         }
     await store.close()
     return found
+
+
+def cpu_s(redis: RedisProcess) -> float:
+    """Processor time of the server so far."""
+    lines = dict(line.split(":") for line in redis.cli("info", "cpu").splitlines() if ":" in line)
+    return float(lines["used_cpu_user"]) + float(lines["used_cpu_sys"])
 
 
 def main() -> None:
     """Run and record."""
     entries = 2 * BLOCKS
     index = Index(entry_count_max=entries, now_ms=NOW_MS, is_native=False)
-    results: dict[str, Any] = {"local": asyncio.run(measure(LocalStore(index)))}
+    results: dict[str, Any] = {"local": asyncio.run(measure(LocalStore(index), time.process_time))}
     with (
         tempfile.TemporaryDirectory() as folder,
         RedisProcess.start(Path(folder)) as redis,
     ):
         config = store_config(redis.url, password_file=None, ca=None)
         store = RedisStore(config, entry_count_max=entries, deadlines=Deadlines(5.0, 5.0))
-        results["redis"] = asyncio.run(measure(store))
+        results["redis"] = asyncio.run(measure(store, lambda: time.process_time() + cpu_s(redis)))
         results["redis_version"] = redis.cli("info", "server").split("redis_version:")[1].split()[0]
     print(results)
     print(write("index_store", results, seed=SEED))
