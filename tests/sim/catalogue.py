@@ -40,7 +40,7 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     "drift": ("clock drifts",),
     "transfer: never completes": ("copy never ends", "read never ends"),
     "transfer: error after a partial write": ("copy fails half way", "read stops half way"),
-    "transfer: late write after abort": ("late write", "read lingers"),
+    "transfer: late write after abort": ("late write",),
     "transfer: other bytes than were sent": ("read brings wrong bytes",),
     "kill -9 of the transfer child": ("mover dies",),
     "network: cut both ways, and healed": ("partition",),

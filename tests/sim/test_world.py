@@ -14,7 +14,7 @@ import pytest
 from kvstore.testing.shrink import Case, shrink
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_engine import SimEngine, SimRequest
-from kvstore.testing.sim_parts import FAULTS, LAYOUTS, Knobs
+from kvstore.testing.sim_parts import CLUSTER_FAULTS, FAULTS, LAYOUTS, Knobs
 from kvstore.testing.sim_world import folded
 from kvstore.testing.world import LIVES, Totals, World, draw_steps, main, run_case, run_seeds
 from kvstore.types import Shard
@@ -23,6 +23,7 @@ from tests.sim.catalogue import CATALOGUE
 STEPS = 1000
 FEW = range(1, 16)
 MANY_FROM, MANY_EACH, EVENTS_MIN, TIMES_MIN = 1001, 260, 400_000, 30
+BETWEEN_NODES_MIN = 2
 MANY_STEPS = 700
 """Two processes run so many seeds each."""
 REPEATED = range(6, 16)
@@ -40,6 +41,7 @@ def check(totals: Totals, *, seeds: int) -> None:
     assert totals.promoted_blocks > seeds
     assert totals.foreign_blocks > seeds
     assert totals.kept_blocks > seeds
+    assert totals.fetched_blocks > seeds
     assert totals.least_hit_share >= 0.95
 
 
@@ -76,13 +78,18 @@ def test_many_seeds_hold_and_every_fault_happens(tmp_path: Path) -> None:
     assert sum(part.events for part in parts) >= EVENTS_MIN
     faults = sum((Counter(part.faults) for part in parts), Counter[str]())
     names = {name for row in CATALOGUE.values() for name in row}
-    rare = {name for name in names if faults[name] < TIMES_MIN}
+    rare = {name for name in names if faults[name] < _times_min(name)}
     assert not rare, f"{sorted(rare)} hardly happen: {dict(sorted(faults.items()))}"
+
+
+def _times_min(name: str) -> int:
+    """A quarter of the seeds are clusters."""
+    return BETWEEN_NODES_MIN if name in CLUSTER_FAULTS else TIMES_MIN
 
 
 def test_the_catalogue_names_every_fault() -> None:
     names = {name for row in CATALOGUE.values() for name in row}
-    assert names == {*FAULTS, "lost unsynced", "read lingers"}
+    assert names == {*FAULTS, "lost unsynced"}
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
