@@ -29,6 +29,7 @@ from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.connector.checks import check_engine
 from kvstore.connector.config import ConnectorConfig, parse_config
+from kvstore.connector.events import event_endpoints
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.connector.stats import KVStorePromMetrics, KVStoreStats
 from kvstore.connector.worker_side import WorkerSide
@@ -341,6 +342,8 @@ def _core_config(config: ConnectorConfig, vllm_config: VllmConfig) -> SchedulerC
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     assert transfer.engine_id is not None
+    data_rank = vllm_config.parallel_config.data_parallel_index
+    events, events_replay = event_endpoints(vllm_config.kv_events_config, data_rank)
     return SchedulerConfig(
         engine_id=transfer.engine_id,
         nonce=vllm_config.instance_id or "0",
@@ -349,6 +352,9 @@ def _core_config(config: ConnectorConfig, vllm_config: VllmConfig) -> SchedulerC
         rank_count=vllm_config.parallel_config.world_size,
         block_tokens=vllm_config.cache_config.block_size,
         label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
+        data_rank=data_rank,
+        events=events,
+        events_replay=events_replay,
         lookup_deadline_ms=config.lookup_deadline_ms,
         heartbeat_timeout_ms=config.heartbeat_timeout_ms,
         min_load_tokens=config.min_load_tokens,

@@ -353,10 +353,37 @@ class Offered(msgspec.Struct, frozen=True, gc=False):
     tenant: str
     space: SpaceId
     keys: bytes
+    engine: str = ""
+    """Whose own memory; empty: the node's."""
+    rank: int = 0
 
 
 class OffersUntold(msgspec.Struct, frozen=True):
     """What is held of a space can be judged only since now: `Engine.offered` tells it."""
+
+
+class Follow(msgspec.Struct, frozen=True):
+    """This engine publishes what its own memory holds. Only if EngineConfig.follows; may be said
+    again."""
+
+    connection: ConnectionId
+    """Of its scheduler, until Unfollow."""
+    engine: str
+    rank: int
+    """Data-parallel."""
+    endpoint: str
+    replay_endpoint: str
+    """Empty: it does not replay."""
+    tenant: str
+    space: SpaceId
+    hash_seed: str
+    block_tokens: int
+
+
+class Unfollow(msgspec.Struct, frozen=True):
+    """Its scheduler is gone."""
+
+    connection: ConnectionId
 
 
 class Locate(msgspec.Struct, frozen=True):
@@ -421,6 +448,8 @@ Command = (
     | Changed
     | Offered
     | OffersUntold
+    | Follow
+    | Unfollow
     | PeerCommand
     | FileCommand
 )

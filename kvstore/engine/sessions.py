@@ -5,11 +5,11 @@ Covers Hello, Quiet, the end of sockets and processes. Does not cover: credits (
 
 from __future__ import annotations
 
-from kvstore.engine.events import Admit, Hangup, Release, Send
+from kvstore.engine.events import Admit, Follow, Hangup, Release, Send, Unfollow
 from kvstore.engine.owners import Connection, Owner, objection
 from kvstore.engine.slots import SlotState
 from kvstore.engine.state import KnownSpace, State
-from kvstore.types import ConnectionId
+from kvstore.types import ConnectionId, SpaceId
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -21,7 +21,7 @@ from kvstore.wire.messages import (
     SessionOpen,
     Welcome,
 )
-from kvstore.wire.space import fingerprint
+from kvstore.wire.space import Space, fingerprint
 
 
 class Sessions:
@@ -178,6 +178,7 @@ class Sessions:
             self._state.slots.pool(size)
         owner.known = (owner.key[0], space)
         self._state.know(owner.known, KnownSpace(hellos[0].space, owner.scopes, hello.label))
+        self._follow(scheduler.id, hello, hellos[0].space, space)
         owner.group = self._state.slots.quotas.group(label=hello.label, tenant=owner.key[0])
         owner.open_session, owner.forming = owner.forming, 0
         owner.opened_ns = self._state.now_ns
@@ -195,6 +196,23 @@ class Sessions:
             ),
         )
 
+    def _follow(
+        self, id: ConnectionId, hello: HelloScheduler, space: Space, space_id: SpaceId
+    ) -> None:
+        if self._state.config.follows and hello.events:
+            follow = Follow(
+                connection=id,
+                engine=hello.engine_id,
+                rank=hello.data_rank,
+                endpoint=hello.events,
+                replay_endpoint=hello.events_replay,
+                tenant=hello.tenant,
+                space=space_id,
+                hash_seed=space.hash_seed,
+                block_tokens=space.block_tokens,
+            )
+            self._state.say(follow)
+
     def ended(self, id: ConnectionId) -> None:
         connection = self._state.connections.get(id)
         if connection is None or connection.ended:
@@ -204,7 +222,9 @@ class Sessions:
         connection.ended = True
         owner = connection.owner
         self._close_session(owner, f"the {connection.role} detached")
-        if connection.role == "scheduler":
+        if isinstance(connection.hello, HelloScheduler):
+            if self._state.config.follows and connection.hello.events:
+                self._state.say(Unfollow(id))
             if owner.scheduler is connection:
                 owner.scheduler = None
                 # Nobody will bind these credits any more: let the ranks give them back.

@@ -77,6 +77,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `Changed` commands are wanted."""
     tell_offers: bool = False
     """Whether `Offered` commands are wanted."""
+    follows: bool = False
+    """Whether `Follow` commands are wanted."""
     fetches: bool = False
     """Whether other nodes are asked for what is not here."""
     fetches_always: bool = False

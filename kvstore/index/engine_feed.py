@@ -64,8 +64,8 @@ class Place(msgspec.Struct, frozen=True):
     space: SpaceId
 
 
-class FeedCounters:
-    """Since the start."""
+class EngineCounters:
+    """Since the start, of all engines that share it."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -88,10 +88,17 @@ class Phase(enum.Enum):
 class EngineFeed:
     """One data-parallel rank of one engine."""
 
-    def __init__(self, place: Place, blocks: EngineBlocks, *, can_replay: bool) -> None:
+    def __init__(
+        self,
+        place: Place,
+        blocks: EngineBlocks,
+        *,
+        can_replay: bool,
+        counters: EngineCounters | None = None,
+    ) -> None:
         self.place = place
         self.blocks = blocks
-        self.counters = FeedCounters()
+        self.counters = counters or EngineCounters()
         self.phase = Phase.AWAY
         self._can_replay = can_replay
         self._asked: int | None = None
@@ -151,7 +158,7 @@ class EngineFeed:
         if self.phase not in (Phase.JOINING, Phase.FILLING):
             return []
         self._quiet_since_ms = now_ms
-        if self._has_hole or (self._next is not None and number < self._next):
+        if self._next is not None and number < self._next:
             return []
         changes: list[Change] = []
         if self._next is not None and number > self._next:

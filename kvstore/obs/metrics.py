@@ -196,6 +196,18 @@ METRICS: Final = (
         "Reading from other nodes: until they lent (ask), the mover's reading (move), verifying"
         " (verify), all of it (fetch).",
     ),
+    Metric(
+        "kvstore_engine_blocks", "gauge", "", (), "Blocks that engines hold in their own memory."
+    ),
+    *(
+        Metric(f"kvstore_engine_events_{name}_total", "counter", "", (), text)
+        for name, text in (
+            ("batches", "Batches of KV events that engines published."),
+            ("replays", "Times an engine was asked for batches again."),
+            ("voids", "Times that all an engine held was given up: it went, or a gap stayed."),
+            ("refused", "Batches of engines that could not be read."),
+        )
+    ),
     Metric("kvstore_feeds", "gauge", "", (), "Replicas of the index that are being told."),
     *(
         Metric(f"kvstore_feed_{name}_total", "counter", "", (), text)

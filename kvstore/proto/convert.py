@@ -50,8 +50,25 @@ class TransferReport(msgspec.Struct, frozen=True):
     p99_us: int
 
 
+class MemoryReport(msgspec.Struct, frozen=True):
+    """What an engine holds in its own memory, by its KV events."""
+
+    engine: str
+    rank: int
+    """Data-parallel."""
+    space: str
+    tenant: str
+    state: str
+    """live; joining or filling: a replay is under way; away: it is not reached."""
+    blocks: int
+    """Of a prefix: its leading ones."""
+    left_out: int
+    """Blocks whose keys could not be told, since it is followed."""
+
+
 Row = (
     NodeReport
+    | MemoryReport
     | TransferReport
     | MemberReport
     | TierReport
@@ -67,6 +84,7 @@ Row = (
 
 MESSAGES: Final[dict[type[Row], type[Message]]] = {
     NodeReport: pb.NodeReport,
+    MemoryReport: pb.MemoryReport,
     MemberReport: pb.MemberReport,
     TransferReport: pb.TransferReport,
     TierReport: pb.TierReport,

@@ -8,14 +8,24 @@ Ways for a word to be broken, each a ProtocolError: no kind; a space or keys of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
 from kvstore.engine.events import Offered
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import Beat, Change, Delta, Hello, Part, Removed, Stored, Trust, Word
+from kvstore.index.feed import (
+    Beat,
+    Change,
+    Delta,
+    Hello,
+    Left,
+    Part,
+    Removed,
+    Stored,
+    Trust,
+    Word,
+)
 from kvstore.index.index import Answer, Holder, Match
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.inspect_pb2 import LoadReply
@@ -99,6 +109,8 @@ def _change(change: pb.Change) -> Change:
                 engine=_text(told.engine),
                 rank=told.rank,
             )
+        case "left":
+            return Left(_text(change.left.engine), change.left.rank)
         case _:
             raise ProtocolError("a change of no known kind")
 
@@ -145,24 +157,32 @@ def _keys(keys: bytes) -> bytes:
     return keys
 
 
-def changes_of(offers: Iterable[Offered]) -> list[pb.Change]:
-    """What a node's engine offers and takes back, as a delta has it."""
-    return [
-        pb.Change(stored=stored_of(offer))
-        if offer.stored
-        else pb.Change(
-            removed=pb.Removed(
-                tenant=offer.tenant, space=offer.space, tier=_TIERS[offer.tier], keys=offer.keys
-            )
-        )
-        for offer in offers
-    ]
+def change_of(told: Offered | Left) -> pb.Change:
+    """What a node or an engine of it offers and takes back, as a delta has it."""
+    if isinstance(told, Left):
+        return pb.Change(left=pb.Left(engine=told.engine, rank=told.rank))
+    if told.stored:
+        return pb.Change(stored=stored_of(told))
+    removed = pb.Removed(
+        tenant=told.tenant,
+        space=told.space,
+        tier=_TIERS[told.tier],
+        keys=told.keys,
+        engine=told.engine,
+        rank=told.rank,
+    )
+    return pb.Change(removed=removed)
 
 
 def stored_of(offer: Offered) -> pb.Stored:
     """The same as a part of a snapshot has it."""
     return pb.Stored(
-        tenant=offer.tenant, space=offer.space, tier=_TIERS[offer.tier], keys=offer.keys
+        tenant=offer.tenant,
+        space=offer.space,
+        tier=_TIERS[offer.tier],
+        keys=offer.keys,
+        engine=offer.engine,
+        rank=offer.rank,
     )
 
 

@@ -173,13 +173,23 @@ class Removed(_message.Message):
     rank: int
     def __init__(self, tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., tier: _Optional[_Union[Tier, str]] = ..., keys: _Optional[bytes] = ..., engine: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
+class Left(_message.Message):
+    __slots__ = ("engine", "rank")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    rank: int
+    def __init__(self, engine: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
 class Change(_message.Message):
-    __slots__ = ("stored", "removed")
+    __slots__ = ("stored", "removed", "left")
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     stored: Stored
     removed: Removed
-    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., removed: _Optional[_Union[Removed, _Mapping]] = ...) -> None: ...
+    left: Left
+    def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., removed: _Optional[_Union[Removed, _Mapping]] = ..., left: _Optional[_Union[Left, _Mapping]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("sequence", "changes")

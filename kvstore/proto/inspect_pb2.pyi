@@ -428,3 +428,33 @@ class PrefixRequest(_message.Message):
     tenant: str
     keys: bytes
     def __init__(self, space: _Optional[bytes] = ..., tenant: _Optional[str] = ..., keys: _Optional[bytes] = ...) -> None: ...
+
+class MemoriesRequest(_message.Message):
+    __slots__ = ("prefix",)
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    prefix: PrefixRequest
+    def __init__(self, prefix: _Optional[_Union[PrefixRequest, _Mapping]] = ...) -> None: ...
+
+class MemoriesReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[MemoryReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[MemoryReport, _Mapping]]] = ...) -> None: ...
+
+class MemoryReport(_message.Message):
+    __slots__ = ("engine", "rank", "space", "tenant", "state", "blocks", "left_out")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    rank: int
+    space: str
+    tenant: str
+    state: str
+    blocks: int
+    left_out: int
+    def __init__(self, engine: _Optional[str] = ..., rank: _Optional[int] = ..., space: _Optional[str] = ..., tenant: _Optional[str] = ..., state: _Optional[str] = ..., blocks: _Optional[int] = ..., left_out: _Optional[int] = ...) -> None: ...

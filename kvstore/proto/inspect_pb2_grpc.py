@@ -109,6 +109,11 @@ class InspectStub:
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
                 _registered_method=True)
+        self.Memories = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Memories',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.MemoriesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.MemoriesReply.FromString,
+                _registered_method=True)
 
 
 class InspectServicer:
@@ -213,6 +218,13 @@ class InspectServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Memories(self, request, context):
+        """What engines hold in their own memory, by their KV events; nothing when this node is by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -290,6 +302,11 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.Prefix,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.SerializeToString,
+            ),
+            'Memories': grpc.unary_unary_rpc_method_handler(
+                    servicer.Memories,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.MemoriesRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.MemoriesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -697,6 +714,33 @@ class Inspect:
             '/kvstore.inspect.v1.Inspect/Prefix',
             kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.SerializeToString,
             kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Memories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Memories',
+            kvstore_dot_proto_dot_inspect__pb2.MemoriesRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.MemoriesReply.FromString,
             options,
             channel_credentials,
             insecure,

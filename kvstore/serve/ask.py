@@ -29,7 +29,13 @@ from kvstore.engine.scrubs import NO_PASS
 from kvstore.errors import AttachError
 from kvstore.proto import feeds
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.proto.convert import MemberReport, Row, TransferReport, from_message
+from kvstore.proto.convert import (
+    MemberReport,
+    MemoryReport,
+    Row,
+    TransferReport,
+    from_message,
+)
 from kvstore.proto.inspect_pb2_grpc import InspectStub
 from kvstore.serve.inspect import REPLY_BYTES_MAX
 from kvstore.serve.listener import INSPECT_SUFFIX
@@ -41,9 +47,9 @@ TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 1.0
 """Of what is asked again and again."""
 TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
-SUMMARY: Final = ("nodes", "members", "tiers", "quotas", "spaces", "leases", "jobs")
-"""Members come with nodes, quotas with tiers, where there are any."""
-OPTIONAL: Final = ("members", "quotas")
+SUMMARY: Final = ("nodes", "members", "engines", "tiers", "quotas", "spaces", "leases", "jobs")
+"""Members and engines come with nodes, quotas with tiers, where there are any."""
+OPTIONAL: Final = ("members", "engines", "quotas")
 TITLE: Final[Any] = {
     "title_justify": "left",
     "title_style": "bold",
@@ -78,6 +84,7 @@ class NodeClient:
         kinds: dict[str, tuple[Any, Any, type[Any]]] = {
             "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
             "members": (stub.Members, pb.MembersRequest(), MemberReport),
+            "engines": (stub.Memories, pb.MemoriesRequest(), MemoryReport),
             "transfers": (stub.Transfers, pb.TransfersRequest(), TransferReport),
             "tiers": (stub.Tiers, pb.TiersRequest(), TierReport),
             "quotas": (stub.Quotas, pb.QuotasRequest(), QuotaReport),
@@ -114,6 +121,12 @@ class NodeClient:
         AttachError."""
         reply = _call(self._stub.Load, pb.LoadRequest(), timeout_s=LOAD_TIMEOUT_S)
         return reply.node, reply.incarnation, feeds.load_of(reply)
+
+    def memories(self, tenant: str, space: bytes, keys: bytes) -> list[MemoryReport]:
+        """Engines whose own memory holds the first of these blocks. Raises AttachError."""
+        prefix = pb.PrefixRequest(tenant=tenant, space=space, keys=keys)
+        reply = _call(self._stub.Memories, pb.MemoriesRequest(prefix=prefix))
+        return [from_message(MemoryReport, row) for row in reply.rows]
 
     def clear(self, *, space: str) -> int:
         """Forget blocks; returns how many. Raises AttachError."""

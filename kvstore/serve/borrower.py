@@ -182,6 +182,8 @@ class Borrower:
                 Candidate(match.holder.node, match.file_blocks)
                 for match in answer.matches
                 if match.holder.node != self._who.node
+                # What an engine has in its own memory, nobody lends.
+                and not match.holder.engine
                 and match.file_blocks
                 and match.holder.node in self._addresses
             )

@@ -24,6 +24,7 @@ from kvstore.client.tls import Tls, TlsFiles, is_name, load
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.serve.addresses import HttpConfig, address_of
+from kvstore.serve.engine_sources import EngineSource, parse_sources
 from kvstore.stores.address import StoreConfig
 
 DEFAULT_LISTEN: Final = "127.0.0.1:9470"
@@ -90,6 +91,8 @@ class ClusterConfig:
     """HOST:PORT of replicas to feed; the one inside this node not included."""
     replica: ReplicaConfig | None
     """Inside this node."""
+    engines: tuple[EngineSource, ...]
+    """Whose KV events are read beside those of attached engines."""
     peers: PeerConfig | None
     """None: this node lends and borrows nothing, and only tells what it holds."""
     tls: Tls | None
@@ -115,6 +118,7 @@ class TlsSettings(msgspec.Struct, frozen=True, kw_only=True):
 def resolve_cluster(
     *,
     indexes: Sequence[str],
+    engine_events: Sequence[str],
     index_listen: str | None,
     index_entries: int | str | None,
     peer_listen: str | None,
@@ -125,7 +129,7 @@ def resolve_cluster(
 ) -> ClusterConfig | None:
     """A node's part in a cluster; None when it has none. Raises ConfigError."""
     if not indexes and index_listen is None:
-        _refuse_lonely(index_entries, peer_listen, transport, fetch, tls)
+        _refuse_lonely(engine_events, index_entries, peer_listen, transport, fetch, tls)
         return None
     loaded = resolve_tls(tls, what="the index")
     certified = loaded.name_as("node") if loaded else ""
@@ -158,6 +162,7 @@ def resolve_cluster(
         node=name,
         indexes=_indexes(indexes),
         replica=replica,
+        engines=parse_sources(engine_events, insecure=tls.insecure),
         peers=_peers(peer_listen, transport, fetch),
         tls=loaded,
         files=tls.files() if loaded else None,
@@ -165,9 +170,15 @@ def resolve_cluster(
 
 
 def _refuse_lonely(
-    entries: object, peer_listen: object, transport: object, fetch: object, tls: TlsSettings
+    engine_events: Sequence[str],
+    entries: object,
+    peer_listen: object,
+    transport: object,
+    fetch: object,
+    tls: TlsSettings,
 ) -> None:
     given = {
+        "engine-events": engine_events or None,
         "index-entries": entries,
         "peer-listen": peer_listen,
         "transport": transport,

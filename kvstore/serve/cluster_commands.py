@@ -46,6 +46,14 @@ _NODE_OPTIONS: Final = (
         help=f"Blocks, by holder, that the replica keeps.  [default: {DEFAULT_ENTRIES}]",
     ),
     click.option(
+        "--engine-events",
+        multiple=True,
+        callback=lambda _context, _option, given: list(given) or None,
+        metavar="NAME=ENDPOINT,space=HEX[,replay=ENDPOINT][,rank=N][,tenant=NAME][,seed=TEXT]",
+        help="Read the KV events of this engine, which has no connector, so that the index knows"
+        " what its own memory holds; repeatable. ENDPOINT is ipc:///PATH or tcp://127.0.0.1:PORT.",
+    ),
+    click.option(
         "--peer-listen",
         metavar="ADDR",
         help="Where other nodes reach this one, to fetch what is held here; it fetches from them,"

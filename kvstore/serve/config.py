@@ -134,6 +134,7 @@ class Settings(
     event_hashes: str | None = None
     insecure: bool = False
     index: list[str] | str | None = None
+    engine_events: list[str] | None = None
     index_listen: str | None = None
     index_entries: str | int | None = None
     peer_listen: str | None = None
@@ -270,6 +271,7 @@ def _has_use_for_a_name(settings: Settings) -> bool:
 def _cluster(settings: Settings) -> ClusterConfig | None:
     return resolve_cluster(
         indexes=[settings.index] if isinstance(settings.index, str) else settings.index or [],
+        engine_events=settings.engine_events or (),
         index_listen=settings.index_listen,
         index_entries=settings.index_entries,
         peer_listen=settings.peer_listen,

@@ -19,6 +19,7 @@ from kvstore.engine.events import (
     Ended,
     Event,
     Fetch,
+    Follow,
     Hangup,
     Lent,
     LoanEnded,
@@ -29,6 +30,7 @@ from kvstore.engine.events import (
     Release,
     Send,
     SwitchedOff,
+    Unfollow,
 )
 from kvstore.engine.findings import SPACE_DIGITS
 from kvstore.ports import Tier
@@ -38,6 +40,7 @@ from kvstore.types import ConnectionId
 from kvstore.wire.messages import encode
 
 if TYPE_CHECKING:
+    from kvstore.serve.engine_memory import EngineMemory
     from kvstore.serve.exchange import Exchange
     from kvstore.serve.feed import Feeder
 
@@ -70,7 +73,9 @@ class Executor:
         publish: Callable[[Changed], None] | None = None,
         feeder: Feeder | None = None,
         exchange: Exchange | None = None,
+        memory: EngineMemory | None = None,
     ) -> None:
+        self._memory = memory
         self._publish = publish
         self._feeder = feeder
         self._exchange = exchange
@@ -122,6 +127,9 @@ class Executor:
                     self._publish(command)
                 case Offered() | OffersUntold():
                     self._offer(command)
+                case Follow() | Unfollow():
+                    assert self._memory is not None, "an engine that nobody wants to follow"
+                    self._memory.carry_out(command)
                 case Locate() | Fetch() | Lent() | LoanEnded():
                     assert self._exchange is not None, "a peer command without peers"
                     self._exchange.carry_out(command)

@@ -26,10 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import grpc
+import msgspec
 
 from kvstore.client.index import channel_options
 from kvstore.engine.events import Offered
-from kvstore.index.feed import BEAT_MS
+from kvstore.index.feed import BEAT_MS, Left
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
@@ -54,6 +55,7 @@ _MILLI: Final = 1000
 
 Slice = tuple[list[Offered], int]
 """What peers can have of some rows, and the next row, -1 after the last."""
+Told = Offered | Left
 
 Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(address, credentials) of a replica → a channel to it."""
@@ -86,7 +88,7 @@ class Feeder:
     ) -> None:
         self.counters = FeedCounters()
         self._loop = loop
-        self._waiting: deque[Offered] = deque()
+        self._waiting: deque[Told] = deque()
         self._waiting_keys = 0
         self._overflowed = False
         self._is_woken = False
@@ -99,14 +101,14 @@ class Feeder:
         ]
         self._tasks: list[asyncio.Task[None]] = []
 
-    # ── of the node's loop ───────────────────────────────────────────────────────────────────────
+    # ── of the node's loop, and of what follows its engines ──────────────────────────────────────
 
-    def put(self, offer: Offered) -> None:
+    def put(self, told: Told) -> None:
         """Tell soon, or see to it that replicas ask. Never blocks for long."""
-        count = len(offer.keys) // KEY_BYTES
+        count = _key_count(told)
         with self._lock:
             if self._waiting_keys + count <= WAITING_KEYS_MAX:
-                self._waiting.append(offer)
+                self._waiting.append(told)
                 self._waiting_keys += count
             else:
                 self._overflowed = True
@@ -213,7 +215,7 @@ class Link:
         self._counters = counters
         self._dial = dial or _channel
         self._jitter = jitter or _jitter
-        self._queue: deque[Offered] = deque()
+        self._queue: deque[Told] = deque()
         self.queued_keys = 0
         self._sequence = 0
         """Of the last delta that was made, sent or not."""
@@ -223,10 +225,10 @@ class Link:
         self._told = ""
         """What was last logged."""
 
-    def put(self, offers: Sequence[Offered] | deque[Offered]) -> None:
+    def put(self, told: Sequence[Told] | deque[Told]) -> None:
         """Queue; what is too much makes a gap."""
-        self._queue.extend(offers)
-        self.queued_keys += sum(len(offer.keys) for offer in offers) // KEY_BYTES
+        self._queue.extend(told)
+        self.queued_keys += sum(map(_key_count, told))
         if self.queued_keys > WAITING_KEYS_MAX:
             self._counters.keys_lost += self.queued_keys
             self.lose()
@@ -319,24 +321,27 @@ class Link:
 
     async def _write_waiting(self, call: Any) -> None:
         while self._queue:
-            offers: list[tuple[Offered, list[bytes]]] = []
+            runs: list[tuple[Told, list[bytes]]] = []
             count = 0
             while self._queue and count < DELTA_KEYS_MAX:
-                offer = self._queue.popleft()
-                first, rest = _split(offer, DELTA_KEYS_MAX - count)
+                told = self._queue.popleft()
+                if isinstance(told, Left):
+                    runs.append((told, []))
+                    count += _key_count(told)
+                    continue
+                first, rest = _split(told, DELTA_KEYS_MAX - count)
                 if rest is not None:
                     self._queue.appendleft(rest)
-                if offers and _is_like(offers[-1][0], first):
-                    offers[-1][1].append(first.keys)
+                if runs and _is_like(runs[-1][0], first):
+                    runs[-1][1].append(first.keys)
                 else:
-                    offers.append((first, [first.keys]))
-                count += len(first.keys) // KEY_BYTES
+                    runs.append((first, [first.keys]))
+                count += _key_count(first)
             self.queued_keys -= count
             self._sequence += 1
             self._counters.deltas += 1
-            delta = pb.Delta(
-                sequence=self._sequence, changes=feeds.changes_of(map(_joined, offers))
-            )
+            changes = [feeds.change_of(_joined(told, keys)) for told, keys in runs]
+            delta = pb.Delta(sequence=self._sequence, changes=changes)
             await _write(call, pb.FeedWord(delta=delta))
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
@@ -394,22 +399,28 @@ async def _write(call: Any, word: pb.FeedWord) -> None:
             ) from None
 
 
-def _is_like(one: Offered, other: Offered) -> bool:
+def _key_count(told: Told) -> int:
+    """What it takes of a queue, in keys."""
+    return 1 if isinstance(told, Left) else len(told.keys) // KEY_BYTES
+
+
+def _is_like(one: Told, other: Offered) -> bool:
     """Whether they differ in their keys only."""
-    return (one.stored, one.tier, one.space, one.tenant) == (
-        other.stored,
-        other.tier,
-        other.space,
-        other.tenant,
-    )
+    return isinstance(one, Offered) and (
+        one.stored,
+        one.tier,
+        one.space,
+        one.tenant,
+        one.engine,
+        one.rank,
+    ) == (other.stored, other.tier, other.space, other.tenant, other.engine, other.rank)
 
 
-def _joined(run: tuple[Offered, list[bytes]]) -> Offered:
+def _joined(told: Told, keys: Sequence[bytes]) -> Told:
     """One change instead of several alike: engines store block by block."""
-    offer, keys = run
-    if len(keys) == 1:
-        return offer
-    return Offered(offer.tier, offer.stored, offer.tenant, offer.space, b"".join(keys))
+    if len(keys) <= 1 or isinstance(told, Left):
+        return told
+    return msgspec.structs.replace(told, keys=b"".join(keys))
 
 
 def _split(offer: Offered, count: int) -> tuple[Offered, Offered | None]:
@@ -417,8 +428,8 @@ def _split(offer: Offered, count: int) -> tuple[Offered, Offered | None]:
     if len(offer.keys) <= count * KEY_BYTES:
         return offer, None
     first, rest = offer.keys[: count * KEY_BYTES], offer.keys[count * KEY_BYTES :]
-    named = (offer.tier, offer.stored, offer.tenant, offer.space)
-    return Offered(*named, first), Offered(*named, rest)
+    replace = msgspec.structs.replace
+    return replace(offer, keys=first), replace(offer, keys=rest)
 
 
 def _pieces(offers: Sequence[Offered]) -> Iterator[list[Offered]]:

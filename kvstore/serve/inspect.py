@@ -62,6 +62,10 @@ class Cluster(Protocol):
         """How long reading from them took."""
         ...
 
+    def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> Sequence[Row]:
+        """What engines hold in their own memory: all, or those that hold a prompt."""
+        ...
+
     def with_peers(self, load: Load) -> Load:
         """What the node does, with what it does with them."""
         ...
@@ -77,6 +81,10 @@ class Alone:
         return ()
 
     transfers = members
+
+    def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> Sequence[Row]:
+        """None."""
+        return ()
 
     def with_peers(self, load: Load) -> Load:
         """As it was."""
@@ -176,9 +184,19 @@ class InspectService(InspectServicer):
     ) -> pb.HashingsReply:
         return pb.HashingsReply(rows=self._rows(context, lambda engine: engine.explain.hashings()))
 
+    def Memories(
+        self, request: pb.MemoriesRequest, context: grpc.ServicerContext
+    ) -> pb.MemoriesReply:
+        prefix = request.prefix
+        _check_keys(prefix.keys, context)
+        space = SpaceId(prefix.space) if request.HasField("prefix") else None
+        rows: list[Any] = [
+            to_message(row) for row in self._cluster.memories(prefix.tenant, space, prefix.keys)
+        ]
+        return pb.MemoriesReply(rows=rows)
+
     def Prefix(self, request: pb.PrefixRequest, context: grpc.ServicerContext) -> pb.RangesReply:
-        if len(request.keys) % KEY_BYTES or len(request.keys) > PREFIX_KEYS_MAX * KEY_BYTES:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "keys are 32 bytes each, 1024 at most")
+        _check_keys(request.keys, context)
         space = SpaceId(request.space)
         rows = self._rows(
             context, lambda engine: engine.explain.prefix(request.tenant, space, request.keys)
@@ -198,6 +216,11 @@ class InspectService(InspectServicer):
             context.abort(error.code, str(error))
         except NodeBusy as error:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+
+def _check_keys(keys: bytes, context: grpc.ServicerContext) -> None:
+    if len(keys) % KEY_BYTES or len(keys) > PREFIX_KEYS_MAX * KEY_BYTES:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "keys are 32 bytes each, 1024 at most")
 
 
 def find_spaces(engine: Engine, prefix: str) -> list[SpaceId]:

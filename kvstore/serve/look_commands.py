@@ -101,7 +101,7 @@ def inspect(
 
     \b
     Topics:
-      nodes    who is attached, how much is cached; and the nodes of the cluster, by its index
+      nodes    who is attached, how much is cached; the cluster, by its index; engines' own memory
       tiers    memory: capacity, in use, being written, leased; and quotas, if there are any
       spaces   models: what their engines share
       blocks   single blocks
@@ -158,7 +158,7 @@ def _inspect_members(flags: IndexFlags, *, json_: bool) -> None:
 def _inspect_node(
     socket: Path, topic: str | None, *, limit: int | None, space: str | None, json_: bool
 ) -> None:
-    both = {"tiers": ("tiers", "quotas"), "nodes": ("nodes", "members")}
+    both = {"tiers": ("tiers", "quotas"), "nodes": ("nodes", "members", "engines")}
     topics = SUMMARY if topic is None else both.get(topic, (topic,))
     shown = limit or BLOCKS_LISTED
     with node_client(socket) as client:

@@ -9,14 +9,16 @@ import contextlib
 import ipaddress
 import logging
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvstore.arena import Arena
 from kvstore.client.index import IndexClient, IndexUnavailable
-from kvstore.obs.metrics import Family
+from kvstore.errors import ConfigError
+from kvstore.obs.metrics import Family, family
 from kvstore.ports import Clock, Tier
-from kvstore.proto.convert import MemberReport, TransferReport, member_report
+from kvstore.proto.convert import MemberReport, MemoryReport, TransferReport, member_report
 from kvstore.proto.loans import Who
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ClusterConfig
@@ -24,8 +26,11 @@ from kvstore.serve.feed import Feeder, Slice
 from kvstore.serve.peering import Peering
 from kvstore.serve.replica import Replica
 from kvstore.serve.tls import INSECURE_NOTE
-from kvstore.types import Incarnation
+from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.load import Load
+
+if TYPE_CHECKING:
+    from kvstore.serve.engine_memory import EngineMemory
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +92,9 @@ class ClusterMember:
                 credentials=config.tls.channel_credentials() if config.tls else None,
             )
             stack.callback(self.feeder.close)
+            self.memory = _open_memory(config, clock, self.feeder)
+            if self.memory is not None:
+                stack.callback(self.memory.close)
             self._stack = stack.pop_all()
 
     def _own_replica(self) -> Iterable[str]:
@@ -103,6 +111,9 @@ class ClusterMember:
         node's loop."""
         if self.peering is not None:
             self.peering.start(self._client)
+        if self.memory is not None:
+            self.memory.start()
+            ask = self.memory.behind(ask)
         self.feeder.start(ask, lambda: self.with_peers(load()))
 
     def close(self) -> None:
@@ -131,6 +142,7 @@ class ClusterMember:
             INSECURE_NOTE if self._tls is None else "",
             self.feeder.trouble,
             self.peering.trouble if self.peering is not None else "",
+            self.memory.trouble if self.memory is not None else "",
         )
         return "; ".join(filter(None, notes))
 
@@ -160,6 +172,24 @@ class ClusterMember:
         """How long reading from other nodes took."""
         return self.peering.transfers() if self.peering is not None else []
 
+    def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> list[MemoryReport]:
+        """What engines hold in their own memory: all, or of one prompt."""
+        if self.memory is None:
+            return []
+        return self.memory.reports(tenant=tenant, space=space, keys=keys)
+
+    def engine_families(self) -> list[Family]:
+        """Metrics of what engines publish; none when nobody is listened to."""
+        if self.memory is None:
+            return []
+        return [
+            family("kvstore_engine_blocks", [((), self.memory.block_count)]),
+            *(
+                family(f"kvstore_engine_events_{name}_total", [((), count)])
+                for name, count in vars(self.memory.counters).items()
+            ),
+        ]
+
     def index_families(self) -> list[Family]:
         """Metrics of the replica; none when there is none, or it does not answer."""
         if self._replica is None:
@@ -168,3 +198,17 @@ class ClusterMember:
             return self._replica.families()
         except TimeoutError:
             return []
+
+
+def _open_memory(config: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineMemory | None:
+    try:
+        # Only here: a node by itself needs no ZeroMQ.
+        from kvstore.serve.engine_memory import EngineMemory
+    except ImportError:
+        if config.engines:
+            raise ConfigError(
+                "--engine-events needs pyzmq: pip install 'kvstore[events]'"
+            ) from None
+        _log.info("KV events of engines are not read: pip install 'kvstore[events]'")
+        return None
+    return EngineMemory(config.engines, clock=clock, tell=feeder.put)

@@ -169,7 +169,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     files = _open_files(config, arena, clock, handover, stack)
     publisher = _open_publisher(config, incarnation, clock, stack)
     member = _open_member(config, incarnation, arena, tier, clock, stack)
-    engine = _make_engine(config, memory, life, files)
+    engine = _make_engine(config, memory, life, files, member)
     exchange = member.peering.exchange if member and member.peering else None
     driver = Driver(
         engine=engine,
@@ -228,6 +228,7 @@ def _make_executor(
         publish=publisher.put if publisher else None,
         feeder=member.feeder if member else None,
         exchange=member.peering.exchange if member and member.peering else None,
+        memory=member.memory if member else None,
     )
 
 
@@ -397,7 +398,13 @@ def _open_files(
     return FileEnd(tier, day_bytes=config.file_day_bytes, on_hang=handover.disk_hangs)
 
 
-def _make_engine(config: NodeConfig, memory: Memory, life: int, files: FileEnd | None) -> Engine:
+def _make_engine(
+    config: NodeConfig,
+    memory: Memory,
+    life: int,
+    files: FileEnd | None,
+    member: ClusterMember | None,
+) -> Engine:
     file_bytes = config.file.capacity_bytes if config.file else 0
     peers = config.cluster.peers if config.cluster else None
     return Engine(
@@ -419,6 +426,7 @@ def _make_engine(config: NodeConfig, memory: Memory, life: int, files: FileEnd |
             quotas=config.quotas,
             tell_changes=config.events is not None,
             tell_offers=config.cluster is not None,
+            follows=member is not None and member.memory is not None,
             fetches=peers is not None,
             fetches_always=peers is not None and peers.is_fetched_always,
         ),

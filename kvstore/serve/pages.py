@@ -121,6 +121,7 @@ class NodeCollector(Collector):
             family("kvstore_feeds", [((), feeder.connected_count if feeder is not None else 0)]),
             *(family(f"kvstore_feed_{name}_total", [((), n)]) for name, n in counts.items()),
             *(peering.families() if peering is not None else ()),
+            *(self._member.engine_families() if self._member is not None else ()),
         ]
 
 

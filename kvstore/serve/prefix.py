@@ -19,6 +19,7 @@ from kvstore.engine.explain import HashingReport, RangeReport
 from kvstore.engine.findings import SPACE_DIGITS
 from kvstore.errors import ConfigError
 from kvstore.index.chain import ALGORITHM, block_keys
+from kvstore.proto.convert import MemoryReport
 from kvstore.proto.feeds import KEYS_MAX
 from kvstore.serve.ask import NodeClient
 from kvstore.serve.inspect import PREFIX_KEYS_MAX
@@ -40,6 +41,8 @@ class PrefixReport(msgspec.Struct, frozen=True):
     held_tokens: int
     """From the front: what a request would find."""
     ranges: list[RangeReport]
+    engines: list[MemoryReport]
+    """Whose own memory holds how many of the leading blocks."""
 
 
 class HolderReport(msgspec.Struct, frozen=True):
@@ -224,6 +227,7 @@ def look_up(client: NodeClient, prompt: Prompt, hashing: HashingReport) -> Prefi
             msgspec.structs.replace(row, first_block=begin + row.first_block)
             for row in client.prefix(hashing.tenant, bytes.fromhex(hashing.space), batch)
         ]
+    engines = _in_engines(client, hashing, keys)
     held = 0
     for row in ranges:
         if row.reason:
@@ -237,7 +241,26 @@ def look_up(client: NodeClient, prompt: Prompt, hashing: HashingReport) -> Prefi
         prompt_tokens=prompt.tokens,
         held_tokens=held * hashing.block_tokens,
         ranges=ranges,
+        engines=engines,
     )
+
+
+def _in_engines(
+    client: NodeClient, hashing: HashingReport, keys: Sequence[bytes]
+) -> list[MemoryReport]:
+    """By the events of the node's engines, batch after batch as long as somebody has all of it."""
+    found: dict[tuple[str, int], MemoryReport] = {}
+    for begin in range(0, len(keys), PREFIX_KEYS_MAX):
+        batch = keys[begin : begin + PREFIX_KEYS_MAX]
+        rows = client.memories(hashing.tenant, bytes.fromhex(hashing.space), b"".join(batch))
+        for row in rows:
+            name = (row.engine, row.rank)
+            before = found[name].blocks if name in found else 0
+            if before == begin:
+                found[name] = msgspec.structs.replace(row, blocks=begin + row.blocks)
+        if all(row.blocks < len(batch) for row in rows):
+            break
+    return list(found.values())
 
 
 def look_up_everywhere(index: IndexClient, prompt: Prompt, hashing: HashingReport) -> ClusterPrefix:

@@ -87,6 +87,10 @@ def show_prefix(prefix: PrefixReport) -> None:
         "prompt": f"{prefix.prompt_tokens} tokens, of which a request would find "
         f"{prefix.held_tokens}",
     }
+    if prefix.engines:
+        lines["hbm"] = ", ".join(
+            f"{row.blocks} blocks in engine {row.engine} rank {row.rank}" for row in prefix.engines
+        )
     _facts(out, lines)
     _blocks(out, prefix.ranges, prefix.block_tokens, prefix.prompt_tokens)
 

@@ -109,10 +109,14 @@ class RawEngine:
         replicas: int = 1,
         block_bytes: int = BLOCK_BYTES,
         nonce: str = "",
+        events: tuple[str, str] = ("", ""),
         timeout_s: float = 10.0,
     ) -> None:
         """Connect everybody. `block_bytes`: of all ranks together. With the `nonce` of another,
-        the same processes attach again. Raises AttachError when there is no node."""
+        the same processes attach again. `events`: where its KV events and their replay are.
+
+        Raises AttachError when there is no node.
+        """
         assert rank_count % replicas == 0
         self.columns = rank_count // replicas
         """Distinct shards; that of rank r is r // replicas."""
@@ -128,26 +132,23 @@ class RawEngine:
         self._failure = ""
         self.nonce = nonce = nonce or secrets.token_hex(4)
         self.block_bytes = block_bytes // self.columns
+        who = (PROTOCOL_VERSION, engine_id, nonce, tenant)
         self.scheduler = Link.connect(
             socket,
             HelloScheduler(
-                protocol=PROTOCOL_VERSION,
-                engine_id=engine_id,
-                nonce=nonce,
-                tenant=tenant,
+                *who,
                 rank_count=rank_count,
                 process=f"scheduler-{nonce}",
                 label=model,
+                events=events[0],
+                events_replay=events[1],
             ),
         )
         self.ranks = [
             Link.connect(
                 socket,
                 HelloRank(
-                    protocol=PROTOCOL_VERSION,
-                    engine_id=engine_id,
-                    nonce=nonce,
-                    tenant=tenant,
+                    *who,
                     rank=rank,
                     process=f"rank{rank}-{nonce}",
                     space=self._space,

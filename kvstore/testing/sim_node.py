@@ -31,6 +31,7 @@ from kvstore.engine.events import (
     Exited,
     Fetch,
     FileGone,
+    Follow,
     Hangup,
     Lent,
     LoanEnded,
@@ -45,6 +46,7 @@ from kvstore.engine.events import (
     Send,
     SwitchedOff,
     Tick,
+    Unfollow,
     Writer,
 )
 from kvstore.engine.files import FOREIGN_LOCATION
@@ -207,6 +209,8 @@ class SimNode:
             case Offered() | OffersUntold() | Locate() | Fetch() | Lent() | LoanEnded():
                 assert self.peers is not None, "a peer command without peers"
                 self.peers.take(command)
+            case Follow() | Unfollow():
+                raise AssertionError("an engine that nobody wants to follow")
             case _:
                 assert self.files is not None, "a file command without a file tier"
                 if isinstance(command, ReadFile):

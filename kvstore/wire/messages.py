@@ -83,6 +83,11 @@ class HelloScheduler(Message, frozen=True):
     weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
     label: Annotated[str, msgspec.Meta(max_length=255)] = ""
     """Model name for `kvstore inspect`; no part of any address."""
+    data_rank: Small = 0
+    """Data-parallel."""
+    events: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    """Where it publishes KV events, as ZeroMQ spells it; empty: it does not, or not for us."""
+    events_replay: Annotated[str, msgspec.Meta(max_length=255)] = ""
 
 
 class HelloRank(Message, frozen=True):

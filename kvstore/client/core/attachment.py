@@ -121,6 +121,9 @@ class Attachment:
             process=self._config.process,
             weights_epoch=self.weights_epoch,
             label=self._config.label,
+            data_rank=self._config.data_rank,
+            events=self._config.events,
+            events_replay=self._config.events_replay,
         )
 
     def connected(self, now_ns: int) -> None:

@@ -22,6 +22,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank_count: int
     block_tokens: int
     label: str = ""
+    data_rank: int = 0
+    """Data-parallel."""
+    events: str = ""
+    """Where the node reads the engine's KV events; empty: nowhere."""
+    events_replay: str = ""
     lookup_deadline_ms: int = 20
     """From the first question for a request to the answer 0; longer where computing takes long
     (`kvstore.client.core.costs`)."""

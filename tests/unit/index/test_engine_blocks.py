@@ -92,7 +92,7 @@ def test_what_vllm_publishes_is_understood() -> None:
     assert batch.rank == 3
     assert [type(event) for event in batch.events] == [BlockStored, BlockRemoved, AllBlocksCleared]
     assert batch.events[0] == BlockStored(
-        block_hashes=[LOW[0]],
+        block_hashes=[*LOW[:1]],
         parent_block_hash=None,
         token_ids=TOKENS[:SIZE],
         block_size=SIZE,

@@ -161,6 +161,17 @@ def test_an_index_that_lies_costs_a_miss() -> None:
     run(body)
 
 
+def test_what_engines_have_in_their_own_memory_is_not_asked_for() -> None:
+    async def body(two: Two) -> None:
+        two.index.engines["b"] = 5
+        engine = Stored(two.a, "ea")
+        more = await two.lease(engine, 1, 1, 2)
+        assert more.slots == b""
+        assert two.a.borrower._sessions == {}, "nobody was dialled"
+
+    run(body)
+
+
 def test_an_index_that_is_away_costs_a_miss() -> None:
     async def body(two: Two) -> None:
         two.index.is_away = True

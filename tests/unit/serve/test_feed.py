@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.client.index import IndexClient
 from kvstore.engine.events import Offered
-from kvstore.index.feed import Trust
+from kvstore.index.feed import Left, Trust
 from kvstore.proto import feeds
 from kvstore.serve import feed
 from kvstore.serve.aio import LoopThread
@@ -170,6 +170,47 @@ def test_changes_during_a_snapshot_are_not_lost(world: World) -> None:
     world.feeder.lose()
     world.feeder.start(ask)
     assert world.is_known()
+
+
+def test_what_an_engine_of_the_node_holds_is_told_as_its_own(world: World) -> None:
+    def hbm(keys: list[bytes], *, stored: bool = True, rank: int = 1) -> Offered:
+        return Offered(Tier.HBM, stored, "t", SPACE, b"".join(keys), "e", rank)
+
+    def found() -> dict[tuple[str, int], tuple[int, int]]:
+        answer = world.client.match("t", SPACE, b"".join(KEYS[:9]))
+        return {
+            (match.holder.engine, match.holder.rank): (match.hbm_blocks, match.dram_blocks)
+            for match in answer.matches
+            if match.holder.node == "n1"
+        }
+
+    def becomes(**expected: tuple[int, int]) -> bool:
+        names = {"own": ("", 0), "one": ("e", 1), "two": ("e", 2)}
+        wanted = {names[name]: counts for name, counts in expected.items()}
+        return eventually(lambda: found() == wanted, timeout_s=CONVERGES_S)
+
+    world.feeder.start(lambda row: ([*world.ask(row)[0], hbm(KEYS[:7], rank=2)], -1))
+    world.store(KEYS[:2])
+    # Of one run: what is alike but whose it is, is not alike.
+    for told in (hbm(KEYS[:3]), hbm(KEYS[3:6]), hbm(KEYS[:4], rank=2), hbm(KEYS[4:5], rank=2)):
+        world.feeder.put(told)
+    world.feeder.put(hbm(KEYS[5:6], stored=False))
+    assert becomes(own=(0, 2), one=(5, 5), two=(5, 5))
+    world.feeder.put(Left("e", 1))
+    assert becomes(own=(0, 2), two=(5, 5))
+    world.feeder.put(hbm(KEYS[:1]))
+    assert becomes(own=(0, 2), one=(1, 1), two=(5, 5))
+    world.feeder.lose()
+    assert becomes(own=(0, 2), two=(7, 7)), "a snapshot has it, too"
+
+
+def test_who_goes_and_comes_without_an_end_fills_no_queue(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "WAITING_KEYS_MAX", 10)
+    for _ in range(11):
+        world.feeder.put(Left("e"))
+    assert eventually(lambda: world.feeder.counters.keys_lost > 0)
 
 
 def test_trust_zero_is_a_trust() -> None:

@@ -31,6 +31,7 @@ from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import (
     MESSAGES,
     MemberReport,
+    MemoryReport,
     Row,
     TransferReport,
     from_message,
@@ -74,6 +75,7 @@ def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None
 ROWS: list[Row] = [
     NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
     MemberReport("n1", "exact", "10.0.0.7:9480", "ff", 2**63),
+    MemoryReport("e", 1, "s", "t", "live", 2**40, 3),
     TierReport(
         *("dram", 2**40, 2, 3, 4, 5, 6, 7, 8, "lru", 9, 10, NO_BUDGET),
         *("closed", "half-open", 10, 11, 12, NO_PASS),

@@ -19,6 +19,7 @@ from kvstore.errors import ConfigError
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match
+from kvstore.proto.convert import MemoryReport
 from kvstore.serve import prefix
 from kvstore.serve.ask import NodeClient
 from kvstore.serve.prefix import (
@@ -31,6 +32,7 @@ from kvstore.serve.prefix import (
     read_tokens,
     tokenize,
 )
+from kvstore.types import BlockKey
 
 LLAMA = HashingReport("ab" * 32, "default", "llama", 4, "sha256_cbor", "seed")
 QWEN = msgspec.structs.replace(LLAMA, space="ac" * 32, label="qwen")
@@ -187,6 +189,19 @@ class Node:
         ]
         return [row for row in rows if row.blocks]
 
+    def memories(self, tenant: str, space: bytes, keys: bytes) -> list[MemoryReport]:
+        """One engine holds as many, another has none of the first three."""
+        assert (tenant, space.hex()) == (LLAMA.tenant, LLAMA.space)
+        whole = block_keys(range(4 * 7 + 1), block_tokens=4, seed="seed")
+        begin = whole.index(BlockKey(keys[:32]))
+        held = {"e": range(self.held), "late": range(3, 7)}
+        rows = []
+        for engine, blocks in held.items():
+            asked = range(begin, begin + len(keys) // 32)
+            count = next((n for n, b in enumerate(asked) if b not in blocks), len(asked))
+            rows.append(MemoryReport(engine, 0, "ab", "default", "live", count, 0))
+        return [row for row in rows if row.blocks]
+
 
 @pytest.mark.parametrize("held", [0, 3, 5, 7])
 def test_a_long_prompt_is_asked_for_in_pieces(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
@@ -199,6 +214,7 @@ def test_a_long_prompt_is_asked_for_in_pieces(monkeypatch: pytest.MonkeyPatch, h
     assert (found.held_tokens, found.prompt_tokens) == (4 * held, 29)
     assert [row.first_block for row in found.ranges] == sorted({0, held % 7, 5} - {7})
     assert json.loads(msgspec.json.encode(found))["ranges"]
+    assert {row.engine: row.blocks for row in found.engines} == ({"e": held} if held else {})
 
 
 def test_keys_from_a_file(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ class Whereabouts:
     def __init__(self) -> None:
         self.addresses: dict[str, str] = {}
         self.holders: dict[str, int] = {}
+        self.engines: dict[str, int] = {}
+        """What some engine of a node has in its own memory."""
         self.is_away = False
 
     def match(
@@ -101,6 +103,10 @@ class Whereabouts:
         found = [
             Match(Holder(node, "", 0), 0, min(blocks, count), min(blocks, count), Trust.EXACT)
             for node, blocks in self.holders.items()
+        ]
+        found += [
+            Match(Holder(node, "e", 0), blocks, blocks, blocks, Trust.EXACT)
+            for node, blocks in self.engines.items()
         ]
         return Answer(Trust.EXACT, found)
 

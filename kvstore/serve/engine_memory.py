@@ -1,0 +1,417 @@
+"""Reads KV events of engines, so that what their own memory holds is in the index: tier hbm.
+
+    engine ── PUB ─────▶ SUB ────┐
+           ◀─ first number ─ DEALER ─▶ EngineFeed ─▶ changes ─▶ Feeder
+           ── ROUTER ──────▶ ────┘
+
+One thread for all engines. A connection is one life of an engine: when it ends, and when the engine
+does not answer ZeroMQ's own heartbeat for HEARTBEAT_TIMEOUT_MS (a stopped process), all that it
+held is taken back, its sockets are closed with whatever they had read, and new ones wait for it. So
+no number of one life is taken for one of another.
+
+Bounded: a message is PAYLOAD_BYTES_MAX at most, QUEUED_BATCHES_MAX wait in a socket, one message of
+a socket is taken at a time: the interpreter is given up between them, and an engine that floods
+waits on its own side.
+
+Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`), names
+(`index.engine_blocks`), where engines may be (`engine_sources`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvstore.engine.events import Follow, Offered, Unfollow
+from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.errors import ConfigError
+from kvstore.index.engine_blocks import EngineBlocks
+from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase, Place
+from kvstore.index.feed import Change, Left, Removed, Stored
+from kvstore.ports import Clock
+from kvstore.proto.convert import MemoryReport
+from kvstore.serve.engine_sources import ENGINE_COUNT_MAX, EngineSource, check_endpoint
+from kvstore.serve.feed import Slice, Told
+from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.units import NS_PER_MS
+from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
+
+TURN_MS: Final = 250
+"""Deadlines are looked at this often."""
+HEARTBEAT_MS: Final = 1000
+HEARTBEAT_TIMEOUT_MS: Final = 3000
+REOPEN_MS: Final = 200
+REOPEN_MS_MAX: Final = 5000
+RECONNECT_MS: Final = 100
+RECONNECT_MS_MAX: Final = 2000
+QUEUED_BATCHES_MAX: Final = 32
+_FIRST_ROW: Final = 1 << 40
+"""Of slices of a snapshot: the node's own rows are below."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Follower:
+    """The sockets of one engine, and what came of them."""
+
+    def __init__(
+        self,
+        source: EngineSource,
+        serial: int,
+        context: zmq.Context[zmq.Socket[bytes]],
+        counters: EngineCounters,
+    ) -> None:
+        self.source = source
+        self.serial = serial
+        place = Place(source.engine, source.rank, source.tenant, source.space)
+        blocks = EngineBlocks(
+            seed=source.hash_seed,
+            block_tokens=source.block_tokens,
+            names_are_keys=source.names_are_keys,
+        )
+        self.feed = EngineFeed(
+            place, blocks, can_replay=bool(source.replay_endpoint), counters=counters
+        )
+        self._context = context
+        self._counters = counters
+        self._live: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._replay: zmq.Socket[bytes] | None = None
+        self._reopen_ms = 0
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """To be polled in this order: whoever sees a batch then sees the connection it came by."""
+        return [each for each in (self._live, self._replay, self._monitor) if each is not None]
+
+    def turn(self, ready: set[object], now_ms: int) -> list[Change]:
+        """Take what is there, a message of each socket at most."""
+        changes: list[Change] = []
+        try:
+            if self._live is None and now_ms >= self._reopen_ms:
+                self._open()
+            if self._monitor in ready:
+                changes += self._watch(now_ms)
+            if self._live is not None and self._live in ready:
+                changes += self._hear(_take(self._live), now_ms)
+            changes += self.feed.tick(now_ms)
+            self._ask()
+            if self._replay is not None and self._replay in ready:
+                changes += self._hear_replay(_take(self._replay), now_ms)
+                self._ask()
+        except zmq.ZMQError as error:  # no descriptors are left, say
+            _log.warning("engine %s: its KV events cannot be read: %s", self.source.engine, error)
+            changes += self._close_until(now_ms + REOPEN_MS_MAX)
+        return changes
+
+    def close(self) -> list[Change]:
+        """It is followed no more."""
+        self._close_replay()
+        if self._live is not None:
+            assert self._monitor is not None
+            self._live.disable_monitor()
+            self._monitor.close(0)
+            self._live.close(0)
+            self._live = self._monitor = None
+        return self.feed.end()
+
+    def _open(self) -> None:
+        self._live = live = self._socket(zmq.SUB)
+        live.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        live.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        live.setsockopt(zmq.SUBSCRIBE, b"")
+        self._monitor = live.get_monitor_socket(
+            zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+        )
+        live.connect(self.source.endpoint)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.RCVHWM, QUEUED_BATCHES_MAX)
+        made.setsockopt(zmq.MAXMSGSIZE, PAYLOAD_BYTES_MAX)
+        made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        made.setsockopt(zmq.IPV6, 1)
+        return made
+
+    def _watch(self, now_ms: int) -> list[Change]:
+        assert self._monitor is not None
+        if recv_monitor_message(self._monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+            return self.feed.begin(now_ms)
+        return self._close_until(now_ms + REOPEN_MS)
+
+    def _close_until(self, reopen_ms: int) -> list[Change]:
+        self._reopen_ms = reopen_ms
+        return self.close()
+
+    def _ask(self) -> None:
+        """As far as it is wanted. On a socket of its own, so that what is still on its way of an
+        earlier answer is not taken for this one's."""
+        number = self.feed.take_ask()
+        if number is None:
+            return
+        self._close_replay()
+        self._replay = self._socket(zmq.DEALER)
+        self._replay.connect(self.source.replay_endpoint)
+        self._replay.send_multipart((b"", number.to_bytes(SEQUENCE_BYTES, "big")), zmq.NOBLOCK)
+
+    def _close_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.close(0)
+            self._replay = None
+
+    def _hear(self, frames: list[bytes], now_ms: int) -> list[Change]:
+        match frames:
+            case []:
+                return []
+            case [_, number, payload] if len(number) == SEQUENCE_BYTES and number != END:
+                return self.feed.heard(int.from_bytes(number, "big"), payload, now_ms)
+        self._counters.refused += 1
+        return []
+
+    def _hear_replay(self, frames: list[bytes], now_ms: int) -> list[Change]:
+        # vLLM puts the topic before the number, kvstore's own publisher nothing.
+        match frames:
+            case []:
+                return []
+            case [b"", number, _] | [b"", _, number, _] if number == END:
+                self._close_replay()
+                return self.feed.replay_ended(now_ms)
+            case [b"", number, payload] | [b"", _, number, payload] if (
+                len(number) == SEQUENCE_BYTES
+            ):
+                return self.feed.replayed(int.from_bytes(number, "big"), payload, now_ms)
+        self._counters.refused += 1
+        return []
+
+
+class EngineMemory:
+    """All engines that a node follows, from construction until `close`."""
+
+    def __init__(
+        self, sources: Sequence[EngineSource], *, clock: Clock, tell: Callable[[Told], None]
+    ) -> None:
+        """`tell`: `Feeder.put`."""
+        self.counters = EngineCounters()
+        self._clock = clock
+        self._tell = tell
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._configured = {(source.engine, source.rank) for source in sources}
+        self._followers: dict[int, _Follower] = {}
+        """By connection; those of the configuration by numbers below 0."""
+        self._serial = 0
+        self._orders: deque[tuple[int, EngineSource | None]] = deque(
+            (-1 - number, source) for number, source in enumerate(sources)
+        )
+        self._lock = threading.Lock()
+        """Of followers and what they hold: a slice must not fall between a change and its word."""
+        self._wake_fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine-memory", daemon=True)
+
+    # ── of the node's loop ───────────────────────────────────────────────────────────────────────
+
+    def carry_out(self, command: Follow | Unfollow) -> None:
+        """Begin or end to follow an engine that is attached. Never waits."""
+        if isinstance(command, Unfollow):
+            self._order(command.connection, None)
+            return
+        replay = command.replay_endpoint
+        try:
+            source = EngineSource(
+                engine=command.engine,
+                rank=command.rank,
+                endpoint=check_endpoint(command.endpoint, insecure=False),
+                replay_endpoint=check_endpoint(replay, insecure=False) if replay else "",
+                tenant=command.tenant,
+                space=command.space,
+                hash_seed=command.hash_seed,
+                block_tokens=command.block_tokens,
+                names_are_keys=True,
+            )
+        except ConfigError as error:
+            _log.warning("engine %s: %s", command.engine, error)
+            return
+        self._order(command.connection, source)
+
+    def _order(self, number: int, source: EngineSource | None) -> None:
+        with self._lock:
+            self._orders.append((number, source))
+        os.eventfd_write(self._wake_fd, 1)
+
+    # ── of any other thread ──────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._context.destroy(linger=0)
+        os.close(self._wake_fd)
+
+    def behind(self, ask: Callable[[int], Slice]) -> Callable[[int], Slice]:
+        """Slices of a snapshot: those of `ask`, and then of what engines hold."""
+
+        def both(row: int) -> Slice:
+            if row >= _FIRST_ROW:
+                return self._slice(row - _FIRST_ROW)
+            offers, following = ask(row)
+            return offers, following if following >= 0 else _FIRST_ROW
+
+        return both
+
+    def _slice(self, serial: int) -> Slice:
+        with self._lock:
+            left = [each for each in self._followers.values() if each.serial >= serial]
+            if not left:
+                return [], -1
+            first = min(left, key=lambda each: each.serial)
+            return [_offered(each) for each in first.feed.held()], _FIRST_ROW + first.serial + 1
+
+    def reports(
+        self, *, tenant: str = "", space: SpaceId | None = None, keys: bytes = b""
+    ) -> list[MemoryReport]:
+        """All engines; or with a space those that hold the first of `keys`, and how many."""
+        wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        rows = []
+        with self._lock:
+            for follower in self._followers.values():
+                its, blocks = follower.source, len(follower.feed.blocks)
+                if space is not None:
+                    if (its.tenant, its.space) != (tenant, space):
+                        continue
+                    held = set(follower.feed.blocks.keys())
+                    blocks = next(
+                        (n for n, key in enumerate(wanted) if key not in held), len(wanted)
+                    )
+                    if not blocks:
+                        continue
+                rows.append(_report(follower, blocks))
+        return rows
+
+    @property
+    def block_count(self) -> int:
+        """Held by all engines."""
+        with self._lock:
+            return sum(len(each.feed.blocks) for each in self._followers.values())
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy node lacks; empty while all is well."""
+        with self._lock:
+            away = [
+                f"{each.source.engine} at {each.source.endpoint}"
+                for each in self._followers.values()
+                if each.feed.phase is Phase.AWAY
+            ]
+        return f"KV events of {', '.join(away)} are not reached" if away else ""
+
+    # ── of the thread ────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            with self._lock:  # after a bug, too: nobody would take it back any more
+                for number in list(self._followers):
+                    self._end(number)
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        for follower in self._followers.values():
+            for socket in follower.sockets():
+                poller.register(socket, zmq.POLLIN)
+        ready = {source for source, _ in poller.poll(TURN_MS if self._followers else None)}
+        if self._wake_fd in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            self._take_orders()
+        now_ms = self._clock.now_ns() // NS_PER_MS
+        for follower in self._followers.values():
+            with self._lock:
+                self._say(follower.turn(ready, now_ms))
+
+    def _take_orders(self) -> None:
+        with self._lock:
+            while self._orders:
+                number, source = self._orders.popleft()
+                follower = self._followers.get(number)
+                if follower is not None and follower.source == source:
+                    continue
+                self._end(number)
+                if source is not None:
+                    self._begin(number, source)
+
+    def _begin(self, number: int, source: EngineSource) -> None:
+        name = (source.engine, source.rank)
+        if number >= 0 and name in self._configured:
+            _log.warning(
+                "engine %s rank %d is attached, and --engine-events has one of that name, which"
+                " counts: give that another NAME",
+                *name,
+            )
+            return
+        for other, its in list(self._followers.items()):
+            if (its.source.engine, its.source.rank) == name:
+                self._end(other)  # an engine that comes back before its end was noticed
+        if len(self._followers) >= ENGINE_COUNT_MAX:
+            _log.warning("engine %s rank %d: %d are followed already", *name, ENGINE_COUNT_MAX)
+            return
+        self._serial += 1
+        self._followers[number] = _Follower(source, self._serial, self._context, self.counters)
+        _log.info("engine %s rank %d: KV events are read from %s", *name, source.endpoint)
+
+    def _end(self, number: int) -> None:
+        follower = self._followers.pop(number, None)
+        if follower is not None:
+            self._say(follower.close())
+
+    def _say(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            match change:
+                case Stored() | Removed():
+                    self._tell(_offered(change))
+                case Left():
+                    self._tell(change)
+                case _:
+                    raise AssertionError(f"an engine does not say {change}")
+
+
+def _take(socket: zmq.Socket[bytes]) -> list[bytes]:
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return []
+
+
+def _offered(change: Stored | Removed) -> Offered:
+    stored = isinstance(change, Stored)
+    named = (change.tenant, change.space, change.keys, change.engine, change.rank)
+    return Offered(change.tier, stored, *named)
+
+
+def _report(follower: _Follower, blocks: int) -> MemoryReport:
+    return MemoryReport(
+        engine=follower.source.engine,
+        rank=follower.source.rank,
+        space=follower.source.space.hex()[:SPACE_DIGITS],
+        tenant=follower.source.tenant,
+        state=follower.feed.phase.value,
+        blocks=blocks,
+        left_out=follower.feed.blocks.left_out,
+    )
