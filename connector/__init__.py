@@ -11,6 +11,7 @@
 | `weights.py`        | the digest of the weights on disk                    | each worker       |
 | `config.py`         | keys of kv_connector_extra_config                    | both              |
 | `checks.py`         | engine configurations that are not served            | both              |
+| `events.py`         | where the node reads the engine's KV events          | scheduler process |
 | `stats.py`          | counts in vllm's metrics                             | both, frontend    |
 
 Importing this package is cheap and imports no engine: `KVStoreConnector` is loaded when asked for.
