@@ -88,7 +88,7 @@ def test_the_commands_of_the_quick_start_parse(
             assert parameters["directory"] == Path("pki"), "what the nodes' commands read"
         if name == "node":
             assert node_config(arguments[1:], monkeypatch).dram_bytes == 64 * GIB
-    assert seen == {"certs", "node", "inspect", "explain", "clear", "upgrade", "fsck"}
+    assert seen == {"certs", "top", "node", "inspect", "explain", "clear", "upgrade", "fsck"}
 
 
 def test_a_command_that_is_wrong_is_seen() -> None:
