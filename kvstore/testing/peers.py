@@ -33,7 +33,7 @@ _PAUSE_S: Final = 0.05
 
 
 class PeerPair:
-    """Node a has the index; b tells it, too."""
+    """Node a has the index, if there is no other; b tells it, too."""
 
     def __init__(
         self,
@@ -42,14 +42,17 @@ class PeerPair:
         dram: str,
         flags: Sequence[str],
         lan: Lan | None,
+        index: str,
     ) -> None:
         self._lab = Lab(directory)
         self._directory = directory
         self._transport, self._dram, self._flags = transport, dram, tuple(flags)
         self._lan = lan
-        self.a = self._start("a", ("--index-listen", f"{self._host('a')}:0"))
+        inside = ("--index-listen", f"{self._host('a')}:0")
+        self.a = self._start("a", ("--index", index) if index else inside)
+        self._index = index or self.a.index
         try:
-            self.b = self._start("b", ("--index", self.a.index))
+            self.b = self._start("b", ("--index", self._index))
         except BaseException:
             self.a.stop()
             raise
@@ -64,10 +67,11 @@ class PeerPair:
         dram: str = "64MiB",
         flags: Sequence[str] = (),
         lan: Lan | None = None,
+        index: str = "",
     ) -> Iterator[PeerPair]:
-        """Both, until the context ends; on machines "a" and "b" of a network, if there is one.
-        Raises NodeFailed."""
-        pair = cls(directory, transport, dram, flags, lan)
+        """Both, until the context ends; on machines "a" and "b" of a network, if there is one; with
+        this index, or with one in a. Raises NodeFailed."""
+        pair = cls(directory, transport, dram, flags, lan, index)
         try:
             yield pair
         finally:
@@ -89,7 +93,7 @@ class PeerPair:
 
     def restart_b(self) -> None:
         """Another b, with empty memory and another address, after the one before was ended."""
-        self.b = self._start("b", ("--index", self.a.index))
+        self.b = self._start("b", ("--index", self._index))
 
     def borrow(self, engine: RawEngine, keys: Sequence[bytes]) -> LeaseReply:
         """Lease all of these keys, asking again until they have come.

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.testing.peers import PeerPair, at_rest, metric, mover_of
 from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 
@@ -138,3 +141,92 @@ def test_what_dies_or_stops_while_blocks_come_costs_a_miss_at_most(
         for node in (pair.a, pair.b):
             at_rest(node)
             assert metric(node, "kvstore_loop_failures_total") == 0
+
+
+ASKER = """
+import sys
+from pathlib import Path
+from kvstore.testing.raw_engine import RawEngine, make_keys
+
+with RawEngine(Path(sys.argv[1]), engine_id="victim", timeout_s=60) as engine:
+    engine.open()
+    print("open", flush=True)
+    sys.stdin.readline()
+    engine.lease(make_keys(int(sys.argv[2]), seed=sys.argv[3]))
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_stops_while_its_blocks_come_leaves_nothing(
+    pair: PeerPair, number: signal.Signals
+) -> None:
+    chance = random.Random(f"{SEED}-{number}")
+    for turn in range(3):
+        seed = f"{number}-{turn}"
+        keys = make_keys(BLOCKS, seed=seed)
+        command = [sys.executable, "-c", ASKER, str(pair.a.socket), str(BLOCKS), seed]
+        pipe = subprocess.PIPE
+        with (
+            RawEngine(pair.b.socket, engine_id="b", timeout_s=60) as holder,
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as victim,
+        ):
+            try:
+                assert victim.stdin is not None
+                assert victim.stdout is not None
+                assert victim.stdout.readline() == "open\n"
+                holder.open()
+                holder.store(keys)
+                victim.stdin.write("go\n")
+                victim.stdin.flush()
+                timer = threading.Timer(chance.uniform(0.0, 0.1), victim.send_signal, (number,))
+                timer.start()
+                timer.join()
+                with RawEngine(pair.a.socket, engine_id="c", timeout_s=60) as other:
+                    other.open()
+                    reply = pair.borrow(other, keys)
+                    assert right(other, reply, keys)
+                    other.release(reply)
+            finally:
+                victim.kill()
+        for node in (pair.a, pair.b):
+            at_rest(node)
+
+
+def test_an_index_that_stops_or_dies_while_blocks_come_costs_a_miss_at_most(tmp_path: Path) -> None:
+    flags = Lab(tmp_path).flags("index", "i1")
+    index = IndexProcess.start(tmp_path, flags)
+    try:
+        with (
+            PeerPair.start(tmp_path, transport="tcp", dram="1GiB", index=index.address) as pair,
+            RawEngine(pair.b.socket, engine_id="b", timeout_s=60) as holder,
+            RawEngine(pair.a.socket, engine_id="a", timeout_s=60) as asker,
+        ):
+            holder.open()
+            asker.open()
+            chance = random.Random(SEED)
+            for number in (signal.SIGSTOP, signal.SIGKILL):
+                keys = make_keys(BLOCKS, seed=str(number))
+                holder.store(keys)
+                end = threading.Timer(
+                    chance.uniform(0.0, 0.05), index.process.send_signal, (number,)
+                )
+                end.start()
+                reply = asker.lease(keys)
+                end.join()
+                assert right(asker, reply, keys)
+                asker.release(reply)
+                unknown = asker.lease(make_keys(BLOCKS, seed=f"{number}-unknown"))
+                assert unknown.slots == b"", "an answer without an index"
+                asker.release(unknown)
+                if number is signal.SIGSTOP:
+                    index.resume()
+                else:
+                    address = index.address
+                    index.kill()
+                    index = IndexProcess.start(tmp_path, flags, listen=address)
+                reply = pair.borrow(asker, keys)
+                assert right(asker, reply, keys)
+                asker.release(reply)
+    finally:
+        index.kill()
