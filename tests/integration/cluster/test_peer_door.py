@@ -1,0 +1,152 @@
+"""Who is lent blocks: a node of this cluster, by its own certificate, and nobody else (T8, T9)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+
+from kvstore.client.index import channel_options
+from kvstore.client.tls import Identity, TlsFiles, load
+from kvstore.proto import peer_pb2 as pb
+from kvstore.proto.peer_pb2_grpc import PeersStub
+from kvstore.serve.certs import make_certificates
+from kvstore.testing.index_process import Lab
+from kvstore.testing.peers import metric
+from kvstore.testing.process import NodeProcess
+from kvstore.testing.raw_engine import RawEngine, make_keys
+from kvstore.transport.tcp_ends import Address
+from kvstore.wire.mover import decode_descriptor
+from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site, member
+from tests.integration.node.conftest import eventually
+
+pytestmark = pytest.mark.slow
+
+KEYS = make_keys(8, seed="door")
+GARBAGE = 100
+
+
+@dataclass
+class Door:
+    """A node that holds KEYS, and where peers knock."""
+
+    site: Site
+    node: NodeProcess
+    address: str
+
+    def options(self) -> list[tuple[str, object]]:
+        name = ("grpc.ssl_target_name_override", str(Identity("node", "n1")))
+        return [*channel_options(), name]
+
+    def credentials(self, files: TlsFiles) -> grpc.ChannelCredentials:
+        """As of a program that looks at nothing itself; of this CA, whoever issued the rest."""
+        return grpc.ssl_channel_credentials(
+            self.site.files.ca.read_bytes(), files.key.read_bytes(), files.cert.read_bytes()
+        )
+
+    def knock(self, credentials: grpc.ChannelCredentials | None, name: str) -> grpc.StatusCode:
+        """Ask for KEYS as node `name`: OK when they are lent."""
+        made = (
+            grpc.secure_channel(self.address, credentials, options=self.options())
+            if credentials
+            else grpc.insecure_channel(self.address, options=self.options())
+        )
+        lend = pb.Lend(loan=1, tenant=TENANT, space=SPACE, keys=b"".join(KEYS))
+        words = [pb.Ask(hello=pb.Hello(node=name, incarnation=7)), pb.Ask(lend=lend)]
+        with made as open_channel:
+            try:
+                answers = PeersStub(open_channel).Session(iter(words), timeout=ASK_S)
+                assert next(answers).welcome.node == "n1"
+                assert next(answers).lent.slots
+            except grpc.RpcError as error:
+                code: grpc.StatusCode = error.code()
+                return code
+        return grpc.StatusCode.OK
+
+    def descriptor(self) -> bytes:
+        """Of its mover, as it tells peers; empty while there is none."""
+        files = load(self.site.lab.files("node", "n2")).channel_credentials()
+        with grpc.secure_channel(self.address, files, options=self.options()) as open_channel:
+            words = iter([pb.Ask(hello=pb.Hello(node="n2", incarnation=7))])
+            welcome = next(PeersStub(open_channel).Session(words, timeout=ASK_S)).welcome
+        descriptor: bytes = welcome.descriptor
+        return descriptor
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    site = Site(tmp_path_factory.mktemp("door"))
+    listens = ("--index-listen", "127.0.0.1:0", "--peer-listen", "127.0.0.1:0")
+    node = site.node("n1", *listens, "--transport", "tcp", with_index=True, dram="64MiB")
+    try:
+        with (
+            RawEngine(node.socket, timeout_s=60) as engine,
+            site.client(node.index) as client,
+        ):
+            engine.open()
+            engine.store(KEYS)
+            engine.release(engine.lease_stored(KEYS))
+            assert eventually(lambda: member(client, "n1") is not None, timeout_s=CONVERGES_S)
+            found = member(client, "n1")
+            assert found is not None
+            door = Door(site, node, found.address)
+            assert eventually(lambda: door.descriptor() != b"", timeout_s=CONVERGES_S)
+            yield door
+    finally:
+        node.stop()
+
+
+def lent(door: Door) -> float:
+    return metric(door.node, "kvstore_loaned_blocks_total")
+
+
+def test_a_node_of_the_cluster_is_lent_blocks(door: Door) -> None:
+    before = lent(door)
+    files = door.site.lab.files("node", "n2")
+    assert door.knock(door.credentials(files), "n2") is grpc.StatusCode.OK
+    assert lent(door) == before + len(KEYS)
+
+
+def test_without_a_certificate_or_with_a_wrong_one_nobody_is(door: Door, tmp_path: Path) -> None:
+    foreign = Lab(tmp_path).files("node", "n2")
+    make_certificates(door.site.lab.directory, [Identity("node", "old")], days=0)
+    old = door.site.lab.files("node", "old")
+    before = lent(door)
+    ca_only = grpc.ssl_channel_credentials(door.site.files.ca.read_bytes())
+    for credentials in (None, ca_only, door.credentials(foreign), door.credentials(old)):
+        assert door.knock(credentials, "n2") is grpc.StatusCode.UNAVAILABLE
+    assert lent(door) == before
+
+
+@pytest.mark.parametrize("name", ["n1", "n3", "router"])
+def test_nobody_is_lent_blocks_in_the_name_of_another(door: Door, name: str) -> None:
+    before = lent(door)
+    for files in (door.site.files, door.site.lab.files("node", "n2")):
+        assert door.knock(door.credentials(files), name) is grpc.StatusCode.PERMISSION_DENIED
+    assert lent(door) == before
+
+
+def test_garbage_at_either_port_costs_nobody_else(door: Door) -> None:
+    host, _, port = door.address.rpartition(":")
+    details = decode_descriptor(door.descriptor()).details
+    mover = msgspec.msgpack.decode(details, type=Address)
+    chance = random.Random(20261122)
+    for number in range(GARBAGE):
+        place = (host, int(port)) if number % 2 else (mover.host, mover.port)
+        with (
+            contextlib.suppress(OSError),  # hung up on before all was sent
+            socket.create_connection(place, timeout=ASK_S) as knocker,
+        ):
+            knocker.sendall(os.urandom(chance.choice([1, 9, 300, 70_000])))
+    files = door.site.lab.files("node", "n2")
+    assert door.knock(door.credentials(files), "n2") is grpc.StatusCode.OK
+    assert metric(door.node, "kvstore_mover_restarts_total") == 0
+    assert metric(door.node, "kvstore_loop_failures_total") == 0
