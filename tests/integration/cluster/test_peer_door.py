@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,15 +61,23 @@ class Door:
             else grpc.insecure_channel(self.address, options=self.options())
         )
         lend = pb.Lend(loan=1, tenant=TENANT, space=SPACE, keys=b"".join(KEYS))
-        words = [pb.Ask(hello=pb.Hello(node=name, incarnation=7)), pb.Ask(lend=lend)]
+        heard = threading.Event()
+
+        def words() -> Iterator[pb.Ask]:
+            yield pb.Ask(hello=pb.Hello(node=name, incarnation=7))
+            yield pb.Ask(lend=lend)
+            heard.wait(ASK_S)  # whoever ends his words hangs up
+
         with made as open_channel:
             try:
-                answers = PeersStub(open_channel).Session(iter(words), timeout=ASK_S)
+                answers = PeersStub(open_channel).Session(words(), timeout=ASK_S)
                 assert next(answers).welcome.node == "n1"
                 assert next(answers).lent.slots
             except grpc.RpcError as error:
                 code: grpc.StatusCode = error.code()
                 return code
+            finally:
+                heard.set()
         return grpc.StatusCode.OK
 
     def descriptor(self) -> bytes:
