@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench import record
 from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
-from kvstore.testing.authority import Authority
+from kvstore.testing.index_process import Lab
 from kvstore.testing.transports import MoverParty
 from kvstore.transport.pieces import make_pieces
 
@@ -39,7 +39,7 @@ class Pair:
     """Two movers of one back end."""
 
     def __init__(
-        self, stack: ExitStack, backend: str, *, tls: Authority | None = None, paced: bool = False
+        self, stack: ExitStack, backend: str, *, tls: Lab | None = None, paced: bool = False
     ) -> None:
         self._parties = []
         for name in ("a", "b"):
@@ -78,7 +78,7 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         raw, nixl = RawNixl(stack, SIZE_BYTES, UCX), Pair(stack, "nixl", paced=True)
         unpaced = Pair(stack, "nixl")
-        tcp = Pair(stack, "tcp", tls=Authority(Path(folder)))
+        tcp = Pair(stack, "tcp", tls=Lab(Path(folder)))
         plain = Pair(stack, "tcp")
         ways: dict[str, Callable[[], int]] = {
             "raw": lambda: raw.read_ns([whole]),

@@ -40,6 +40,16 @@ class Lab:
             )
         return TlsFiles(ca=self.directory / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
 
+    def options(self, name: str) -> dict[str, str]:
+        """Of the tcp transport, for a mover that is called just that."""
+        cert = self.directory / f"node-{name}.crt"
+        if not cert.exists():
+            make_certificates(self.directory, [Identity("node", name)], hosts=[name], days=2)
+        files = {"ca": self.directory / "ca.crt", "certificate": cert}
+        return {
+            name: str(file) for name, file in (files | {"key": cert.with_suffix(".key")}).items()
+        }
+
     def flags(self, role: Role, name: str, *, with_index: bool = False) -> tuple[str, ...]:
         """The same as a command takes it."""
         files = self.files(role, name, with_index=with_index)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.authority import Authority
+from kvstore.testing.index_process import Lab
 from kvstore.testing.transports import CHECKS, LocalParty, MoverParty, Party, TransportChecks
 from kvstore.transport.loopback import Hub
 
@@ -20,8 +20,8 @@ _UCX = {"UCX_TLS": os.environ.get("KVSTORE_CONTRACT_UCX_TLS", "tcp")}
 
 
 def _secure(folder: Path) -> Make:
-    authority = Authority(folder)
-    return lambda name: MoverParty(name, "tcp", options=authority.options(name))
+    lab = Lab(folder)
+    return lambda name: MoverParty(name, "tcp", options=lab.options(name))
 
 
 MAKERS: dict[str, Callable[[Path], Make]] = {
