@@ -53,6 +53,8 @@ class ClusterMember:
             ConfigError: an address cannot be listened on.
         """
         self._tls = config.tls
+        self.tells = ",".join(config.indexes)
+        """Replicas elsewhere that hear what this node holds."""
         if config.tls is None:
             _log.warning(
                 "--insecure: node %s tells %s what it holds without TLS; for labs only",
@@ -121,9 +123,14 @@ class ClusterMember:
         self._stack.close()
 
     @property
-    def index_address(self) -> str:
+    def index(self) -> str:
         """Where the replica is; empty when there is none."""
         return self._replica.address if self._replica is not None else ""
+
+    @property
+    def reached(self) -> str:
+        """Where peers reach this node, and by what blocks move; empty when they do not."""
+        return f"{self.peering.address}/{self.peering.transport}" if self.peering else ""
 
     @property
     def index_port(self) -> int:

@@ -79,8 +79,12 @@ class Running(NamedTuple):
     """Empty when off."""
     events: str
     """Where KV events and their replay are; empty when off."""
-    index_address: str
+    index: str
     """Where the replica inside this node is; empty when there is none."""
+    tells: str
+    """Replicas elsewhere that it tells what it holds."""
+    peers: str
+    """Where other nodes reach it, and by what blocks move; empty when off."""
     incarnation: Incarnation
 
     def line(self) -> str:
@@ -88,7 +92,8 @@ class Running(NamedTuple):
         note = f" ({self.dram_note})" if self.dram_note else ""
         return (
             f"kvstore node ready: socket={self.socket} metrics={self.metrics_url or 'off'}"
-            f" events={self.events or 'off'} index={self.index_address or 'off'}"
+            f" events={self.events or 'off'} index={self.index or 'off'}"
+            f" tells={self.tells or 'off'} peers={self.peers or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
             f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
             f" dram={format_size(self.dram_bytes)}{note}"
@@ -300,7 +305,9 @@ def _running(
         huge_pages=arena.huge_pages,
         metrics_url=metrics_url,
         events=f"{publisher.endpoint},{publisher.replay_endpoint}" if publisher else "",
-        index_address=member.index_address if member else "",
+        index=member.index if member else "",
+        tells=member.tells if member else "",
+        peers=member.reached if member else "",
         incarnation=incarnation,
     )
 

@@ -69,7 +69,7 @@ class Peering:
         settings = MoverSettings(peers.transport, name, _options(cluster, peers))
         self.mover = MoverHost(Mover(arena_fd, arena_bytes, settings, clock), clock)
         self._who, self._view = who, view
-        self._backend, self._clock = peers.transport, clock
+        self.transport, self._clock = peers.transport, clock
         self.address = loop.call(self._listen(peers), timeout_s=START_TIMEOUT_S)
         """Where peers reach this node."""
 
@@ -152,7 +152,7 @@ class Peering:
         return [
             TransferReport(
                 kind=kind,
-                backend=self._backend,
+                backend=self.transport,
                 count=timings.count,
                 size_bytes=timings.size_bytes,
                 bytes_per_s=timings.bytes_per_s,
@@ -186,7 +186,7 @@ class Peering:
                 "kvstore_transfer_seconds",
                 bounds=[bound / NS_PER_S for bound in BOUNDS_NS[:-1]],
                 rows=[
-                    ((kind, self._backend), its.counts, its.total_ns / NS_PER_S)
+                    ((kind, self.transport), its.counts, its.total_ns / NS_PER_S)
                     for kind, its in timings.items()
                 ],
             ),
