@@ -71,10 +71,8 @@ def look(node: NodeProcess) -> Gauges:
 
 def processes(node: NodeProcess) -> list[int]:
     """The processes that a node is made of: supervisor, the one that serves, perhaps a standby."""
-    try:
-        return [node.supervisor_pid, *children_of(node.supervisor_pid)]
-    except FileNotFoundError:
-        return []
+    children = children_of(node.supervisor_pid)
+    return [node.supervisor_pid, *children] if children else []
 
 
 def descriptors(pid: int) -> list[str]:

@@ -49,7 +49,8 @@ class Host:
         if part == "supervisor":
             self.node.kill()
         else:
-            self.node.crash()
+            with suppress(ProcessLookupError):  # its supervisor has given up, and all ended
+                self.node.crash()
 
     def kill_while_starting(self, part: str, mark: str) -> None:
         """Kill it, and the next one as soon as that has `mark` open."""
@@ -78,9 +79,7 @@ class Host:
             for pid in candidates():
                 if pid == 0:
                     return
-                family = [pid]
-                with suppress(FileNotFoundError, ProcessLookupError):  # it is gone by now
-                    family += children_of(pid)
+                family = [pid, *children_of(pid)]
                 if any(mark in name for each in family for name in descriptors(each)):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)

@@ -96,9 +96,10 @@ class NodeProcess:
 
     @property
     def pid(self) -> int:
-        """Of the node process that serves now."""
-        (pid, *_) = children_of(self.process.pid)
-        return pid
+        """Of the node process that serves now. Raises ProcessLookupError when there is none."""
+        for pid in children_of(self.process.pid):
+            return pid
+        raise ProcessLookupError("the node has ended")
 
     @property
     def supervisor_pid(self) -> int:
@@ -177,8 +178,11 @@ class NodeProcess:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that this one has started, and that have not ended."""
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    """Processes that this one has started, and that have not ended; none when it is gone itself."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
     return [int(word) for word in text.split()]
 
 
