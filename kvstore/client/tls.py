@@ -17,11 +17,10 @@ a certificate that is expired, not valid yet, of another key, or not issued by t
 from __future__ import annotations
 
 import datetime
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import grpc
 from cryptography import x509
@@ -34,24 +33,23 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from kvstore.errors import ConfigError
+from kvstore.wire.identity import ROLES, Identity, Role, identities_of, is_name
 
-Role = Literal["node", "index", "client"]
-ROLES: Final[tuple[Role, ...]] = ("node", "index", "client")
+__all__ = [
+    "ANY_INDEX",
+    "ROLES",
+    "Identity",
+    "Role",
+    "Tls",
+    "TlsFiles",
+    "identities_of",
+    "is_name",
+    "load",
+]
+
 ANY_INDEX: Final = "index.kvstore"
 """What every replica of the index is called."""
 PEM_BYTES_MAX: Final = 1 << 20
-_NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,198}[a-z0-9])?")
-_IDENTITY: Final = re.compile(rf"({_NAME.pattern})\.({'|'.join(ROLES)})\.kvstore")
-
-
-class Identity(NamedTuple):
-    """One name that a certificate gives its owner."""
-
-    role: Role
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.name}.{self.role}.kvstore"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +76,6 @@ class Tls(NamedTuple):
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Of a client that shows its certificate and demands one of the same CA."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
-
-
-def is_name(text: str) -> bool:
-    """Whether a component can be called so."""
-    return _NAME.fullmatch(text) is not None and ".." not in text
-
-
-def identities_of(names: Iterable[str]) -> frozenset[Identity]:
-    """Those of a certificate with these DNS names."""
-    found = (_IDENTITY.fullmatch(name.lower()) for name in names)
-    return frozenset(Identity(match[2], match[1]) for match in found if match)  # type: ignore[arg-type]
 
 
 def load(files: TlsFiles) -> Tls:
