@@ -246,6 +246,9 @@ class Mover:
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         """`PeerLost` comes if that cannot be; `forget` it before it is connected again."""
+        if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the mover
+            self._pending.append(PeerLost(peer, "its descriptor is too long"))
+            return
         self._say(wire.Connect(peer, descriptor))
 
     def forget(self, peer: str) -> None:

@@ -15,12 +15,22 @@ import numpy as np
 import pytest
 
 from kvstore.arena import Arena
-from kvstore.serve.mover import Down, Ended, Mover, MoverEvent, MoverSettings, Unusable, Up
+from kvstore.serve.mover import (
+    Down,
+    Ended,
+    Mover,
+    MoverEvent,
+    MoverSettings,
+    PeerLost,
+    Unusable,
+    Up,
+)
 from kvstore.testing.transports import ALL, ARENA_BYTES, LIMIT_S, MoverParty
 from kvstore.transport import watch
 from kvstore.transport.pieces import make_pieces
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
+from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -164,6 +174,23 @@ def test_a_peer_that_stopped_costs_a_mover_where_they_cannot(opened: ExitStack) 
     node.memory.array[:] = 0xA5
     node.until(Up, 2)
     assert (node.memory.array == 0xA5).all()
+
+
+@pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
+def test_a_descriptor_that_is_too_long_costs_its_peer_only(
+    opened: ExitStack, settings: MoverSettings
+) -> None:
+    node, peer = _node(opened, settings), _peer(opened, settings)
+    node.mover.connect("liar", bytes(DESCRIPTOR_BYTES_MAX + 1))
+    (lost,) = node.until(PeerLost)
+    assert isinstance(lost, PeerLost)
+    assert lost.peer == "liar"
+    node.mover.connect("b", peer.descriptor())
+    node.post(1, "b")
+    (ended,) = node.until(Ended)
+    assert isinstance(ended, Ended)
+    assert ended.good
+    assert node.mover.restarts == 0
 
 
 def test_a_child_that_stopped_is_killed(opened: ExitStack) -> None:
