@@ -25,7 +25,7 @@ def is_at(descriptor: bytes, address: str) -> bool:
         if found.backend != "tcp":
             return True
         told = msgspec.msgpack.decode(found.details, type=Address)
-    except (ProtocolError, msgspec.DecodeError):
+    except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError):
         return False
     return told.host == address.rpartition(":")[0].strip("[]")
 

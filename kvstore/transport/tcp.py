@@ -5,7 +5,7 @@ is closed writes no more, so every end is known. The forms are in `tcp_ends`.
 
 Options: `listen` (HOST:PORT, port 0: the kernel's choice), `host` (what peers dial, default that of
 `listen`), `ca`, `certificate`, `key` (paths of PEM files); `insecure=yes` instead of those three,
-in labs. A peer's certificate must carry the peer's name; a reader's, be of the same authority.
+in labs. Both ends must be nodes by their certificates, and who is dialled the one that is meant.
 
 Does not cover: who may read what (the node lends, ADR 21), when a peer is given up (the caller).
 """
@@ -28,12 +28,20 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Outcome, Pieces, TransportCapabilities
+from kvstore.transport.guests import Guests
 from kvstore.transport.loopback import open_descriptor
 from kvstore.transport.pieces import check_pieces
 from kvstore.transport.tcp_ends import PIECES_MAX, Address, Closed, Owner, Reader, Stream
+from kvstore.wire.identity import is_name
 from kvstore.wire.mover import Descriptor, encode
 
-READERS_MAX: Final = 256
+BACKLOG: Final = 1024
+"""The kernel cuts it to net.core.somaxconn."""
+ACCEPTS_PER_TURN: Final = 64
+UNREACHABLE: Final = (OSError, ValueError, TypeError)
+"""What connecting raises, to an address that is none by its scope, too."""
+LABEL_CHARS_MAX: Final = 63
+"""Of a DNS name."""
 
 
 class Tcp:
@@ -55,14 +63,14 @@ class Tcp:
         self._name, self._arena, self._source = name, memoryview(arena.data), source
         self._theirs, self._ours = _contexts(options)
         self._listener = _listen(options)
-        self._host = options.get("host") or self._listener.getsockname()[0]
+        self._address = _address(options, self._listener, secure=self._theirs is not None)
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._again_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when a turn ended before its bytes did: those may be in TLS's buffers."""
         self._selector.register(self._again_fd, selectors.EVENT_READ)
         self._again: set[Reader | Owner] = set()
-        self._readers: set[Reader] = set()
+        self._guests: Guests[Reader] = Guests()
         self._owners: dict[str, Owner] = {}
         self._outcomes: list[Outcome] = []
 
@@ -72,9 +80,7 @@ class Tcp:
         return TransportCapabilities(one_sided=False, read_only_source=True, secure=secure)
 
     def describe(self) -> bytes:
-        port = self._listener.getsockname()[1]
-        address = Address(self._host, port, self._theirs is not None)
-        details = msgspec.msgpack.encode(address)
+        details = msgspec.msgpack.encode(self._address)
         return encode(Descriptor("tcp", self._name, len(self._source), 0, details))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
@@ -82,10 +88,12 @@ class Tcp:
         found = open_descriptor(descriptor, peer=peer, backend="tcp")
         try:
             address = msgspec.msgpack.decode(found.details, type=Address)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             raise TransportError(f"the descriptor of {peer} has no address") from None
         if address.secure != (self._ours is not None):
             raise TransportError(f"only one of {peer} and this node is insecure")
+        if address.secure and not _is_dns_name(peer):
+            raise TransportError(f"no certificate can name {peer}")
         self._owners[peer] = Owner(peer, found, address)
 
     def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
@@ -103,7 +111,7 @@ class Tcp:
         if owner.stream is None:
             try:
                 owner.stream = self._dial(owner)
-            except OSError as error:
+            except UNREACHABLE as error:
                 raise TransportError(f"{peer} cannot be reached: {error}") from None
         owner.waiting.append((read, pieces, places))
         self._turn(owner)
@@ -136,7 +144,7 @@ class Tcp:
             return
         for peer in list(self._owners):
             self.forget(peer)
-        for reader in list(self._readers):
+        for reader in self._guests.everybody:
             self._end(reader)
         self._outcomes.clear()
         self._selector.close()
@@ -154,7 +162,7 @@ class Tcp:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.suppress(BlockingIOError):
                 sock.connect((address.host, address.port))
-        except OSError:
+        except UNREACHABLE:
             sock.close()
             raise
         secure = None
@@ -167,13 +175,14 @@ class Tcp:
         return stream
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # it left, or there are no descriptors for it
-            return
-        if len(self._readers) >= READERS_MAX:
-            sock.close()
-            return
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # no more, it left, or there are no descriptors for it
+                return
+            self._arrived(sock)
+
+    def _arrived(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         secure = None
@@ -181,20 +190,35 @@ class Tcp:
             secure = partial(
                 self._theirs.wrap_socket, server_side=True, do_handshake_on_connect=False
             )
-        reader = Reader(Stream(sock, secure), self._source)
-        self._readers.add(reader)
+        # It speaks first. Who is silent costs no more than a place.
+        reader = Reader(Stream(sock, secure, selectors.EVENT_READ), self._source)
         self._selector.register(reader.stream.fd, reader.stream.events, reader)
-        self._turn(reader)
+        if (oldest := self._guests.arrive(reader)) is not None:
+            self._end(oldest)
+
+    def _serve(self, reader: Reader) -> bool:
+        """Whether there may be more to do at once. Raises OSError, Closed."""
+        if not reader.stream.shake():
+            return False
+        now_ns = time.monotonic_ns()
+        if reader in self._guests.arriving:
+            gone = self._guests.admit(reader, now_ns)
+            if gone is reader:
+                raise Closed("there is no room for it")
+            if gone is not None:
+                self._end(gone)
+        self._guests.heard(reader, now_ns)
+        return reader.turn()
 
     def _turn(self, end: Reader | Owner) -> None:
-        if end.stream is None:
+        if end.stream is None or (isinstance(end, Reader) and end not in self._guests):
             return
         try:
             if isinstance(end, Owner):
                 done, more = end.turn()
                 self._outcomes += [Outcome(read, End.DONE) for read in done]
             else:
-                more = end.turn()
+                more = self._serve(end)
         except (OSError, Closed) as error:
             if isinstance(end, Owner):
                 self._fail(end, str(error))
@@ -220,11 +244,11 @@ class Tcp:
         if isinstance(end, Owner):
             end.stream = None
         else:
-            self._readers.discard(end)
+            self._guests.leave(end)
 
     def _expire(self) -> None:
         now_ns = time.monotonic_ns()
-        ends: list[Reader | Owner] = [*self._readers, *self._owners.values()]
+        ends: list[Reader | Owner] = [*self._guests.arriving, *self._owners.values()]
         for end in ends:
             if (
                 end.stream is not None
@@ -253,6 +277,7 @@ def _contexts(options: Mapping[str, str]) -> tuple[ssl.SSLContext | None, ssl.SS
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
+        context.hostname_checks_common_name = False
         try:
             context.load_cert_chain(certificate, key)
             context.load_verify_locations(ca)
@@ -262,6 +287,21 @@ def _contexts(options: Mapping[str, str]) -> tuple[ssl.SSLContext | None, ssl.SS
     return contexts[0], contexts[1]
 
 
+def _is_dns_name(name: str) -> bool:
+    return is_name(name) and max(map(len, name.split("."))) <= LABEL_CHARS_MAX
+
+
+def _address(options: Mapping[str, str], listener: socket.socket, *, secure: bool) -> Address:
+    """What peers dial."""
+    host, port = listener.getsockname()[:2]
+    host = options.get("host") or host
+    try:
+        return Address(host, port, secure)
+    except ValueError:
+        listener.close()
+        raise ConfigError(f"the tcp transport's host {host!r} is no IP address") from None
+
+
 def _listen(options: Mapping[str, str]) -> socket.socket:
     address = options.get("listen", "127.0.0.1:0")
     host, _, port = address.rpartition(":")
@@ -269,6 +309,7 @@ def _listen(options: Mapping[str, str]) -> socket.socket:
         listener = socket.create_server(
             (host.strip("[]"), int(port)),
             family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=BACKLOG,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"the tcp transport cannot listen on {address!r}: {error}") from None

@@ -13,6 +13,7 @@ Whatever is not so closes the connection. Does not cover: who is connected (`tcp
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import selectors
 import socket
@@ -21,7 +22,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from kvstore.errors import TransportError
 from kvstore.ports import Pieces
 from kvstore.transport.pieces import check_within, total_bytes
 from kvstore.units import NS_PER_S
+from kvstore.wire.identity import identities_of
 from kvstore.wire.mover import Descriptor
 
 HEADER: Final = struct.Struct("<4sIQQ")
@@ -48,11 +50,15 @@ TURN_BYTES: Final = 8 << 20
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an owner listens."""
+    """Where an owner listens. Raises ValueError, which decoding makes a ValidationError."""
 
     host: str
-    port: int
+    """A literal: names are not looked up."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     secure: bool
+
+    def __post_init__(self) -> None:
+        ipaddress.ip_address(self.host)
 
 
 class Closed(Exception):
@@ -63,18 +69,22 @@ class Stream:
     """A connection: bytes both ways, without waiting."""
 
     def __init__(
-        self, sock: socket.socket, secure: Callable[[socket.socket], ssl.SSLSocket] | None
+        self,
+        sock: socket.socket,
+        secure: Callable[[socket.socket], ssl.SSLSocket] | None,
+        events: int = selectors.EVENT_READ | selectors.EVENT_WRITE,
     ) -> None:
+        """`events`: what to wait for first."""
         self._socket, self._secure = sock, secure
         self.fd = sock.fileno()
         self.deadline_ns = time.monotonic_ns() + HELLO_NS
         """For being open; 0: it is."""
         self.is_open = False
         """Connected, and certificates seen."""
-        self.events = selectors.EVENT_READ | selectors.EVENT_WRITE
+        self.events = events
 
     def shake(self) -> bool:
-        """Whether it is open by now. Raises OSError."""
+        """Whether it is open by now. Raises OSError, Closed."""
         if not self.is_open:
             if code := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(code, os.strerror(code))
@@ -93,6 +103,8 @@ class Stream:
                 except ssl.SSLWantWriteError:
                     self.events = selectors.EVENT_WRITE
                     return False
+                if not _names_node(self._socket.getpeercert() or {}):
+                    raise Closed("its certificate names no node")
             self.is_open, self.deadline_ns = True, 0
         return True
 
@@ -121,6 +133,12 @@ class Stream:
         if self.is_open:
             self.events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
         return self.events
+
+
+def _names_node(certificate: dict[str, Any]) -> bool:
+    """Clients and indexes have certificates of the same authority, and no business here."""
+    names = (name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
+    return any(identity.role == "node" for identity in identities_of(names))
 
 
 class _Incoming:
@@ -175,7 +193,7 @@ class _Outgoing:
 
 
 class Reader:
-    """A peer that reads from here."""
+    """A peer that reads from here, over a stream that is open when it has its turn."""
 
     def __init__(self, stream: Stream, source: NDArray[np.uint8]) -> None:
         self.stream, self._source, self._view = stream, source, memoryview(source.data)
@@ -187,8 +205,6 @@ class Reader:
 
     def turn(self) -> bool:
         """Whether there may be more to do at once. Raises OSError, Closed."""
-        if not self.stream.shake():
-            return False
         moved = self._in.take(self.stream, TURN_BYTES)
         while self._in.is_full:
             self._heard()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,12 +28,14 @@ from kvstore.serve.mover import (
     Unusable,
     Up,
 )
+from kvstore.testing.index_process import Lab
 from kvstore.testing.transports import ALL, ARENA_BYTES, LIMIT_S, MoverParty
-from kvstore.transport import watch
+from kvstore.transport import guests, watch
 from kvstore.transport.pieces import make_pieces
+from kvstore.transport.tcp_ends import Address
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
-from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX
+from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, decode_descriptor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -191,6 +196,24 @@ def test_a_descriptor_that_is_too_long_costs_its_peer_only(
     assert isinstance(ended, Ended)
     assert ended.good
     assert node.mover.restarts == 0
+
+
+def test_those_who_say_nothing_keep_no_peer_out(opened: ExitStack, tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    node, peer = (
+        make(opened, MoverSettings(backend="tcp", name=name, options=lab.options(name)))
+        for make, name in ((_node, "a"), (_peer, "b"))
+    )
+    assert isinstance(node, Node)
+    assert isinstance(peer, MoverParty)
+    place = msgspec.msgpack.decode(decode_descriptor(peer.descriptor()).details, type=Address)
+    for _ in range(guests.ARRIVING_MAX + 64):
+        opened.enter_context(socket.create_connection((place.host, place.port), timeout=LIMIT_S))
+    node.mover.connect("b", peer.descriptor())
+    node.post(1, "b")
+    (ended,) = node.until(Ended)
+    assert isinstance(ended, Ended)
+    assert ended.good
 
 
 def test_a_child_that_stopped_is_killed(opened: ExitStack) -> None:

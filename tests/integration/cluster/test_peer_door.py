@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import socket
+import ssl
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ from kvstore.testing.index_process import Lab
 from kvstore.testing.peers import metric
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.transport.tcp_ends import Address
+from kvstore.transport.tcp_ends import ANSWER, HEADER, REQUEST, Address
+from kvstore.types import PAGE_BYTES
 from kvstore.wire.mover import decode_descriptor
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site, member
 from tests.integration.node.conftest import eventually
@@ -142,6 +145,32 @@ def test_nobody_is_lent_blocks_in_the_name_of_another(door: Door, name: str) -> 
     for files in (door.site.files, door.site.lab.files("node", "n2")):
         assert door.knock(door.credentials(files), name) is grpc.StatusCode.PERMISSION_DENIED
     assert lent(door) == before
+
+
+def read_arena(door: Door, files: TlsFiles) -> bytes:
+    """What the mover gives to whoever shows this certificate, until it hangs up or all is there."""
+    details = decode_descriptor(door.descriptor()).details
+    mover = msgspec.msgpack.decode(details, type=Address)
+    context = ssl.create_default_context(cafile=files.ca)
+    context.load_cert_chain(files.cert, files.key)
+    given = b""
+    with (
+        contextlib.suppress(OSError),  # hung up on
+        socket.create_connection((mover.host, mover.port), timeout=ASK_S) as plain,
+        context.wrap_socket(plain, server_hostname=str(Identity("node", "n1"))) as asker,
+    ):
+        asker.sendall(HEADER.pack(REQUEST, 1, 7, PAGE_BYTES) + struct.pack("<QQ", 0, PAGE_BYTES))
+        while len(given) < HEADER.size + PAGE_BYTES and (more := asker.recv(PAGE_BYTES)):
+            given += more
+    return given
+
+
+def test_the_mover_gives_nothing_to_who_is_no_node(door: Door) -> None:
+    assert read_arena(door, door.site.files) == b""
+    assert read_arena(door, door.site.lab.files("index", "i1")) == b""
+    given = read_arena(door, door.site.lab.files("node", "n2"))
+    assert HEADER.unpack(given[: HEADER.size]) == (ANSWER, 0, 7, PAGE_BYTES)
+    assert len(given) == HEADER.size + PAGE_BYTES
 
 
 def test_garbage_at_either_port_costs_nobody_else(door: Door) -> None:

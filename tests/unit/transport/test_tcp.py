@@ -1,0 +1,131 @@
+"""Two ends of the tcp transport in one process: who is let in, and what is taken for an address."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.client.tls import Identity, TlsFiles
+from kvstore.errors import ConfigError, TransportError
+from kvstore.ports import End, Outcome
+from kvstore.serve.certs import make_certificates
+from kvstore.testing.index_process import Lab
+from kvstore.transport.pieces import make_pieces
+from kvstore.transport.tcp import Tcp
+from kvstore.wire.mover import Descriptor, decode_descriptor, encode
+
+SIZE = 4096
+ALL = make_pieces([0], [0], [SIZE])
+LIMIT_S = 60.0
+INSECURE = {"insecure": "yes"}
+Open = Callable[[str, dict[str, str]], Tcp]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    with ExitStack() as stack:
+
+        def make(name: str, options: dict[str, str]) -> Tcp:
+            memory = np.full(SIZE, ord(name[0]), np.uint8)
+            made = Tcp(name, arena=memory, source=memory, options=options)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def options_of(files: TlsFiles) -> dict[str, str]:
+    return {"ca": str(files.ca), "certificate": str(files.cert), "key": str(files.key)}
+
+
+def read(reader: Tcp, owner: Tcp, name: str) -> Outcome:
+    """The end of one read, which `owner` answers if it does."""
+    reader.post_read(1, name, ALL)
+    end_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < end_s:
+        owner.poll()
+        if found := reader.poll():
+            return found[0]
+    raise AssertionError("it has no end")
+
+
+def named(descriptor: bytes, name: str) -> bytes:
+    return encode(msgspec.structs.replace(decode_descriptor(descriptor), name=name))
+
+
+@pytest.mark.parametrize(("role", "end"), [("node", End.DONE), ("client", End.FAILED)])
+def test_only_nodes_read(opened: Open, tmp_path: Path, role: str, end: End) -> None:
+    lab = Lab(tmp_path)
+    owner = opened("b.node.kvstore", options_of(lab.files("node", "b")))
+    reader = opened("a", options_of(lab.files(role, "a")))  # type: ignore[arg-type]
+    reader.connect("b.node.kvstore", owner.describe())
+    assert read(reader, owner, "b.node.kvstore").end is end
+
+
+def test_only_the_node_that_is_meant_is_read_from(opened: Open, tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    owner = opened("c.node.kvstore", options_of(lab.files("node", "c")))
+    reader = opened("a.node.kvstore", options_of(lab.files("node", "a")))
+    reader.connect("b.node.kvstore", named(owner.describe(), "b.node.kvstore"))
+    assert "b.node.kvstore" in read(reader, owner, "b.node.kvstore").reason
+    reader.connect("c.node.kvstore", owner.describe())
+    assert read(reader, owner, "c.node.kvstore").end is End.DONE
+
+
+def test_a_client_that_is_called_as_the_node_is_not_read_from(opened: Open, tmp_path: Path) -> None:
+    lab = Lab(tmp_path)
+    reader = opened("a.node.kvstore", options_of(lab.files("node", "a")))
+    make_certificates(tmp_path, [Identity("client", "b")], hosts=["host-b"])
+    owner = opened("host-b", options_of(lab.files("client", "b")))
+    reader.connect("host-b", owner.describe())
+    assert "names no node" in read(reader, owner, "host-b").reason
+
+
+@pytest.mark.parametrize("name", ["x" * 64 + ".node.kvstore", "b\0.node.kvstore", ".b", "b..c"])
+def test_what_no_certificate_can_name_is_refused(opened: Open, tmp_path: Path, name: str) -> None:
+    tcp = opened("b.node.kvstore", options_of(Lab(tmp_path).files("node", "b")))
+    with pytest.raises(TransportError, match="no certificate can name"):
+        tcp.connect(name, named(tcp.describe(), name))
+
+
+def described(host: object, port: object) -> bytes:
+    details = msgspec.msgpack.encode({"host": host, "port": port, "secure": False})
+    return encode(Descriptor("tcp", "b", SIZE, 0, details.replace(b"INVALID", b"\xff" * 7)))
+
+
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [
+        ("127.0.0.1", 70_000),
+        ("127.0.0.1", 0),
+        ("127.0.0.1", -1),
+        ("127.0.0.1", 2**63),
+        ("a.host", 80),
+        ("", 80),
+        ("INVALID", 80),
+        (None, 80),
+    ],
+)
+def test_an_address_that_is_none_is_refused(opened: Open, host: object, port: object) -> None:
+    with pytest.raises(TransportError, match="the descriptor of b has no address"):
+        opened("a", INSECURE).connect("b", described(host, port))
+
+
+def test_a_scope_that_is_none_fails_its_read_only(opened: Open) -> None:
+    reader, owner = opened("a", INSECURE), opened("c", INSECURE)
+    reader.connect("b", described("fe80::1%\0", 80))
+    with pytest.raises(TransportError, match="b cannot be reached"):
+        reader.post_read(1, "b", ALL)
+    reader.connect("c", owner.describe())
+    assert read(reader, owner, "c").end is End.DONE
+
+
+def test_what_peers_are_to_dial_must_be_an_address(opened: Open) -> None:
+    with pytest.raises(ConfigError, match=r"'a\.host' is no IP address"):
+        opened("a", {**INSECURE, "host": "a.host"})
