@@ -45,11 +45,17 @@ class EngineBlocks:
         self._names_are_keys = names_are_keys
         self._block_count_max = block_count_max
         self._keys: dict[Name, BlockKey] = {}
+        self._held: set[BlockKey] = set()
+        """The same keys: whoever asks for some must not go through all."""
         self.left_out = 0
         """Blocks that could not be named, since the start."""
 
     def __len__(self) -> int:
         return len(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a block of this key is held. May be asked by any thread."""
+        return key in self._held
 
     def keys(self) -> list[BlockKey]:
         """All that are held."""
@@ -67,28 +73,37 @@ class EngineBlocks:
     ) -> list[BlockKey]:
         """Blocks of one chain came; `is_plain`: nothing but tokens is in their keys, and in the
         first of a prompt this salt. Returns the keys of those that can be named."""
-        if block_tokens <= 0 or self._block_tokens not in (0, block_tokens):
+        count = len(names)
+        is_plain = is_plain and block_tokens * count == len(tokens)
+        # Before any key is made: a full memory costs nothing.
+        names = names[: max(0, self._block_count_max - len(self._keys))]
+        if not names or block_tokens <= 0 or self._block_tokens not in (0, block_tokens):
             keys = []
         elif self._names_are_keys and all(isinstance(name, bytes) for name in names):
             keys = [BlockKey(name) for name in names if isinstance(name, bytes)]
         else:
             above = self._root if parent is None else self._keys.get(parent)
-            fits = is_plain and block_tokens * len(names) == len(tokens)
+            its = tokens[: block_tokens * len(names)]
             keys = (
-                chained_keys(above, tokens, block_tokens=block_tokens, cache_salt=cache_salt)
-                if fits and above is not None
+                chained_keys(above, its, block_tokens=block_tokens, cache_salt=cache_salt)
+                if is_plain and above is not None
                 else []
             )
-        room = max(0, self._block_count_max - len(self._keys))
-        named = dict(zip(names[:room], keys[:room], strict=False))
-        self.left_out += len(names) - len(named)
+        named = dict(zip(names, keys, strict=False))
+        self.left_out += count - len(named)
+        # A name that is given again may stand for another key now.
+        self._held.difference_update([self._keys[name] for name in named if name in self._keys])
+        self._held.update(named.values())
         self._keys.update(named)
         return list(named.values())
 
     def removed(self, names: Sequence[Name]) -> list[BlockKey]:
         """Blocks went. Returns the keys of those that had been named."""
-        return [key for name in names if (key := self._keys.pop(name, None)) is not None]
+        keys = [key for name in names if (key := self._keys.pop(name, None)) is not None]
+        self._held.difference_update(keys)
+        return keys
 
     def cleared(self) -> None:
         """All went."""
         self._keys.clear()
+        self._held.clear()

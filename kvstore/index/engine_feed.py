@@ -14,6 +14,9 @@ An engine numbers its batches from 0 and keeps the last ones, which it replays f
 5. A replay may lack pieces in its middle (a full queue drops them): it is asked for again from
    there. The first piece missing means that the engine keeps it no more.
 
+6. What came is worked on in pieces, as PIECE_WORK_MAX says: while `has_more`, `more` goes on, and
+   nothing else is to be heard. Others are worth their turn, too.
+
 The engine sends nothing before it knows that it is subscribed to, and the replay may end before:
 once more, soon after joining, the rest is asked for.
 
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -51,6 +54,10 @@ JOINED_MS: Final = 1000
 """After joining the rest is asked for."""
 KEYS_MAX: Final = 4096
 """Of one change."""
+PIECE_WORK_MAX: Final = 1024
+"""Of one call: about 30 ms. A name, 64 tokens of one, or 256 bytes to be decoded are 1."""
+_WORK_TOKENS: Final = 64
+_WORK_BYTES: Final = 256
 OWN_GROUPS: Final = (None, 0)
 """Of models with several groups of blocks, whose keys are the same, only the first is looked at."""
 
@@ -108,6 +115,8 @@ class EngineFeed:
         self._last_live = -1
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
+        self._events: deque[EngineEvent] = deque()
+        """Of batches that were taken; pieces that are still to be worked on."""
         self._in_order = 0
         """Batches of this replay that were taken."""
         self._has_hole = False
@@ -148,10 +157,8 @@ class EngineFeed:
             changes = self.begin(now_ms)
             return changes + self.heard(number, payload, now_ms)
         self._last_live = number
-        if self.phase is Phase.LIVE:
-            return self._live(number, payload, now_ms)
         self._wait(number, payload)
-        return []
+        return self.more(now_ms) if self.phase is Phase.LIVE else []
 
     def replayed(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
         """A batch came that was asked for."""
@@ -170,7 +177,7 @@ class EngineFeed:
             changes = self._void()
             self.phase = Phase.JOINING
         self._in_order += 1
-        return changes + self._told(self._take(number, payload))
+        return changes + self._told(self._take(number, payload)) + self.more(now_ms)
 
     def replay_ended(self, now_ms: int) -> list[Change]:
         """That was all of it."""
@@ -202,9 +209,45 @@ class EngineFeed:
                 pass
         return []
 
+    @property
+    def has_more(self) -> bool:
+        """What came is not worked on to its end: `more` is to be called."""
+        return bool(self._events) or (self.phase is Phase.LIVE and bool(self._waiting))
+
+    def more(self, now_ms: int) -> list[Change]:
+        """Go on with what came, by one piece."""
+        changes: list[Change] = []
+        work = 0
+        while work < PIECE_WORK_MAX:
+            if self._events:
+                event = self._events.popleft()
+                work += _work_of(event)
+                changes += self._apply(event)
+                self._quiet_since_ms = now_ms
+            elif self.phase is Phase.LIVE and self._waiting:
+                number, payload = self._waiting[0]
+                if self._is_behind(number) and self._can_replay:
+                    self._fill(now_ms)
+                    break
+                self._waiting.popleft()
+                self._waiting_bytes -= len(payload)
+                work += 1 + len(payload) // _WORK_BYTES
+                changes += self._live(number, payload)
+            else:
+                break
+        return self._told(changes)
+
     def held(self) -> list[Stored]:
         """All that has been told and not taken back."""
-        return [] if self.phase is Phase.JOINING else self._stored(self.blocks.keys())
+        return self.held_of(self.held_keys())
+
+    def held_keys(self) -> list[BlockKey]:
+        """The same, by keys: quickly made."""
+        return [] if self.phase is Phase.JOINING else self.blocks.keys()
+
+    def held_of(self, keys: Sequence[BlockKey]) -> list[Stored]:
+        """What `held_keys` found, as it is told."""
+        return self._stored(keys)
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -219,7 +262,7 @@ class EngineFeed:
 
     def _give_up(self, now_ms: int) -> list[Change]:
         """No answer. If something is missing, all is void; go on with what comes."""
-        is_gap = any(self._next is not None and n > self._next for n, _ in self._waiting)
+        is_gap = any(self._is_behind(number) for number, _ in self._waiting)
         changes: list[Change] = []
         if self.phase is Phase.JOINING or is_gap:
             changes = self._void()
@@ -232,25 +275,16 @@ class EngineFeed:
         self.phase = Phase.LIVE
         if was_joining:
             changes += self._stored(self.blocks.keys())
-        waiting = list(self._waiting)
-        self._drop_waiting()
-        for number, payload in waiting:
-            if self.phase is Phase.LIVE:
-                changes += self._live(number, payload, now_ms)
-            else:
-                self._wait(number, payload)
-        return changes
+        return changes + self.more(now_ms)
 
-    def _live(self, number: int, payload: bytes, now_ms: int) -> list[Change]:
-        changes: list[Change] = []
+    def _is_behind(self, number: int) -> bool:
+        """Whether what comes before this batch is missing."""
+        return self._next is not None and number > self._next
+
+    def _live(self, number: int, payload: bytes) -> list[Change]:
         if self._next is not None and number < self._next:
             return []  # it was in a replay
-        if self._next is not None and number > self._next:
-            if self._can_replay:
-                self._wait(number, payload)
-                self._fill(now_ms)
-                return []
-            changes = self._void()
+        changes = self._void() if self._is_behind(number) else []
         return changes + self._take(number, payload)
 
     def _wait(self, number: int, payload: bytes) -> None:
@@ -269,13 +303,14 @@ class EngineFeed:
         if len(self.blocks):
             self.counters.voids += 1
         self.blocks.cleared()
+        self._events.clear()
         return [Left(self.place.engine, self.place.rank)] if was_told else []
 
     def _told(self, changes: list[Change]) -> list[Change]:
         return [] if self.phase is Phase.JOINING else changes
 
     def _take(self, number: int, payload: bytes) -> list[Change]:
-        """The next batch, whatever it holds."""
+        """The next batch, whatever it holds: `more` works on it."""
         self._next = number + 1
         self.counters.batches += 1
         try:
@@ -283,10 +318,9 @@ class EngineFeed:
         except ProtocolError:
             self.counters.refused += 1
             return self._void()
-        changes: list[Change] = []
         for event in batch.events:
-            changes += self._apply(event)
-        return changes
+            self._events.extend(_pieces_of(event))
+        return []
 
     def _apply(self, event: EngineEvent) -> list[Change]:
         match event:
@@ -341,6 +375,40 @@ def _what_else(event: BlockStored) -> tuple[bool, str]:
         and isinstance(first[0], str)
     )
     return is_salt, first[0] if is_salt else ""
+
+
+def _work_of(event: EngineEvent) -> int:
+    match event:
+        case BlockStored():
+            return 1 + len(event.block_hashes) + len(event.token_ids) // _WORK_TOKENS
+        case BlockRemoved():
+            return 1 + len(event.block_hashes)
+        case AllBlocksCleared():
+            return 1
+
+
+def _pieces_of(event: EngineEvent) -> Iterator[EngineEvent]:
+    """The same in a row of events that are each little work."""
+    if _work_of(event) <= PIECE_WORK_MAX or isinstance(event, AllBlocksCleared):
+        yield event
+        return
+    hashes = event.block_hashes
+    if isinstance(event, BlockRemoved):
+        for at in range(0, len(hashes), PIECE_WORK_MAX):
+            yield msgspec.structs.replace(event, block_hashes=hashes[at : at + PIECE_WORK_MAX])
+        return
+    size, extra_keys = event.block_size, event.extra_keys or []
+    # Tokens that do not belong to blocks name none: not those of a piece, either.
+    tokens = event.token_ids if size * len(hashes) == len(event.token_ids) else []
+    count = max(1, PIECE_WORK_MAX // (1 + max(0, size) // _WORK_TOKENS))
+    for at in range(0, len(hashes), count):
+        yield msgspec.structs.replace(
+            event,
+            block_hashes=hashes[at : at + count],
+            parent_block_hash=hashes[at - 1] if at else event.parent_block_hash,
+            token_ids=tokens[max(0, at * size) : max(0, (at + count) * size)],
+            extra_keys=extra_keys[at : at + count],
+        )
 
 
 def _pieces(keys: Sequence[BlockKey]) -> list[Sequence[BlockKey]]:

@@ -10,8 +10,8 @@ held is taken back, its sockets are closed with whatever they had read, and new 
 no number of one life is taken for one of another.
 
 Bounded: a message is PAYLOAD_BYTES_MAX at most, QUEUED_BATCHES_MAX wait in a socket, one message of
-a socket is taken at a time: the interpreter is given up between them, and an engine that floods
-waits on its own side.
+a socket is taken at a time and worked on in pieces, between which others have their turn: an engine
+that floods waits on its own side. The node's loop takes no lock of this thread.
 
 Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`), names
 (`index.engine_blocks`), where engines may be (`engine_sources`).
@@ -89,16 +89,20 @@ class _Follower:
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """To be polled in this order: whoever sees a batch then sees the connection it came by."""
-        return [each for each in (self._live, self._replay, self._monitor) if each is not None]
+        # While there is something to work on, nothing more is read.
+        read = () if self.feed.has_more else (self._live, self._replay)
+        return [each for each in (*read, self._monitor) if each is not None]
 
     def turn(self, ready: set[object], now_ms: int) -> list[Change]:
-        """Take what is there, a message of each socket at most."""
+        """Take what is there, a message of each socket at most, or go on with what was."""
         changes: list[Change] = []
         try:
             if self._live is None and now_ms >= self._reopen_ms:
                 self._open()
             if self._monitor in ready:
                 changes += self._watch(now_ms)
+            if self.feed.has_more:
+                changes += self.feed.more(now_ms)
             if self._live is not None and self._live in ready:
                 changes += self._hear(_take(self._live), now_ms)
             changes += self.feed.tick(now_ms)
@@ -212,7 +216,8 @@ class EngineMemory:
             (-1 - number, source) for number, source in enumerate(sources)
         )
         self._lock = threading.Lock()
-        """Of followers and what they hold: a slice must not fall between a change and its word."""
+        """Of changes until they are told: a slice must not fall between a change and its word. Held
+        for a turn of one engine. Whoever looks at one fact at a time needs no lock."""
         self._wake_fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine-memory", daemon=True)
@@ -243,8 +248,7 @@ class EngineMemory:
         self._order(command.connection, source)
 
     def _order(self, number: int, source: EngineSource | None) -> None:
-        with self._lock:
-            self._orders.append((number, source))
+        self._orders.append((number, source))
         os.eventfd_write(self._wake_fd, 1)
 
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
@@ -279,7 +283,9 @@ class EngineMemory:
             if not left:
                 return [], -1
             first = min(left, key=lambda each: each.serial)
-            return [_offered(each) for each in first.feed.held()], _FIRST_ROW + first.serial + 1
+            keys = first.feed.held_keys()
+        held = first.feed.held_of(keys)
+        return [_offered(each) for each in held], _FIRST_ROW + first.serial + 1
 
     def reports(
         self, *, tenant: str = "", space: SpaceId | None = None, keys: bytes = b""
@@ -287,36 +293,31 @@ class EngineMemory:
         """All engines; or with a space those that hold the first of `keys`, and how many."""
         wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         rows = []
-        with self._lock:
-            for follower in self._followers.values():
-                its, blocks = follower.source, len(follower.feed.blocks)
-                if space is not None:
-                    if (its.tenant, its.space) != (tenant, space):
-                        continue
-                    held = set(follower.feed.blocks.keys())
-                    blocks = next(
-                        (n for n, key in enumerate(wanted) if key not in held), len(wanted)
-                    )
-                    if not blocks:
-                        continue
-                rows.append(_report(follower, blocks))
+        for follower in list(self._followers.values()):
+            its, held = follower.source, follower.feed.blocks
+            blocks = len(held)
+            if space is not None:
+                if (its.tenant, its.space) != (tenant, space):
+                    continue
+                blocks = next((n for n, key in enumerate(wanted) if key not in held), len(wanted))
+                if not blocks:
+                    continue
+            rows.append(_report(follower, blocks))
         return rows
 
     @property
     def block_count(self) -> int:
         """Held by all engines."""
-        with self._lock:
-            return sum(len(each.feed.blocks) for each in self._followers.values())
+        return sum(len(each.feed.blocks) for each in list(self._followers.values()))
 
     @property
     def trouble(self) -> str:
         """What a healthy node lacks; empty while all is well."""
-        with self._lock:
-            away = [
-                f"{each.source.engine} at {each.source.endpoint}"
-                for each in self._followers.values()
-                if each.feed.phase is Phase.AWAY
-            ]
+        away = [
+            f"{each.source.engine} at {each.source.endpoint}"
+            for each in list(self._followers.values())
+            if each.feed.phase is Phase.AWAY
+        ]
         return f"KV events of {', '.join(away)} are not reached" if away else ""
 
     # ── of the thread ────────────────────────────────────────────────────────────────────────────
@@ -336,7 +337,10 @@ class EngineMemory:
         for follower in self._followers.values():
             for socket in follower.sockets():
                 poller.register(socket, zmq.POLLIN)
-        ready = {source for source, _ in poller.poll(TURN_MS if self._followers else None)}
+        wait_ms = TURN_MS if self._followers else None
+        if any(each.feed.has_more for each in self._followers.values()):
+            wait_ms = 0
+        ready = {source for source, _ in poller.poll(wait_ms)}
         if self._wake_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
@@ -347,12 +351,12 @@ class EngineMemory:
                 self._say(follower.turn(ready, now_ms))
 
     def _take_orders(self) -> None:
-        with self._lock:
-            while self._orders:
-                number, source = self._orders.popleft()
-                follower = self._followers.get(number)
-                if follower is not None and follower.source == source:
-                    continue
+        while self._orders:
+            number, source = self._orders.popleft()
+            follower = self._followers.get(number)
+            if follower is not None and follower.source == source:
+                continue
+            with self._lock:
                 self._end(number)
                 if source is not None:
                     self._begin(number, source)

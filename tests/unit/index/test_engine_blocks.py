@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from kvstore.errors import ProtocolError
-from kvstore.index.chain import block_keys
+from kvstore.index import engine_blocks
+from kvstore.index.chain import block_keys, chained_keys
 from kvstore.index.engine_blocks import EngineBlocks
+from kvstore.types import BlockKey
 from kvstore.wire.engine_events import (
     PAYLOAD_BYTES_MAX,
     AllBlocksCleared,
@@ -65,6 +67,35 @@ def test_names_are_bounded() -> None:
     held = blocks(block_count_max=3)
     assert store(held, 0, 5) == KEYS[:3]
     assert (len(held), held.left_out) == (3, 2)
+
+
+def test_no_key_is_made_that_there_is_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def chained(*args: Any, **named: Any) -> list[BlockKey]:
+        keys = chained_keys(*args, **named)
+        made.append(len(keys))
+        return keys
+
+    monkeypatch.setattr(engine_blocks, "chained_keys", chained)
+    held = blocks(block_count_max=3)
+    assert store(held, 0, 5) == KEYS[:3]
+    assert store(held, 0, 5) == []
+    assert made == [3]
+    assert held.left_out == 2 + 5
+
+
+def test_a_key_is_held_as_long_as_a_name_stands_for_it() -> None:
+    held = blocks()
+    store(held, 0, 2)
+    assert [key in held for key in KEYS[:3]] == [True, True, False]
+    store(held, 0, 1, names=[101], tokens=TOKENS[SIZE : 2 * SIZE])  # as that of another block
+    assert [key in held for key in KEYS[:2]] == [True, False]
+    held.removed([100])
+    assert KEYS[0] not in held
+    store(held, 0, 1)
+    held.cleared()
+    assert KEYS[0] not in held
 
 
 def payload(*events: Any, rank: int | None = None) -> bytes:

@@ -18,6 +18,7 @@ import pytest
 
 from kvstore.engine.events import Follow, Offered, Unfollow
 from kvstore.errors import ConfigError
+from kvstore.index import engine_feed
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Left
 from kvstore.proto.convert import MemoryReport
@@ -258,6 +259,68 @@ def test_attached_engines_are_followed_until_they_are_gone(endpoint: str) -> Non
         memory.carry_out(Unfollow(ConnectionId(2)))
         assert comes(heard, set())
         assert memory.reports() == []
+
+
+def test_whoever_attaches_or_asks_does_not_wait_for_an_engine_that_says_much(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_held, may_go_on = threading.Event(), threading.Event()
+    turn = engine_memory._Follower.turn
+
+    def held(self: Any, *args: Any) -> Any:
+        is_held.set()
+        assert may_go_on.wait(JOINS_S)
+        return turn(self, *args)
+
+    monkeypatch.setattr(engine_memory._Follower, "turn", held)
+    asked: list[Any] = []
+
+    def ask(memory: EngineMemory) -> None:
+        memory.carry_out(follow(1, f"{endpoint}2", engine="other"))
+        memory.carry_out(Unfollow(ConnectionId(1)))
+        asked.append(memory.reports(tenant="default", space=SPACE, keys=KEYS[0]))
+        asked.append((memory.block_count, memory.trouble != ""))
+
+    with reader(source(endpoint)) as (memory, _):
+        assert is_held.wait(JOINS_S)
+        asking = threading.Thread(target=ask, args=(memory,))
+        asking.start()
+        asking.join(JOINS_S / 2)
+        did_wait = asking.is_alive()
+        may_go_on.set()
+        asking.join()
+    assert not did_wait
+    assert asked == [[], (0, True)]
+
+
+def test_engines_take_turns_while_one_says_much(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_feed, "PIECE_WORK_MAX", 2)
+    happened: list[str] = []
+    turn = engine_memory._Follower.turn
+
+    def noted(self: Any, *args: Any) -> Any:
+        changes = turn(self, *args)
+        happened.append(f"{self.source.engine} {len(changes)}")
+        return changes
+
+    monkeypatch.setattr(engine_memory._Follower, "turn", noted)
+    with (
+        EnginePublisher(endpoint, replays=False) as engine,
+        reader(
+            source(endpoint, replay_endpoint=""),
+            source(f"{endpoint}2", replay_endpoint="", engine="other"),
+        ) as (memory, heard),
+    ):
+        assert engine.await_subscriber(timeout_s=JOINS_S)
+        assert eventually(lambda: memory.reports()[0].state == "live", timeout_s=JOINS_S)
+        engine.publish(stored(TOKENS, 0, 8))
+        engine.publish(removed(TOKENS, 7))
+        assert comes(heard, set(range(7)))
+    its = [each for each in happened if not each.endswith(" 0")]
+    first, last = happened.index(its[0]), len(happened) - happened[::-1].index("e 1")
+    assert happened[first:last].count("other 0") >= 4, happened
 
 
 def test_an_attached_engine_cannot_lead_the_node_elsewhere(
