@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import threading
 from collections import deque
@@ -41,6 +42,10 @@ from kvstore.wire.load import Load
 
 DELTA_KEYS_MAX: Final = 4096
 """Of one message: a replica takes it in within a millisecond or two."""
+MESSAGE_BYTES: Final = feeds.MESSAGE_BYTES_MAX // 4
+"""Of one message, but for its last change, which is half of that and two names at most."""
+_CHANGE_BYTES: Final = 96
+"""Of a change, besides its keys and names: a space, numbers, lengths."""
 WAITING_KEYS_MAX: Final = 1 << 17
 """Of one link, and of those that no link has taken yet: 4 MiB of keys each."""
 BEAT_S: Final = BEAT_MS / 1000
@@ -50,6 +55,9 @@ CONNECT_TIMEOUT_S: Final = 5.0
 WRITE_TIMEOUT_S: Final = 5.0
 RETRY_MIN_S: Final = 0.1
 RETRY_MAX_S: Final = 2.0
+STEADY_S: Final = 30.0
+"""A stream that lasted so long was well: what ends the next one is news again."""
+REASONS_MAX: Final = 8
 BUSY_RETRY_S: Final = 0.2
 _MILLI: Final = 1000
 
@@ -60,6 +68,7 @@ Told = Offered | Left
 Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(address, credentials) of a replica → a channel to it."""
 
+_DIGITS: Final = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
 
 
@@ -222,8 +231,8 @@ class Link:
         self._streams = 0
         self._wake = asyncio.Event()
         self._is_asked = False
-        self._told = ""
-        """What was last logged."""
+        self._told: deque[str] = deque(maxlen=REASONS_MAX)
+        """What was logged of late, but for its numbers."""
 
     def put(self, told: Sequence[Told] | deque[Told]) -> None:
         """Queue; what is too much makes a gap."""
@@ -244,23 +253,31 @@ class Link:
     async def run(self, ask: Callable[[int], Slice]) -> None:
         """Tell, and dial again, until cancelled."""
         retry_s = RETRY_MIN_S
+        loop = asyncio.get_running_loop()
         while True:
+            begin_s = loop.time()
+            reason = "it ended the stream"
             try:
                 await self._stream(ask)
-                self._note("it ended the stream")
             except grpc.RpcError as error:
-                self._note(_reason(error))
+                reason = _reason(error)
             except TimeoutError:
-                self._note(f"it took nothing for {WRITE_TIMEOUT_S:.0f} s")
+                reason = f"it took nothing for {WRITE_TIMEOUT_S:.0f} s"
             finally:
                 was_connected, self.is_connected = self.is_connected, False
+            if was_connected and loop.time() - begin_s >= STEADY_S:
+                self._told.clear()
+            self._note(reason, was_connected=was_connected)
             retry_s = RETRY_MIN_S if was_connected else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s * (0.5 + self._jitter()))
 
-    def _note(self, reason: str) -> None:
-        if reason != self._told:
-            self._told = reason
-            _log.warning("the index at %s is not reached: %s; trying on", self.replica, reason)
+    def _note(self, reason: str, *, was_connected: bool) -> None:
+        what = "was lost" if was_connected else "is not reached"
+        # Sizes and ports differ each time.
+        news = f"{what} {_DIGITS.sub('', reason)}"
+        if news not in self._told:
+            self._told.append(news)
+            _log.warning("the index at %s %s: %s; trying on", self.replica, what, reason)
 
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
         async with self._dial(self.replica, self._credentials) as channel:
@@ -291,10 +308,12 @@ class Link:
             beat_s = loop.time()
             while not listening.done():
                 self._wake.clear()
-                await self._write_waiting(call)
+                # First: what waits may be much, and come faster than it goes.
                 if self._is_asked:
                     self._is_asked = False
                     await self._write_snapshot(call, ask)
+                await self._write_waiting(call)
+                if self._is_asked:
                     continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEAT_S):
@@ -303,7 +322,7 @@ class Link:
                 if not self._queue or loop.time() - beat_s >= BEAT_S:
                     beat = pb.Beat(sequence=self._sequence, load=self._load())
                     await _write(call, pb.FeedWord(beat=beat))
-                    self._told, beat_s = "", loop.time()
+                    beat_s = loop.time()
         finally:
             listening.cancel()
             (ended,) = await asyncio.gather(listening, return_exceptions=True)
@@ -320,29 +339,38 @@ class Link:
             self._wake.set()
 
     async def _write_waiting(self, call: Any) -> None:
-        while self._queue:
-            runs: list[tuple[Told, list[bytes]]] = []
-            count = 0
-            while self._queue and count < DELTA_KEYS_MAX:
-                told = self._queue.popleft()
-                if isinstance(told, Left):
-                    runs.append((told, []))
-                    count += _key_count(told)
-                    continue
-                first, rest = _split(told, DELTA_KEYS_MAX - count)
-                if rest is not None:
-                    self._queue.appendleft(rest)
-                if runs and _is_like(runs[-1][0], first):
-                    runs[-1][1].append(first.keys)
-                else:
-                    runs.append((first, [first.keys]))
-                count += _key_count(first)
-            self.queued_keys -= count
+        """What is there now: for what comes meanwhile, no snapshot waits."""
+        left = len(self._queue)
+        while self._queue and left > 0:
+            before = len(self._queue)
+            changes = self._take_changes()
+            left -= before - len(self._queue)
             self._sequence += 1
             self._counters.deltas += 1
-            changes = [feeds.change_of(_joined(told, keys)) for told, keys in runs]
             delta = pb.Delta(sequence=self._sequence, changes=changes)
             await _write(call, pb.FeedWord(delta=delta))
+
+    def _take_changes(self) -> list[pb.Change]:
+        """Of the queue, as many as a message may have; what is alike is joined."""
+        runs: list[tuple[Told, list[bytes]]] = []
+        count = size = 0
+        while self._queue and count < DELTA_KEYS_MAX and size < MESSAGE_BYTES:
+            told = self._queue.popleft()
+            if isinstance(told, Left):
+                runs.append((told, []))
+                count, size = count + _key_count(told), size + _head_bytes(told)
+                continue
+            first, rest = _split(told, DELTA_KEYS_MAX - count)
+            if rest is not None:
+                self._queue.appendleft(rest)
+            if runs and _is_like(runs[-1][0], first):
+                runs[-1][1].append(first.keys)
+            else:
+                runs.append((first, [first.keys]))
+                size += _head_bytes(first)
+            count, size = count + _key_count(first), size + len(first.keys)
+        self.queued_keys -= count
+        return [feeds.change_of(_joined(told, keys)) for told, keys in runs]
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
         """All that peers can have, in parts, with deltas between them."""
@@ -402,6 +430,12 @@ async def _write(call: Any, word: pb.FeedWord) -> None:
 def _key_count(told: Told) -> int:
     """What it takes of a queue, in keys."""
     return 1 if isinstance(told, Left) else len(told.keys) // KEY_BYTES
+
+
+def _head_bytes(told: Told) -> int:
+    """Of a change in a message, without its keys: so much at most."""
+    names = [told.engine] if isinstance(told, Left) else [told.engine, told.tenant]
+    return _CHANGE_BYTES + sum(len(name.encode()) for name in names)
 
 
 def _is_like(one: Told, other: Offered) -> bool:

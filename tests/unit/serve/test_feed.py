@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvstore.client.index import IndexClient
 from kvstore.engine.events import Offered
 from kvstore.index.feed import Left, Trust
 from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
 from kvstore.serve import feed
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ReplicaConfig
@@ -140,6 +142,95 @@ def test_long_changes_are_told_in_pieces(world: World, monkeypatch: pytest.Monke
     assert world.feeder.counters.deltas >= 40 // 7
     world.feeder.lose()
     assert world.is_known()
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[pb.FeedWord]:
+    """All words of feeds, once they are on their way."""
+    words: list[pb.FeedWord] = []
+    write = feed._write
+
+    async def noting(call: Any, word: pb.FeedWord) -> None:
+        await write(call, word)
+        words.append(word)
+
+    monkeypatch.setattr(feed, "_write", noting)
+    return words
+
+
+def test_long_names_fill_no_message_beyond_what_a_replica_takes(
+    world: World, written: list[pb.FeedWord]
+) -> None:
+    def hbm(keys: list[bytes], *, stored: bool = True) -> Offered:
+        return Offered(Tier.HBM, stored, "t" * 255, SPACE, b"".join(keys), "e" * 255)
+
+    # Of one key, there and gone: nothing of it can be joined.
+    for _ in range(feed.DELTA_KEYS_MAX):
+        world.feeder.put(hbm(KEYS[:1]))
+        world.feeder.put(hbm(KEYS[:1], stored=False))
+    for _ in range(20):
+        world.feeder.put(Left("e" * 255))
+        world.feeder.put(hbm(KEYS * 10))
+    world.feeder.start(lambda row: ([hbm(KEYS * 100)] * 3 if row else [], 1 if not row else -1))
+    assert world.is_known()
+    world.feeder.lose()
+    assert eventually(lambda: any(word.part.is_last for word in written), timeout_s=CONVERGES_S)
+    assert world.is_known()
+    assert world.feeder.counters.streams == 1
+    sizes = {word.WhichOneof("kind"): 0 for word in written}
+    for word in written:
+        sizes[word.WhichOneof("kind")] = max(sizes[word.WhichOneof("kind")], word.ByteSize())
+    assert max(sizes.values()) < feeds.MESSAGE_BYTES_MAX // 2, sizes
+    assert sizes["delta"] > feed.MESSAGE_BYTES // 2, "no more of them than need be"
+
+
+def test_a_snapshot_does_not_wait_for_changes_that_never_end(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = feed._write
+
+    async def flooded(call: Any, word: pb.FeedWord) -> None:
+        if word.WhichOneof("kind") == "delta":
+            world.feeder._links[0].put([world.offer(KEYS[:1])])
+        await write(call, word)
+
+    monkeypatch.setattr(feed, "_write", flooded)
+    world.feeder.start(world.ask)
+    world.store(KEYS[:1])
+    world.feeder.lose()
+    world.store(KEYS[1:2])
+    assert eventually(lambda: world.feeder.counters.snapshots > 0, timeout_s=CONVERGES_S)
+    assert world.is_known()
+    assert world.feeder.counters.streams == 1
+
+
+def test_what_ends_the_feed_again_and_again_is_said_once_in_the_words_of_the_replica(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(feed, "BEAT_S", 0.01)
+    write = feed._write
+
+    async def refused_after_a_beat(call: Any, word: pb.FeedWord) -> None:
+        await write(call, word)
+        if word.WhichOneof("kind") == "beat":
+            world.feeder._links[0].put([Left("e" * 257)])
+
+    monkeypatch.setattr(feed, "_write", refused_after_a_beat)
+    world.feeder.start(world.ask)
+    assert eventually(lambda: world.feeder.counters.streams >= 5, timeout_s=CONVERGES_S)
+    said = [r for r in caplog.records if "was lost: a name is longer" in r.getMessage()]
+    assert [record.levelname for record in said] == ["WARNING"]
+
+
+def test_reasons_that_differ_in_numbers_are_one(caplog: pytest.LogCaptureFixture) -> None:
+    link = feed.Link("i:1", None, pb.Hello(), feed.FeedCounters(), lambda: None)
+    for size in (1, 22, 333):
+        link._note(f"a message of {size}", was_connected=True)
+    link._note("a message of 1", was_connected=False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the index at i:1 was lost: a message of 1; trying on",
+        "the index at i:1 is not reached: a message of 1; trying on",
+    ]
 
 
 def test_a_replica_that_comes_again_is_told_again(world: World) -> None:
