@@ -16,11 +16,10 @@ from kvstore.engine.events import Lent
 from kvstore.errors import ProtocolError
 from kvstore.proto import peer_pb2 as pb
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Incarnation, Shard
-from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, NAME_BYTES_MAX, checksums_array
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, NAME_BYTES_MAX, RANKS_MAX
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
 
 MESSAGE_BYTES_MAX: Final = 1 << 20
-SHARDS_MAX: Final = 1024
 _SLOT_BYTES: Final = 4
 
 
@@ -38,8 +37,14 @@ class Borrowed(NamedTuple):
     block_bytes: tuple[int, ...]
     slots: NDArray[np.int64]
     """[n][S]"""
-    checksums: list[list[bytes]]
-    """[n][S]"""
+    checksums: bytes
+    """[n][S], CHECKSUM_BYTES each; as they came: they may be many."""
+
+    def checksums_of(self, block: int) -> list[bytes]:
+        """[S]"""
+        size = len(self.shards) * CHECKSUM_BYTES
+        row = self.checksums[block * size : (block + 1) * size]
+        return [row[at : at + CHECKSUM_BYTES] for at in range(0, size, CHECKSUM_BYTES)]
 
 
 def who_of(hello: pb.Hello | pb.Welcome) -> Who:
@@ -80,7 +85,8 @@ def lent_answer(lent: Lent) -> pb.Answer:
 def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
     """What was lent of so many keys. Raises ProtocolError."""
     columns = len(lent.shards)
-    if columns > SHARDS_MAX or any(
+    # A shard is what at least one rank has.
+    if columns > RANKS_MAX or any(
         not 0 < shard.block_bytes <= PAYLOAD_BYTES_MAX for shard in lent.shards
     ):
         raise ProtocolError("a loan of shards that are none")
@@ -95,12 +101,11 @@ def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
         raise ProtocolError("a loan whose arrays do not fit each other")
     shards = tuple(Shard(s.layer_begin, s.layer_end, s.head_begin, s.head_end) for s in lent.shards)
     slots = np.frombuffer(lent.slots, "<u4").astype(np.int64).reshape(count, columns)
-    sums = checksums_array(lent.checksums).reshape(count, columns, 2)
     return Borrowed(
         shards,
         tuple(s.block_bytes for s in lent.shards),
         slots,
-        [[cell.tobytes() for cell in row] for row in sums],
+        lent.checksums,
     )
 
 

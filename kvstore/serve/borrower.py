@@ -287,7 +287,7 @@ class Borrower:
         # looks at the slots any more.
         stayed, sums = await _both(
             session.give_back(loan, count=lent, timeout_s=ASK_TIMEOUT_S),
-            self._in_thread(lambda: self._verify(assembly, command, slots, borrowed.checksums)),
+            self._in_thread(lambda: self._verify(assembly, command, slots, borrowed)),
         )
         good, checksums = self._judge(command, stayed, sums, shards=len(targets))
         watch.lap("verify", size_bytes)
@@ -310,7 +310,7 @@ class Borrower:
         assembly: Assembly,
         command: Fetch,
         slots: NDArray[np.int64],
-        checksums: list[list[bytes]],
+        borrowed: loans.Borrowed,
     ) -> list[Sequence[bytes] | None]:
         """Checksums of our shards of each block, None: it is another; on a thread of its own."""
         found: list[Sequence[bytes] | None] = []
@@ -321,7 +321,7 @@ class Borrower:
                 for slot, scope in zip(row, assembly.targets, strict=True)
             ]
             key = BlockKey(command.keys[at : at + KEY_BYTES])
-            found.append(assembly.verify(key, views, checksums[number]))
+            found.append(assembly.verify(key, views, borrowed.checksums_of(number)))
         return found
 
     def _judge(
@@ -369,7 +369,10 @@ class Borrower:
             raise PeerLost(f"the mover of node {node} is not up")
         if not is_at(session.descriptor, self._addresses.get(node, "")):
             self._forget(node, session)
-            raise PeerLost(f"node {node} wants its blocks read from another machine than its own")
+            raise PeerLost(
+                f"node {node} describes no mover on its own machine: whatever it is, run a kvstore"
+                " of this version there"
+            )
         return session
 
     def _forget(self, node: str, session: PeerSession | None) -> None:

@@ -12,22 +12,28 @@ from numpy.typing import NDArray
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.ports import Transport
 from kvstore.transport.tcp_ends import Address
-from kvstore.wire.mover import decode_descriptor
+from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, decode_descriptor, encode
 
 NAMES: Final = ("nixl", "tcp", "ucx")
+PORT_MAX: Final = 65535
 
 
 def is_at(descriptor: bytes, address: str) -> bool:
-    """Whether what a peer describes is on the machine at HOST:PORT, as far as the back end tells: a
-    peer must not have others dial whom it likes."""
+    """Whether what a peer describes is a place on the machine at HOST:PORT, as far as the back end
+    tells: a peer must not have others dial whom it likes, nor give a mover what none would."""
     try:
         found = decode_descriptor(descriptor)
+        # Read in one way only: a field that comes twice may be read as another by the mover.
+        if len(descriptor) > DESCRIPTOR_BYTES_MAX or encode(found) != descriptor:
+            return False
         if found.backend != "tcp":
             return True
         told = msgspec.msgpack.decode(found.details, type=Address)
     except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError):
         return False
-    return told.host == address.rpartition(":")[0].strip("[]")
+    return msgspec.msgpack.encode(told) == found.details and told.host == address.rpartition(":")[
+        0
+    ].strip("[]")
 
 
 def open_transport(

@@ -14,59 +14,42 @@ Pure: bytes are seen through memoryviews. Does not cover: moving them (`kvstore.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Shard
-from kvstore.wire.layout import Runs, shared
+from kvstore.wire.layout import corners, shared
 from kvstore.wire.record import Scope, header
-
-
-class Piece(msgspec.Struct, frozen=True):
-    """Runs from one shard of the peer into one of ours."""
-
-    source: int
-    target: int
-    runs: Runs
 
 
 class Assembly:
     """How blocks of one space come from the shards of a peer into ours."""
 
     def __init__(self, sources: Sequence[Scope], targets: Sequence[Scope]) -> None:
-        """Raises:
-        ValueError: they are not both the whole of the same blocks.
+        """Cheap, whatever a peer says: it is not taken off the loop.
+
+        Raises:
+            ValueError: they are not both the whole of the same blocks.
         """
         head_bytes = {_head_bytes(scope) for scope in (*sources, *targets)}
         if len(head_bytes) != 1:
             raise ValueError("shards of blocks of other sizes")
-        self.sources, self.targets = tuple(sources), tuple(targets)
         (size,) = head_bytes
+        self.sources, self.targets = tuple(sources), tuple(targets)
+        theirs, ours = (corners([scope.shard for scope in side]) for side in (sources, targets))
+        # What costs nothing first: so there are no more runs than a block has heads in layers.
+        if _size(sources) != _size(targets):
+            raise ValueError("shards that do not cover the same layers and heads")
+        self.runs = runs = shared(theirs, ours, head_bytes=size)
         # As many bytes twice would leave others as they were: what was in a slot before.
-        if any(
-            len(shared(one.shard, other.shard, head_bytes=size).lengths)
-            for side in (sources, targets)
-            for one, other in itertools.combinations(side, 2)
+        if not (
+            _fill(sources, runs.sources, runs.source_offsets, runs.lengths)
+            and _fill(targets, runs.targets, runs.target_offsets, runs.lengths)
         ):
             raise ValueError("shards that do not cover the same layers and heads, each once")
-        self.pieces = [
-            Piece(s, t, runs)
-            for s, source in enumerate(sources)
-            for t, target in enumerate(targets)
-            for runs in [shared(source.shard, target.shard, head_bytes=size)]
-            if len(runs.lengths)
-        ]
-        for side, scopes in (("source", sources), ("target", targets)):
-            for number, scope in enumerate(scopes):
-                its = [p for p in self.pieces if getattr(p, side) == number]
-                if sum(int(p.runs.lengths.sum()) for p in its) != scope.block_bytes:
-                    raise ValueError("shards that do not cover the same layers and heads")
-        self._in_source_order = [_ordered(self.pieces, s) for s in range(len(sources))]
 
     def moves(
         self, source_offsets: NDArray[np.int64], target_offsets: NDArray[np.int64]
@@ -77,17 +60,11 @@ class Assembly:
             source_offsets: of each block's slots in the peer's arena, [n][S].
             target_offsets: of its slots in ours, [n][T].
         """
-        begins: list[NDArray[np.int64]] = []
-        ends: list[NDArray[np.int64]] = []
-        lengths: list[NDArray[np.int64]] = []
-        for piece in self.pieces:
-            runs = piece.runs
-            begins.append((source_offsets[:, piece.source, None] + runs.source_offsets).ravel())
-            ends.append((target_offsets[:, piece.target, None] + runs.target_offsets).ravel())
-            lengths.append(
-                np.broadcast_to(runs.lengths, (len(source_offsets), len(runs.lengths))).ravel()
-            )
-        return np.concatenate(begins), np.concatenate(ends), np.concatenate(lengths)
+        runs = self.runs
+        begins = source_offsets.T[runs.sources] + runs.source_offsets[:, None]
+        ends = target_offsets.T[runs.targets] + runs.target_offsets[:, None]
+        # Run by run: neighbouring slots of one shard are neighbours here, too.
+        return begins.ravel(), ends.ravel(), np.repeat(runs.lengths, len(source_offsets))
 
     def verify(
         self, key: BlockKey, slots: Sequence[memoryview], checksums: Sequence[bytes]
@@ -100,12 +77,13 @@ class Assembly:
             checksums: as the peer told them, by source.
         """
         assert len(key) == KEY_BYTES
-        for number, scope in enumerate(self.sources):
-            digest = xxhash.xxh3_128(header(scope.prefix(), key))
-            for target, begin, end in self._in_source_order[number]:
-                digest.update(slots[target][begin:end])
-            if digest.digest() != checksums[number]:
-                return None
+        digests = [xxhash.xxh3_128(header(scope.prefix(), key)) for scope in self.sources]
+        runs = self.runs
+        ranges = (runs.sources, runs.targets, runs.target_offsets, runs.lengths)
+        for source, target, begin, length in zip(*(r.tolist() for r in ranges), strict=True):
+            digests[source].update(slots[target][begin : begin + length])
+        if any(d.digest() != told for d, told in zip(digests, checksums, strict=True)):
+            return None
         made = []
         for number, scope in enumerate(self.targets):
             if scope in self.sources:
@@ -118,17 +96,27 @@ class Assembly:
         return made
 
 
-def _ordered(pieces: Sequence[Piece], source: int) -> list[tuple[int, int, int]]:
-    """(target, begin, end) of all runs of a source, in the order of its bytes."""
-    found = [
-        (int(begin), piece.target, int(to), int(to) + int(length))
-        for piece in pieces
-        if piece.source == source
-        for begin, to, length in zip(
-            piece.runs.source_offsets, piece.runs.target_offsets, piece.runs.lengths, strict=True
-        )
-    ]
-    return [(target, begin, end) for _, target, begin, end in sorted(found)]
+def _size(side: Sequence[Scope]) -> int:
+    """Bytes of a block."""
+    return sum(scope.block_bytes for scope in side)
+
+
+def _fill(
+    side: Sequence[Scope],
+    numbers: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+) -> bool:
+    """Whether ranges in these shards, by their numbers, are every byte of them, each once."""
+    ends = np.cumsum([scope.block_bytes for scope in side], dtype=np.int64)
+    begins = (ends - [scope.block_bytes for scope in side])[numbers] + offsets
+    order = np.argsort(begins, kind="stable")
+    reached = np.cumsum(lengths[order])
+    return bool(
+        len(begins)
+        and reached[-1] == ends[-1]
+        and np.all(begins[order] == reached - lengths[order])
+    )
 
 
 def _head_bytes(scope: Scope) -> int:

@@ -18,6 +18,9 @@ Covers: sizes and offsets. Does not cover: copying (`kvstore.kernels`), placing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -71,39 +74,53 @@ def slot_bytes(block_bytes: int) -> int:
     return max(pages * PAGE_BYTES, SLOT_BYTES_MIN)
 
 
-class Runs(msgspec.Struct, frozen=True):
-    """Runs of bytes that two shards of a block share, ascending in both. Arrays i64 [n]."""
+class Runs(NamedTuple):
+    """Runs of bytes that shards of a block share, one side's with the other's. Arrays i64 [n]."""
 
+    sources: NDArray[np.int64]
+    """Number of the shard that they come from, ascending."""
+    targets: NDArray[np.int64]
+    """… and into which they go."""
     source_offsets: NDArray[np.int64]
+    """In the bytes of the shard, ascending within a source."""
     target_offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
 
-def shared(source: Shard, target: Shard, *, head_bytes: int) -> Runs:
-    """What of a block's `source` shard belongs into its `target` shard; possibly nothing.
+def corners(shards: Sequence[Shard]) -> NDArray[np.int64]:
+    """[n][layer begin, layer end, head begin, head end]"""
+    return np.array([msgspec.structs.astuple(shard) for shard in shards], dtype=np.int64)
+
+
+def shared(sources: NDArray[np.int64], targets: NDArray[np.int64], *, head_bytes: int) -> Runs:
+    """What of a block's `sources` belongs into its `targets`; possibly nothing.
 
     Args:
-        source, target: of one space.
+        sources, targets: corners of shards of one space.
         head_bytes: of one head in one layer: tokens of a block times bytes of a token.
     """
-    layers = range(
-        max(source.layer_begin, target.layer_begin), min(source.layer_end, target.layer_end)
-    )
-    head_begin = max(source.head_begin, target.head_begin)
-    head_end = min(source.head_end, target.head_end)
-    if not layers or head_begin >= head_end:
-        nothing = np.empty(0, dtype=np.int64)
-        return Runs(nothing, nothing, nothing)
+    is_shared = sources[:, None, 0] < targets[:, 1]
+    is_shared &= targets[:, 0] < sources[:, None, 1]
+    is_shared &= sources[:, None, 2] < targets[:, 3]
+    is_shared &= targets[:, 2] < sources[:, None, 3]
+    source, target = np.nonzero(is_shared)
+    one, other = sources[source], targets[target]
+    layer, _, head, _ = (begins := np.maximum(one, other)).T
+    _, layer_end, _, head_end = np.minimum(one, other).T
+    # All of each other's heads: one run for all layers.
+    is_whole = (one[:, 2:] == other[:, 2:]).all(axis=1)
+    layers = layer_end - layer
+    counts = np.where(is_whole, 1, layers)
+    lengths = (head_end - head) * head_bytes * np.where(is_whole, layers, 1)
+    each = np.repeat(np.arange(len(source)), counts)
+    nth = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
 
-    def offsets(shard: Shard) -> NDArray[np.int64]:
-        heads = shard.head_end - shard.head_begin
-        layer = np.array(layers, dtype=np.int64) - shard.layer_begin
-        begin: NDArray[np.int64] = (layer * heads + head_begin - shard.head_begin) * head_bytes
-        return begin
+    def offsets(shards: NDArray[np.int64]) -> NDArray[np.int64]:
+        heads = (shards[:, 3] - shards[:, 2])[each]
+        past: NDArray[np.int64] = (begins - shards)[each]
+        return ((past[:, 0] + nth) * heads + past[:, 2]) * head_bytes
 
-    whole = (head_begin, head_end)
-    length = (head_end - head_begin) * head_bytes
-    if whole == (source.head_begin, source.head_end) == (target.head_begin, target.head_end):
-        total = np.array([length * len(layers)], dtype=np.int64)
-        return Runs(offsets(source)[:1], offsets(target)[:1], total)
-    return Runs(offsets(source), offsets(target), np.full(len(layers), length, dtype=np.int64))
+    source_offsets = offsets(one)
+    order = np.lexsort((source_offsets, source[each]))
+    runs = (source[each], target[each], source_offsets, offsets(other), lengths[each])
+    return Runs(*(array[order] for array in runs))

@@ -52,6 +52,8 @@ LEASES_PER_DATAGRAM_MAX: Final = 4096
 ASKS_PER_LOOKUP_MAX: Final = 8
 """What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
 REQUEST_BYTES_MAX: Final = 255
+RANKS_MAX: Final = 1024
+"""Of one engine; so are its shards."""
 
 NAME_BYTES_MAX: Final = 255
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES_MAX)]
@@ -77,7 +79,7 @@ class HelloScheduler(Message, frozen=True):
     nonce: Name
     """Differs between two starts of an engine with the same id."""
     tenant: Name
-    rank_count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    rank_count: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
     process: Name
     """Random name of this process; another one after a fork or restart."""
     weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
@@ -272,7 +274,7 @@ class SessionOpen(Message, frozen=True):
     """All ranks are attached and quiet. Credits follow; lookups are answered from now on."""
 
     session: U64
-    shard_count: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    shard_count: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
     """S: distinct shards, of which there may be fewer than ranks."""
     compute_ns_per_token: U64 = 0
     """As earlier engines of this space measured it; 0: unknown."""

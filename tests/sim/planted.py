@@ -38,6 +38,7 @@ from kvstore.engine.state import State
 from kvstore.engine.stores import Stores
 from kvstore.engine.table import BlockTable, Keys, Rows
 from kvstore.index.feed import Feed, Heard, Hello
+from kvstore.proto.loans import Borrowed
 from kvstore.serve import borrower
 from kvstore.serve.borrower import Borrower, _session_of
 from kvstore.serve.peer_session import PeerLost, PeerSession
@@ -252,9 +253,9 @@ def stale_index_answers_believed() -> contextlib.AbstractContextManager[Any]:
         assembly: Assembly,
         command: Fetch,
         slots: NDArray[np.int64],
-        checksums: list[list[bytes]],
+        borrowed: Borrowed,
     ) -> list[Sequence[bytes] | None]:
-        return list(checksums)
+        return [borrowed.checksums_of(block) for block in range(len(slots))]
 
     return _both(mock.patch.object(Borrower, "_verify", broken), _whatever_stayed())
 

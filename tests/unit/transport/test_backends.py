@@ -9,11 +9,13 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.transport.backends import is_at, open_transport
 from kvstore.transport.tcp_ends import Address
-from kvstore.wire.mover import Descriptor, encode
+from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
+
+HERE = "10.0.0.7"
 
 
-def told(host: str, backend: str = "tcp") -> bytes:
-    details = msgspec.msgpack.encode(Address(host, 7, secure=True))
+def told(host: str, backend: str = "tcp", port: int = 7) -> bytes:
+    details = msgspec.msgpack.encode(Address(host, port, secure=True))
     return encode(Descriptor(backend, "b", 1 << 20, 0, details))
 
 
@@ -24,11 +26,44 @@ def test_a_peer_is_read_from_on_its_own_machine_only() -> None:
     assert not is_at(told("10.0.0.7"), "")
 
 
-@pytest.mark.parametrize(
-    "nonsense", [b"", b"nonsense", encode(Descriptor("tcp", "b", 1, 0, b"nonsense"))]
-)
+def twice(packed: bytes, field: str, value: object) -> bytes:
+    """The map `packed`, with a field that it has already: readers take the last."""
+    assert packed[0] & 0xF0 == 0x80
+    pair = msgspec.msgpack.encode(field) + msgspec.msgpack.encode(value)
+    return bytes([packed[0] + 1]) + pair + packed[1:]
+
+
+NONSENSE = {
+    "nothing": b"",
+    "no msgpack": b"nonsense",
+    "no address": encode(Descriptor("tcp", "b", 1, 0, b"nonsense")),
+    "longer than a mover takes": encode(
+        Descriptor("nixl", "b" * DESCRIPTOR_BYTES_MAX, 1, 0, b"of its own")
+    ),
+    "two back ends": twice(told(HERE), "backend", "nixl"),
+    "two hosts": encode(
+        Descriptor(
+            "tcp",
+            "b",
+            1 << 20,
+            0,
+            twice(msgspec.msgpack.encode(Address(HERE, 7, secure=True)), "host", "10.0.0.8"),
+        )
+    ),
+    "no port": told(HERE, port=0),
+    "a negative port": told(HERE, port=-1),
+    "a port too high": told(HERE, port=65536),
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE.keys())
 def test_nonsense_is_nowhere(nonsense: bytes) -> None:
-    assert not is_at(nonsense, "10.0.0.7:9480")
+    assert not is_at(nonsense, f"{HERE}:9480")
+
+
+def test_a_name_is_no_place() -> None:
+    """It would be looked up again, and could be another machine by then."""
+    assert not is_at(told("node-7"), "node-7:9480")
 
 
 def test_what_only_its_back_end_can_read_is_left_to_it() -> None:

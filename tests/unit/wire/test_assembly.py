@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.types import BlockKey, Shard
 from kvstore.wire.assembly import Assembly
+from kvstore.wire.layout import Runs, shared
 from kvstore.wire.record import Scope, header
 
 LAYERS, HEADS, HEAD_BYTES = 4, 8, 24
@@ -118,9 +119,13 @@ def test_a_block_of_another_key_or_tenant_is_noticed() -> None:
 
 def test_equal_shards_are_one_run_each() -> None:
     assembly = Assembly(scopes(ranks(2)), scopes(ranks(2)))
-    assert [(p.source, p.target, p.runs.lengths.tolist()) for p in assembly.pieces] == [
-        (0, 0, [LAYERS * HEADS // 2 * HEAD_BYTES]),
-        (1, 1, [LAYERS * HEADS // 2 * HEAD_BYTES]),
+    half = LAYERS * HEADS // 2 * HEAD_BYTES
+    assert [array.tolist() for array in assembly.runs] == [
+        [0, 1],
+        [0, 1],
+        [0] * 2,
+        [0] * 2,
+        [half] * 2,
     ]
 
 
@@ -147,11 +152,45 @@ def test_shards_that_come_twice_do_not_stand_for_those_that_are_missing(
         (ranks(1), ranks(2)[:1]),
         (ranks(1) + ranks(1), ranks(1)),
         ([Shard(0, 4, 0, 16)], ranks(1)),
+        # Half of it twice, and the other half not.
+        (ranks(2)[:1] + ranks(2)[:1], ranks(2)),
+        # As many bytes, elsewhere, or beyond what any layer is.
+        ([Shard(0, 4, 8, 16)], ranks(1)),
+        ([Shard(2**32 - 4, 2**32, 0, 8)], ranks(1)),
     ],
 )
 def test_what_is_not_the_same_blocks_is_refused(there: list[Shard], here: list[Shard]) -> None:
     with pytest.raises(ValueError, match="cover"):
         Assembly(scopes(there), scopes(here))
+
+
+def test_too_many_bytes_are_refused_before_shards_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer may name a thousand shards."""
+
+    def compared(*sides: np.ndarray, head_bytes: int) -> None:
+        raise AssertionError(f"{len(sides)} sides were compared by {head_bytes} bytes")
+
+    monkeypatch.setattr("kvstore.wire.assembly.shared", compared)
+    with pytest.raises(ValueError, match="cover"):
+        Assembly(scopes([Shard(n, n + 1, 0, 1) for n in range(1024)]), scopes(ranks(1)))
+
+
+def test_as_many_shards_as_a_peer_may_name_are_compared_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half a million pairs, one after the other, would stop the loop for seconds."""
+    calls = []
+
+    def counted(*sides: np.ndarray, head_bytes: int) -> Runs:
+        calls.append([len(side) for side in sides])
+        return shared(*sides, head_bytes=head_bytes)
+
+    monkeypatch.setattr("kvstore.wire.assembly.shared", counted)
+    cells = [Shard(n, n + 1, head, head + 1) for n in range(128) for head in range(8)]
+    Assembly(scopes(cells), scopes([Shard(0, 128, 0, 8)]))
+    assert calls == [[1024, 1]]
 
 
 def test_blocks_of_other_sizes_are_refused() -> None:
