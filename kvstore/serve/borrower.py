@@ -36,6 +36,7 @@ from kvstore.serve.mover_host import MoverHost
 from kvstore.serve.peer_session import Dial, PeerLost, PeerSession
 from kvstore.transport.backends import is_at
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, SlotId
+from kvstore.units import NS_PER_S
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.record import Scope
 
@@ -49,8 +50,10 @@ KINDS: Final = ("ask", "move", "verify", "fetch")
 """What is timed: until the peer lent, the mover's reading, verifying, all of it."""
 TROUBLE_MAX: Final = 200
 """Characters of what is told of a failure."""
-THREADS: Final = 4
-"""That ask the index, and verify."""
+ASK_THREADS: Final = 4
+"""That ask the index."""
+VERIFY_THREADS: Final = 4
+"""Of their own: what has come does not wait for an index that hangs."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -127,7 +130,8 @@ class Borrower:
         self._dial = dial
         self._addresses: dict[str, str] = {}
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="borrower")
+        self._askers = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix="ask-index")
+        self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify")
         self._tasks: set[asyncio.Task[None]] = set()
         self._told: dict[str, str] = {}
 
@@ -145,7 +149,8 @@ class Borrower:
             (session,) = await asyncio.gather(opening, return_exceptions=True)
             if isinstance(session, PeerSession):
                 await session.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._askers, self._verifiers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def locate(self, command: Locate) -> None:
         """Answered by Located."""
@@ -169,15 +174,10 @@ class Borrower:
 
     async def _locate(self, command: Locate) -> None:
         assert self.exchange is not None
-        assert self.index is not None
-        index = self.index
         located = Located(command.locate, is_known=False)
         try:
-            answer = await self._in_thread(
-                lambda: index.match(
-                    command.tenant, command.space, command.keys, timeout_s=LOCATE_TIMEOUT_S
-                )
-            )
+            begin_ns = self._clock.now_ns()
+            answer = await _on(self._askers, lambda: self._match(command, begin_ns))
             candidates = tuple(
                 Candidate(match.holder.node, match.file_blocks)
                 for match in answer.matches
@@ -193,12 +193,25 @@ class Borrower:
         finally:
             self.exchange.post(located)
 
+    def _match(self, command: Locate, begin_ns: int) -> Answer:
+        """On a thread of its own. Raises IndexUnavailable.
+
+        Questions queue up behind those that an index does not answer. By the time that it would be
+        their turn nobody waits for them: all are answered within twice LOCATE_TIMEOUT_S.
+        """
+        assert self.index is not None
+        if self._clock.now_ns() - begin_ns > LOCATE_TIMEOUT_S * NS_PER_S:
+            raise IndexUnavailable("it does not answer, and questions wait for it")
+        return self.index.match(
+            command.tenant, command.space, command.keys, timeout_s=LOCATE_TIMEOUT_S
+        )
+
     async def _follow_members(self) -> None:
         assert self.index is not None
         index = self.index
         while True:
             try:
-                members = await self._in_thread(lambda: index.nodes(timeout_s=MEMBERS_EVERY_S))
+                members = await _on(self._askers, lambda: index.nodes(timeout_s=MEMBERS_EVERY_S))
             except IndexUnavailable as error:
                 self._note("the index", str(error))
             else:
@@ -212,9 +225,6 @@ class Borrower:
                 for name in left:
                     del self._told[name]
             await asyncio.sleep(MEMBERS_EVERY_S)
-
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _note(self, name: str, trouble: str) -> None:
         """One line when it changes."""
@@ -287,7 +297,7 @@ class Borrower:
         # looks at the slots any more.
         stayed, sums = await _both(
             session.give_back(loan, count=lent, timeout_s=ASK_TIMEOUT_S),
-            self._in_thread(lambda: self._verify(assembly, command, slots, borrowed)),
+            _on(self._verifiers, lambda: self._verify(assembly, command, slots, borrowed)),
         )
         good, checksums = self._judge(command, stayed, sums, shards=len(targets))
         watch.lap("verify", size_bytes)
@@ -390,6 +400,10 @@ class Borrower:
 def _title(node: str) -> str:
     """In sentences."""
     return f"node {node}"
+
+
+async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, call)
 
 
 async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:

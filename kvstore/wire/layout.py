@@ -118,7 +118,8 @@ def shared(sources: NDArray[np.int64], targets: NDArray[np.int64], *, head_bytes
     def offsets(shards: NDArray[np.int64]) -> NDArray[np.int64]:
         heads = (shards[:, 3] - shards[:, 2])[each]
         past: NDArray[np.int64] = (begins - shards)[each]
-        return ((past[:, 0] + nth) * heads + past[:, 2]) * head_bytes
+        found: NDArray[np.int64] = ((past[:, 0] + nth) * heads + past[:, 2]) * head_bytes
+        return found
 
     source_offsets = offsets(one)
     order = np.lexsort((source_offsets, source[each]))
