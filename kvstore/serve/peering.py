@@ -23,6 +23,7 @@ from kvstore.ports import Clock
 from kvstore.proto import loans
 from kvstore.proto.convert import TransferReport
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
+from kvstore.serve import callers
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.borrower import Borrower
 from kvstore.serve.cluster import ClusterConfig, PeerConfig
@@ -91,6 +92,7 @@ class Peering:
         self.mover.changed = self.lender.mover_changed
         self._server = grpc.aio.server(
             options=[
+                *callers.limits(),
                 ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),

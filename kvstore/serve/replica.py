@@ -34,6 +34,7 @@ from kvstore.ports import IndexStore
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
+from kvstore.serve import callers
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import IndexConfig, ReplicaConfig
 from kvstore.serve.http import HttpServer, Page, text_page
@@ -112,7 +113,9 @@ class Replica:
         return ", and ".join(filter(None, notes))
 
     async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=CALL_COUNT_MAX)
+        self._server = grpc.aio.server(
+            options=[*_OPTIONS, *callers.limits()], maximum_concurrent_rpcs=CALL_COUNT_MAX
+        )
         add_IndexServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(SERVICES, self._server)

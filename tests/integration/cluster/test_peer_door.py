@@ -189,3 +189,19 @@ def test_garbage_at_either_port_costs_nobody_else(door: Door) -> None:
     assert door.knock(door.credentials(files), "n2") is grpc.StatusCode.OK
     assert metric(door.node, "kvstore_mover_restarts_total") == 0
     assert metric(door.node, "kvstore_loop_failures_total") == 0
+
+
+def test_who_connects_and_says_nothing_is_hung_up_on(door: Door) -> None:
+    with contextlib.ExitStack() as stack:
+        for address in (door.address, door.node.index) * 8:
+            host, _, port = address.rpartition(":")
+            silent = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            stack.callback(lambda silent=silent: read_to_its_end(silent))  # type: ignore[misc]
+    files = door.site.lab.files("node", "n2")
+    assert door.knock(door.credentials(files), "n2") is grpc.StatusCode.OK
+
+
+def read_to_its_end(silent: socket.socket) -> None:
+    with contextlib.suppress(ConnectionError):
+        while silent.recv(4096):
+            pass
