@@ -15,7 +15,6 @@ from kvstore.transport.tcp_ends import Address
 from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, decode_descriptor, encode
 
 NAMES: Final = ("nixl", "tcp", "ucx")
-PORT_MAX: Final = 65535
 
 
 def is_at(descriptor: bytes, address: str) -> bool:
@@ -31,9 +30,8 @@ def is_at(descriptor: bytes, address: str) -> bool:
         told = msgspec.msgpack.decode(found.details, type=Address)
     except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError):
         return False
-    return msgspec.msgpack.encode(told) == found.details and told.host == address.rpartition(":")[
-        0
-    ].strip("[]")
+    host = address.rpartition(":")[0].strip("[]")
+    return msgspec.msgpack.encode(told) == found.details and told.host == host
 
 
 def open_transport(
