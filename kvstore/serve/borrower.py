@@ -230,8 +230,13 @@ class Borrower:
         """One line when it changes."""
         if self._told.get(name, "") != trouble:
             self._told[name] = trouble
-            if trouble:
+            is_index = name == "the index"
+            if trouble and is_index:
+                _log.warning("where blocks are cannot be asked: %s", trouble)
+            elif trouble:
                 _log.warning("blocks are not fetched from %s: %s", name, trouble)
+            elif is_index:
+                _log.info("where blocks are can be asked again")
             else:
                 _log.info("blocks are fetched from %s again", name)
 
