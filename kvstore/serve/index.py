@@ -92,8 +92,14 @@ class IndexService(IndexServicer):
 
     async def tick(self) -> None:
         """What time alone brings about, for as long as it is not cancelled."""
+        bug = ""
         while True:
-            await self.store.tick(loop_ms())
+            try:
+                await self.store.tick(loop_ms())
+            except Exception as error:  # a bug: nobody waits for this task, so it would end unseen
+                if repr(error) != bug:
+                    bug = repr(error)
+                    _log.exception("regular work of the index failed; it is tried again")
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:

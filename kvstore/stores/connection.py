@@ -29,7 +29,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ProtocolError
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 
@@ -155,6 +155,8 @@ class Connection:
         reason = f"{type(error).__name__}: {error}" if str(error) else "it does not answer in time"
         if isinstance(error, NoScriptError):
             reason = "it lost the scripts"
+        elif isinstance(error, ProtocolError):
+            reason = f"it holds what no replica writes under {PREFIX.decode()}: {error}"
         self._has_scripts = False
         if not self.is_away:
             self.failure_count += 1

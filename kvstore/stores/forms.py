@@ -3,15 +3,18 @@
 No token, prompt, tenant or space is in it: a (tenant, space) is a digest, a block the key that the
 engine made of it, which is a digest, too. Names of nodes and engines, and addresses of nodes, are.
 
-Covers: forms. Ways for bytes to be broken, each a ProtocolError: not what `msgspec` finds these
-types in. Whoever can write to the store can say what he likes about who holds what (ADR 26); what
-he says is checked when blocks are fetched, as that of any index.
+Covers: forms. Ways for them to be broken, each a ProtocolError: not what `msgspec` finds these
+types in; a count or version that is no number; a record without its body; a name that is no text.
+Whoever can write to the store can say what he likes about who holds what (ADR 26); what he says is
+checked when blocks are fetched, as that of any index.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TypeVar
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,17 +24,28 @@ from kvstore.types import Incarnation, SpaceId
 
 SCOPE_BYTES = 16
 SLOT_BYTES = 4
+SLOTS_GIVEN_MAX: Final = 1 << 31
+"""No store lives to give so many: more is not from us, and would not fit a name."""
+_COUNT_MAX: Final = 1 << 63
+_TEXT_MAX: Final = 64
+"""Of what is no good, so much is shown."""
+_VERSION: Final = re.compile(rb"[0-9a-f]{1,32}\.[0-9]{1,18}")
+_COUNTS: Final = ("entries", "rows", "evicted")
 
 _T = TypeVar("_T")
+
+
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+_Place = tuple[str, int, bytes, Annotated[int, msgspec.Meta(ge=0, lt=1 << 8 * SLOT_BYTES)]]
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
     """What other replicas have to know of a node."""
 
-    incarnation: Incarnation
+    incarnation: Annotated[Incarnation, msgspec.Meta(ge=0)]
     replaced: tuple[Incarnation, ...]
     address: str
-    sequence: int
+    sequence: _Number
     is_open: bool
     is_exact: bool
     """All that it said is here; with `is_short`, something found no room."""
@@ -41,8 +55,57 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
 class Kept(msgspec.Struct, frozen=True, array_like=True):
     """Slots of a node by (engine, rank, scope), for the next replica that hears it."""
 
-    slots: list[tuple[str, int, bytes, int]]
-    coming: list[tuple[str, int, bytes, int]] | None
+    slots: list[_Place]
+    coming: list[_Place] | None
+
+
+class Polled(NamedTuple):
+    """What POLL answers."""
+
+    epoch: bytes
+    slot_count: int
+    void_count: int
+    entry_count: int
+    row_count: int
+    evicted_count: int
+    records: dict[str, tuple[bytes, Body, bytes]]
+    """By node: version, body, and the version with which it was found gone."""
+
+
+def polled(answer: Sequence[Any]) -> Polled:
+    """Raises ProtocolError."""
+    epoch, slots, void, ids, *rest = answer
+    if not 0 <= _count("the key ids", ids) < SLOTS_GIVEN_MAX:
+        raise ProtocolError(f"the key ids is {int(ids)}, which is no number of a slot")
+    entries, rows, evicted = (
+        _count(f"{name} in the hash counts", value)
+        for name, value in zip(_COUNTS, rest, strict=False)
+    )
+    records = dict(_record(*each) for each in rest[len(_COUNTS) :])
+    return Polled(epoch, slots, void, entries, rows, evicted, records)
+
+
+def _count(name: str, value: bytes | int) -> int:
+    try:
+        count = int(value)
+    except ValueError:
+        count = _COUNT_MAX
+    if abs(count) >= _COUNT_MAX:
+        raise ProtocolError(f"{name} is {repr(value)[:_TEXT_MAX]}, which is no number")
+    return count
+
+
+def _record(
+    name: bytes, version: bytes, body: bytes | None, gone: bytes
+) -> tuple[str, tuple[bytes, Body, bytes]]:
+    shown = repr(name[:_TEXT_MAX])[1:]
+    try:
+        node = name.decode()
+    except UnicodeDecodeError:
+        raise ProtocolError(f"the set nodes holds {shown}, which is no name") from None
+    if body is None or not _VERSION.fullmatch(version):
+        raise ProtocolError(f"the record of node {shown} is none")
+    return node, (version, decode(Body, body), gone)
 
 
 def encode(value: Body | Kept | Holder) -> bytes:

@@ -8,9 +8,10 @@ record last. The others wait until the record no longer changes. A record has a 
 step names and replaces, so a replica that was replaced, or a store that went back in time, is found
 out by the next step, and the node is asked for a snapshot.
 
-The store may be away, hang, or forget at any time. After the first failure nobody asks it but the
-poll, ten times a second and within a deadline, until it answers; words that come meanwhile are a
-gap, which the feed sees by itself. Another epoch voids all that was believed.
+The store may be away, hang, or forget at any time, or hold what makes no sense, which is as if it
+were away. After the first failure nobody asks it but the poll, ten times a second and within a
+deadline, until it answers; words that come meanwhile are a gap, which the feed sees by itself.
+Another epoch voids all that was believed.
 
 Covers: what is said to the store, and when. Does not cover: connections (`connection`), scripts,
 trust (`view`), what is believed (`kvstore.index.feed`).
@@ -45,7 +46,7 @@ from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.batch import Batch
 from kvstore.stores.connection import DEADLINES, FAILURES, Connection, Deadlines
-from kvstore.stores.forms import Body, Kept, decode, encode, scope_of, slot_name
+from kvstore.stores.forms import Body, Kept, decode, encode, polled, scope_of, slot_name
 from kvstore.stores.sweeper import Sweeper
 from kvstore.stores.view import View
 from kvstore.types import KEY_BYTES, SpaceId
@@ -348,12 +349,15 @@ class RedisStore:
             await self._sweeper.sweep(self._epoch)
             for node in self._view.lost(now_ms):
                 await self._forget(node)
+            self._connection.is_back()
         except (*FAILURES, ProtocolError) as error:
             self._connection.lose(error)
 
     async def _poll(self, now_ms: int) -> None:
         proposed = secrets.token_hex(_BYTES_OF_EPOCH).encode()
-        (epoch, slots, void, *counts), run, memory_bytes = await self._connection.poll(proposed)
+        answer, run, memory_bytes = await self._connection.poll(proposed)
+        found = polled(answer)
+        epoch, records = found.epoch, found.records
         if self._run and run != self._run and epoch == self._epoch:
             # It was started again, and may have come back as it was some time ago.
             await self._write(scripts.RENEW, proposed)
@@ -366,18 +370,19 @@ class RedisStore:
             self._sweeper.restart()
             for link in self._links.values():
                 link.heard = None
-        entries, rows, evicted = map(int, counts[:3])
-        records = {
-            name.decode(): (version, decode(Body, body), gone)
-            for name, version, body, gone in counts[3:]
-        }
         self._view.polled({n: self._newest(n, *each) for n, each in records.items()}, now_ms)
-        self._sweeper.void_count = void
-        self._sizes = Statistics(entries, rows, slots, len(records), memory_bytes, evicted)
+        self._sweeper.void_count = found.void_count
+        self._sizes = Statistics(
+            found.entry_count,
+            found.row_count,
+            found.slot_count,
+            len(records),
+            memory_bytes,
+            found.evicted_count,
+        )
         for name in [n for n, li in self._links.items() if not li.is_open and n not in records]:
             if not self._links[name].lock.locked():
                 del self._links[name]
-        self._connection.is_back()
 
     def _newest(
         self, node: str, version: bytes, body: Body, gone: bytes

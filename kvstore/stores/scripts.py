@@ -261,6 +261,7 @@ local counts = redis.call('HMGET', P .. 'counts', 'entries', 'rows', 'evicted')
 local answer = {
   redis.call('GET', P .. 'epoch'),
   redis.call('HLEN', P .. 'slots'), redis.call('SCARD', P .. 'void'),
+  redis.call('GET', P .. 'ids') or 0,
   counts[1] or 0, counts[2] or 0, counts[3] or 0
 }
 for _, name in ipairs(redis.call('SMEMBERS', P .. 'nodes')) do
@@ -270,7 +271,8 @@ end
 return answer
 """
 )
-"""an epoch, if there is none ─▶ epoch, slots, void slots, entries, rows, evicted, then nodes."""
+"""an epoch, if there is none ─▶ epoch, slots, void slots, last slot number, entries, rows,
+evicted, then nodes."""
 
 RENEW: Final = _script(_SAME_EPOCH + "redis.call('SET', P .. 'epoch', ARGV[3]) return 0")
 """another epoch."""
