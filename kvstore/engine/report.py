@@ -85,6 +85,7 @@ class SpaceReport(msgspec.Struct, frozen=True):
     """One (tenant, space): what one model's engines share."""
 
     space: str
+    """All its digits: with them it is asked for elsewhere."""
     tenant: str
     label: str
     blocks_dram: int
@@ -267,7 +268,7 @@ def spaces(state: State) -> list[SpaceReport]:
             row[2] += int(in_dram[scope]) * state.slots.pool_of(word).slot_bytes
     return [
         SpaceReport(
-            space=space[:16],
+            space=space,
             tenant=tenant,
             label=labels.get((tenant, space), ""),
             blocks_dram=row[0],

@@ -18,8 +18,13 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
+from kvstore.index.feed import Trust
 from kvstore.index.index import Member
 from kvstore.proto import inspect_pb2 as pb
+
+UNKNOWN: Final = "unknown"
+"""Of a node, by an index that is stale itself."""
+INDEX_IS_STALE: Final = "the index is stale: it does not know who is there"
 
 
 class MemberReport(msgspec.Struct, frozen=True):
@@ -27,7 +32,7 @@ class MemberReport(msgspec.Struct, frozen=True):
 
     node: str
     trust: str
-    """exact, catching-up, stale or out; or why that is not known."""
+    """exact, catching-up, stale or out; unknown, if the index is stale; or why nobody can say."""
     address: str
     """Where peers find it."""
     incarnation: str
@@ -111,11 +116,12 @@ def from_message(kind: type[_R], message: Message) -> _R:
     return kind(**{name: getattr(message, name) for name in kind.__struct_fields__})
 
 
-def member_report(member: Member) -> MemberReport:
-    """A node as a replica of the index knows it."""
+def member_report(member: Member, index: Trust) -> MemberReport:
+    """A node as a replica of the index knows it, which is believed so far itself."""
+    trust = "out" if member.trust is None else member.trust.word
     return MemberReport(
         member.node,
-        "out" if member.trust is None else member.trust.word,
+        UNKNOWN if index is Trust.STALE else trust,
         member.address,
         f"{member.incarnation:016x}",
         member.sequence,

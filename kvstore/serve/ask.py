@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.engine.explain import HashingReport, RangeReport, RequestReport
+from kvstore.engine.findings import SPACE_DIGITS
 from kvstore.engine.report import (
     NO_BUDGET,
     BlockReport,
@@ -187,7 +188,7 @@ _EMPTY = {
 }
 
 
-def as_json(found: dict[str, list[Row]]) -> str:
+def as_json(found: Mapping[str, list[Row] | str]) -> str:
     """One object, a list of rows per topic."""
     return msgspec.json.format(msgspec.json.encode(found)).decode()
 
@@ -259,6 +260,8 @@ def _cell(name: str, value: object) -> Text:
         return Text("any")
     if name == "scrub_age_ms" and isinstance(value, int):
         return Text("-" if value == NO_PASS else f"{value / MS_PER_HOUR:.1f} h")
+    if name == "space" and isinstance(value, str):
+        return printable(value[:SPACE_DIGITS])
     if name == "quota" and not value:
         return Text("(all others)")
     if name in _SIZES and isinstance(value, int):

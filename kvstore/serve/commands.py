@@ -92,13 +92,13 @@ def index_client(flags: IndexFlags) -> Iterator[IndexClient]:
 
 
 @contextlib.contextmanager
-def node_client(socket: Path) -> Iterator[NodeClient]:
-    """A client; what goes wrong with it ends the program with code 1."""
+def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
+    """A client; what goes wrong with it ends the program with code 1. `hint`: what else helps."""
     try:
         with contextlib.closing(NodeClient(socket)) as client:
             yield client
     except AttachError as error:
-        fail(str(error), code=1)
+        fail(f"{error}; {hint}" if hint else str(error), code=1)
 
 
 def fail(sentence: str, *, code: int) -> NoReturn:

@@ -13,9 +13,10 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from kvstore.engine.explain import HashingReport
 from kvstore.errors import AttachError, ConfigError
 from kvstore.index.feed import Trust
-from kvstore.proto.convert import Row, member_report
+from kvstore.proto.convert import INDEX_IS_STALE, Row, member_report
 from kvstore.serve.ask import OPTIONAL, SUMMARY, TOPICS, as_json, console, show
 from kvstore.serve.commands import (
     SOCKET_OPTION,
@@ -26,11 +27,15 @@ from kvstore.serve.commands import (
     index_options,
     node_client,
 )
+from kvstore.serve.engine_sources import DEFAULT_TENANT
 from kvstore.serve.inspect import BLOCK_ROWS_MAX, REQUEST_ROWS_MAX
 from kvstore.serve.prefix import (
     ClusterPrefix,
     PrefixReport,
+    Prompt,
     choose,
+    hashing_of_keys,
+    is_whole,
     look_up,
     look_up_everywhere,
     prompt_of_keys,
@@ -55,6 +60,10 @@ from kvstore.serve.top_view import page
 
 BLOCKS_LISTED: Final = 100
 REQUESTS_LISTED: Final = 20
+_NO_NODE_HINT: Final = (
+    "keys are made as the node at --socket says its engines do; none is needed with --keys-file and"
+    " all 64 digits of --space"
+)
 _P = TypeVar("_P", PrefixReport, ClusterPrefix)
 
 
@@ -111,7 +120,8 @@ def inspect(
       prefix   where the blocks of one prompt are, or why they are not there
     \b
     With --index, 'nodes' and 'prefix' are about all nodes of the cluster: who is there, and how far
-    each of them goes, in which tier. Keys are made as the node at --socket says its engines do.
+    each of them goes, in which tier. Keys are made as the node at --socket says its engines do:
+    no node is needed with --keys-file and all 64 digits of --space (and --tenant).
     \b
     Examples:
       kvstore inspect
@@ -146,12 +156,14 @@ def inspect(
 def _inspect_members(flags: IndexFlags, *, json_: bool) -> None:
     with index_client(flags) as client:
         known = client.nodes()
-    found: dict[str, list[Row]] = {"members": [member_report(member) for member in known.nodes]}
+    rows: list[Row] = [member_report(member, known.trust) for member in known.nodes]
     if json_:
-        click.echo(as_json(found))
+        click.echo(as_json({"members": rows, "index": known.trust.word}))
         return
-    show(found)
-    if known.trust is not Trust.EXACT:
+    if known.trust is Trust.STALE:
+        click.echo(INDEX_IS_STALE)
+    show({"members": rows})
+    if known.trust is Trust.CATCHING_UP:
         click.echo(f"the index is {known.trust.word}: there may be more", err=True)
 
 
@@ -204,7 +216,11 @@ def _inspect_prefix(
         if text is not None:
             assert tokenizer is not None
             tokens = tokenize(text, tokenizer)
-        with node_client(socket) as client:
+        if flags is not None and keys and is_whole(space):
+            hashing = hashing_of_keys(space, tenant or DEFAULT_TENANT)
+            _inspect_prefix_everywhere(flags, prompt_of_keys(keys, hashing), hashing, json_=json_)
+            return
+        with node_client(socket, hint=_NO_NODE_HINT if flags is not None else "") as client:
             hashing = choose(client.hashings(), space=space, tenant=tenant or "")
             prompt = (
                 prompt_of_keys(keys, hashing)
@@ -217,9 +233,15 @@ def _inspect_prefix(
     if here is not None:
         _print(here, show_prefix, json_=json_)
     elif flags is not None:
-        with index_client(flags) as index:
-            everywhere = look_up_everywhere(index, prompt, hashing)
-        _print(everywhere, show_cluster_prefix, json_=json_)
+        _inspect_prefix_everywhere(flags, prompt, hashing, json_=json_)
+
+
+def _inspect_prefix_everywhere(
+    flags: IndexFlags, prompt: Prompt, hashing: HashingReport, *, json_: bool
+) -> None:
+    with index_client(flags) as index:
+        found = look_up_everywhere(index, prompt, hashing)
+    _print(found, show_cluster_prefix, json_=json_)
 
 
 def _print(prefix: _P, show_it: Callable[[_P], None], *, json_: bool) -> None:
@@ -333,8 +355,9 @@ def top(
         if not once:
             watch(source, out, interval_s=interval)
             return
-        figures = one_view(source, threading.Event().wait, interval_s=interval)
+        view = one_view(source, threading.Event().wait, interval_s=interval)
         if json_:
-            click.echo(figures_as_json(figures))
+            click.echo(figures_as_json(view))
         else:
-            out.print(page(figures, head=f"kvstore top {source.name}", width=out.width))
+            head = f"kvstore top {source.name}"
+            out.print(page(view.figures, head=head, trouble=view.trouble, width=out.width))

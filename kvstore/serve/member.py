@@ -156,10 +156,10 @@ class ClusterMember:
     def members(self) -> list[MemberReport]:
         """The nodes of the cluster, by the first replica that answers; takes a second at most."""
         try:
-            known = self._client.nodes().nodes
+            known = self._client.nodes()
         except IndexUnavailable as error:
             return [MemberReport(self._node, str(error), "", "", 0)]
-        return [member_report(member) for member in known]
+        return [member_report(member, known.trust) for member in known.nodes]
 
     @property
     def node(self) -> str:

@@ -7,6 +7,7 @@ and index are sent keys only. Does not cover: what it looks like (`tell`).
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,13 +67,15 @@ class ClusterPrefix(msgspec.Struct, frozen=True):
     space: str
     tenant: str
     label: str
-    block_tokens: int
-    prompt_tokens: int
+    block_tokens: int | None
+    """None, as the tokens below: no node was asked how large blocks are."""
+    prompt_tokens: int | None
     asked_blocks: int
-    held_tokens: int
+    held_blocks: int
     """Of whoever goes furthest."""
+    held_tokens: int | None
     trust: str
-    """exact: nobody else holds the first block; catching-up: somebody may."""
+    """exact: nobody else holds the first block; catching-up: somebody may; stale: not known."""
     holders: list[HolderReport]
     """Furthest first."""
 
@@ -201,6 +204,16 @@ def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> Hashin
     return found[0]
 
 
+def is_whole(space: str) -> bool:
+    """Whether these are all digits of a space."""
+    return re.fullmatch(r"[0-9a-fA-F]{64}", space) is not None
+
+
+def hashing_of_keys(space: str, tenant: str) -> HashingReport:
+    """Of keys that are made already: no node says how, nor how many tokens a block has (0)."""
+    return HashingReport(space.lower(), tenant, "", 0, ALGORITHM, "")
+
+
 def prompt_of_tokens(tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str) -> Prompt:
     """Tokens as the engines of a space name their blocks."""
     keys = block_keys(
@@ -279,15 +292,18 @@ def look_up_everywhere(index: IndexClient, prompt: Prompt, hashing: HashingRepor
         )
         for match in answer.matches
     ]
+    held = max((each.file_blocks for each in holders), default=0)
+    size = hashing.block_tokens
     holders.sort(key=lambda each: (-each.file_blocks, each.node, each.engine, each.rank))
     return ClusterPrefix(
         space=hashing.space[:SPACE_DIGITS],
         tenant=hashing.tenant,
         label=hashing.label,
-        block_tokens=hashing.block_tokens,
-        prompt_tokens=prompt.tokens,
+        block_tokens=size or None,
+        prompt_tokens=prompt.tokens if size else None,
         asked_blocks=len(keys),
-        held_tokens=max((each.file_blocks for each in holders), default=0) * hashing.block_tokens,
+        held_blocks=held,
+        held_tokens=held * size if size else None,
         trust=answer.trust.word,
         holders=holders,
     )

@@ -11,12 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.engine.explain import RangeReport, RequestReport
+from kvstore.index.feed import Trust
+from kvstore.proto.convert import INDEX_IS_STALE
 from kvstore.serve.ask import TITLE, console, printable
 from kvstore.serve.prefix import ClusterPrefix, PrefixReport
 
 _TRUSTS: Final = {
     "exact": "exact: nobody else holds the first block",
     "catching-up": "catching-up: it is still being told, others may hold some too",
+    "stale": INDEX_IS_STALE,
 }
 Story = tuple[RequestReport, list[RangeReport] | None]
 """A request and, where they were asked for, its ranges."""
@@ -99,16 +102,20 @@ def show_cluster_prefix(prefix: ClusterPrefix) -> None:
     """Who holds a prompt's blocks, and how many from the front, to stdout."""
     out, size = console(), prefix.block_tokens
     space = f"{prefix.space} ({prefix.label})" if prefix.label else prefix.space
-    asked = f"{prefix.asked_blocks} blocks of {size}"
+    prompt = f"{prefix.asked_blocks} blocks asked for; at most {prefix.held_blocks} of them"
+    if size is not None:
+        prompt = f"{prefix.prompt_tokens} tokens, {prefix.asked_blocks} blocks of {size} asked for"
+        prompt += f"; at most {prefix.held_tokens} of them"
+    is_known = prefix.holders or prefix.trust != Trust.STALE.word
     lines = {
         "space": f"{space}, tenant {prefix.tenant}",
-        "prompt": f"{prefix.prompt_tokens} tokens, {asked} asked for; at most {prefix.held_tokens} "
-        "of them from one holder",
+        "prompt": f"{prompt} from one holder" if is_known else prompt.partition(";")[0],
         "index": _TRUSTS.get(prefix.trust, prefix.trust),
     }
     _facts(out, lines)
     if not prefix.holders:
-        out.print(Text("no node holds the first block", style="dim"))
+        nobody = "no node holds the first block"
+        out.print(Text(nobody if is_known else "not known: the index is stale", style="dim"))
         return
     table = Table(title="blocks from the first on, in this tier or a faster one", **TITLE)
     for name in ("node", "engine", "trust", "gpu", "dram", "disk"):

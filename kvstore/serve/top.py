@@ -19,6 +19,7 @@ import msgspec
 from kvstore.client.index import IndexClient
 from kvstore.errors import KVStoreError
 from kvstore.index.feed import Trust
+from kvstore.proto.convert import INDEX_IS_STALE, UNKNOWN
 from kvstore.serve.ask import LOAD_TIMEOUT_S, NodeClient
 from kvstore.wire.load import Load
 
@@ -46,9 +47,9 @@ class Figures(msgspec.Struct, frozen=True):
 
     node: str
     state: str
-    """up, silent (does not answer, or its beats are late), gone."""
+    """up, silent (does not answer, or its beats are late), gone; unknown: the index is stale."""
     index: str
-    """exact, catching-up, stale, out: how the index believes it."""
+    """exact, catching-up, stale, out: how the index believes it; or unknown."""
     replicas: int | None = None
     """Of the index, that it is to tell …"""
     replicas_reached: int | None = None
@@ -70,10 +71,20 @@ class Figures(msgspec.Struct, frozen=True):
     lent_bytes_per_s: float | None = None
 
 
+class View(NamedTuple):
+    """What is shown."""
+
+    figures: list[Figures]
+    trouble: str
+    """Why it may be wrong; empty: it is not."""
+
+
 class Source(Protocol):
     """Whom to ask."""
 
     name: str
+    doubt: str
+    """Why the last sample cannot be believed; empty: it can."""
 
     def sample(self) -> list[Sample]:
         """All nodes, now. Raises KVStoreError."""
@@ -82,6 +93,8 @@ class Source(Protocol):
 
 class OneNode:
     """The node at a socket."""
+
+    doubt = ""
 
     def __init__(self, socket: Path) -> None:
         self.name = f"at {socket}"
@@ -99,10 +112,16 @@ class AllNodes:
 
     def __init__(self, client: IndexClient, name: str) -> None:
         self.name = f"by the index {name}"
+        self.doubt = ""
         self._client = client
 
     def sample(self) -> list[Sample]:
         """All of them. Raises IndexUnavailable."""
+        known = self._client.nodes(timeout_s=LOAD_TIMEOUT_S)
+        if known.trust is Trust.STALE:
+            self.doubt = INDEX_IS_STALE
+            return [Sample(m.node, UNKNOWN, UNKNOWN, m.incarnation, None) for m in known.nodes]
+        self.doubt = ""
         return [
             Sample(
                 member.node,
@@ -111,7 +130,7 @@ class AllNodes:
                 member.incarnation,
                 member.load,
             )
-            for member in self._client.nodes(timeout_s=LOAD_TIMEOUT_S).nodes
+            for member in known.nodes
         ]
 
 
@@ -121,13 +140,13 @@ class Tally:
     def __init__(self) -> None:
         self._last: dict[str, tuple[Sample, Figures]] = {}
         self.trouble = ""
-        """Why nobody answered the last time; empty: somebody did."""
+        """Why nobody answered the last time, or who did cannot be believed; empty: all is well."""
 
     def ask(self, source: Source) -> list[Figures]:
         """Of all nodes that answered now, or else of those that did the last time, as silent."""
         try:
             samples = source.sample()
-            self.trouble = ""
+            self.trouble = source.doubt
         except KVStoreError as error:
             self.trouble = str(error)
             lost = [sample for sample, _ in self._last.values()]
@@ -177,7 +196,7 @@ class WaitFor(Protocol):
     def __call__(self, seconds: float, /) -> object: ...
 
 
-def one_view(source: Source, wait: WaitFor, *, interval_s: float) -> list[Figures]:
+def one_view(source: Source, wait: WaitFor, *, interval_s: float) -> View:
     """Figures with rates, as soon as there are some: two samples, at most WAITS intervals apart."""
     tally = Tally()
     tally.take(source.sample())
@@ -187,7 +206,7 @@ def one_view(source: Source, wait: WaitFor, *, interval_s: float) -> list[Figure
         figures = tally.take(source.sample())
         if tally.has_rates:
             break
-    return figures
+    return View(figures, source.doubt)
 
 
 _RATES: Final = {

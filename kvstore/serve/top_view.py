@@ -13,8 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvstore.proto.convert import UNKNOWN
 from kvstore.serve.ask import printable
-from kvstore.serve.top import GONE, SILENT, UP, Figures
+from kvstore.serve.top import GONE, SILENT, UP, Figures, View
 
 WIDE_COLUMNS: Final = 138
 """From here on all is in one table."""
@@ -24,14 +25,15 @@ HEAD_LINES: Final = 2
 TABLE_LINES: Final = 2
 US_PER_MS: Final = 1000
 _UNITS: Final = "BKMGTPE"
-_STYLES: Final = {UP: "green", SILENT: "yellow", GONE: "red"}
+_STYLES: Final = {UP: "green", SILENT: "yellow", GONE: "red", UNKNOWN: "yellow"}
 
 Column = tuple[str, Callable[[Figures], Text]]
 
 
-def as_json(figures: Sequence[Figures]) -> str:
-    """One object, a list of nodes."""
-    return msgspec.json.format(msgspec.json.encode({"nodes": figures})).decode()
+def as_json(view: View) -> str:
+    """One object: a list of nodes, and the trouble with it."""
+    found = {"nodes": view.figures, "trouble": view.trouble}
+    return msgspec.json.format(msgspec.json.encode(found)).decode()
 
 
 def page(
@@ -47,7 +49,7 @@ def page(
     Args:
         figures: of each node.
         head: the first line.
-        trouble: why nobody answers.
+        trouble: why nobody answers, or an answer may be wrong.
         width: of the terminal.
         height: of the terminal; None: any.
     """

@@ -61,7 +61,7 @@ def test_spaces_name_tenant_label_and_size(node: Node) -> None:
     hello = peer.scheduler_hello(label="tiny-model")
     peer.scheduler = node.connect(hello)
     peer.be_quiet()
-    name = space_id.hex()[:16]
+    name = space_id.hex()
     assert node.engine.spaces() == [
         report.SpaceReport(name, "t", "tiny-model", 2, 2, 2 * SLOT_BYTES_MIN, 1, ""),
         report.SpaceReport(name, "u", "b", 0, 0, 0, 1, ""),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvstore.errors import KVStoreError
-from kvstore.serve.top import GONE, SILENT, UP, Figures, Sample, Tally, one_view
+from kvstore.serve.top import GONE, SILENT, UP, Figures, Sample, Tally, View, one_view
 from kvstore.serve.top_view import WIDE_COLUMNS, as_json, page, size
 from kvstore.wire.load import Load
 
@@ -106,6 +106,7 @@ class Script:
     """Answers one after the other; None: none."""
 
     name = "of a script"
+    doubt = ""
 
     def __init__(self, *answers: list[Sample] | None) -> None:
         self._answers = list(answers)
@@ -130,11 +131,11 @@ def test_when_nobody_answers_the_nodes_stay_and_are_silent_until_somebody_does()
 def test_one_view_waits_until_there_are_rates() -> None:
     waits: list[float] = []
     source = Script([sample(FIRST)], [sample(FIRST)], [sample(LATER)])
-    (figures,) = one_view(source, waits.append, interval_s=0.5)
-    assert rates(figures) == RATES
+    ((figures,), trouble) = one_view(source, waits.append, interval_s=0.5)
+    assert (rates(figures), trouble) == (RATES, "")
     assert waits == [0.5, 0.5]
     frozen = Script(*([sample(FIRST)] for _ in range(9)))
-    (figures,) = one_view(frozen, waits.append, interval_s=0.5)
+    ((figures,), _) = one_view(frozen, waits.append, interval_s=0.5)
     assert rates(figures) == NOTHING, "for ever is too long"
     assert figures.leases == FIRST.leases
 
@@ -254,6 +255,6 @@ def test_an_index_that_is_not_reached_is_told() -> None:
 
 
 def test_json_has_every_figure() -> None:
-    (row,) = json.loads(as_json(figures_of("n1")))["nodes"]
+    (row,) = json.loads(as_json(View(figures_of("n1"), "")))["nodes"]
     assert set(row) == set(Figures.__struct_fields__)
     assert (row["hit_percent"], row["stored_bytes_per_s"]) == (75.0, GIB)
