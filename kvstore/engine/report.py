@@ -296,7 +296,7 @@ def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
         out.append(
             BlockReport(
                 key=residency.table.keys[row].tobytes()[:4].hex(),
-                space=its_space.hex()[:16],
+                space=its_space.hex(),
                 tenant=tenant,
                 shard=f"layers {shard.layer_begin}-{shard.layer_end} "
                 f"heads {shard.head_begin}-{shard.head_end}",

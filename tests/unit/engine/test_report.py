@@ -99,7 +99,7 @@ def test_blocks_say_where_they_are_and_show_eight_digits_of_the_key(node: Node) 
     [row] = node.engine.blocks()
     assert msgspec.structs.asdict(row) == {
         "key": key(1)[:4].hex(),
-        "space": fingerprint(SMALL, weights_epoch="").hex()[:16],
+        "space": fingerprint(SMALL, weights_epoch="").hex(),
         "tenant": "t",
         "shard": "layers 0-3 heads 1-2",
         "tiers": "dram",
