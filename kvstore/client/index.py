@@ -7,7 +7,8 @@
 
 Every replica knows everything, so any of them answers: the one that answered last is asked first,
 and when it refuses, breaks or is silent, the next, all within one deadline. A call either answers
-or raises `IndexUnavailable`; it never waits longer than `timeout_s`. Any number of threads.
+or raises `IndexUnavailable`; it never waits longer than `timeout_s`. A question that makes no sense
+is a ValueError or TypeError. Any number of threads.
 
 Covers: Match, Nodes, Watch. Does not cover: what to make of an answer; how far it can be believed
 is in it.
@@ -23,7 +24,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 import grpc
 
 from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles, load
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
 from kvstore.proto import feeds
@@ -104,6 +105,8 @@ class IndexClient:
         Raises:
             ConfigError: an endpoint or a file is not what it should be.
         """
+        if isinstance(endpoints, str):
+            raise ConfigError(f"endpoints are a list, such as [{endpoints!r}], not one string")
         if not endpoints:
             raise ConfigError("name at least one replica of the index, as HOST:PORT")
         if (tls is None) != insecure:
@@ -115,6 +118,7 @@ class IndexClient:
         self._stubs = [IndexStub(each) for each in self._channels]
         self._first = 0
         """Whom to ask first."""
+        self._is_closed = False
 
     def match(
         self, tenant: str, space: bytes, prompt: bytes | Tokens, *, timeout_s: float | None = None
@@ -125,6 +129,7 @@ class IndexClient:
 
         Raises:
             IndexUnavailable: nobody answered.
+            TypeError, ValueError: the question is none, or the client is closed.
         """
         request = _match_request(tenant, space, prompt)
         reply = self._ask(lambda stub: stub.Match, request, timeout_s)
@@ -146,12 +151,18 @@ class IndexClient:
 
         Raises:
             IndexUnavailable: no replica would begin, or the last one ended it.
+            TypeError, ValueError: the question is none, or the client is closed.
         """
+        self._check_open()
         request = pb.WatchRequest(
             nodes=nodes, prefix=_match_request(*prefix) if prefix is not None else None
         )
+        return self._news(request)
+
+    def _news(self, request: pb.WatchRequest) -> Iterator[News]:
         failures = 0
         while True:
+            self._check_open()
             number = self._first
             call = self._stubs[number].Watch(request)
             try:
@@ -163,6 +174,7 @@ class IndexClient:
                         feeds.answer_of(reply.prefix) if reply.HasField("prefix") else None,
                     )
             except grpc.RpcError as error:
+                _check_understood(error)
                 failures += 1
                 self._first = (number + 1) % len(self._stubs)
                 if failures >= len(self._stubs) or error.code() not in _ELSEWHERE:
@@ -172,6 +184,7 @@ class IndexClient:
 
     def close(self) -> None:
         """Hang up."""
+        self._is_closed = True
         for each in self._channels:
             each.close()
 
@@ -186,9 +199,14 @@ class IndexClient:
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("this client of the index is closed: make another one")
+
     def _ask(
         self, call: Callable[[IndexStub], Callable[..., _R]], request: Any, timeout_s: float | None
     ) -> Any:
+        self._check_open()
         deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         first, count = self._first, len(self._stubs)
         told = "no time was left to ask"
@@ -201,6 +219,7 @@ class IndexClient:
                 # What is left is shared, so that a silent replica leaves time for the next.
                 reply = call(self._stubs[number])(request, timeout=left_s / (count - turn))
             except grpc.RpcError as error:
+                _check_understood(error)
                 told = _sentence(error)
                 if error.code() not in _ELSEWHERE:
                     break
@@ -247,9 +266,35 @@ def address_parts(endpoint: str) -> tuple[str, int]:
 
 
 def _match_request(tenant: str, space: bytes, prompt: bytes | Tokens) -> pb.MatchRequest:
+    if not isinstance(space, bytes):
+        raise TypeError(
+            f"a space is 32 bytes, not {_kind(space)}: bytes.fromhex() reads hex digits"
+        )
     if isinstance(prompt, Tokens):
-        return pb.MatchRequest(tenant=tenant, space=space, tokens=pb.Tokens(**prompt._asdict()))
-    return pb.MatchRequest(tenant=tenant, space=space, keys=prompt)
+        tokens = pb.Tokens(**prompt._asdict())
+        request = pb.MatchRequest(tenant=tenant, space=space, tokens=tokens)
+    elif isinstance(prompt, bytes):
+        request = pb.MatchRequest(tenant=tenant, space=space, keys=prompt)
+    else:
+        raise TypeError(
+            f"a prompt is Tokens, or keys as bytes, not {_kind(prompt)}: b''.join() makes one of"
+            " many, bytes.fromhex() reads hex digits"
+        )
+    try:
+        feeds.check_match(request)
+    except ProtocolError as error:
+        raise ValueError(str(error)) from None
+    return request
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+def _check_understood(error: grpc.RpcError) -> None:
+    """Raises ValueError: a replica answered, and it is the question that is wrong."""
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        raise ValueError(error.details()) from None
 
 
 def _members(rows: Sequence[pb.Node]) -> list[Member]:

@@ -240,7 +240,10 @@ def _inspect_prefix_everywhere(
     flags: IndexFlags, prompt: Prompt, hashing: HashingReport, *, json_: bool
 ) -> None:
     with index_client(flags) as index:
-        found = look_up_everywhere(index, prompt, hashing)
+        try:
+            found = look_up_everywhere(index, prompt, hashing)
+        except ValueError as error:
+            fail(str(error), code=2)
     _print(found, show_cluster_prefix, json_=json_)
 
 

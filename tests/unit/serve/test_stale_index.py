@@ -134,3 +134,16 @@ def test_without_a_node_and_the_whole_space_it_says_what_is_needed(
     (line,) = capsys.readouterr().err.splitlines()
     assert "keys are made as the node at --socket says its engines do" in line
     assert "--keys-file and all 64 digits of --space" in line
+
+
+def test_a_question_that_is_none_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text(KEYS[0].hex())
+    asked = ["inspect", "prefix", "--keys-file", str(tmp_path / "keys"), "--space", SPACE]
+    asked += ["--tenant", "t" * 999, "--index", "h:1", "--insecure"]
+    monkeypatch.setattr(sys, "argv", ["kvstore", *asked])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "kvstore: a name is longer than 256\n"
