@@ -228,12 +228,21 @@ class Feed:
         """Of the snapshot that is coming, so far."""
 
     @classmethod
-    def of_another(cls, incarnation: Incarnation, replaced: Iterable[Incarnation]) -> Feed:
-        """The feed of a node that somebody else heard so far. Numbers are those of another stream,
-        so that after its Hello only a snapshot makes it exact, or a new incarnation."""
+    def of_another(
+        cls,
+        incarnation: Incarnation,
+        replaced: Iterable[Incarnation],
+        *,
+        heard_ms: int | None,
+    ) -> Feed:
+        """The feed of a node that somebody else heard so far, when last; None: no more. Numbers are
+        those of another stream, so that after its Hello only a snapshot makes it exact, or a new
+        incarnation."""
         feed = cls()
         feed._incarnation, feed._stream, feed._phase = incarnation, -1, _Phase.ASKED
         feed._replaced.extend(replaced)
+        if heard_ms is not None:
+            feed._open, feed._heard_ms = True, heard_ms
         return feed
 
     def hear(self, event: Event, now_ms: int) -> Heard:

@@ -79,7 +79,7 @@ class Running(NamedTuple):
     """Empty when off."""
     events: str
     """Where KV events and their replay are; empty when off."""
-    index: str
+    replica: str
     """Where the replica inside this node is; empty when there is none."""
     tells: str
     """Replicas elsewhere that it tells what it holds."""
@@ -92,7 +92,7 @@ class Running(NamedTuple):
         note = f" ({self.dram_note})" if self.dram_note else ""
         return (
             f"kvstore node ready: socket={self.socket} metrics={self.metrics_url or 'off'}"
-            f" events={self.events or 'off'} index={self.index or 'off'}"
+            f" events={self.events or 'off'} index={self.replica or 'off'}"
             f" tells={self.tells or 'off'} peers={self.peers or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
             f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
@@ -305,7 +305,7 @@ def _running(
         huge_pages=arena.huge_pages,
         metrics_url=metrics_url,
         events=f"{publisher.endpoint},{publisher.replay_endpoint}" if publisher else "",
-        index=member.index if member else "",
+        replica=member.index if member else "",
         tells=member.tells if member else "",
         peers=member.reached if member else "",
         incarnation=incarnation,

@@ -271,7 +271,9 @@ class RedisStore:
         heard = _Heard(Feed(), Places(batch), batch, version or b"")
         if version is not None and body is not None:
             known = decode(Body, body)
-            heard.feed = Feed.of_another(known.incarnation, known.replaced)
+            row = self._view.rows.get(node)
+            heard_ms = row.changed_ms if row is not None and row.body.is_open else None
+            heard.feed = Feed.of_another(known.incarnation, known.replaced, heard_ms=heard_ms)
         if kept is not None:
             places = decode(Kept, kept)
             heard.places.slots = {each[:3]: each[3] for each in places.slots}

@@ -38,7 +38,7 @@ def test_the_ready_line_tells_what_scripts_and_people_need() -> None:
         huge_pages=False,
         metrics_url="",
         events="",
-        index="",
+        replica="",
         tells="10.0.0.1:9470",
         peers="10.0.0.2:9480/nixl",
         incarnation=Incarnation(0xAB),
