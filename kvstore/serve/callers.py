@@ -10,8 +10,8 @@ from __future__ import annotations
 import resource
 from typing import Final
 
-HANDSHAKE_TIMEOUT_MS: Final = 3_000
-"""For the certificates and the first words of HTTP/2."""
+HANDSHAKE_TIMEOUT_MS: Final = 10_000
+"""For the certificates and the first words of HTTP/2, on a machine that is busy at either end."""
 CONNECTIONS_MAX: Final = 4096
 DESCRIPTORS_SHARE: Final = 4
 """One part in so many of the process's descriptors, if that is less: a node may have two servers,

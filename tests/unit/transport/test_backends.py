@@ -63,7 +63,8 @@ def test_nonsense_is_nowhere(nonsense: bytes) -> None:
 
 def test_a_name_is_no_place() -> None:
     """It would be looked up again, and could be another machine by then."""
-    assert not is_at(told("node-7"), "node-7:9480")
+    details = msgspec.msgpack.encode({"host": "node-7", "port": 7, "secure": True})
+    assert not is_at(encode(Descriptor("tcp", "b", 1 << 20, 0, details)), "node-7:9480")
 
 
 def test_what_only_its_back_end_can_read_is_left_to_it() -> None:
