@@ -128,5 +128,6 @@ def test_an_offer_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_offers_name_no_shard_and_no_token() -> None:
-    assert Offered.__struct_fields__ == ("tier", "stored", "tenant", "space", "keys")
+    told = ("tier", "stored", "tenant", "space", "keys", "engine", "rank")
+    assert Offered.__struct_fields__ == told
     assert OffersUntold.__struct_fields__ == ()
