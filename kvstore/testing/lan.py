@@ -63,10 +63,11 @@ class Lan:
                 _enter(own.fileno())
 
     def __enter__(self) -> Self:
+        """Raises LanError."""
         try:
             self._build()
         except BaseException:
-            self._remove()
+            self.close()
             raise
         return self
 
@@ -76,7 +77,7 @@ class Lan:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._remove()
+        self.close()
 
     def _build(self) -> None:
         switch = self._add("switch")
@@ -97,7 +98,8 @@ class Lan:
         self._made.append(space)
         return space
 
-    def _remove(self) -> None:
+    def close(self) -> None:
+        """Everything is gone."""
         while self._made:
             with suppress(LanError):
                 self._ip("netns", "delete", self._made.pop())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.lan import Lan
+from kvstore.testing.lan import Lan, LanError
 from kvstore.testing.peers import PeerPair, at_rest, metric
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually
@@ -27,8 +28,12 @@ CONVERGES_S = 120.0
 
 @pytest.fixture
 def lan() -> Iterator[Lan]:
-    with Lan("a", "b") as lan:
-        yield lan
+    try:
+        made = Lan("a", "b").__enter__()
+    except LanError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    with contextlib.closing(made):
+        yield made
 
 
 def right(engine: RawEngine, keys: list[bytes], blocks: list[bytes]) -> bool:
