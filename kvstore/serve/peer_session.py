@@ -51,6 +51,8 @@ class PeerSession:
         self._call = call
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[pb.Answer]] = {}
+        self._writing = asyncio.Lock()
+        """A stream that two write to at a time is ended by gRPC."""
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
@@ -120,7 +122,8 @@ class PeerSession:
         future = self._waiting[loan] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._call.write(ask)
+                async with self._writing:
+                    await self._call.write(ask)
                 answer: pb.Answer = await future
         except TimeoutError:
             self._end("it does not answer")

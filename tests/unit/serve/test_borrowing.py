@@ -321,6 +321,18 @@ def test_what_failed_before_ends_no_session_that_another_opened_since() -> None:
     run(body)
 
 
+def test_many_may_ask_a_peer_at_a_time() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        session = await two.a.borrower._session("b")
+        asks = [session.lend("t", SPACE, keys(1), timeout_s=60) for _ in range(40)]
+        lent = await asyncio.gather(*asks)
+        assert [len(borrowed.slots) for _, borrowed in lent] == [1] * 40
+        assert not session.lost
+
+    run(body)
+
+
 def test_of_who_is_no_member_any_more_nothing_is_kept() -> None:
     async def body(two: Two) -> None:
         two.index.addresses["c"] = "127.0.0.1:1"
