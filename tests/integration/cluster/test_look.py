@@ -31,7 +31,7 @@ from tests.integration.cluster.kit import CONVERGES_S
 from tests.integration.node.conftest import eventually
 from tests.integration.node.test_inspect import kvstore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKENS = [(n * 7919) % 50_000 for n in range(BLOCK_TOKENS * 12 + 3)]
 KEYS: list[bytes] = list(block_keys(TOKENS, block_tokens=BLOCK_TOKENS, seed="0"))
