@@ -188,7 +188,7 @@ class Borrower:
                 and match.holder.node in self._addresses
             )
             located = Located(command.locate, candidates)
-        except IndexUnavailable as error:
+        except (IndexUnavailable, ValueError) as error:  # away, or it refuses the question
             self._note("the index", str(error))
         finally:
             self.exchange.post(located)
@@ -212,7 +212,7 @@ class Borrower:
         while True:
             try:
                 members = await _on(self._askers, lambda: index.nodes(timeout_s=MEMBERS_EVERY_S))
-            except IndexUnavailable as error:
+            except (IndexUnavailable, ValueError) as error:
                 self._note("the index", str(error))
             else:
                 self._note("the index", "")

@@ -69,7 +69,7 @@ _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", PING_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_LEAST_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", PING_LEAST_MS),
 )
 
 _log = logging.getLogger(__name__)
