@@ -313,6 +313,18 @@ def family(name: str, samples: Iterable[Sample]) -> Family:
     return made
 
 
+def absent(found: Iterable[Family]) -> list[Family]:
+    """The node's families that are not among these, without a value."""
+    names = {each.name for each in found}
+    return [
+        histograms(metric.name, bounds=(), rows=())
+        if metric.kind == "histogram"
+        else family(metric.name, ())
+        for metric in METRICS
+        if metric.name.removesuffix("_total") not in names  # as prometheus_client names counters
+    ]
+
+
 def histogram(
     name: str, *, bounds: Sequence[float], counts: Sequence[int], total: float
 ) -> HistogramMetricFamily:

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from kvstore.engine.engine import Engine
 from kvstore.engine.findings import SPACE_DIGITS
 from kvstore.engine.report import NO_BUDGET, TierReport
-from kvstore.obs.metrics import Family, family, histogram
+from kvstore.obs.metrics import Family, absent, family, histogram
 from kvstore.ports import Tier
 from kvstore.serve.attach import Attach
 from kvstore.serve.driver import STEP_BUCKETS_NS, Driver, NodeBusy
@@ -69,14 +69,19 @@ class NodeCollector(Collector):
         """From the end of the process before until this one served."""
 
     def collect(self) -> Iterator[Family]:
-        """Raises NodeBusy when the loop does not answer."""
-        yield from self._driver.query(
+        """What this node has no part for is named, without a value.
+
+        Raises NodeBusy when the loop does not answer.
+        """
+        found = self._driver.query(
             lambda engine: [*self._process_families(), *_engine_families(engine)],
             timeout_s=METRICS_TIMEOUT_S,
         )
-        yield from self._feed_families()
+        found += self._feed_families()
+        found += absent(found)
         if self._member is not None:
-            yield from self._member.index_families()
+            found += self._member.index_families()
+        yield from found
 
     def describe(self) -> list[Family]:
         return []
