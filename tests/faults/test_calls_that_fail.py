@@ -145,9 +145,19 @@ class Kit:
             assert eventually(lambda: _is_traced(pid) or strace.poll() is not None)
             assert strace.poll() is None, "strace could not attach"
             yield
+            # A call that strace lets go of half way fails with ENOSYS, which no kernel would say.
+            self.node.pause()
+            looks = []
+
+            def is_at_rest() -> bool:  # not just between a call's two stops
+                looks.append(_is_stopped(pid))
+                return all(looks[-2:]) and len(looks) > 1
+
+            assert eventually(is_at_rest)
         finally:
             strace.send_signal(signal.SIGINT)
             strace.wait(20)
+            self.node.resume()
 
     def calls(self) -> tuple[int, int]:
         """How many there were, and how many of them failed."""
@@ -190,8 +200,15 @@ class Kit:
 
 
 def _is_traced(pid: int) -> bool:
-    tasks = list(Path(f"/proc/{pid}/task").iterdir())
-    return all("TracerPid:\t0\n" not in (task / "status").read_text() for task in tasks)
+    return not any("TracerPid:\t0\n" in status for status in _of_threads(pid))
+
+
+def _is_stopped(pid: int) -> bool:
+    return all("State:\tT" in status or "State:\tt" in status for status in _of_threads(pid))
+
+
+def _of_threads(pid: int) -> list[str]:
+    return [(task / "status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
 
 
 @pytest.fixture(scope="module")
