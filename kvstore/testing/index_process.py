@@ -10,11 +10,9 @@ Ready means that it said so. Whatever happens, the process is reaped.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +20,7 @@ from typing import Self
 
 from kvstore.client.tls import Identity, Role, TlsFiles
 from kvstore.serve.certs import make_certificates
-from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, NodeFailed, read_line, reap
+from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, reap, start_ready
 
 
 class Lab:
@@ -80,27 +78,15 @@ class IndexProcess:
             NodeFailed: it exited, or was not ready in time.
         """
         log = directory / f"{name}.log"
-        with log.open("a", encoding="utf-8") as stderr:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "kvstore.serve.main", "index"),
-                    *("--listen", listen, "--metrics", "127.0.0.1:0", "--plain", *flags),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                bufsize=1,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
-            )
-        try:
-            line = read_line(process, ready_timeout_s)
-            if not line.startswith("kvstore index ready:"):
-                process.kill()
-                raise NodeFailed(process.wait(STOP_TIMEOUT_S), log.read_text(encoding="utf-8"))
-        except BaseException:
-            reap(process)
-            raise
+        process, line = start_ready(
+            [
+                *("-m", "kvstore.serve.main", "index", "--listen", listen),
+                *("--metrics", "127.0.0.1:0", "--plain", *flags),
+            ],
+            log=log,
+            says="kvstore index ready:",
+            timeout_s=ready_timeout_s,
+        )
         return cls(process, log, line)
 
     @property

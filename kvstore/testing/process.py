@@ -37,6 +37,35 @@ class NodeFailed(Exception):
         self.stderr = stderr
 
 
+def start_ready(
+    arguments: Sequence[str], *, log: Path, says: str, timeout_s: float
+) -> tuple[subprocess.Popen[str], str]:
+    """Start Python with these; the process and its ready line, which begins as it `says`.
+
+    Raises:
+        NodeFailed: it exited, said something else, or was not ready in time.
+    """
+    with log.open("a", encoding="utf-8") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            bufsize=1,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
+        )
+    try:
+        line = read_line(process, timeout_s)
+        if not line.startswith(says):
+            process.kill()
+            raise NodeFailed(process.wait(STOP_TIMEOUT_S), log.read_text(encoding="utf-8"))
+    except BaseException:
+        reap(process)
+        raise
+    return process, line
+
+
 class NodeProcess:
     """One `kvstore node` in a directory of its own."""
 
@@ -64,29 +93,15 @@ class NodeProcess:
         Raises:
             NodeFailed: it exited, or was not ready within `timeout_s`.
         """
-        log = directory / "node.log"
-        with log.open("a", encoding="utf-8") as stderr:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, *program, "node"),
-                    *("--socket", str(directory / "node.sock"), "--dram", dram),
-                    *("--metrics", "127.0.0.1:0", *flags),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                bufsize=1,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"},
-            )
-        try:
-            line = read_line(process, timeout_s)
-            if not line.startswith("kvstore node ready:"):
-                process.kill()
-                raise NodeFailed(process.wait(STOP_TIMEOUT_S), log.read_text(encoding="utf-8"))
-        except BaseException:
-            reap(process)
-            raise
+        process, line = start_ready(
+            [
+                *(*program, "node", "--socket", str(directory / "node.sock")),
+                *("--dram", dram, "--metrics", "127.0.0.1:0", *flags),
+            ],
+            log=directory / "node.log",
+            says="kvstore node ready:",
+            timeout_s=timeout_s,
+        )
         return cls(process, directory, line)
 
     @property

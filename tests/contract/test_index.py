@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvstore.index.check import check
 from kvstore.index.feed import (
     ASK_AGAIN_MS,
     FORGET_MS,
@@ -133,6 +134,8 @@ def make(request: pytest.FixtureRequest, redis: RedisProcess) -> Iterator[Callab
 
         yield new
         for asked in made:
+            if isinstance(asked.store, LocalStore):
+                check(asked.store._index)
             runner.run(asked.store.close())
 
 
@@ -319,7 +322,11 @@ def test_a_snapshot_that_does_not_go_on_is_asked_for_again(told: Callable[..., A
     asked = told(1)
     assert asked.hear(beat(2)) is Verdict.ASK
     assert asked.hear(beat(2), NOW + ASK_AGAIN_MS - 1) is Verdict.GO_ON
-    assert asked.hear(beat(2), NOW + ASK_AGAIN_MS) is Verdict.ASK
+    later = NOW + ASK_AGAIN_MS
+    assert asked.hear(beat(2), later) is Verdict.ASK
+    asked.hear(part(2, 0, stored(1)), later)
+    assert asked.hear(beat(2), later + ASK_AGAIN_MS - 1) is Verdict.GO_ON
+    assert asked.hear(beat(2), later + ASK_AGAIN_MS) is Verdict.ASK
 
 
 def test_clear_and_left_take_what_they_name(told: Callable[..., Asked]) -> None:
