@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from kvstore.client.tls import Tls
 from kvstore.errors import ConfigError
+from kvstore.index import native
 from kvstore.index.index import Index
 from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore
@@ -174,11 +175,15 @@ class Replica:
 def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
     """Where what nodes say is kept. Raises ConfigError."""
     if config.store is None:
+        is_native = native.is_available() and not config.is_plain
+        if is_native:  # before the clock is read: it is young for its first seconds of listening
+            _log.info("compiling the index's loops: half a minute at most; --plain starts at once")
+            native.compiled()
         index = Index(
             entry_count_max=config.entry_count_max,
             now_ms=now_ms(),
             seed=secrets.randbits(62),
-            is_native=False if config.is_plain else None,
+            is_native=is_native,
         )
         return LocalStore(index)
     # Only here: its library comes with an extra.

@@ -1,4 +1,4 @@
-"""The regular work of an index: it goes on after a bug in it."""
+"""An index that begins, and its regular work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from typing import cast
 
 import pytest
 
+from kvstore.index import native
+from kvstore.index.feed import Trust
 from kvstore.ports import IndexStore
-from kvstore.serve import index
+from kvstore.serve import index, replica
+from kvstore.serve.aio import LoopThread
+from kvstore.serve.cluster import ReplicaConfig
 from kvstore.serve.index import IndexService
+from kvstore.types import SpaceId
 
 
 class Store:
@@ -47,3 +52,25 @@ def test_a_bug_in_regular_work_is_logged_once_and_the_work_goes_on(
 
     asyncio.run(body())
     assert [str(r.exc_info[1]) for r in caplog.records if r.exc_info] == ["one", "'two'"]
+
+
+def test_while_its_loops_are_compiled_it_does_not_grow_old(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = [0]
+
+    def compiled() -> native.Loops:
+        times[0] = 20_000
+        return native.PLAIN
+
+    monkeypatch.setattr(native, "is_available", lambda: True)
+    monkeypatch.setattr(native, "compiled", compiled)
+    monkeypatch.setattr(replica, "now_ms", lambda: times[0])
+    config = ReplicaConfig(
+        host="127.0.0.1", port=0, entry_count_max=100_000, option="--listen", is_plain=False
+    )
+    with caplog.at_level("INFO"):
+        store = replica._store_of(config, cast("LoopThread", None))
+    answer = asyncio.run(store.match("t", SpaceId(bytes(32)), bytes(32), times[0]))
+    assert answer.trust is Trust.CATCHING_UP, "nobody has had the time to tell it anything"
+    assert "compiling" in caplog.text
