@@ -25,6 +25,7 @@ from kvstore.errors import ConfigError
 from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.serve.addresses import HttpConfig, address_of
 from kvstore.serve.engine_sources import EngineSource, parse_sources
+from kvstore.serve.transports import TransportConfig, parse_transport
 from kvstore.stores.address import StoreConfig
 
 DEFAULT_LISTEN: Final = "127.0.0.1:9470"
@@ -32,7 +33,6 @@ DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
 DEFAULT_ENTRIES: Final = 10_000_000
 ENTRIES_MIN: Final = 1 << 16
 INDEX_COUNT_MAX: Final = 16
-TRANSPORTS: Final = ("nixl", "tcp", "ucx")
 FETCH_WHEN: Final = ("auto", "always")
 _REPLICA_NEEDS: Final = {
     "grpc_health": "grpcio-health-checking",
@@ -76,8 +76,7 @@ class PeerConfig:
     host: str
     port: int
     """0: the kernel chooses; the index is told."""
-    transport: str
-    """A name of `transport.backends`."""
+    transport: TransportConfig
     is_fetched_always: bool = False
     """Whether blocks are fetched that are quicker to compute, too."""
 
@@ -163,7 +162,7 @@ def resolve_cluster(
         indexes=_indexes(indexes),
         replica=replica,
         engines=parse_sources(engine_events, insecure=tls.insecure),
-        peers=_peers(peer_listen, transport, fetch),
+        peers=_peers(peer_listen, transport, fetch, has_tls=loaded is not None),
         tls=loaded,
         files=tls.files() if loaded else None,
     )
@@ -242,7 +241,9 @@ def _indexes(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _peers(listen: str | None, transport: str | None, fetch: str | None) -> PeerConfig | None:
+def _peers(
+    listen: str | None, transport: str | None, fetch: str | None, *, has_tls: bool
+) -> PeerConfig | None:
     if listen is None:
         for name, value in (("transport", transport), ("fetch", fetch)):
             if value is not None:
@@ -254,20 +255,17 @@ def _peers(listen: str | None, transport: str | None, fetch: str | None) -> Peer
             f"peer-listen {listen!r} must be the IP address and port where other nodes reach this"
             " one, such as 10.0.0.7:9480"
         )
-    chosen = transport or default_transport()
-    if chosen not in TRANSPORTS:
-        raise ConfigError(f"transport {chosen!r} must be one of {', '.join(TRANSPORTS)}")
+    chosen = parse_transport(transport, has_tls=has_tls)
+    if chosen.port and chosen.port == found[1]:
+        raise ConfigError(
+            f"transport {transport!r} is at the port of peer-listen: they are two; choose another"
+        )
     when = fetch or FETCH_WHEN[0]
     if when not in FETCH_WHEN:
         raise ConfigError(f"fetch {when!r} must be one of {', '.join(FETCH_WHEN)}")
     return PeerConfig(
         host=str(found[0]), port=found[1], transport=chosen, is_fetched_always=when == "always"
     )
-
-
-def default_transport() -> str:
-    """NIXL where it is installed."""
-    return "nixl" if any(map(is_installed, ("nixl_cu13", "nixl_cu12"))) else "tcp"
 
 
 def is_installed(module: str) -> bool:

@@ -18,7 +18,6 @@ from kvstore.serve.cluster import (
     DEFAULT_INDEX_METRICS,
     DEFAULT_LISTEN,
     FETCH_WHEN,
-    TRANSPORTS,
 )
 from kvstore.serve.commands import TLS_OPTIONS
 from kvstore.serve.config import LOG_LEVELS
@@ -61,8 +60,11 @@ _NODE_OPTIONS: Final = (
     ),
     click.option(
         "--transport",
-        type=click.Choice(TRANSPORTS),
-        help="By what blocks are moved between nodes.  [default: nixl where it is installed]",
+        metavar="NAME[,KEY=VALUE…]",
+        help="By what blocks are moved between nodes: tcp[,port=NUMBER], which uses the"
+        " certificates; nixl[,plugin=NAME][,plugin.OPTION=VALUE] or ucx, for RDMA and networks that"
+        " are trusted; each with pace=on to give way to other flows.  [default: tcp; with"
+        " --insecure nixl, where it is installed]",
     ),
     click.option(
         "--fetch",

@@ -33,6 +33,7 @@ from kvstore.serve.mover import Mover, MoverSettings
 from kvstore.serve.mover_host import MoverHost
 from kvstore.serve.peer_session import KEEPALIVE_MS
 from kvstore.serve.tls import server_credentials
+from kvstore.serve.transports import PLAIN, PLAIN_NOTE
 from kvstore.types import SlotId
 from kvstore.units import NS_PER_S
 from kvstore.wire.load import Load
@@ -67,10 +68,16 @@ class Peering:
         """
         self._loop, self._tls = loop, cluster.tls
         name = str(Identity("node", cluster.node))
-        settings = MoverSettings(peers.transport, name, _options(cluster, peers))
+        transport = peers.transport
+        settings = MoverSettings(
+            transport.name, name, _options(cluster, peers), paced=transport.is_paced
+        )
         self.mover = MoverHost(Mover(arena_fd, arena_bytes, settings, clock), clock)
         self._who, self._view = who, view
-        self.transport, self._clock = peers.transport, clock
+        self.transport, self._clock = transport.name, clock
+        self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
+        if transport.is_plain:
+            _log.warning(PLAIN, transport.name)
         self.address = loop.call(self._listen(peers), timeout_s=START_TIMEOUT_S)
         """Where peers reach this node."""
 
@@ -197,19 +204,20 @@ class Peering:
     @property
     def trouble(self) -> str:
         """What a healthy node lacks; empty while all is well."""
-        return self.mover.trouble
+        return "; ".join(filter(None, (self._note, self.mover.trouble)))
 
 
 def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:
     """Of the back end."""
-    if peers.transport != "tcp":
-        return {}
-    listen = {"listen": f"[{peers.host}]:0" if ":" in peers.host else f"{peers.host}:0"}
+    options = dict(peers.transport.options)
+    if peers.transport.name != "tcp":
+        return options
+    host = f"[{peers.host}]" if ":" in peers.host else peers.host
+    options["listen"] = f"{host}:{peers.transport.port}"
     if cluster.files is None:
-        return {**listen, "insecure": "yes"}
+        return options | {"insecure": "yes"}
     files = cluster.files
-    return {
-        **listen,
+    return options | {
         "ca": str(files.ca),
         "certificate": str(files.cert),
         "key": str(files.key),

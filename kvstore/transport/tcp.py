@@ -13,10 +13,12 @@ Does not cover: who may read what (the node lends, ADR 21), when a peer is given
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -38,6 +40,9 @@ from kvstore.wire.mover import Descriptor, encode
 BACKLOG: Final = 1024
 """The kernel cuts it to net.core.somaxconn."""
 ACCEPTS_PER_TURN: Final = 64
+PORT_PATIENCE_S: Final = 5.0
+"""So long is a port that is in use tried again."""
+PORT_PAUSE_S: Final = 0.05
 UNREACHABLE: Final = (OSError, ValueError, TypeError)
 """What connecting raises, to an address that is none by its scope, too."""
 LABEL_CHARS_MAX: Final = 63
@@ -305,13 +310,19 @@ def _address(options: Mapping[str, str], listener: socket.socket, *, secure: boo
 def _listen(options: Mapping[str, str]) -> socket.socket:
     address = options.get("listen", "127.0.0.1:0")
     host, _, port = address.rpartition(":")
-    try:
-        listener = socket.create_server(
-            (host.strip("[]"), int(port)),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=BACKLOG,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the tcp transport cannot listen on {address!r}: {error}") from None
-    listener.setblocking(False)
-    return listener
+    pause, give_up_s = threading.Event(), time.monotonic() + PORT_PATIENCE_S
+    while True:
+        try:
+            listener = socket.create_server(
+                (host.strip("[]"), int(port)),
+                family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                backlog=BACKLOG,
+            )
+        except (OSError, ValueError) as error:
+            # The mover of the process before may take a moment to be gone.
+            if getattr(error, "errno", 0) == errno.EADDRINUSE and time.monotonic() < give_up_s:
+                pause.wait(PORT_PAUSE_S)
+                continue
+            raise ConfigError(f"the tcp transport cannot listen on {address!r}: {error}") from None
+        listener.setblocking(False)
+        return listener

@@ -147,6 +147,18 @@ def test_nothing_listens_without_tls_but_by_insecure(site: Site, *, is_inside: b
     assert "it serves without TLS (--insecure)" in seen[2]
 
 
+@pytest.mark.parametrize("chosen", ["", "nixl"])
+def test_blocks_do_not_move_in_plain_unless_told_and_then_it_is_said(
+    site: Site, chosen: str
+) -> None:
+    flags = [*site.lab.flags("node", "n1", with_index=True), "--index-listen", "127.0.0.1:0"]
+    flags += ["--peer-listen", "127.0.0.1:0", *(["--transport", chosen] if chosen else [])]
+    with NodeProcess.start(site.directory, flags=flags) as node:
+        told = "blocks move unencrypted" in node.log, "unencrypted" in health(node.metrics_url)
+        assert told == (bool(chosen),) * 2
+        assert f"/{chosen or 'tcp'}" in node.ready_line
+
+
 def listeners(process: psutil.Process) -> list[str]:
     found = (c for c in process.net_connections(kind="inet") if c.status == "LISTEN")
     return [connection.laddr.ip.removeprefix("::ffff:") for connection in found]

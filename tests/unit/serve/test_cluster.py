@@ -61,6 +61,10 @@ def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
         (LAB | {"peer-listen": "example:1"}, "peer-listen 'example:1' must be"),
         (LAB | {"transport": "tcp"}, "transport is about --peer-listen"),
         (LAB | {"peer-listen": "10.0.0.7:1", "transport": "x"}, "transport 'x' must be one of"),
+        (
+            LAB | {"peer-listen": "10.0.0.7:9480", "transport": "tcp,port=9480"},
+            "transport 'tcp,port=9480' is at the port of peer-listen",
+        ),
         (LAB | {"fetch": "auto"}, "fetch is about --peer-listen"),
         (LAB | {"peer-listen": "10.0.0.7:1", "fetch": "x"}, "fetch 'x' must be one of auto"),
         ({"fetch": "always"}, "fetch is about a cluster: add --index"),

@@ -16,8 +16,10 @@ from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Outcome
 from kvstore.serve.certs import make_certificates
 from kvstore.testing.index_process import Lab
+from kvstore.transport import tcp
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
+from kvstore.transport.tcp_ends import Address
 from kvstore.wire.mover import Descriptor, decode_descriptor, encode
 
 SIZE = 4096
@@ -129,3 +131,23 @@ def test_a_scope_that_is_none_fails_its_read_only(opened: Open) -> None:
 def test_what_peers_are_to_dial_must_be_an_address(opened: Open) -> None:
     with pytest.raises(ConfigError, match=r"'a\.host' is no IP address"):
         opened("a", {**INSECURE, "host": "a.host"})
+
+
+def test_a_port_that_the_mover_before_still_has_is_waited_for(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = opened("before", INSECURE)
+    address = msgspec.msgpack.decode(decode_descriptor(before.describe()).details, type=Address)
+    options = INSECURE | {"listen": f"127.0.0.1:{address.port}"}
+    with monkeypatch.context() as patch:
+        patch.setattr(tcp, "PORT_PATIENCE_S", 0.0)
+        with pytest.raises(ConfigError, match=r"cannot listen on .*Address already in use"):
+            opened("after", options)
+
+    class Pause:
+        def wait(self, _: float) -> None:
+            before.close()
+
+    monkeypatch.setattr(tcp, "PORT_PATIENCE_S", LIMIT_S)
+    monkeypatch.setattr(tcp.threading, "Event", Pause)
+    opened("after", options)

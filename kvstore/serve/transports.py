@@ -1,0 +1,86 @@
+"""`--transport NAME[,KEY=VALUE…]`: by what blocks move between nodes, and how.
+
+    tcp,port=9481            the mover's own port; any free one otherwise
+    nixl,plugin=LIBFABRIC    a plugin of NIXL's; plugin.NAME=VALUE is told to it
+    NAME,pace=on             a window per peer that gives way to other flows (`transport.window`)
+
+Without a name it is tcp where there are certificates: it alone encrypts, and proves names. With
+--insecure it is NIXL where that is installed. Does not cover: what the back ends do (`transport`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.errors import ConfigError
+from kvstore.transport.backends import NAMES
+
+PLAIN: Final = (
+    "--transport %s: blocks move unencrypted, and whoever reaches the ports of this node's mover is"
+    " believed: for a network that is trusted; tcp uses the certificates"
+)
+PLAIN_NOTE: Final = "blocks move unencrypted (--transport {})"
+PORT_MAX: Final = 65535
+_SWITCH: Final = {"on": True, "off": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """A back end, checked as far as can be without opening it."""
+
+    name: str
+    """One of `transport.backends`."""
+    port: int = 0
+    """Of the tcp mover; 0: the kernel chooses."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Of the back end, as it knows them."""
+    is_paced: bool = False
+    is_plain: bool = False
+    """Neither encrypts nor proves names, where all else does."""
+
+
+def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
+    """Raises ConfigError."""
+    name, *parts = (text or _default(has_tls=has_tls)).split(",")
+    if name not in NAMES:
+        raise ConfigError(f"transport {name!r} must be one of {', '.join(NAMES)}")
+    options: dict[str, str] = {}
+    for part in parts:
+        key, is_there, value = part.partition("=")
+        if not is_there or not value or not _is_known(name, key) or key in options:
+            raise ConfigError(
+                f"transport {text!r} cannot have {part!r}: write {_forms(name)}, each once"
+            )
+        options[key] = value
+    pace = options.pop("pace", "off")
+    if pace not in _SWITCH:
+        raise ConfigError(f"transport {text!r}: pace is on or off, not {pace!r}")
+    port = options.pop("port", "0")
+    if not (port.isascii() and port.isdecimal() and int(port) <= PORT_MAX):
+        raise ConfigError(f"transport {text!r}: port is a number up to {PORT_MAX}, not {port!r}")
+    return TransportConfig(
+        name=name,
+        port=int(port),
+        options=options,
+        is_paced=_SWITCH[pace],
+        is_plain=has_tls and name != "tcp",
+    )
+
+
+def _default(*, has_tls: bool) -> str:
+    has_nixl = any(map(importlib.util.find_spec, ("nixl_cu13", "nixl_cu12")))
+    return "nixl" if has_nixl and not has_tls else "tcp"
+
+
+def _is_known(name: str, key: str) -> bool:
+    if name == "nixl" and key.startswith("plugin."):
+        return len(key) > len("plugin.")
+    return key in {"tcp": ("port", "pace"), "nixl": ("plugin", "pace"), "ucx": ("pace",)}[name]
+
+
+def _forms(name: str) -> str:
+    forms = {"tcp": "port=NUMBER, ", "nixl": "plugin=NAME, plugin.OPTION=VALUE, ", "ucx": ""}
+    return f"{forms[name]}pace=on|off"
