@@ -19,6 +19,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import grpc
 import numpy as np
@@ -46,6 +47,9 @@ ASK_TIMEOUT_S: Final = 2.0
 MOVE_TIMEOUT_S: Final = 10.0
 """Whoever waits has given up long before; the mover of a peer that stopped is not waited for
 longer."""
+FETCHES_AT_ONCE: Final = 4
+"""Of one peer: 64 MiB, as `engine.fetches` cuts them. All of a long prompt at a time would share
+the link until none ends within its timeout."""
 KINDS: Final = ("ask", "move", "verify", "fetch")
 """What is timed: until the peer lent, the mover's reading, verifying, all of it."""
 TROUBLE_MAX: Final = 200
@@ -100,6 +104,21 @@ class Stopwatch:
         self._timings[kind].add(self._clock.now_ns() - self._begin_ns, size_bytes)
 
 
+class _Turns:
+    """Whose turn it is to fetch from one peer."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Semaphore(FETCHES_AT_ONCE)
+        self.losses = 0
+        self.trouble = ""
+        """Of the last loss."""
+
+    def lost(self, trouble: str) -> None:
+        """Who waits for a turn does not try it, too: each would wait as long again."""
+        self.losses += 1
+        self.trouble = trouble
+
+
 class Borrower:
     """On the asyncio loop; `start` and `close` too."""
 
@@ -130,6 +149,7 @@ class Borrower:
         self._dial = dial
         self._addresses: dict[str, str] = {}
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
+        self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
         self._askers = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix="ask-index")
         self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -246,14 +266,14 @@ class Borrower:
         assert self.exchange is not None
         count = len(command.keys) // KEY_BYTES
         fetched = Fetched(command.job, bytes(count), peer_failed=True)
-        session: PeerSession | None = None
+        turns = self._turns.setdefault(command.node, _Turns())
+        losses = turns.losses
         try:
-            session = await self._session(command.node)
-            fetched = await self._borrow(session, command, count)
-            self._note(_title(command.node), "")
+            async with turns.free:
+                if losses != turns.losses:
+                    raise PeerLost(turns.trouble)
+                fetched = await self._take_turn(turns, command, count)
         except PeerLost as error:
-            self._forget(command.node, session)
-            self._note(_title(command.node), str(error))
             # Without a mover of our own nothing is said of the peer.
             fetched = Fetched(
                 command.job,
@@ -263,6 +283,20 @@ class Borrower:
             )
         finally:
             self.exchange.post(fetched)
+
+    async def _take_turn(self, turns: _Turns, command: Fetch, count: int) -> Fetched:
+        """Raises PeerLost."""
+        session: PeerSession | None = None
+        try:
+            session = await self._session(command.node)
+            fetched = await self._borrow(session, command, count)
+        except PeerLost as error:
+            turns.lost(str(error))
+            self._forget(command.node, session)
+            self._note(_title(command.node), str(error))
+            raise
+        self._note(_title(command.node), "")
+        return fetched
 
     async def _borrow(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
         """Raises PeerLost; nothing is under way then."""

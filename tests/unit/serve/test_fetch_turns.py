@@ -1,0 +1,39 @@
+"""Few fetches of one peer are under way at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvstore.engine.events import Fetch
+from kvstore.serve.borrower import FETCHES_AT_ONCE
+from kvstore.wire.messages import LeaseMore
+from tests.unit.serve.two_nodes import Stored, Two, release, run
+
+
+@pytest.mark.parametrize("reason", ["", "the link is down"])
+def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(reason: str) -> None:
+    async def body(two: Two) -> None:
+        numbers = range(1, 2 * FETCHES_AT_ONCE + 1)
+        Stored(two.b, "eb").store(*numbers)
+        two.index.holders["b"] = 1
+        gate = two.a.mover.gate = asyncio.Event()
+        two.a.mover.reason = reason
+        engine = Stored(two.a, "ea")
+        for number in numbers:
+            assert engine.lease(number, number).promoting
+        fetches = lambda: sum(isinstance(each, Fetch) for each in two.a.asked)  # noqa: E731
+        await two.until(lambda: fetches() == len(numbers), "all are asked for")
+        tried = two.a.mover.descriptors
+        await two.until(lambda: len(tried) == FETCHES_AT_ONCE, "some have begun")
+        assert two.a.count(engine.scheduler, LeaseMore) == 0
+        gate.set()
+        await two.until(
+            lambda: two.a.count(engine.scheduler, LeaseMore) == len(numbers), "all have ended"
+        )
+        assert len(tried) == (FETCHES_AT_ONCE if reason else len(numbers))
+        engine.node.hear(engine.scheduler, release(*numbers))
+        await two.at_rest()
+
+    run(body)
