@@ -203,6 +203,7 @@ class Mover:
         self._killed = ""
         """Why, if it was us."""
         self._unusable = False
+        self._has_served = False
         self.restarts = 0
 
     @property
@@ -223,6 +224,8 @@ class Mover:
         """When to call `read` although nothing is readable; 0: never."""
         if self._pending:
             return self._clock.now_ns()
+        if self._child is not None and self._killed:  # its end is told by its pidfd
+            return self._clock.now_ns() + NS_PER_S // 10
         times = [self._again_ns, self._watch.next_ns() if self._child else 0]
         if self._child is not None and self._child.has_unsent:
             times.append(self._clock.now_ns() + NS_PER_S // 100)
@@ -327,7 +330,7 @@ class Mover:
     def _take(self, message: wire.FromMover) -> list[MoverEvent]:
         match message:
             case wire.Registered():
-                self._ready = not self._killed
+                self._ready, self._has_served = not self._killed, True
                 return [Up(message)]
             case wire.Done(transfer=transfer, took_ns=took_ns):
                 return self._end(Ended(transfer, good=True, took_ns=took_ns))
@@ -338,6 +341,9 @@ class Mover:
             case wire.Unreachable(peer=peer, reason=reason):
                 return [PeerLost(peer, reason)]
             case wire.Unable(reason=reason):
+                if self._has_served:  # what worked may work again: certificates being replaced, …
+                    self._killed = self._killed or reason
+                    return []
                 self._unusable = True
                 return [Unusable(reason)]
             case wire.Connected() | wire.Beat():

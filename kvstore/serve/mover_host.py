@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -16,6 +17,8 @@ from kvstore.serve.mover import Down, Ended, Mover, MoverEvent, PeerLost, Unusab
 from kvstore.units import NS_PER_S
 
 IDLE_POLL_S: Final = 1.0
+FORGET_READS: Final = frozenset({"tcp"})
+"""Back ends that know the end of a read of a peer that they forget (ADR 23)."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +39,14 @@ class MoverHost:
         self._ends: dict[int, asyncio.Future[Ended]] = {}
         self._connected: dict[str, bytes] = {}
         """Descriptor of each peer that the mover is connected to."""
+        self._under_way: Counter[str] = Counter()
+        """Reads from each peer."""
+        self._to_forget: set[str] = set()
+        """When their reads have ended."""
+        self._forgets_reads = False
+        """Whether the back end ends the reads of a peer that it forgets. Where it does not, only
+        the mover's death would: nothing is forgotten while it is read from."""
+        self._is_unusable = False
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -70,23 +81,38 @@ class MoverHost:
         It is not to be cancelled: only its end says that.
         """
         assert self._loop is not None
+        number = next(self._numbers)
+        if not self.descriptor:  # nor is one told of peers that does not say yet that it is there
+            return Ended(number, good=False, reason=self.trouble)
+        self._to_forget.discard(peer)
         if self._connected.get(peer) != descriptor:
             if peer in self._connected:
                 self._mover.forget(peer)
             self._connected[peer] = descriptor
             self._mover.connect(peer, descriptor)
-        number = next(self._numbers)
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         if not self._mover.post(number, peer, pieces, deadline_ns=deadline_ns):
             return Ended(number, good=False, reason=self.trouble or "the mover takes nothing now")
         end = self._ends[number] = self._loop.create_future()
+        self._under_way[peer] += 1
+        end.add_done_callback(lambda _: self._is_over(peer))
         self._plan()
         return await asyncio.shield(end)
 
     def forget(self, peer: str) -> None:
-        """Its process is gone; what comes under that name is another."""
-        if self._connected.pop(peer, None) is not None:
+        """Nothing more is read from it, as far as is known."""
+        if self._under_way[peer] and not self._forgets_reads:
+            self._to_forget.add(peer)
+        elif self._connected.pop(peer, None) is not None:
             self._mover.forget(peer)
+
+    def _is_over(self, peer: str) -> None:
+        self._under_way[peer] -= 1
+        if not self._under_way[peer]:
+            del self._under_way[peer]
+            if peer in self._to_forget:
+                self._to_forget.discard(peer)
+                self.forget(peer)
 
     def _turn(self) -> None:
         for event in self._mover.read():
@@ -110,13 +136,16 @@ class MoverHost:
     def _take(self, event: MoverEvent) -> None:
         match event:
             case Up(registered=registered):
+                self._forgets_reads = registered.backend in FORGET_READS
                 self._become(registered.descriptor, "")
                 self._connected.clear()
             case Down(reason=reason):
-                _log.warning("the mover ended: %s; another one is started", reason)
-                self._become(b"", f"the mover ended: {reason}")
                 self._connected.clear()
+                if not self._is_unusable:
+                    _log.warning("the mover ended: %s; another one is started", reason)
+                    self._become(b"", f"the mover ended: {reason}")
             case Unusable(reason=reason):
+                self._is_unusable = True
                 _log.error("blocks cannot be moved between nodes: %s", reason)
                 self._become(b"", f"blocks cannot be moved: {reason}")
             case PeerLost(peer=peer, reason=reason):

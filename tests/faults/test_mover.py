@@ -239,6 +239,33 @@ def test_what_an_operator_must_mend_is_not_tried_again(opened: ExitStack) -> Non
     assert not node.mover.post(1, "b", make_pieces([0], [0], [1]), deadline_ns=1)
 
 
+def test_what_has_worked_is_tried_again(opened: ExitStack, tmp_path: Path) -> None:
+    # Certificates that are being replaced while a mover is started again.
+    options = Lab(tmp_path).options("a")
+    node = Node(MoverSettings(backend="tcp", name="a", options=options))
+    opened.callback(node.close)
+    node.until(Up)
+    key, aside = Path(options["key"]), tmp_path / "aside"
+    key.rename(aside)
+    node.mover.kill("it is in the way")
+    _, down = node.until(Down, 2)
+    assert isinstance(down, Down)
+    assert "cannot be used" in down.reason
+    aside.rename(key)
+    node.until(Up, 2)
+    assert not any(isinstance(each, Unusable) for each in node.told)
+
+
+def test_the_end_of_one_that_was_killed_is_awaited_without_haste(opened: ExitStack) -> None:
+    node = Node(TCP)
+    opened.callback(node.close)
+    node.until(Up)
+    node.post(1, "b")
+    node.clock.added_ns += int(2 * LIMIT_S) * NS_PER_S  # its deadline has long passed
+    node.mover.kill("for this")
+    assert node.mover.next_ns() > node.clock.now_ns()
+
+
 def test_a_child_ends_with_its_node() -> None:
     program = """if True:
         import os

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 
+import pytest
+
+from kvstore.ports import Pieces
 from kvstore.serve.clock import MonotonicClock
-from kvstore.serve.mover import Down, MoverEvent, Unusable, Up
+from kvstore.serve.mover import Down, Ended, MoverEvent, Unusable, Up
 from kvstore.serve.mover_host import MoverHost
+from kvstore.transport.pieces import make_pieces
 from kvstore.wire.mover import Registered
 
 
@@ -17,6 +21,8 @@ class ScriptedMover:
     def __init__(self) -> None:
         self.events: list[MoverEvent] = []
         self.taken: asyncio.Queue[MoverEvent] = asyncio.Queue()
+        self.said: list[tuple[str, str]] = []
+        self.posted: list[int] = []
         self._ends = os.pipe()
 
     def start(self) -> None: ...
@@ -36,6 +42,17 @@ class ScriptedMover:
         self.events.append(event)
         os.write(self._ends[1], b"!")
 
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        self.said.append(("connect", peer))
+
+    def forget(self, peer: str) -> None:
+        self.said.append(("forget", peer))
+
+    def post(self, transfer: int, peer: str, pieces: Pieces, *, deadline_ns: int) -> bool:
+        self.said.append(("post", peer))
+        self.posted.append(transfer)
+        return True
+
     def next_ns(self) -> int:
         return 0
 
@@ -45,8 +62,8 @@ class ScriptedMover:
         return []
 
 
-def up(descriptor: bytes) -> Up:
-    return Up(Registered("memory", descriptor, True, True, True))
+def up(descriptor: bytes, backend: str = "memory") -> Up:
+    return Up(Registered(backend, descriptor, True, True, True))
 
 
 def test_every_change_of_the_descriptor_is_told_once() -> None:
@@ -56,7 +73,8 @@ def test_every_change_of_the_descriptor_is_told_once() -> None:
         host, told = MoverHost(scripted, MonotonicClock()), []  # type: ignore[arg-type]
         host.changed = lambda: told.append(host.descriptor)
         host.start()
-        words = (up(b"one"), up(b"one"), Down("killed"), up(b"two"), Unusable("no device"))
+        words = (up(b"one"), up(b"one"), Down("killed"), up(b"two"))
+        words += (Unusable("no device"), Down("it ended with status 2"))
         for event in words:
             scripted.say(event)
             await asyncio.wait_for(scripted.taken.get(), 60)
@@ -65,3 +83,65 @@ def test_every_change_of_the_descriptor_is_told_once() -> None:
         return told
 
     assert asyncio.run(main()) == [b"one", b"", b"two", b""]
+
+
+@pytest.mark.parametrize(
+    ("backend", "ends_reads"), [("nixl", False), ("ucx", False), ("tcp", True)]
+)
+def test_a_peer_that_is_read_from_is_forgotten_when_that_has_ended(
+    backend: str, *, ends_reads: bool
+) -> None:
+    # With NIXL a session that ended would leave its reads in limbo, and the mover to be killed.
+    scripted = ScriptedMover()
+
+    async def main() -> None:
+        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host.start()
+
+        async def move() -> Ended:
+            return await host.move("b", b"its", make_pieces([0], [0], [8]), timeout_s=60)
+
+        assert (await move()).reason == "the mover is starting"
+        assert scripted.said == []
+        scripted.say(up(b"one", backend))
+        await asyncio.wait_for(scripted.taken.get(), 60)
+        moves = [asyncio.create_task(move()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert scripted.said == [("connect", "b"), ("post", "b"), ("post", "b")]
+        scripted.said.clear()
+        host.forget("b")
+        assert scripted.said == ([("forget", "b")] if ends_reads else [])
+        for number in scripted.posted:
+            assert scripted.said == ([("forget", "b")] if ends_reads else [])
+            scripted.say(Ended(number, good=True))
+            await asyncio.wait_for(scripted.taken.get(), 60)
+        assert all([(await each).good for each in moves])
+        assert scripted.said == [("forget", "b")]
+        host.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
+    scripted = ScriptedMover()
+
+    async def main() -> None:
+        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host.start()
+        scripted.say(up(b"one", "nixl"))
+        await asyncio.wait_for(scripted.taken.get(), 60)
+        pieces = make_pieces([0], [0], [8])
+        moves = []
+        for _ in range(2):
+            moves.append(asyncio.create_task(host.move("b", b"its", pieces, timeout_s=60)))
+            await asyncio.sleep(0)
+            if len(moves) == 1:
+                host.forget("b")
+        for number in scripted.posted:
+            scripted.say(Ended(number, good=True))
+            await asyncio.wait_for(scripted.taken.get(), 60)
+        await asyncio.gather(*moves)
+        assert scripted.said == [("connect", "b"), ("post", "b"), ("post", "b")]
+        host.close()
+
+    asyncio.run(main())
