@@ -61,7 +61,7 @@ class Arrivals:
         self._search = np.zeros(word_count, dtype=np.uint32)
         """That brought it from another node."""
         self.has_news = False
-        """Something arrived, or will not, since somebody looked."""
+        """Something arrived, or will not, since `advance` looked."""
         self.waits: dict[tuple[int, int], Wait] = {}
         """By (session, lease)."""
 
@@ -94,7 +94,6 @@ class Arrivals:
 
     def advance(self) -> None:
         """Something arrived, or will not: tell who waits for it."""
-        self.has_news = True
         for key, wait in list(self.waits.items()):
             is_held = self._state.leases.get(*key) is wait.held
             if not (is_held and self._advance(key[0], wait)):

@@ -142,6 +142,7 @@ class Engine:
             state.publish_generations()
         if self._arrivals.has_news:
             self._arrivals.has_news = False
+            self._arrivals.advance()  # once a step: it looks through all that wait
             if self._loans.any_waiting:
                 self._loans.advance()
         self._stores.grant_all()

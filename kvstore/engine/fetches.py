@@ -220,11 +220,16 @@ class Fetches:
             self._remember_absent((asker.scopes[0], keys[0].tobytes()), Wanted(0, search))
         elif not state.is_off(asker.tenant, asker.space):
             self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
-        self._arrivals.advance()
+        self._arrivals.has_news = True
 
     def _judge_index(self, *, is_known: bool) -> None:
         """Requests do not wait, one after the other, for an index that is away."""
-        self._unanswered = 0 if is_known else self._unanswered + 1
+        if is_known:
+            self._unanswered = self._ask_from_ns = 0
+            return
+        if self._state.now_ns < self._ask_from_ns:
+            return  # asked before it was left alone: that says nothing new
+        self._unanswered += 1
         if self._unanswered >= UNANSWERED_MAX:
             longer = self._unanswered - UNANSWERED_MAX
             self._ask_from_ns = self._state.now_ns + _longer_each_time(longer)
@@ -376,7 +381,7 @@ class Fetches:
         state.counters.fetched_blocks += int(good.sum())
         state.counters.fetch_blocks_lost += int((~good).sum())
         state.credits_due = True
-        self._arrivals.advance()
+        self._arrivals.has_news = True
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
         """What this says of the peer."""
@@ -385,7 +390,8 @@ class Fetches:
         peer.pace.ended(event.job, self._state.now_ns, counts=good)
         if good:
             peer.failures = peer.avoid_until_ns = 0
-        elif event.peer_failed:
+        elif event.peer_failed and self._state.now_ns >= peer.avoid_until_ns:
+            # Once for all that was under way: a session that ends takes many fetches with it.
             peer.avoid_until_ns = self._state.now_ns + _longer_each_time(peer.failures)
             peer.failures += 1
 

@@ -241,10 +241,17 @@ class Borrower:
                     for member in members.nodes
                     if member.address and member.node != self._who.node
                 }
-                left = self._told.keys() - {"the index", *map(_title, self._addresses)}
-                for name in left:
-                    del self._told[name]
+                self._forget_departed()
             await asyncio.sleep(MEMBERS_EVERY_S)
+
+    def _forget_departed(self) -> None:
+        """Nodes that are no members any more, and sessions that have ended: who has left is not
+        fetched from again, and would be kept for ever."""
+        for name in self._told.keys() - {"the index", *map(_title, self._addresses)}:
+            del self._told[name]
+        for node, opening in list(self._sessions.items()):
+            if opening.done() and (node not in self._addresses or _is_lost(opening)):
+                self._forget(node, _session_of(opening))
 
     def _note(self, name: str, trouble: str) -> None:
         """One line when it changes."""

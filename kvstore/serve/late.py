@@ -21,6 +21,7 @@ from kvstore.tiers.file.outbox import Outbox
 from kvstore.wire.record import Scope, Void
 
 RETRY_S: Final = 10.0
+CLOSE_TIMEOUT_S: Final = 5.0
 VOIDS_MAX: Final = 1024
 """More become one that covers everything: a cache may forget."""
 _ANYTHING_OLDER: Final = (1 << 63) - 1
@@ -46,20 +47,21 @@ class LateTier:
         self._outbox.put([Suspended(f"{why}; it is tried again by itself", writes_only=False)])
         self._voids: set[tuple[str | None, bytes | None]] = set()
         self._lock = threading.Lock()
-        """Of the tier and of voids: none is lost while it opens."""
+        """Of the tier and of voids: none is lost between its opening and its use."""
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._try_again, name="file-late", daemon=True)
         self._thread.start()
 
     def _try_again(self) -> None:
         while not self._leaving.wait(self._retry_s):
+            try:
+                tier = self._open(self._outbox)  # may hang with its disk: nobody waits for that
+            except (ConfigError, OSError):
+                continue
             with self._lock:
-                try:
-                    self._tier = self._open(self._outbox)
-                except ConfigError:
-                    continue
                 for tenant, space in self._voids:
-                    self._tier.void(tenant, space)
+                    tier.void(tenant, space)
+                self._tier = tier
             self._outbox.put([Resumed(writes_only=False)])
             return
 
@@ -117,8 +119,8 @@ class LateTier:
     def close(self) -> None:
         """Idempotent."""
         self._leaving.set()
-        self._thread.join()
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._tier is not None:
             self._tier.close()
-        else:
+        elif not self._thread.is_alive():  # one that hangs in an open ends with the process
             self._outbox.close()

@@ -28,6 +28,13 @@ from kvstore.types import KEY_BYTES, SpaceId
 
 OPEN_TIMEOUT_S: Final = 2.0
 KEEPALIVE_MS: Final = 10_000
+PINGS: Final = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Of both ends, for as long as a session is quiet: a host that vanishes hangs up on nobody."""
 
 
 Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
@@ -173,8 +180,7 @@ def _channel(
         ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", 3_000),
+        *PINGS,
     ]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)

@@ -31,7 +31,7 @@ from kvstore.serve.exchange import Exchange
 from kvstore.serve.lender import Lender
 from kvstore.serve.mover import Mover, MoverSettings
 from kvstore.serve.mover_host import MoverHost
-from kvstore.serve.peer_session import KEEPALIVE_MS
+from kvstore.serve.peer_session import KEEPALIVE_MS, PINGS
 from kvstore.serve.tls import server_credentials
 from kvstore.serve.transports import PLAIN, PLAIN_NOTE
 from kvstore.types import SlotId
@@ -106,6 +106,7 @@ class Peering:
                 # Sessions are quiet for long, and peers look after them: by default a server hangs
                 # up on who asks more often than every five minutes.
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+                *PINGS,
             ]
         )
         add_PeersServicer_to_server(self.lender, self._server)

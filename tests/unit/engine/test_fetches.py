@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine import fetches as fetches_module
+from kvstore.engine.arrivals import Arrivals, Wait
 from kvstore.engine.events import Clear, Fetched, Locate, Located
 from kvstore.engine.fetches import ABSENT_NS, AVOID_FIRST_NS, AVOID_MOST_NS, UNANSWERED_MAX
 from kvstore.engine.state import Off
@@ -280,6 +281,62 @@ def test_a_peer_that_fails_is_left_alone_for_a_while_and_longer_each_time() -> N
     peer.hint(301)
     node.locate(("bad", 1))
     assert node.fetches, "it is well again"
+
+
+def test_what_ends_with_one_session_is_one_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches_module, "FETCH_BYTES", SLOT_BYTES_MIN)
+    node, peer = attached()
+    peer.hint(*range(1, 7))
+    node.locate(("far", 6))
+    assert len(node.fetches) == 6
+    for _ in range(6):
+        node.arrive([False], peer_failed=True)
+    node.tick(AVOID_FIRST_NS / 10**6)
+    peer.hint(50)
+    node.locate(("far", 1))
+    assert node.fetches, "a moment's trouble is over after a second"
+
+
+def test_questions_that_an_index_leaves_at_one_time_are_one_silence() -> None:
+    node, peer = attached()
+    for number in range(3 * UNANSWERED_MAX):
+        peer.hint(number)
+    for _ in range(3 * UNANSWERED_MAX):
+        node.locate(is_known=False)
+    node.tick(AVOID_FIRST_NS / 10**6)
+    peer.hint(50)
+    assert len(node.locates) == 1
+
+
+def test_an_answer_that_comes_late_is_an_answer() -> None:
+    node, peer = attached()
+    for number in range(UNANSWERED_MAX + 1):
+        peer.hint(number)
+    for _ in range(UNANSWERED_MAX):
+        node.locate(is_known=False)
+    node.locate(("far", 1))
+    peer.hint(50)
+    assert len(node.locates) == 1, "it is there"
+
+
+def test_waits_are_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    look = Arrivals._advance
+
+    def counted(its: Arrivals, session: int, wait: Wait) -> bool:
+        looks.append(wait.lease)
+        return look(its, session, wait)
+
+    monkeypatch.setattr(Arrivals, "_advance", counted)
+    node, peer = attached()
+    for number in range(8):
+        assert peer.lease(number + 1, number).promoting == 1
+    for _ in range(8):
+        node.locate(("far", 1))
+    looks.clear()
+    fetched = [Fetched(fetch.job, bytes(1), peer_failed=False) for fetch in node.fetches]
+    node.step(*fetched)
+    assert sorted(looks) == list(range(1, 9))
 
 
 def test_no_more_than_a_quarter_of_the_arena_is_fetched_at_a_time(

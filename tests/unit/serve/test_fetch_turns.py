@@ -1,4 +1,4 @@
-"""Few fetches of one peer are under way at a time."""
+"""Few fetches of one peer are under way at a time; of a peer that has left nothing is kept."""
 
 from __future__ import annotations
 
@@ -35,5 +35,23 @@ def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(reason: str) -> N
         assert len(tried) == (FETCHES_AT_ONCE if reason else len(numbers))
         engine.node.hear(engine.scheduler, release(*numbers))
         await two.at_rest()
+
+    run(body)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_of_whom_nobody_asks_again_nothing_is_kept(leaves: bool) -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).from_peer == 1
+        assert list(two.a.borrower._sessions) == ["b"]
+        if leaves:
+            del two.index.addresses["b"]
+        else:
+            two.b.lender.mover_changed()  # which ends its sessions
+        await two.until(lambda: not two.a.borrower._sessions, "its session is let go of")
+        assert two.a.mover.forgotten == ["b.node.kvstore"]
 
     run(body)

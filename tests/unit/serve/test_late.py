@@ -29,10 +29,19 @@ class Opening:
         self.config = FileConfig(path, capacity_bytes=8 * MIB, segment_bytes=SEGMENT_BYTES)
         self.arena = np.zeros(MIB, np.uint8)
         self.may = threading.Event()
+        self.hangs: threading.Event | None = None
+        """Until it is set."""
+        self.is_hanging = threading.Event()
+        self.fails: list[OSError] = []
         self.tried = threading.Semaphore(0)
 
     def __call__(self, outbox: Outbox) -> FileTier:
         self.tried.release()
+        if self.fails:
+            raise self.fails.pop()
+        if self.hangs is not None:
+            self.is_hanging.set()
+            assert self.hangs.wait(60)
         if not self.may.is_set():
             raise ConfigError(WHY)
         return FileTier.open(self.config, self.arena, FakeClock(), outbox=outbox)
@@ -96,6 +105,26 @@ def test_what_is_cleared_before_it_opens_stays_so(
     again = Driver(opening.config.directory).recovered()
     assert again.known == {}
     again.close()
+
+
+def test_a_disk_that_hangs_while_it_opens_delays_no_clear(opening: Opening, tier: LateTier) -> None:
+    opening.hangs = threading.Event()
+    written(opening.config.directory)
+    opening.may.set()
+    assert opening.is_hanging.wait(60)
+    clearing = threading.Thread(target=tier.void, args=(SCOPE.tenant, SCOPE.space))
+    clearing.start()
+    clearing.join(30)
+    is_waiting = clearing.is_alive()
+    opening.hangs.set()
+    assert not is_waiting
+    assert not any(isinstance(event, Known) for event in events_until(tier, is_open))
+
+
+def test_what_passes_while_it_opens_is_tried_again(opening: Opening, tier: LateTier) -> None:
+    opening.fails = [OSError("too many open files")]
+    opening.may.set()
+    events_until(tier, is_open)
 
 
 def written(directory: Path) -> None:
