@@ -124,7 +124,8 @@ def test_a_disk_that_hangs_while_it_opens_delays_no_clear(opening: Opening, tier
 def test_what_passes_while_it_opens_is_tried_again(opening: Opening, tier: LateTier) -> None:
     opening.fails = [OSError("too many open files")]
     opening.may.set()
-    events_until(tier, is_open)
+    assert is_open(events_until(tier, is_open))
+    assert not opening.fails
 
 
 def written(directory: Path) -> None:
