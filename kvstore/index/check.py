@@ -30,7 +30,7 @@ from kvstore.index.fields import (
     STATE,
     VOID,
 )
-from kvstore.index.rows import home
+from kvstore.index.rows import home_of_row
 
 if TYPE_CHECKING:
     from kvstore.index.holdings import Holdings
@@ -74,16 +74,14 @@ def _used(holdings: Holdings) -> list[int]:
 
 
 def _check_rows(holdings: Holdings) -> None:
-    rows, cells = (holdings.arrays[name].tolist() for name in ("rows", "cells"))
-    meta = holdings.arrays["meta"].tolist()
+    rows, cells, meta = (holdings.arrays[name].tolist() for name in ("rows", "cells", "meta"))
     used = _used(holdings)
     assert len(used) == meta[BLOCKS], "blocks are counted wrongly"
     assert sorted(filter(None, cells)) == used, "the cells are not those of the rows in use"
     addresses = {(rows[r * ROW + SCOPE], *rows[r * ROW : r * ROW + 8]) for r in used}
     assert len(addresses) == len(used), "two rows are one block"
     for row in used:
-        base = row * ROW
-        cell = home(meta, rows[base], rows[base + 1], rows[base + SCOPE])
+        cell = home_of_row(meta, rows, row)
         while cells[cell] != row:
             assert cells[cell], "a row is not found"
             cell = (cell + 1) % len(cells)

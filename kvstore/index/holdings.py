@@ -191,7 +191,9 @@ def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray
     }
     arrays: dict[str, NDArray[Any]] = {n: np.zeros(s, dtype=np.int32) for n, s in sizes.items()}
     meta = arrays["meta"] = np.zeros(fields.META, dtype=np.int64)
-    meta[[fields.SECRET_A, fields.SECRET_B, fields.SECRET_C]] = _secrets(seed)
+    # All words of a key, of 32 bits, times their secrets, summed up, fit 63 bits.
+    meta[: fields.SECRET_A] = _secrets(seed, fields.SECRET_A, bits=28)
+    meta[[fields.SECRET_A, fields.SECRET_B]] = _secrets(~seed, 2, bits=30)
     meta[fields.CELL_COUNT] = cell_count
     meta[fields.SET_CELL_COUNT] = set_cell_count
     meta[fields.CHUNK_COUNT] = chunk_end
@@ -201,8 +203,8 @@ def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray
     return arrays
 
 
-def _secrets(seed: int) -> list[int]:
-    """Three odd numbers of thirty bits."""
-    digest = hashlib.sha256(b"kvstore index %d" % seed).digest()
-    words = np.frombuffer(digest, dtype="<u4")[:3].tolist()
-    return [word >> 2 | 1 << 29 | 1 for word in words]
+def _secrets(seed: int, count: int, *, bits: int) -> NDArray[np.int64]:
+    """Odd numbers of so many bits."""
+    digest = hashlib.sha512(b"kvstore index %d" % seed).digest()
+    words = np.frombuffer(digest, dtype="<u4")[:count].astype(np.int64)
+    return words >> 32 - bits | 1 << bits - 1 | 1
