@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.index.feed import Trust
 from kvstore.index.fields import (
     BLOCKS,
     CHUNK,
@@ -54,6 +55,8 @@ def check(index: Index) -> None:
                 assert owner is node, "a slot answers for another node"
     assert len(set(seen)) == len(seen), "two places have one slot"
     assert set(seen) == index.owners.keys(), "a slot answers for nobody"
+    doubted = {node for node in index.nodes.values() if node.trust not in (None, Trust.EXACT)}
+    assert index.doubted == doubted, "somebody else is doubted"
 
 
 def check_holdings(holdings: Holdings) -> None:

@@ -238,9 +238,7 @@ class RedisStore:
                 await self._write(scripts.GONE, link.hello.node, link.heard.version)
             except FAILURES as error:
                 self._connection.lose(error)
-            row = self._view.rows.get(link.hello.node)
-            if row is not None:
-                row.is_gone = row.version == link.heard.version
+            self._view.gone(link.hello.node, link.heard.version)
         return Verdict.GO_ON
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,10 @@ import pytest
 
 from kvstore.index.check import check
 from kvstore.index.feed import (
+    FORGET_MS,
+    OUT_MS,
     STALE_MS,
+    Feed,
     Trust,
     Verdict,
 )
@@ -14,6 +17,7 @@ from kvstore.index.index import Holder, Index, Match
 from tests.unit.index.words import (
     NODE,
     SPACE,
+    beat,
     closed,
     delta,
     hello,
@@ -78,6 +82,51 @@ def test_full_forgets_the_longest_unused_and_says_so() -> None:
     assert match.trust is Trust.EXACT
     assert index.statistics().evicted_count == 2
     check(index)
+
+
+def test_a_word_does_not_make_the_next_answer_look_at_every_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = new_index(nodes=500)
+    for number in range(500):
+        index.hear(hello(node=str(number)), NOW)
+    index.match("t", SPACE, keys(1), NOW)
+    looks = 0
+    trust = Feed.trust
+
+    def counted(feed: Feed, now_ms: int) -> Trust | None:
+        nonlocal looks
+        looks += 1
+        return trust(feed, now_ms)
+
+    monkeypatch.setattr(Feed, "trust", counted)
+    for number in range(100):
+        index.hear(beat(0, node=str(number)), NOW + number)
+        assert index.match("t", SPACE, keys(1), NOW + number).trust is Trust.EXACT
+    assert looks == 100
+    check(index)
+
+
+def test_whoever_is_doubted_is_so_until_heard_or_out() -> None:
+    index = new_index()
+
+    def answer(now_ms: int) -> Trust:
+        check(index)
+        return index.match("t", SPACE, keys(1), now_ms).trust
+
+    index.hear(hello(), NOW)
+    index.hear(hello(node="b"), NOW + 1)
+    assert answer(NOW + STALE_MS - 1) is Trust.EXACT
+    index.hear(beat(0, node="b"), NOW + STALE_MS - 1)
+    assert answer(NOW + STALE_MS) is Trust.CATCHING_UP
+    index.hear(beat(0), NOW + STALE_MS)
+    assert answer(NOW + STALE_MS) is Trust.EXACT
+    assert index.hear(beat(7), NOW + STALE_MS) is Verdict.ASK
+    assert answer(NOW + STALE_MS) is Trust.CATCHING_UP
+    assert answer(NOW + STALE_MS + OUT_MS - 1) is Trust.CATCHING_UP
+    assert answer(NOW + STALE_MS + OUT_MS) is Trust.EXACT
+    assert answer(NOW + STALE_MS + FORGET_MS) is Trust.EXACT
+    assert not index.nodes
 
 
 def test_wrong_sizes_are_told() -> None:
