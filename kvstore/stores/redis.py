@@ -274,10 +274,11 @@ class RedisStore:
             heard.feed = Feed.of_another(known.incarnation, known.replaced, heard_ms=heard_ms)
         if kept is not None:
             places = decode(Kept, kept)
-            heard.places.slots = {each[:3]: each[3] for each in places.slots}
-            if places.coming is not None:
-                heard.places.coming = {each[:3]: each[3] for each in places.coming}
-            heard.places.abandon()
+            slots, coming = (
+                {each[:3]: each[3] for each in rows} if rows is not None else None
+                for rows in (places.slots, places.coming)
+            )
+            heard.places.resume(slots or {}, coming)
         return heard
 
     async def _say(self, link: _Link, heard: _Heard, event: Event, now_ms: int) -> Verdict:

@@ -22,6 +22,7 @@ from kvstore.index.feed import (
     Verdict,
 )
 from kvstore.index.index import Answer, Holder, Index, Match
+from kvstore.index.places import PLACES_MAX
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines
@@ -375,6 +376,40 @@ def test_without_slots_the_node_is_catching_up_until_a_snapshot_fits(
     assert asked.hear(beat(4)) is Verdict.ASK
     asked.hear(part(4, 0, stored(1), is_last=True))
     assert asked.trust(NOW) is Trust.EXACT
+
+
+def test_a_node_does_not_take_the_slots_of_others(make: Callable[..., Asked]) -> None:
+    slots = 3 * PLACES_MAX
+    asked = make(entries=10_000, slots=slots)
+    many = [stored(1, engine=str(n)) for n in range(slots + 1)]
+    asked.hear(hello())
+    asked.hear(delta(1, *many))
+    assert asked.hear(beat(3)) is Verdict.ASK
+    asked.hear(part(3, 0, *many))
+    asked.hear(hello(node="b"))
+    assert asked.hear(beat(1, node="b")) is Verdict.ASK
+    asked.hear(part(1, 0, stored(7), is_last=True, node="b"))
+    (match,) = asked.match(7).matches
+    assert match == Match(Holder("b"), 0, 1, 1, Trust.EXACT)
+    asked.hear(part(3, 1, is_last=True))
+    matches = asked.match(1).matches
+    assert len(matches) == PLACES_MAX
+    assert {match.trust for match in matches} == {Trust.CATCHING_UP}
+
+
+def test_an_engine_that_leaves_while_a_snapshot_comes_is_not_brought_back(
+    told: Callable[..., Asked],
+) -> None:
+    asked = told(1)
+    asked.hear(delta(2, *(stored(1, tier=Tier.HBM, engine=name) for name in "ef")))
+    assert asked.hear(beat(3)) is Verdict.ASK
+    asked.hear(part(3, 0, *(stored(1, tier=Tier.HBM, engine=name) for name in "efg")))
+    asked.hear(delta(4, Left("f"), Left("g"), Left("h")))
+    assert asked.lengths(1) == {A: 1, Holder(NODE, "e"): 1}
+    asked.hear(part(4, 1, stored(1), is_last=True))
+    assert asked.lengths(1) == {A: 1, Holder(NODE, "e"): 1}
+    asked.hear(delta(5, Left("e")))
+    assert asked.lengths(1) == {A: 1}
 
 
 def test_nodes_are_bounded_and_begin_with_hello(make: Callable[..., Asked]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from kvstore.index.check import check
@@ -10,10 +12,12 @@ from kvstore.index.feed import (
     OUT_MS,
     STALE_MS,
     Feed,
+    Left,
     Trust,
     Verdict,
 )
 from kvstore.index.index import Holder, Index, Match
+from kvstore.index.places import Place
 from tests.unit.index.words import (
     NODE,
     SPACE,
@@ -134,3 +138,22 @@ def test_wrong_sizes_are_told() -> None:
         Index(entry_count_max=8, slot_count_max=8, now_ms=0)
     with pytest.raises(ValueError, match="33 bytes are no keys of 32 bytes each"):
         told(1).match("t", SPACE, bytes(33), NOW)
+
+
+class NeverWalked(dict[Place, int]):
+    """Looked up in, and never gone through."""
+
+    def __iter__(self) -> Iterator[Place]:
+        raise AssertionError("all places are looked at")
+
+
+def test_an_engine_that_left_is_not_looked_for_in_all_places() -> None:
+    index = told(1)
+    index.hear(delta(2, stored(1, engine="e"), stored(1, engine="e", tenant="u")), NOW)
+    places = index.nodes[NODE].places
+    places.slots = NeverWalked(places.slots.items())
+    index.hear(delta(3, Left("f"), Left("e")), NOW)
+    assert lengths(index, NOW, 1) == {A: 1}
+    assert len(places.slots) == 1
+    places.slots = dict(places.slots.items())
+    check(index)

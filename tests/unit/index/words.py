@@ -41,10 +41,11 @@ def part(
     number: int,
     *what: Stored,
     is_last: bool = False,
+    node: str = NODE,
     incarnation: int = 1,
     stream: int = 1,
 ) -> Part:
-    return Part(NODE, Incarnation(incarnation), stream, sequence, number, is_last, what)
+    return Part(node, Incarnation(incarnation), stream, sequence, number, is_last, what)
 
 
 def closed(*, incarnation: int = 1, stream: int = 1) -> Closed:
