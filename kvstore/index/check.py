@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvstore.index.feed import Trust
@@ -15,6 +16,8 @@ from kvstore.index.fields import (
     FREE,
     HASH,
     HIDDEN,
+    LOST,
+    LOST_IN,
     MEMBERS,
     NEWER,
     NEXT,
@@ -165,3 +168,11 @@ def _check_slots(holdings: Holdings) -> None:
     void = {slot for slot, state in states.items() if state == VOID}
     assert void == set(holdings.void_slots), "void slots are not those to be swept"
     assert {*holdings.scope_of.values()} == holdings.scopes.keys(), "a scope without a slot"
+    slots = holdings.arrays["slots"].tolist()
+    lost = Counter(
+        holdings.scopes[name]
+        for slot, name in holdings.scope_of.items()
+        if slots[slot * SLOT + LOST] and states[slot] != VOID
+    )
+    told = {n: count for n, count in enumerate(slots[LOST_IN::SLOT]) if count}
+    assert told == lost, "slots that lost something are counted wrongly"

@@ -26,7 +26,7 @@ SIZE: Final = 14
 HASH: Final = 15
 
 # A slot.
-SLOT: Final = 6
+SLOT: Final = 7
 STATE: Final = 0
 LOST: Final = 1
 """1: a row that it held was evicted."""
@@ -34,6 +34,8 @@ LENGTH: Final = 2
 """And the next two: leading blocks in hbm, dram, file; of the match under way."""
 WORST: Final = 5
 """The slowest tier that the match needed so far."""
+LOST_IN: Final = 6
+"""Of the scope that has this number, not of the slot: how many of its slots have lost something."""
 SLOWEST: Final = 2
 """The last tier."""
 

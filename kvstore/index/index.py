@@ -176,6 +176,7 @@ class Index:
                     trust = Trust.CATCHING_UP
                 matches.append(Match(holder, hbm, dram, file, trust))
         is_whole = now_ms >= self._young_until_ms and not self.doubted
+        is_whole = is_whole and not self.holdings.has_lost(tenant, space)
         return Answer(Trust.EXACT if is_whole else Trust.CATCHING_UP, matches)
 
     def tick(self, now_ms: int) -> None:

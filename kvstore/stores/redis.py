@@ -155,7 +155,10 @@ class RedisStore:
         if self._connection.is_away or found == scripts.OTHER_EPOCH:
             return Answer(Trust.STALE, [])
         matches = (self._match(slot, lengths, now_ms) for slot, lengths in scripts.matched(found))
-        return Answer(self._trust(now_ms), [each for each in matches if each is not None])
+        trust = self._trust(now_ms)
+        if scripts.has_lost(found):
+            trust = max(trust, Trust.CATCHING_UP)
+        return Answer(trust, [each for each in matches if each is not None])
 
     def _trust(self, now_ms: int) -> Trust:
         return max(self._view.trust(now_ms), Trust.CATCHING_UP if self.trouble else Trust.EXACT)

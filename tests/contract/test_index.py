@@ -365,6 +365,23 @@ def test_full_gives_up_what_is_old_for_what_is_new(told: Callable[..., Asked]) -
     assert asked.store.statistics().evicted_count >= 2
 
 
+def test_who_is_in_no_answer_because_it_found_no_room_is_missed(told: Callable[..., Asked]) -> None:
+    asked = told(*range(5), entries=10, slots=8)
+    asked.hear(hello(node="b"))
+    asked.hear(delta(1, stored(*range(100, 110)), node="b"))
+    answers = {n: asked.match(n) for n in (*range(5), *range(100, 110))}
+    missed = [n for n, answer in answers.items() if not answer.matches]
+    assert len(missed) == 5
+    assert {answer.trust for answer in answers.values()} == {Trust.CATCHING_UP}
+    assert asked.match(0, tenant="u") == Answer(Trust.EXACT, [])
+    # Until its next snapshot.
+    node = NODE if 0 in missed else "b"
+    sequence = 5
+    assert asked.hear(beat(sequence, node=node)) is Verdict.ASK
+    asked.hear(part(sequence, 0, is_last=True, node=node))
+    assert asked.match(missed[0]) == Answer(Trust.EXACT, [])
+
+
 def test_without_slots_the_node_is_catching_up_until_a_snapshot_fits(
     told: Callable[..., Asked],
 ) -> None:
