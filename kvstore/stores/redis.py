@@ -79,6 +79,7 @@ class _Heard:
             is_open=feed.is_open,
             is_exact=feed.is_exact,
             is_short=self.places.is_short,
+            load_numbers=msgspec.structs.astuple(feed.load) if feed.load is not None else (),
         )
 
 
@@ -275,6 +276,7 @@ class RedisStore:
             row = self._view.rows.get(node)
             heard_ms = row.changed_ms if row is not None and row.body.is_open else None
             heard.feed = Feed.of_another(known.incarnation, known.replaced, heard_ms=heard_ms)
+            heard.feed.load = known.load
         if kept is not None:
             places = decode(Kept, kept)
             slots, coming = (

@@ -116,10 +116,9 @@ class View:
     def members(self, now_ms: int) -> list[Member]:
         """Everybody who is not forgotten, by name."""
         return [
-            Member(
-                name, row.body.incarnation, row.body.address, row.trust(now_ms), row.body.sequence
-            )
+            Member(name, its.incarnation, its.address, row.trust(now_ms), its.sequence, its.load)
             for name, row in sorted(self.rows.items())
+            for its in (row.body,)
         ]
 
     def lost(self, now_ms: int) -> list[str]:

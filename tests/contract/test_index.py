@@ -30,6 +30,7 @@ from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
 from kvstore.testing.redis_process import RedisProcess
 from kvstore.types import SpaceId, Tier
+from kvstore.wire.load import Load
 from tests.integration.node.conftest import eventually
 from tests.unit.index.model import Model
 from tests.unit.index.words import (
@@ -229,6 +230,24 @@ def test_it_says_what_dictionaries_say(told: Callable[..., Asked], seed: int) ->
         }
         assert found == {names[slot]: lengths for slot, lengths in wanted.items()}
     assert asked.entry_count() == model.entry_count()
+
+
+def test_what_a_node_does_is_known_until_its_process_is_another(told: Callable[..., Asked]) -> None:
+    asked = told(1)
+
+    def load() -> Load | None:
+        (member,) = asked.store.members(NOW)
+        return member.load
+
+    assert load() is None
+    asked.hear(beat(1, load=Load(at_ms=5, slots_quarantined=2**63, replicas_reached=7)))
+    assert load() == Load(at_ms=5, slots_quarantined=2**63, replicas_reached=7)
+    asked.hear(beat(1))
+    asked.hear(delta(2, stored(2)))
+    asked.tick()
+    assert load() == Load(at_ms=5, slots_quarantined=2**63, replicas_reached=7)
+    asked.hear(hello(incarnation=2))
+    assert load() is None
 
 
 def test_a_young_replica_says_that_more_may_be_there(make: Callable[..., Asked]) -> None:

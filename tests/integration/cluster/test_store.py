@@ -21,6 +21,7 @@ from kvstore.stores.redis import RedisStore
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.testing.redis_process import RedisProcess
 from kvstore.types import Incarnation, SpaceId
+from kvstore.wire.load import Load
 from tests.integration.cluster import kit
 from tests.integration.cluster.kit import CONVERGES_S, TENANT, Site, becomes, matches, trust
 from tests.integration.node.conftest import eventually
@@ -125,7 +126,7 @@ def test_of_two_streams_one_is_heard_and_the_other_takes_over(
     assert two.hear(hello(sequence=5)) is Verdict.GO_ON
     assert two.hear(delta(6, stored(9))) is Verdict.GO_ON
     assert two.found(9) is None
-    assert one.hear(beat(1)) is Verdict.GO_ON
+    assert one.hear(beat(1, load=Load(at_ms=5))) is Verdict.GO_ON
     # The first replica dies: its record changes no more.
     later = NOW + STALE_MS
     two.tick(later - 1)
@@ -134,6 +135,7 @@ def test_of_two_streams_one_is_heard_and_the_other_takes_over(
     assert two.hear(beat(6), later) is Verdict.ASK
     two.tick(later)
     assert two.found(1, 2, now_ms=later) == (2, Trust.CATCHING_UP), "not empty meanwhile"
+    assert [member.load for member in two.store.members(later)] == [Load(at_ms=5)]
     assert two.hear(part(6, 0, stored(1), is_last=True), later) is Verdict.GO_ON
     assert two.found(1, 2, now_ms=later) == (1, Trust.EXACT)
     # It was only stopped: its next step is refused, and it waits in its turn.
