@@ -45,7 +45,7 @@ from kvstore.index.places import Places
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.batch import Batch
-from kvstore.stores.connection import DEADLINES, FAILURES, Connection, Deadlines
+from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Connection, Deadlines
 from kvstore.stores.forms import Body, Kept, decode, encode, polled, scope_of, slot_name
 from kvstore.stores.sweeper import Sweeper
 from kvstore.stores.view import View
@@ -118,12 +118,13 @@ class RedisStore:
         self._run = ""
         self._sizes = Statistics(0, 0, 0, 0, 0, 0)
         self._sweeper = Sweeper(self._connection, self._me)
-        self._refusal = ""
+        self._refusals = {"words": "", "ticks": ""}
         """Why the store did not take what it was told last."""
 
     @property
     def trouble(self) -> str:
-        return self._connection.trouble or self._refusal or self._connection.warning
+        troubles = (self._connection.trouble, *self._refusals.values(), self._connection.warning)
+        return next(filter(None, troubles), "")
 
     @property
     def failure_count(self) -> int:
@@ -301,18 +302,18 @@ class RedisStore:
                 is_taken, _ = await self._flush(event.node, heard)
         except FAILURES as error:
             is_taken = False
-            self._refuse(self._connection.lose(error))
+            self._refuse("words", self._connection.lose(error))
         if not is_taken:
             link.heard = None
             return Verdict.GO_ON  # the next word makes up for it
-        self._refusal = ""
+        self._refuse("words", "")
         self._view.changed(event.node, heard.version, heard.body, now_ms)
         return what.verdict
 
-    def _refuse(self, reason: str) -> None:
-        if reason and reason != self._refusal:
+    def _refuse(self, what: str, reason: str) -> None:
+        if reason and reason not in self._refusals.values():
             _log.warning("%s", reason)
-        self._refusal = reason
+        self._refusals[what] = reason
 
     async def _reserve(self, event: Event) -> None:
         """So many slot numbers as the event can need: two for each thing that it says."""
@@ -352,12 +353,22 @@ class RedisStore:
     async def tick(self, now_ms: int) -> None:
         try:
             await self._poll(now_ms)
+            refusal = await self._tidy(now_ms)
+            self._connection.is_back()
+        except (*FAILURES, ProtocolError) as error:
+            refusal = self._connection.lose(error)
+        self._refuse("ticks", refusal)
+
+    async def _tidy(self, now_ms: int) -> str:
+        """Sweep and forget. Says why the store takes nothing, though it answers: empty if it does.
+        Raises FAILURES, ProtocolError."""
+        try:
             await self._sweeper.sweep(self._epoch)
             for node in self._view.lost(now_ms):
                 await self._forget(node)
-            self._connection.is_back()
-        except (*FAILURES, ProtocolError) as error:
-            self._connection.lose(error)
+        except REFUSALS as error:
+            return self._connection.lose(error)
+        return ""
 
     async def _poll(self, now_ms: int) -> None:
         proposed = secrets.token_hex(_BYTES_OF_EPOCH).encode()

@@ -319,6 +319,8 @@ return redis.call('DEL', record)
 SWEEP: Final = _script(
     _SAME_EPOCH
     + f"""
+-- A script that has written goes on though the store is full: what is swept makes room.
+redis.call('SREM', P .. 'void', '')
 local lease = P .. 'sweeper'
 redis.call('SET', lease, ARGV[3], 'NX', 'PX', {SWEEPER_MS})
 if redis.call('GET', lease) ~= ARGV[3] then return {LOST} end

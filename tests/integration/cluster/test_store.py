@@ -12,7 +12,7 @@ import pytest
 from kvstore.client.index import IndexClient
 from kvstore.client.tls import Identity
 from kvstore.errors import ConfigError
-from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Closed, Event, Trust, Verdict
+from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Closed, Event, Left, Trust, Verdict
 from kvstore.index.index import Answer
 from kvstore.serve.certs import make_certificates
 from kvstore.stores.address import store_config
@@ -258,6 +258,45 @@ def test_a_full_store_says_so_and_answers_on(lab: Lab, redis: RedisProcess) -> N
     redis.cli("config", "set", "maxmemory", "0")
     assert one.hear(beat(2)) is Verdict.ASK
     assert one.store.trouble == ""
+
+
+def test_a_full_store_is_swept(lab: Lab, redis: RedisProcess) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1), stored(2, engine="e")))
+    one.hear(delta(2, Left("e")))
+    redis.cli("config", "set", "maxmemory", "1")
+
+    def is_swept() -> bool:
+        one.tick()
+        assert one.store.trouble == ""
+        return one.store.statistics().entry_count == 1
+
+    assert eventually(is_swept, timeout_s=PATIENCE_S)
+    assert one.found(1) == (1, Trust.EXACT)
+
+
+def test_a_store_that_is_back_but_takes_nothing_answers(
+    lab: Lab, redis: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1), stored(2, engine="e")))
+    one.hear(delta(2, Left("e")))
+    redis.cli("replicaof", "127.0.0.1", "1")
+    # It was away until now, and what is void cannot be swept.
+    two = lab.replica(redis)
+    caplog.clear()
+    for _ in range(3):
+        two.tick(0)
+        assert "takes nothing: " in two.store.trouble
+        assert "Name its primary in --store." in two.store.trouble
+        assert two.found(1, now_ms=0) == (1, Trust.STALE), "as of any record at the first look"
+        assert two.match(1, now_ms=0).trust is Trust.CATCHING_UP
+    assert caplog.records == [], "said once, at the first of all"
+    redis.cli("replicaof", "no", "one")
+    two.tick(0)
+    assert two.store.trouble == ""
 
 
 def test_a_store_that_drops_rows_by_itself_is_never_believed_wholly(
