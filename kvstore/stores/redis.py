@@ -41,7 +41,7 @@ from kvstore.index.feed import (
     Word,
 )
 from kvstore.index.index import Answer, Holder, Match, Member, Statistics
-from kvstore.index.places import Places
+from kvstore.index.places import Place, Places
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.batch import Batch
@@ -280,11 +280,8 @@ class RedisStore:
             heard.feed.load = known.load
         if kept is not None:
             places = decode(Kept, kept)
-            slots, coming = (
-                {each[:3]: each[3] for each in rows} if rows is not None else None
-                for rows in (places.slots, places.coming)
-            )
-            heard.places.resume(slots or {}, coming)
+            coming = None if places.coming is None else _slots(places.coming)
+            heard.places.resume(_slots(places.slots), coming)
         return heard
 
     async def _say(self, link: _Link, heard: _Heard, event: Event, now_ms: int) -> Verdict:
@@ -431,6 +428,10 @@ class RedisStore:
 
     async def _write(self, script: scripts.Script, *arguments: bytes | str) -> None:
         await self._connection.write_all(script, [(self._epoch, *arguments)])
+
+
+def _slots(rows: list[tuple[str, int, bytes, int]]) -> dict[Place, int]:
+    return {each[:3]: each[3] for each in rows}
 
 
 def _kept(places: Places) -> Kept:
