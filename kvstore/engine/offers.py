@@ -66,7 +66,8 @@ class Offers:
         if geometry is not None and change.stored and _cover(frozenset((shard,)), geometry):
             yield Offered(change.tier, True, tenant, space, change.keys)
             return
-        if geometry is None:
+        if geometry is None or not self._residency.shards(tenant, space):
+            # Or the step that took the last block of the space forgot its scopes.
             whole = np.zeros(len(change.keys) // KEY_BYTES, dtype=bool)
         else:
             whole = self._whole(change, geometry)

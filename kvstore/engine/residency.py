@@ -49,11 +49,12 @@ class Residency:
         word_count: int,
         tell_changes: bool = False,
         journal: Journal | None = None,
+        seed: int = 0,
     ) -> None:
         assert block_count_max >= word_count, "a row for every slot"
         self._changes: list[Change] | None = [] if tell_changes else None
         self._journal = journal
-        self.table = BlockTable(row_count_max=block_count_max)
+        self.table = BlockTable(row_count_max=block_count_max, seed=seed)
         # One more than there are rows: row -1, "no such block", reads as not in dram. Counted from
         # 1, so that the memory of rows that were never used is never touched.
         self._word = np.zeros(block_count_max + 1, dtype=np.int64)

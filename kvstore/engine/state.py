@@ -47,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation_bytes: int
     """Size of the generation page's memfd, for Welcome."""
     block_count_max: int
+    seed: int = 0
+    """A random number, so that no engine can choose keys that collide in the table."""
     first_generation: int = 1
     """Of every slot: higher than any that an earlier process gave it."""
     restarts: int = 0
@@ -126,6 +128,7 @@ class State:
             word_count=len(self.slots.state),
             tell_changes=config.tell_changes or config.tell_offers,
             journal=journal,
+            seed=config.seed,
         )
         self.leases = Leases(
             self.slots, ttl_ns=config.lease_ttl_ms * NS_PER_MS, count_max=config.lease_count_max

@@ -4,10 +4,15 @@ A row is the number of a block; other modules keep their columns by it. Linear p
 at most a quarter. Deleting leaves no tombstone: what lay behind the cell moves up to where a probe
 looks for it first, so that probes are as short after years of eviction as in a new table.
 
+Where a probe begins follows from all words of a key, each with a secret: engines say any keys they
+like, and keys that all began at one cell would hold the node up for minutes.
+
 Cost per row: key 32, scope 4, cell number 4, cells 16 bytes. Callers insert absent, distinct keys.
 """
 
 from __future__ import annotations
+
+import hashlib
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +22,8 @@ Keys = NDArray[np.uint64]
 """Shape [n, 4]: 32-byte keys as words."""
 
 _EMPTY = 0
-_MIX = 0x9E3779B97F4A7C15
+_KEY_WORDS = 4
+_U64 = 0xFFFF_FFFF_FFFF_FFFF
 _ALL_FOUR = 0x01010101
 _FEW = 24
 """So many keys are found faster one by one."""
@@ -27,9 +33,16 @@ NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 class BlockTable:
     """Rows 0 … row_count_max-1. Scope 0 is reserved for rows that are free."""
 
-    def __init__(self, *, row_count_max: int) -> None:
-        cell_count = 1 << max(4, (4 * row_count_max - 1).bit_length())
+    def __init__(self, *, row_count_max: int, seed: int = 0) -> None:
+        """`seed`: a random number that nobody else knows."""
+        cell_bits = max(4, (4 * row_count_max - 1).bit_length())
+        cell_count = 1 << cell_bits
         self._mask = cell_count - 1
+        self._shift = 64 - cell_bits
+        digest = hashlib.sha512(b"kvstore table %d" % seed).digest()
+        secrets = np.frombuffer(digest, dtype=np.uint64)[: _KEY_WORDS + 1] | np.uint64(1)
+        self._secrets, self._scope_secret = secrets[:_KEY_WORDS], int(secrets[_KEY_WORDS])
+        self._secret_words: tuple[int, ...] = tuple(self._secrets.tolist())
         self._cells = np.zeros(cell_count, dtype=np.int32)
         self._cell_of = np.zeros(row_count_max, dtype=np.int32)
         self.keys = np.zeros((row_count_max, 4), dtype=np.uint64)
@@ -57,7 +70,10 @@ class BlockTable:
         n = len(keys)
         if n == 0:
             return NO_ROWS
-        first = self._find_one(scope, keys[0].tolist())
+        key = keys[0].tolist()
+        first = self._find_one(scope, key, self._home_of(scope, key))
+        if n == 1:
+            return np.array([first], dtype=np.int64)
         if first >= 0:
             # Blocks of a chain are mostly inserted together, in order: one comparison does.
             end = first + n
@@ -69,10 +85,9 @@ class BlockTable:
                 return np.arange(first, end, dtype=np.int64)
         return self._probe(scope, keys)
 
-    def _find_one(self, scope: int, key: list[int]) -> int:
-        """Row of one key, given as four words; -1 when there is none."""
+    def _find_one(self, scope: int, key: list[int], cell: int) -> int:
+        """Row of one key, given as four words and where its probe begins; -1 when there is none."""
         cells, scopes, words = self._cell_view, self._scope_view, self._word_view
-        cell = (key[0] ^ (scope * _MIX)) & self._mask
         while (content := cells[cell]) != _EMPTY:
             row = content - 1
             if scopes[row] == scope:
@@ -83,13 +98,25 @@ class BlockTable:
         return -1
 
     def _home(self, scope: int, keys: Keys) -> NDArray[np.int64]:
-        mixed = keys[:, 0] ^ np.uint64((scope * _MIX) & 0xFFFFFFFFFFFFFFFF)
-        return (mixed & np.uint64(self._mask)).astype(np.int64)
+        return self._homes(np.uint64(scope * self._scope_secret & _U64), keys)
+
+    def _homes(self, mixed: np.uint64 | NDArray[np.uint64], keys: Keys) -> NDArray[np.int64]:
+        """Where probes begin: the highest bits of all words, each times its secret, summed up."""
+        homes: Keys = keys @ self._secrets
+        homes += mixed
+        homes >>= np.uint64(self._shift)
+        return homes.view(np.int64)
+
+    def _home_of(self, scope: int, key: list[int]) -> int:
+        """The same of one key, given as four words."""
+        (a, b, c, d), (w, x, y, z) = key, self._secret_words
+        mixed = a * w + b * x + c * y + d * z + scope * self._scope_secret
+        return mixed >> self._shift & self._mask
 
     def _probe(self, scope: int, keys: Keys) -> Rows:
         found = np.full(len(keys), -1, dtype=np.int64)
         pending = np.arange(len(keys))
-        cells = self._home(scope, keys)
+        homes = cells = self._home(scope, keys)
         wanted = keys
         while len(pending) > _FEW:
             content = self._cells.take(cells)
@@ -102,7 +129,7 @@ class BlockTable:
             pending, wanted = pending[going_on], wanted[going_on]
             cells = (cells[going_on] + 1) & self._mask
         for at in pending.tolist():
-            found[at] = self._find_one(scope, keys[at].tolist())
+            found[at] = self._find_one(scope, keys[at].tolist(), int(homes[at]))
         return found
 
     def insert(self, scope: int, keys: Keys) -> Rows:
@@ -118,8 +145,8 @@ class BlockTable:
 
     def _place(self, rows: Rows) -> None:
         """Give each of these rows, whose keys and scopes stand, the first cell free on its way."""
-        mixed = self.keys[rows, 0] ^ (self.scopes[rows].astype(np.uint64) * np.uint64(_MIX))
-        cells = (mixed & np.uint64(self._mask)).astype(np.int64)
+        mixed = self.scopes[rows] * np.uint64(self._scope_secret)
+        cells = self._homes(mixed, self.keys.take(rows, axis=0))
         while len(rows):
             usable = self._cells[cells] == _EMPTY
             wanted, mine = cells[usable], rows[usable]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from kvstore.index.feed import Trust
 from kvstore.index.fields import (
     BLOCKS,
     CHUNK,
@@ -14,6 +16,8 @@ from kvstore.index.fields import (
     FREE,
     HASH,
     HIDDEN,
+    LOST,
+    LOST_IN,
     MEMBERS,
     NEWER,
     NEXT,
@@ -30,7 +34,7 @@ from kvstore.index.fields import (
     STATE,
     VOID,
 )
-from kvstore.index.rows import home
+from kvstore.index.rows import home_of_row
 
 if TYPE_CHECKING:
     from kvstore.index.holdings import Holdings
@@ -54,6 +58,8 @@ def check(index: Index) -> None:
                 assert owner is node, "a slot answers for another node"
     assert len(set(seen)) == len(seen), "two places have one slot"
     assert set(seen) == index.owners.keys(), "a slot answers for nobody"
+    doubted = {node for node in index.nodes.values() if node.trust not in (None, Trust.EXACT)}
+    assert index.doubted == doubted, "somebody else is doubted"
 
 
 def check_holdings(holdings: Holdings) -> None:
@@ -74,16 +80,14 @@ def _used(holdings: Holdings) -> list[int]:
 
 
 def _check_rows(holdings: Holdings) -> None:
-    rows, cells = (holdings.arrays[name].tolist() for name in ("rows", "cells"))
-    meta = holdings.arrays["meta"].tolist()
+    rows, cells, meta = (holdings.arrays[name].tolist() for name in ("rows", "cells", "meta"))
     used = _used(holdings)
     assert len(used) == meta[BLOCKS], "blocks are counted wrongly"
     assert sorted(filter(None, cells)) == used, "the cells are not those of the rows in use"
     addresses = {(rows[r * ROW + SCOPE], *rows[r * ROW : r * ROW + 8]) for r in used}
     assert len(addresses) == len(used), "two rows are one block"
     for row in used:
-        base = row * ROW
-        cell = home(meta, rows[base], rows[base + 1], rows[base + SCOPE])
+        cell = home_of_row(meta, rows, row)
         while cells[cell] != row:
             assert cells[cell], "a row is not found"
             cell = (cell + 1) % len(cells)
@@ -164,3 +168,11 @@ def _check_slots(holdings: Holdings) -> None:
     void = {slot for slot, state in states.items() if state == VOID}
     assert void == set(holdings.void_slots), "void slots are not those to be swept"
     assert {*holdings.scope_of.values()} == holdings.scopes.keys(), "a scope without a slot"
+    slots = holdings.arrays["slots"].tolist()
+    lost = Counter(
+        holdings.scopes[name]
+        for slot, name in holdings.scope_of.items()
+        if slots[slot * SLOT + LOST] and states[slot] != VOID
+    )
+    told = {n: count for n, count in enumerate(slots[LOST_IN::SLOT]) if count}
+    assert told == lost, "slots that lost something are counted wrongly"

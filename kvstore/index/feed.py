@@ -201,6 +201,12 @@ def trust_after(silent_ms: int, *, is_open: bool, is_exact: bool) -> Trust | Non
     return Trust.EXACT if is_exact else Trust.CATCHING_UP
 
 
+def until_ms(heard_ms: int, now_ms: int) -> int:
+    """Silence since `heard_ms` may change what is believed of a node then, not before."""
+    ages = (STALE_MS, OUT_MS, FORGET_MS)
+    return min((t for age in ages if (t := heard_ms + age) > now_ms), default=now_ms + 1)
+
+
 class _Phase(enum.Enum):
     EXACT = enum.auto()
     ASKED = enum.auto()
@@ -299,8 +305,7 @@ class Feed:
 
     def until_ms(self, now_ms: int) -> int:
         """Silence may change `trust` or `is_lost` then, not before."""
-        ages = (STALE_MS, OUT_MS, FORGET_MS)
-        return min((t for age in ages if (t := self._heard_ms + age) > now_ms), default=now_ms + 1)
+        return until_ms(self._heard_ms, now_ms)
 
     def is_lost(self, now_ms: int) -> bool:
         """Silent for so long that its blocks are to be forgotten."""

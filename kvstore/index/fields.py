@@ -26,7 +26,7 @@ SIZE: Final = 14
 HASH: Final = 15
 
 # A slot.
-SLOT: Final = 6
+SLOT: Final = 7
 STATE: Final = 0
 LOST: Final = 1
 """1: a row that it held was evicted."""
@@ -34,6 +34,8 @@ LENGTH: Final = 2
 """And the next two: leading blocks in hbm, dram, file; of the match under way."""
 WORST: Final = 5
 """The slowest tier that the match needed so far."""
+LOST_IN: Final = 6
+"""Of the scope that has this number, not of the slot: how many of its slots have lost something."""
 SLOWEST: Final = 2
 """The last tier."""
 
@@ -48,29 +50,31 @@ VOID: Final = 3
 ANSWER: Final = 5
 """Numbers of one answer: slot, three lengths, lost."""
 
-# Of meta.
-SECRET_A: Final = 0
-SECRET_B: Final = 1
-SECRET_C: Final = 2
-CELL_COUNT: Final = 3
-SET_CELL_COUNT: Final = 4
-CHUNK_COUNT: Final = 5
-SLOT_COUNT: Final = 6
-ENTRY_MAX: Final = 7
-ENTRIES: Final = 8
-BLOCKS: Final = 9
-EVICTED: Final = 10
-ROW_FREE: Final = 11
-ROW_FRESH: Final = 12
-CHUNK_FREE: Final = 13
-CHUNK_FRESH: Final = 14
-MEMO_FROM: Final = 15
+# Of meta. First a secret for each word of a key.
+SECRET_OF_SCOPE: Final = WORDS
+SECRET_A: Final = 9
+SECRET_B: Final = 10
+CELL_COUNT: Final = 11
+SET_CELL_COUNT: Final = 12
+CHUNK_COUNT: Final = 13
+SLOT_COUNT: Final = 14
+ENTRY_MAX: Final = 15
+ENTRIES: Final = 16
+BLOCKS: Final = 17
+EVICTED: Final = 18
+ROW_FREE: Final = 19
+ROW_FRESH: Final = 20
+CHUNK_FREE: Final = 21
+CHUNK_FRESH: Final = 22
+MEMO_FROM: Final = 23
 """The change that this call makes turned this set …"""
-MEMO_TO: Final = 16
+MEMO_TO: Final = 24
 """… into this one. Forgotten when either of them is freed."""
-SWEPT: Final = 17
+SWEPT: Final = 25
 """The next row that the sweep looks at."""
-META: Final = 18
+GAP: Final = 26
+"""The empty cell at which the last probe ended."""
+META: Final = 27
 
 M31: Final = (1 << 31) - 1
 """So many bits of a number can be multiplied by a secret without wrapping."""

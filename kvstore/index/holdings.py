@@ -8,7 +8,7 @@ Full, that is with `entry_count_max` (block, slot) pairs: the block that was lon
 and not told leaves, and its slots have lost something. Of blocks told or asked for together the
 first are the newest.
 
-Bytes for E entries and S slots: rows 48 E, cells 8 E, sets 36 E + 252 S, slots 56 S.
+Bytes for E entries and S slots: rows 48 E, cells 8 E, sets 36 E + 252 S, slots 60 S.
 """
 
 from __future__ import annotations
@@ -119,6 +119,9 @@ class Holdings:
     def void(self, slot: int) -> None:
         """Forget all that this slot holds, and the slot."""
         self._slots[slot * fields.SLOT + fields.STATE] = fields.VOID
+        if self._slots[slot * fields.SLOT + fields.LOST]:
+            scope = self.scopes[self.scope_of[slot]]
+            self._slots[scope * fields.SLOT + fields.LOST_IN] -= 1
         self._void.append(slot)
 
     def stored(self, slot: int, tier: Tier, keys: bytes) -> None:
@@ -143,6 +146,11 @@ class Holdings:
         begin = self._meta[fields.SLOT_COUNT]
         numbers = iter(self._scratch[begin : begin + count * fields.ANSWER].tolist())
         return list(zip(numbers, numbers, numbers, numbers, numbers, strict=True))
+
+    def has_lost(self, tenant: str, space: SpaceId) -> bool:
+        """Something left for want of room that a slot, which is not void, was told to hold."""
+        scope = self.scopes.get((tenant, space))
+        return scope is not None and self._slots[scope * fields.SLOT + fields.LOST_IN] > 0
 
     def sweep(self, row_count: int) -> None:
         """Take void slots out of so many rows; those that were void when the pass began are free
@@ -191,7 +199,9 @@ def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray
     }
     arrays: dict[str, NDArray[Any]] = {n: np.zeros(s, dtype=np.int32) for n, s in sizes.items()}
     meta = arrays["meta"] = np.zeros(fields.META, dtype=np.int64)
-    meta[[fields.SECRET_A, fields.SECRET_B, fields.SECRET_C]] = _secrets(seed)
+    # All words of a key, of 32 bits, times their secrets, summed up, fit 63 bits.
+    meta[: fields.SECRET_A] = _secrets(seed, fields.SECRET_A, bits=28)
+    meta[[fields.SECRET_A, fields.SECRET_B]] = _secrets(~seed, 2, bits=30)
     meta[fields.CELL_COUNT] = cell_count
     meta[fields.SET_CELL_COUNT] = set_cell_count
     meta[fields.CHUNK_COUNT] = chunk_end
@@ -201,8 +211,8 @@ def _arrays(entry_count_max: int, slot_end: int, seed: int) -> dict[str, NDArray
     return arrays
 
 
-def _secrets(seed: int) -> list[int]:
-    """Three odd numbers of thirty bits."""
-    digest = hashlib.sha256(b"kvstore index %d" % seed).digest()
-    words = np.frombuffer(digest, dtype="<u4")[:3].tolist()
-    return [word >> 2 | 1 << 29 | 1 for word in words]
+def _secrets(seed: int, count: int, *, bits: int) -> NDArray[np.int64]:
+    """Odd numbers of so many bits."""
+    digest = hashlib.sha512(b"kvstore index %d" % seed).digest()
+    words = np.frombuffer(digest, dtype="<u4")[:count].astype(np.int64)
+    return words >> 32 - bits | 1 << bits - 1 | 1

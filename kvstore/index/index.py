@@ -149,7 +149,8 @@ class Index:
         self._young_until_ms = now_ms + OUT_MS
         self._review_ms = now_ms
         """Until then no silence changes what is believed of a node."""
-        self._others: Trust = Trust.EXACT
+        self.doubted: set[_Node] = set()
+        """Those that are in answers, and not exact: they may hold more than answers tell."""
 
     def hear(self, event: Event, now_ms: int) -> Verdict:
         """Take in what a node said, or what happened to its stream."""
@@ -159,14 +160,13 @@ class Index:
                 return Verdict.CLOSE
             node = self.nodes[event.node] = _Node(event.node, self)
         heard = node.feed.hear(event, now_ms)
-        self._review_ms = now_ms
         node.places.take(heard, event)
+        self._judge(node, now_ms)
         return heard.verdict
 
     def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
         """The longest prefix of `keys` (32 bytes each) that each holder has."""
-        if now_ms >= self._review_ms:
-            self._review(now_ms)
+        self._review(now_ms)
         matches = []
         for slot, hbm, dram, file, lost in self.holdings.match(tenant, space, keys):
             holder, node = self.owners[slot]
@@ -175,13 +175,13 @@ class Index:
                 if lost and trust is Trust.EXACT:
                     trust = Trust.CATCHING_UP
                 matches.append(Match(holder, hbm, dram, file, trust))
-        is_young = now_ms < self._young_until_ms
-        return Answer(Trust.CATCHING_UP if is_young else self._others, matches)
+        is_whole = now_ms >= self._young_until_ms and not self.doubted
+        is_whole = is_whole and not self.holdings.has_lost(tenant, space)
+        return Answer(Trust.EXACT if is_whole else Trust.CATCHING_UP, matches)
 
     def tick(self, now_ms: int) -> None:
         """Regular work, a bounded piece at a time: forget who is lost, reclaim what is void."""
-        if now_ms >= self._review_ms:
-            self._review(now_ms)
+        self._review(now_ms)
         self.holdings.sweep(SWEEP_ROWS)
 
     def members(self, now_ms: int) -> list[Member]:
@@ -195,8 +195,7 @@ class Index:
 
     def address(self, node: str, now_ms: int) -> str | None:
         """Where peers find the node; None when it is not there, or out."""
-        if now_ms >= self._review_ms:
-            self._review(now_ms)
+        self._review(now_ms)
         known = self.nodes.get(node)
         return None if known is None or known.trust is None else known.feed.address
 
@@ -213,16 +212,25 @@ class Index:
         )
 
     def _review(self, now_ms: int) -> None:
-        """What time, and what was heard since, changed in what is believed of each node."""
+        """What silence changed in what is believed of nodes, when it can have changed anything."""
+        if now_ms < self._review_ms:
+            return
         for name in [name for name, node in self.nodes.items() if node.feed.is_lost(now_ms)]:
-            self.nodes.pop(name).places.forget()
-        self._others = Trust.EXACT
+            node = self.nodes.pop(name)
+            node.places.forget()
+            self.doubted.discard(node)
         self._review_ms = now_ms + OUT_MS
         for node in self.nodes.values():
-            trust = node.feed.trust(now_ms)
-            if trust is Trust.EXACT and node.places.is_short:
-                trust = Trust.CATCHING_UP
-            node.trust = trust
-            if trust is not None and trust is not Trust.EXACT:
-                self._others = Trust.CATCHING_UP
-            self._review_ms = min(self._review_ms, node.feed.until_ms(now_ms))
+            self._judge(node, now_ms)
+
+    def _judge(self, node: _Node, now_ms: int) -> None:
+        """What is believed of a node by what it said, and how long ago."""
+        trust = node.feed.trust(now_ms)
+        if trust is Trust.EXACT and node.places.is_short:
+            trust = Trust.CATCHING_UP
+        node.trust = trust
+        if trust is None or trust is Trust.EXACT:
+            self.doubted.discard(node)
+        else:
+            self.doubted.add(node)
+        self._review_ms = min(self._review_ms, node.feed.until_ms(now_ms))

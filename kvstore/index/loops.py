@@ -21,6 +21,7 @@ from kvstore.index.fields import (
     EVICTED,
     LENGTH,
     LOST,
+    LOST_IN,
     MEMBERS,
     MEMO_FROM,
     MEMO_TO,
@@ -38,6 +39,7 @@ from kvstore.index.fields import (
     SLOWEST,
     STATE,
     SWEPT,
+    VOID,
     WORDS,
     WORST,
     Ints,
@@ -90,10 +92,13 @@ def alter(
 def evict(rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, meta: Ints) -> None:
     """What was longest not asked for and not told leaves; its holders have lost something."""
     row = rows[NEWER]  # of the sentinel: the oldest
-    chunk = rows[row * ROW + SET]
-    for i in range(sets[chunk * CHUNK + SIZE]):
+    first = chunk = rows[row * ROW + SET]
+    for i in range(sets[first * CHUNK + SIZE]):
         chunk = chunk_of(sets, chunk, i)
-        slots[(member_of(sets, chunk, i) >> 3) * SLOT + LOST] = 1
+        base = (member_of(sets, chunk, i) >> 3) * SLOT
+        if slots[base + LOST] == 0 and slots[base + STATE] != VOID:
+            slots[base + LOST] = 1
+            slots[rows[row * ROW + SCOPE] * SLOT + LOST_IN] += 1
     give(rows, sets, set_cells, meta, row, 0)
     delete(rows, cells, meta, row)
     meta[EVICTED] += 1

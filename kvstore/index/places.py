@@ -4,7 +4,7 @@
 
 A **slot** is one holder in one (tenant, space). A snapshot over older words fills hidden slots
 beside them; at its end they are shown and the older ones void. Deltas that come meanwhile go to
-both.
+both. A node has PLACES_MAX of either at most: nobody takes the slots of others.
 
 Covers: which slot stands for which place. Does not cover: what is believed (`feed`), what keeps the
 blocks (`holdings`, `kvstore.stores`).
@@ -12,11 +12,14 @@ blocks (`holdings`, `kvstore.stores`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Protocol
+from collections.abc import Hashable, Iterable
+from typing import Final, Protocol
 
 from kvstore.index.feed import Change, Cleared, Delta, Event, Heard, Left, Part, Removed, Stored
 from kvstore.types import SpaceId, Tier
+
+PLACES_MAX: Final = 1024
+"""Of one node, and as many again while a snapshot of it comes."""
 
 Scope = Hashable
 """What whoever keeps the blocks calls a (tenant, space)."""
@@ -60,8 +63,16 @@ class Places:
         self.slots: dict[Place, int] = {}
         self.coming: dict[Place, int] | None = None
         """The slots of a snapshot that fills while older ones answer."""
+        self._scopes: dict[tuple[str, int], set[Scope]] = {}
+        """Of an engine's places, or more: so that nothing is looked through when it leaves."""
         self.is_short = False
         """Something it said found no room."""
+
+    def resume(self, slots: dict[Place, int], coming: dict[Place, int] | None) -> None:
+        """Go on with what somebody else opened; of a snapshot, only what was told before it."""
+        self.slots, self.coming = slots, coming
+        self.abandon()
+        self._know(slots)
 
     def take(self, heard: Heard, event: Event) -> None:
         """Do what `Feed.hear` said of this event."""
@@ -85,6 +96,7 @@ class Places:
         """All that it ever said is void."""
         self.abandon()
         self._void(self.slots, list(self.slots))
+        self._scopes.clear()
         self.is_short = False
 
     def abandon(self) -> None:
@@ -100,36 +112,48 @@ class Places:
         for slot in self.coming.values():
             self._kept.show(slot)
         self.slots, self.coming = self.coming, None
+        self._scopes.clear()
+        self._know(self.slots)
+
+    def _know(self, places: Iterable[Place]) -> None:
+        for engine, rank, scope in places:
+            self._scopes.setdefault((engine, rank), set()).add(scope)
 
     def _change(self, change: Change) -> None:
         both = [self.slots] if self.coming is None else [self.slots, self.coming]
-        for slots in both:
-            match change:
-                case Stored():
+        match change:
+            case Stored():
+                for slots in both:
                     self._store(change, slots)
-                case Removed():
-                    scope = self._kept.scope(change.tenant, change.space)
+            case Removed():
+                scope = self._kept.scope(change.tenant, change.space)
+                for slots in both:
                     slot = slots.get((change.engine, change.rank, scope))
                     if slot is not None:
                         self._kept.removed(slot, scope, change.tier, change.keys)
-                case Cleared(tenant, space):
-                    scope = self._kept.scope(tenant, space)
+            case Cleared(tenant, space):
+                scope = self._kept.scope(tenant, space)
+                for slots in both:
                     self._void(slots, [p for p in slots if p[2] == scope])
-                case Left(engine, rank):
-                    self._void(slots, [p for p in slots if p[:2] == (engine, rank)])
+            case Left(engine, rank):
+                scopes = self._scopes.pop((engine, rank), ())
+                for slots in both:
+                    self._void(slots, [p for s in scopes if (p := (engine, rank, s)) in slots])
 
     def _store(self, stored: Stored, slots: dict[Place, int]) -> None:
         scope = self._kept.scope(stored.tenant, stored.space)
         place = (stored.engine, stored.rank, scope)
         slot = slots.get(place)
-        if slot is None:
+        if slot is None and len(slots) < PLACES_MAX:
             slot = self._kept.open(place, is_hidden=slots is self.coming)
-            if slot is None:
-                self.is_short = True
-                return
+        if slot is None:
+            self.is_short = True
+            return
+        if place not in slots:
             slots[place] = slot
+            self._know([place])
         self._kept.stored(slot, scope, stored.tier, stored.keys)
 
-    def _void(self, slots: dict[Place, int], places: list[Place]) -> None:
+    def _void(self, slots: dict[Place, int], places: Iterable[Place]) -> None:
         for place in places:
             self._kept.void(slots.pop(place))

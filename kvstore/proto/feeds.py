@@ -3,12 +3,14 @@
 Covers: words of a feed, prompts, answers. Does not cover: rows of `inspect` (`convert`).
 
 Ways for a word to be broken, each a ProtocolError: no kind; a space or keys of another length than
-32 bytes each; more keys than fit a message; a name that is empty or too long; an unknown tier.
+32 bytes each; more keys than fit a message; a change of no block; more changes than a node tells at
+once; a name that is empty or too long; an unknown tier.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -35,6 +37,8 @@ from kvstore.wire.load import Load
 MESSAGE_BYTES_MAX: Final = 1 << 20
 KEYS_MAX: Final = 16_384
 """Of one question, and of one change."""
+CHANGES_MAX: Final = 4096
+"""Of one word: a replica answers nobody while it takes them in."""
 TOKENS_MAX: Final = 262_144
 NAME_BYTES_MAX: Final = 256
 _TIERS: Final = {Tier.HBM: pb.TIER_HBM, Tier.DRAM: pb.TIER_DRAM, Tier.FILE: pb.TIER_FILE}
@@ -44,6 +48,7 @@ _TRUSTS: Final = {
     Trust.CATCHING_UP: pb.TRUST_CATCHING_UP,
     Trust.STALE: pb.TRUST_STALE,
 }
+_Change = TypeVar("_Change", pb.Change, pb.Stored)
 _OF_TRUST: Final[dict[int, Trust]] = {number: trust for trust, number in _TRUSTS.items()}
 
 
@@ -71,13 +76,13 @@ def word_of(word: pb.FeedWord, hello: Hello) -> Word:
     who = (hello.node, hello.incarnation, hello.stream)
     match word.WhichOneof("kind"):
         case "delta":
-            changes = tuple(_change(change) for change in word.delta.changes)
+            changes = tuple(_change(change) for change in _few(word.delta.changes))
             return Delta(*who, word.delta.sequence, changes)
         case "beat":
             return Beat(*who, word.beat.sequence, load_of(word.beat))
         case "part":
             part = word.part
-            stored = tuple(_stored(each) for each in part.stored)
+            stored = tuple(_stored(each) for each in _few(part.stored))
             return Part(*who, part.sequence, part.number, part.is_last, stored)
         case _:
             raise ProtocolError("a feed has one Hello, then deltas, beats and parts of snapshots")
@@ -105,7 +110,7 @@ def _change(change: pb.Change) -> Change:
                 tenant=_text(told.tenant),
                 space=_space(told.space),
                 tier=_tier(told.tier),
-                keys=_keys(told.keys),
+                keys=_some(told.keys),
                 engine=_text(told.engine),
                 rank=told.rank,
             )
@@ -120,10 +125,16 @@ def _stored(told: pb.Stored) -> Stored:
         tenant=_text(told.tenant),
         space=_space(told.space),
         tier=_tier(told.tier),
-        keys=_keys(told.keys),
+        keys=_some(told.keys),
         engine=_text(told.engine),
         rank=told.rank,
     )
+
+
+def _few(changes: Sequence[_Change]) -> Sequence[_Change]:
+    if len(changes) > CHANGES_MAX:
+        raise ProtocolError(f"a word has {CHANGES_MAX} changes at most")
+    return changes
 
 
 def _name(text: str) -> str:
@@ -155,6 +166,12 @@ def _keys(keys: bytes) -> bytes:
     if len(keys) % KEY_BYTES or len(keys) > KEYS_MAX * KEY_BYTES:
         raise ProtocolError(f"keys are {KEY_BYTES} bytes each, {KEYS_MAX} at most")
     return keys
+
+
+def _some(keys: bytes) -> bytes:
+    if not keys:
+        raise ProtocolError("nothing is stored or removed without a key")
+    return _keys(keys)
 
 
 def change_of(told: Offered | Left) -> pb.Change:

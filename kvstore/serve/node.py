@@ -417,6 +417,7 @@ def _make_engine(
     return Engine(
         EngineConfig(
             incarnation=memory.incarnation,
+            seed=secrets.randbits(64),
             arena_bytes=config.dram_bytes,
             slab_bytes=config.slab_bytes,
             generation_bytes=memory.arena.generation_bytes,

@@ -48,10 +48,12 @@ CONNECTIONS_MAX: Final = 32
 PREFIX: Final = b"kvstore:1:"
 """With the number of this layout: another one begins with an empty store."""
 FAILURES: Final = (RedisError, OSError, TimeoutError)
-_REFUSALS: Final = {
+_REMEDIES: Final = {
     OutOfMemoryError: "Raise its maxmemory, or lower --entries.",
     ReadOnlyError: "Name its primary in --store.",
 }
+REFUSALS: Final = tuple(_REMEDIES)
+"""Of FAILURES: it is there, and takes nothing."""
 
 _Argument = bytes | str
 _log = logging.getLogger(__name__)
@@ -149,7 +151,7 @@ class Connection:
 
     def lose(self, error: Exception) -> str:
         """It failed: it is away from now on. Or it is there, but takes nothing: says why."""
-        for kind, remedy in _REFUSALS.items():
+        for kind, remedy in _REMEDIES.items():
             if isinstance(error, kind):
                 return f"the store at {self._place} takes nothing: {error} {remedy}"
         reason = f"{type(error).__name__}: {error}" if str(error) else "it does not answer in time"

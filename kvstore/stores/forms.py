@@ -21,6 +21,7 @@ import msgspec
 from kvstore.errors import ProtocolError
 from kvstore.index.index import Holder
 from kvstore.types import Incarnation, SpaceId
+from kvstore.wire.load import Load
 
 SCOPE_BYTES = 16
 SLOT_BYTES = 4
@@ -50,6 +51,15 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     is_exact: bool
     """All that it said is here; with `is_short`, something found no room."""
     is_short: bool
+    load_numbers: tuple[_Number, ...] = ()
+    """What it does, as the fields of `Load` follow each other; none: it told nothing yet."""
+
+    @property
+    def load(self) -> Load | None:
+        """What its incarnation told last; None: nothing yet."""
+        if not self.load_numbers:
+            return None
+        return Load(**dict(zip(Load.__struct_fields__, self.load_numbers, strict=False)))
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):

@@ -41,11 +41,11 @@ from kvstore.index.feed import (
     Word,
 )
 from kvstore.index.index import Answer, Holder, Match, Member, Statistics
-from kvstore.index.places import Places
+from kvstore.index.places import Place, Places
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
 from kvstore.stores.batch import Batch
-from kvstore.stores.connection import DEADLINES, FAILURES, Connection, Deadlines
+from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Connection, Deadlines
 from kvstore.stores.forms import Body, Kept, decode, encode, polled, scope_of, slot_name
 from kvstore.stores.sweeper import Sweeper
 from kvstore.stores.view import View
@@ -79,6 +79,7 @@ class _Heard:
             is_open=feed.is_open,
             is_exact=feed.is_exact,
             is_short=self.places.is_short,
+            load_numbers=msgspec.structs.astuple(feed.load) if feed.load is not None else (),
         )
 
 
@@ -117,12 +118,13 @@ class RedisStore:
         self._run = ""
         self._sizes = Statistics(0, 0, 0, 0, 0, 0)
         self._sweeper = Sweeper(self._connection, self._me)
-        self._refusal = ""
+        self._refusals = {"words": "", "ticks": ""}
         """Why the store did not take what it was told last."""
 
     @property
     def trouble(self) -> str:
-        return self._connection.trouble or self._refusal or self._connection.warning
+        troubles = (self._connection.trouble, *self._refusals.values(), self._connection.warning)
+        return next(filter(None, troubles), "")
 
     @property
     def failure_count(self) -> int:
@@ -155,7 +157,10 @@ class RedisStore:
         if self._connection.is_away or found == scripts.OTHER_EPOCH:
             return Answer(Trust.STALE, [])
         matches = (self._match(slot, lengths, now_ms) for slot, lengths in scripts.matched(found))
-        return Answer(self._trust(now_ms), [each for each in matches if each is not None])
+        trust = self._trust(now_ms)
+        if scripts.has_lost(found):
+            trust = max(trust, Trust.CATCHING_UP)
+        return Answer(trust, [each for each in matches if each is not None])
 
     def _trust(self, now_ms: int) -> Trust:
         return max(self._view.trust(now_ms), Trust.CATCHING_UP if self.trouble else Trust.EXACT)
@@ -238,9 +243,7 @@ class RedisStore:
                 await self._write(scripts.GONE, link.hello.node, link.heard.version)
             except FAILURES as error:
                 self._connection.lose(error)
-            row = self._view.rows.get(link.hello.node)
-            if row is not None:
-                row.is_gone = row.version == link.heard.version
+            self._view.gone(link.hello.node, link.heard.version)
         return Verdict.GO_ON
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
@@ -274,12 +277,11 @@ class RedisStore:
             row = self._view.rows.get(node)
             heard_ms = row.changed_ms if row is not None and row.body.is_open else None
             heard.feed = Feed.of_another(known.incarnation, known.replaced, heard_ms=heard_ms)
+            heard.feed.load = known.load
         if kept is not None:
             places = decode(Kept, kept)
-            heard.places.slots = {each[:3]: each[3] for each in places.slots}
-            if places.coming is not None:
-                heard.places.coming = {each[:3]: each[3] for each in places.coming}
-            heard.places.abandon()
+            coming = None if places.coming is None else _slots(places.coming)
+            heard.places.resume(_slots(places.slots), coming)
         return heard
 
     async def _say(self, link: _Link, heard: _Heard, event: Event, now_ms: int) -> Verdict:
@@ -297,18 +299,18 @@ class RedisStore:
                 is_taken, _ = await self._flush(event.node, heard)
         except FAILURES as error:
             is_taken = False
-            self._refuse(self._connection.lose(error))
+            self._refuse("words", self._connection.lose(error))
         if not is_taken:
             link.heard = None
             return Verdict.GO_ON  # the next word makes up for it
-        self._refusal = ""
+        self._refuse("words", "")
         self._view.changed(event.node, heard.version, heard.body, now_ms)
         return what.verdict
 
-    def _refuse(self, reason: str) -> None:
-        if reason and reason != self._refusal:
+    def _refuse(self, what: str, reason: str) -> None:
+        if reason and reason not in self._refusals.values():
             _log.warning("%s", reason)
-        self._refusal = reason
+        self._refusals[what] = reason
 
     async def _reserve(self, event: Event) -> None:
         """So many slot numbers as the event can need: two for each thing that it says."""
@@ -348,12 +350,22 @@ class RedisStore:
     async def tick(self, now_ms: int) -> None:
         try:
             await self._poll(now_ms)
+            refusal = await self._tidy(now_ms)
+            self._connection.is_back()
+        except (*FAILURES, ProtocolError) as error:
+            refusal = self._connection.lose(error)
+        self._refuse("ticks", refusal)
+
+    async def _tidy(self, now_ms: int) -> str:
+        """Sweep and forget. Says why the store takes nothing, though it answers: empty if it does.
+        Raises FAILURES, ProtocolError."""
+        try:
             await self._sweeper.sweep(self._epoch)
             for node in self._view.lost(now_ms):
                 await self._forget(node)
-            self._connection.is_back()
-        except (*FAILURES, ProtocolError) as error:
-            self._connection.lose(error)
+        except REFUSALS as error:
+            return self._connection.lose(error)
+        return ""
 
     async def _poll(self, now_ms: int) -> None:
         proposed = secrets.token_hex(_BYTES_OF_EPOCH).encode()
@@ -416,6 +428,10 @@ class RedisStore:
 
     async def _write(self, script: scripts.Script, *arguments: bytes | str) -> None:
         await self._connection.write_all(script, [(self._epoch, *arguments)])
+
+
+def _slots(rows: list[tuple[str, int, bytes, int]]) -> dict[Place, int]:
+    return {each[:3]: each[3] for each in rows}
 
 
 def _kept(places: Places) -> Kept:

@@ -3,6 +3,7 @@
     PREFIX epoch        a random name of this state: with another, all that replicas know is void
     PREFIX nodes        set of names          PREFIX n:NODE  hash: v(ersion), body, places, gone
     PREFIX slots        hash: slot ─▶ two letters (S shown or H hidden; 1 it lost something), record
+    PREFIX lost         hash: slot that lost something ─▶ its scope; scope ─▶ how many such slots
     PREFIX void         set of slots to be swept out of the rows
     PREFIX counts       hash: entries, rows, evicted
     PREFIX ids          the last slot number that was given
@@ -69,11 +70,25 @@ local function put(name, value, size)
 end
 """
 
+_VOID: Final = """
+local function void(slot)
+  redis.call('HDEL', P .. 'slots', slot)
+  redis.call('SADD', P .. 'void', slot)
+  local scope = redis.call('HGET', P .. 'lost', slot)
+  if not scope then return end
+  redis.call('HDEL', P .. 'lost', slot)
+  if redis.call('HINCRBY', P .. 'lost', scope, -1) == 0 then
+    redis.call('HDEL', P .. 'lost', scope)
+  end
+end
+"""
+
 MATCH: Final = _script(
     _SAME_EPOCH
     + """
 local base, keys = P .. 'b:' .. ARGV[3], ARGV[4]
 local total = #keys / 32
+local lost = redis.call('HEXISTS', P .. 'lost', ARGV[3])
 local alive, count, last = {}, 0, nil
 local function fastest(mask)
   return mask % 2 == 1 and 1 or mask % 4 >= 2 and 2 or 3
@@ -132,17 +147,17 @@ for first = 0, total - 1, 128 do
     if value ~= last then
       if last then narrow(value, first + j - 1) else begin(value) end
       last = value
-      if count == 0 then return table.concat(answer) end
+      if count == 0 then return lost .. table.concat(answer) end
     end
   end
 end
 for id in pairs(alive) do out(id, total) end
-return table.concat(answer)
+return lost .. table.concat(answer)
 """
 )
-"""scope, keys ─▶ of each slot that holds the first block: four numbers (length of its record,
-blocks in hbm, in dram or faster, in any tier) and the record; all in one string, which is read
-fastest (`matched`)."""
+"""scope, keys ─▶ 1 if something of the scope was lost, else 0; of each slot that holds the first
+block: four numbers (length of its record, blocks in hbm, in dram or faster, in any tier) and the
+record; all in one string, which is read fastest (`matched`)."""
 
 WRITE: Final = _script(
     _SAME_EPOCH
@@ -154,6 +169,7 @@ redis.call('SADD', P .. 'nodes', ARGV[3])
 local most, slots_most, refused = tonumber(ARGV[8]), tonumber(ARGV[9]), 0
 """
     + _COUNTS
+    + _VOID
     + f"""
 local function find(value, slot)
   local at = 1
@@ -169,6 +185,12 @@ local function mark(slot, from, to, letter)
     known = string.sub(known, 1, from) .. letter .. string.sub(known, to)
     redis.call('HSET', P .. 'slots', slot, known)
   end
+  return known
+end
+local function lose(slot, scope)
+  if mark(slot, 1, 3, '1') and redis.call('HSETNX', P .. 'lost', slot, scope) == 1 then
+    redis.call('HINCRBY', P .. 'lost', scope, 1)
+  end
 end
 -- What was used within a second is not given up for something new; the store counts whole seconds,
 -- and 1 may be the turn of one.
@@ -183,7 +205,8 @@ local function evict()
   end
   if not oldest then return false end
   local value = redis.call('GET', oldest)
-  for at = 1, #value, 5 do mark(string.sub(value, at, at + 3), 1, 3, '1') end
+  local scope = string.sub(oldest, #base + 1, #base + 16)
+  for at = 1, #value, 5 do lose(string.sub(value, at, at + 3), scope) end
   put(oldest, '', #value)
   evicted = evicted + 1
   return true
@@ -200,7 +223,7 @@ local function store(slot, mask, blob)
       redis.call('SETRANGE', name, place + 3, string.char(has))
     else
       if entries + 1 > most and not evict() then
-        mark(slot, 1, 3, '1')
+        lose(slot, string.sub(blob, 1, 16))
         return
       end
       if value then
@@ -239,8 +262,7 @@ for at = 10, #ARGV, 4 do
   elseif order == 'show' then
     mark(slot, 0, 2, 'S')
   elseif order == 'void' then
-    redis.call('HDEL', P .. 'slots', slot)
-    redis.call('SADD', P .. 'void', slot)
+    void(slot)
   elseif redis.call('HLEN', P .. 'slots') < slots_most then
     redis.call('HSET', P .. 'slots', slot, what .. '0' .. blob)
   else
@@ -285,11 +307,9 @@ GONE: Final = _script(
 FORGET: Final = _script(
     _SAME_EPOCH
     + _SAME_RECORD
+    + _VOID
     + """
-for at = 5, #ARGV do
-  redis.call('HDEL', P .. 'slots', ARGV[at])
-  redis.call('SADD', P .. 'void', ARGV[at])
-end
+for at = 5, #ARGV do void(ARGV[at]) end
 redis.call('SREM', P .. 'nodes', ARGV[3])
 return redis.call('DEL', record)
 """
@@ -299,6 +319,8 @@ return redis.call('DEL', record)
 SWEEP: Final = _script(
     _SAME_EPOCH
     + f"""
+-- A script that has written goes on though the store is full: what is swept makes room.
+redis.call('SREM', P .. 'void', '')
 local lease = P .. 'sweeper'
 redis.call('SET', lease, ARGV[3], 'NX', 'PX', {SWEEPER_MS})
 if redis.call('GET', lease) ~= ARGV[3] then return {LOST} end
@@ -329,9 +351,14 @@ return 0
 ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 
 
+def has_lost(found: bytes) -> bool:
+    """Of MATCH's answer: somebody was told to hold more of the scope than found room."""
+    return found.startswith(b"1")
+
+
 def matched(found: bytes) -> Iterator[tuple[bytes, tuple[int, int, int]]]:
     """Slots of MATCH's answer: letters and record, and lengths."""
-    at = 0
+    at = 1
     while at < len(found):
         size, hbm, dram, file = _LINE.unpack_from(found, at)
         at += _LINE.size + size

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Trust, trust_after
+from kvstore.index.feed import FORGET_MS, OUT_MS, STALE_MS, Trust, trust_after, until_ms
 from kvstore.index.index import Member
 from kvstore.stores.forms import Body
 
@@ -50,12 +50,17 @@ class View:
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
+        self._doubted: set[str] = set()
+        """Those that are in answers, and not exact."""
+        self._review_ms = 0
+        """Until then neither silence nor a poll changes what is believed of a node."""
         self._is_first = True
         self._young_until_ms = 0
 
     def restart(self, now_ms: int) -> None:
         """What was seen before is of another state: begin again."""
         self.rows.clear()
+        self._review_ms = now_ms
         self._is_first = True
         self._young_until_ms = now_ms + OUT_MS
 
@@ -64,33 +69,56 @@ class View:
         for name in self.rows.keys() - records.keys():
             del self.rows[name]
         for name, (version, body, gone) in records.items():
-            self.changed(name, version, body, now_ms, was_seen_to_change=not self._is_first)
+            self._put(name, version, body, now_ms, was_seen_to_change=not self._is_first)
             self.rows[name].is_gone = gone == version
+        self._review_ms = now_ms
         self._is_first = False
 
-    def changed(
-        self, name: str, version: bytes, body: Body, now_ms: int, *, was_seen_to_change: bool = True
+    def changed(self, name: str, version: bytes, body: Body, now_ms: int) -> None:
+        """A record as this replica left it; no matter if it is as it was."""
+        self._put(name, version, body, now_ms, was_seen_to_change=True)
+        self._judge(name, now_ms)
+
+    def gone(self, name: str, version: bytes) -> None:
+        """Its address refuses connections, if this is still its record."""
+        row = self.rows.get(name)
+        if row is not None and row.version == version:
+            row.is_gone = True
+            self._doubted.discard(name)
+
+    def trust(self, now_ms: int) -> Trust:
+        """EXACT: nobody else holds anything, by what the nodes said."""
+        if now_ms >= self._review_ms:
+            self._doubted.clear()
+            self._review_ms = now_ms + OUT_MS
+            for name in self.rows:
+                self._judge(name, now_ms)
+        is_whole = not self._doubted and now_ms >= self._young_until_ms
+        return Trust.EXACT if is_whole else Trust.CATCHING_UP
+
+    def _put(
+        self, name: str, version: bytes, body: Body, now_ms: int, *, was_seen_to_change: bool
     ) -> None:
-        """A record as it is now; no matter if it is as it was."""
         row = self.rows.get(name)
         if row is None:
             self.rows[name] = Row(version, body, now_ms, was_seen_to_change)
         elif row.version != version:
             self.rows[name] = Row(version, body, now_ms, was_seen_to_change=True)
 
-    def trust(self, now_ms: int) -> Trust:
-        """EXACT: nobody else holds anything, by what the nodes said."""
-        trusts = {row.trust(now_ms) for row in self.rows.values()}
-        is_whole = trusts <= {None, Trust.EXACT} and now_ms >= self._young_until_ms
-        return Trust.EXACT if is_whole else Trust.CATCHING_UP
+    def _judge(self, name: str, now_ms: int) -> None:
+        row = self.rows[name]
+        if row.trust(now_ms) in (None, Trust.EXACT):
+            self._doubted.discard(name)
+        else:
+            self._doubted.add(name)
+        self._review_ms = min(self._review_ms, until_ms(row.changed_ms, now_ms))
 
     def members(self, now_ms: int) -> list[Member]:
         """Everybody who is not forgotten, by name."""
         return [
-            Member(
-                name, row.body.incarnation, row.body.address, row.trust(now_ms), row.body.sequence
-            )
+            Member(name, its.incarnation, its.address, row.trust(now_ms), its.sequence, its.load)
             for name, row in sorted(self.rows.items())
+            for its in (row.body,)
         ]
 
     def lost(self, now_ms: int) -> list[str]:

@@ -22,6 +22,7 @@ from kvstore.index.feed import (
     Verdict,
 )
 from kvstore.index.index import Answer, Holder, Index, Match
+from kvstore.index.places import PLACES_MAX
 from kvstore.ports import IndexStore
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import Deadlines
@@ -29,6 +30,7 @@ from kvstore.stores.local import LocalStore
 from kvstore.stores.redis import RedisStore
 from kvstore.testing.redis_process import RedisProcess
 from kvstore.types import SpaceId, Tier
+from kvstore.wire.load import Load
 from tests.integration.node.conftest import eventually
 from tests.unit.index.model import Model
 from tests.unit.index.words import (
@@ -230,6 +232,24 @@ def test_it_says_what_dictionaries_say(told: Callable[..., Asked], seed: int) ->
     assert asked.entry_count() == model.entry_count()
 
 
+def test_what_a_node_does_is_known_until_its_process_is_another(told: Callable[..., Asked]) -> None:
+    asked = told(1)
+
+    def load() -> Load | None:
+        (member,) = asked.store.members(NOW)
+        return member.load
+
+    assert load() is None
+    asked.hear(beat(1, load=Load(at_ms=5, slots_quarantined=2**63, replicas_reached=7)))
+    assert load() == Load(at_ms=5, slots_quarantined=2**63, replicas_reached=7)
+    asked.hear(beat(1))
+    asked.hear(delta(2, stored(2)))
+    asked.tick()
+    assert load() == Load(at_ms=5, slots_quarantined=2**63, replicas_reached=7)
+    asked.hear(hello(incarnation=2))
+    assert load() is None
+
+
 def test_a_young_replica_says_that_more_may_be_there(make: Callable[..., Asked]) -> None:
     asked = make()
     asked.hear(hello(), 0)
@@ -364,6 +384,23 @@ def test_full_gives_up_what_is_old_for_what_is_new(told: Callable[..., Asked]) -
     assert asked.store.statistics().evicted_count >= 2
 
 
+def test_who_is_in_no_answer_because_it_found_no_room_is_missed(told: Callable[..., Asked]) -> None:
+    asked = told(*range(5), entries=10, slots=8)
+    asked.hear(hello(node="b"))
+    asked.hear(delta(1, stored(*range(100, 110)), node="b"))
+    answers = {n: asked.match(n) for n in (*range(5), *range(100, 110))}
+    missed = [n for n, answer in answers.items() if not answer.matches]
+    assert len(missed) == 5
+    assert {answer.trust for answer in answers.values()} == {Trust.CATCHING_UP}
+    assert asked.match(0, tenant="u") == Answer(Trust.EXACT, [])
+    # Until its next snapshot.
+    node = NODE if 0 in missed else "b"
+    sequence = 5
+    assert asked.hear(beat(sequence, node=node)) is Verdict.ASK
+    asked.hear(part(sequence, 0, is_last=True, node=node))
+    assert asked.match(missed[0]) == Answer(Trust.EXACT, [])
+
+
 def test_without_slots_the_node_is_catching_up_until_a_snapshot_fits(
     told: Callable[..., Asked],
 ) -> None:
@@ -375,6 +412,40 @@ def test_without_slots_the_node_is_catching_up_until_a_snapshot_fits(
     assert asked.hear(beat(4)) is Verdict.ASK
     asked.hear(part(4, 0, stored(1), is_last=True))
     assert asked.trust(NOW) is Trust.EXACT
+
+
+def test_a_node_does_not_take_the_slots_of_others(make: Callable[..., Asked]) -> None:
+    slots = 3 * PLACES_MAX
+    asked = make(entries=10_000, slots=slots)
+    many = [stored(1, engine=str(n)) for n in range(slots + 1)]
+    asked.hear(hello())
+    asked.hear(delta(1, *many))
+    assert asked.hear(beat(3)) is Verdict.ASK
+    asked.hear(part(3, 0, *many))
+    asked.hear(hello(node="b"))
+    assert asked.hear(beat(1, node="b")) is Verdict.ASK
+    asked.hear(part(1, 0, stored(7), is_last=True, node="b"))
+    (match,) = asked.match(7).matches
+    assert match == Match(Holder("b"), 0, 1, 1, Trust.EXACT)
+    asked.hear(part(3, 1, is_last=True))
+    matches = asked.match(1).matches
+    assert len(matches) == PLACES_MAX
+    assert {match.trust for match in matches} == {Trust.CATCHING_UP}
+
+
+def test_an_engine_that_leaves_while_a_snapshot_comes_is_not_brought_back(
+    told: Callable[..., Asked],
+) -> None:
+    asked = told(1)
+    asked.hear(delta(2, *(stored(1, tier=Tier.HBM, engine=name) for name in "ef")))
+    assert asked.hear(beat(3)) is Verdict.ASK
+    asked.hear(part(3, 0, *(stored(1, tier=Tier.HBM, engine=name) for name in "efg")))
+    asked.hear(delta(4, Left("f"), Left("g"), Left("h")))
+    assert asked.lengths(1) == {A: 1, Holder(NODE, "e"): 1}
+    asked.hear(part(4, 1, stored(1), is_last=True))
+    assert asked.lengths(1) == {A: 1, Holder(NODE, "e"): 1}
+    asked.hear(delta(5, Left("e")))
+    assert asked.lengths(1) == {A: 1}
 
 
 def test_nodes_are_bounded_and_begin_with_hello(make: Callable[..., Asked]) -> None:

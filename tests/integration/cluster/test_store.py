@@ -12,7 +12,7 @@ import pytest
 from kvstore.client.index import IndexClient
 from kvstore.client.tls import Identity
 from kvstore.errors import ConfigError
-from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Closed, Event, Trust, Verdict
+from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Closed, Event, Left, Trust, Verdict
 from kvstore.index.index import Answer
 from kvstore.serve.certs import make_certificates
 from kvstore.stores.address import store_config
@@ -21,6 +21,7 @@ from kvstore.stores.redis import RedisStore
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.testing.redis_process import RedisProcess
 from kvstore.types import Incarnation, SpaceId
+from kvstore.wire.load import Load
 from tests.integration.cluster import kit
 from tests.integration.cluster.kit import CONVERGES_S, TENANT, Site, becomes, matches, trust
 from tests.integration.node.conftest import eventually
@@ -125,7 +126,7 @@ def test_of_two_streams_one_is_heard_and_the_other_takes_over(
     assert two.hear(hello(sequence=5)) is Verdict.GO_ON
     assert two.hear(delta(6, stored(9))) is Verdict.GO_ON
     assert two.found(9) is None
-    assert one.hear(beat(1)) is Verdict.GO_ON
+    assert one.hear(beat(1, load=Load(at_ms=5))) is Verdict.GO_ON
     # The first replica dies: its record changes no more.
     later = NOW + STALE_MS
     two.tick(later - 1)
@@ -134,6 +135,7 @@ def test_of_two_streams_one_is_heard_and_the_other_takes_over(
     assert two.hear(beat(6), later) is Verdict.ASK
     two.tick(later)
     assert two.found(1, 2, now_ms=later) == (2, Trust.CATCHING_UP), "not empty meanwhile"
+    assert [member.load for member in two.store.members(later)] == [Load(at_ms=5)]
     assert two.hear(part(6, 0, stored(1), is_last=True), later) is Verdict.GO_ON
     assert two.found(1, 2, now_ms=later) == (1, Trust.EXACT)
     # It was only stopped: its next step is refused, and it waits in its turn.
@@ -256,6 +258,45 @@ def test_a_full_store_says_so_and_answers_on(lab: Lab, redis: RedisProcess) -> N
     redis.cli("config", "set", "maxmemory", "0")
     assert one.hear(beat(2)) is Verdict.ASK
     assert one.store.trouble == ""
+
+
+def test_a_full_store_is_swept(lab: Lab, redis: RedisProcess) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1), stored(2, engine="e")))
+    one.hear(delta(2, Left("e")))
+    redis.cli("config", "set", "maxmemory", "1")
+
+    def is_swept() -> bool:
+        one.tick()
+        assert one.store.trouble == ""
+        return one.store.statistics().entry_count == 1
+
+    assert eventually(is_swept, timeout_s=PATIENCE_S)
+    assert one.found(1) == (1, Trust.EXACT)
+
+
+def test_a_store_that_is_back_but_takes_nothing_answers(
+    lab: Lab, redis: RedisProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = lab.replica(redis)
+    one.hear(hello())
+    one.hear(delta(1, stored(1), stored(2, engine="e")))
+    one.hear(delta(2, Left("e")))
+    redis.cli("replicaof", "127.0.0.1", "1")
+    # It was away until now, and what is void cannot be swept.
+    two = lab.replica(redis)
+    caplog.clear()
+    for _ in range(3):
+        two.tick(0)
+        assert "takes nothing: " in two.store.trouble
+        assert "Name its primary in --store." in two.store.trouble
+        assert two.found(1, now_ms=0) == (1, Trust.STALE), "as of any record at the first look"
+        assert two.match(1, now_ms=0).trust is Trust.CATCHING_UP
+    assert caplog.records == [], "said once, at the first of all"
+    redis.cli("replicaof", "no", "one")
+    two.tick(0)
+    assert two.store.trouble == ""
 
 
 def test_a_store_that_drops_rows_by_itself_is_never_believed_wholly(

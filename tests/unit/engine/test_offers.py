@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Command, Offered, OffersUntold
 from kvstore.engine.offers import Offers, _cover
-from kvstore.types import Shard, Tier
+from kvstore.engine.residency import Change, Residency
+from kvstore.types import Shard, SpaceId, Tier
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, key
 
@@ -99,6 +100,14 @@ def test_slices_add_up_to_what_was_told(
         told = set(node.offered)
         node.ask_offers()
         assert node.offered == told
+
+
+def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> None:
+    offers = Offers(Residency(block_count_max=4, word_count=4), lambda _: (LAYERS, HEADS))
+    scope = ("t", SpaceId(bytes(32)), WHOLE)
+    assert offers.told([Change(Tier.DRAM, False, scope, key(1) + key(2))]) == [
+        Offered(Tier.DRAM, False, *scope[:2], key(1) + key(2))
+    ]
 
 
 @pytest.mark.parametrize(

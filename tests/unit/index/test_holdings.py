@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 
 import numpy as np
+import pytest
 
 from kvstore.index.check import check_holdings
 from kvstore.index.holdings import Holdings
+from kvstore.index.rows import home_of_row
 from kvstore.types import Tier
 from tests.unit.index.words import SPACE, keys
 
@@ -51,3 +54,39 @@ def test_there_is_a_chunk_for_every_set_that_can_be() -> None:
     assert flat.evicted_count == 0
     assert np.count_nonzero(flat.arrays["set_cells"]) == len(wanted)
     check_holdings(flat)
+
+
+def words_of(*words: int) -> bytes:
+    """A key of these words, the other ones 0."""
+    return np.array(words + (0,) * (8 - len(words)), dtype=np.uint32).tobytes()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(lambda n: bytes(8) + n.to_bytes(24), id="the first 8 bytes are alike"),
+        pytest.param(lambda n: n.to_bytes(32, "little"), id="the last 28 bytes are alike"),
+        pytest.param(
+            lambda n: words_of(*((n >> bit & 1) << 31 for bit in range(7)), n >> 7),
+            id="they differ in the highest bits of words",
+        ),
+        pytest.param(
+            lambda n: words_of(*(n if i % 2 else -n & 0xFFFFFFFF for i in range(8))),
+            id="words make up for each other",
+        ),
+    ],
+)
+def test_nobody_can_choose_blocks_that_collide(chosen: Callable[[int], bytes]) -> None:
+    """A replica would spend minutes to take in as many as one word can name."""
+    told = [chosen(n) for n in range(4000)]
+    assert len(set(told)) == len(told)
+    flat = Holdings(entry_count_max=len(told), slot_count_max=4, seed=1, is_native=False)
+    slot = flat.open("t", SPACE, is_hidden=False)
+    assert slot is not None
+    flat.stored(slot, Tier.DRAM, b"".join(told))
+    cells, rows, meta = (flat.arrays[name].tolist() for name in ("cells", "rows", "meta"))
+    probes = [
+        (cell - home_of_row(meta, rows, row)) % len(cells) for cell, row in enumerate(cells) if row
+    ]
+    assert len(probes) == len(told)
+    assert max(probes) < 100

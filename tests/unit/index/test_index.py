@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from kvstore.index.check import check
 from kvstore.index.feed import (
+    FORGET_MS,
+    OUT_MS,
     STALE_MS,
+    Feed,
+    Left,
     Trust,
     Verdict,
 )
 from kvstore.index.index import Holder, Index, Match
+from kvstore.index.places import Place
 from tests.unit.index.words import (
     NODE,
     SPACE,
+    beat,
     closed,
     delta,
     hello,
@@ -80,8 +88,72 @@ def test_full_forgets_the_longest_unused_and_says_so() -> None:
     check(index)
 
 
+def test_a_word_does_not_make_the_next_answer_look_at_every_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = new_index(nodes=500)
+    for number in range(500):
+        index.hear(hello(node=str(number)), NOW)
+    index.match("t", SPACE, keys(1), NOW)
+    looks = 0
+    trust = Feed.trust
+
+    def counted(feed: Feed, now_ms: int) -> Trust | None:
+        nonlocal looks
+        looks += 1
+        return trust(feed, now_ms)
+
+    monkeypatch.setattr(Feed, "trust", counted)
+    for number in range(100):
+        index.hear(beat(0, node=str(number)), NOW + number)
+        assert index.match("t", SPACE, keys(1), NOW + number).trust is Trust.EXACT
+    assert looks == 100
+    check(index)
+
+
+def test_whoever_is_doubted_is_so_until_heard_or_out() -> None:
+    index = new_index()
+
+    def answer(now_ms: int) -> Trust:
+        check(index)
+        return index.match("t", SPACE, keys(1), now_ms).trust
+
+    index.hear(hello(), NOW)
+    index.hear(hello(node="b"), NOW + 1)
+    assert answer(NOW + STALE_MS - 1) is Trust.EXACT
+    index.hear(beat(0, node="b"), NOW + STALE_MS - 1)
+    assert answer(NOW + STALE_MS) is Trust.CATCHING_UP
+    index.hear(beat(0), NOW + STALE_MS)
+    assert answer(NOW + STALE_MS) is Trust.EXACT
+    assert index.hear(beat(7), NOW + STALE_MS) is Verdict.ASK
+    assert answer(NOW + STALE_MS) is Trust.CATCHING_UP
+    assert answer(NOW + STALE_MS + OUT_MS - 1) is Trust.CATCHING_UP
+    assert answer(NOW + STALE_MS + OUT_MS) is Trust.EXACT
+    assert answer(NOW + STALE_MS + FORGET_MS) is Trust.EXACT
+    assert not index.nodes
+
+
 def test_wrong_sizes_are_told() -> None:
     with pytest.raises(ValueError, match="entries must be more than slots"):
         Index(entry_count_max=8, slot_count_max=8, now_ms=0)
     with pytest.raises(ValueError, match="33 bytes are no keys of 32 bytes each"):
         told(1).match("t", SPACE, bytes(33), NOW)
+
+
+class NeverWalked(dict[Place, int]):
+    """Looked up in, and never gone through."""
+
+    def __iter__(self) -> Iterator[Place]:
+        raise AssertionError("all places are looked at")
+
+
+def test_an_engine_that_left_is_not_looked_for_in_all_places() -> None:
+    index = told(1)
+    index.hear(delta(2, stored(1, engine="e"), stored(1, engine="e", tenant="u")), NOW)
+    places = index.nodes[NODE].places
+    places.slots = NeverWalked(places.slots.items())
+    index.hear(delta(3, Left("f"), Left("e")), NOW)
+    assert lengths(index, NOW, 1) == {A: 1}
+    assert len(places.slots) == 1
+    places.slots = dict(places.slots.items())
+    check(index)

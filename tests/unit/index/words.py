@@ -7,6 +7,7 @@ import hashlib
 from kvstore.index.feed import Beat, Change, Closed, Delta, Hello, Part, Removed, Stored
 from kvstore.index.index import Holder, Index
 from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.load import Load
 
 SPACE = SpaceId(bytes(32))
 
@@ -32,8 +33,15 @@ def delta(
     return Delta(node, Incarnation(incarnation), stream, sequence, changes)
 
 
-def beat(sequence: int, *, node: str = NODE, incarnation: int = 1, stream: int = 1) -> Beat:
-    return Beat(node, Incarnation(incarnation), stream, sequence)
+def beat(
+    sequence: int,
+    *,
+    node: str = NODE,
+    incarnation: int = 1,
+    stream: int = 1,
+    load: Load | None = None,
+) -> Beat:
+    return Beat(node, Incarnation(incarnation), stream, sequence, load)
 
 
 def part(
@@ -41,10 +49,11 @@ def part(
     number: int,
     *what: Stored,
     is_last: bool = False,
+    node: str = NODE,
     incarnation: int = 1,
     stream: int = 1,
 ) -> Part:
-    return Part(NODE, Incarnation(incarnation), stream, sequence, number, is_last, what)
+    return Part(node, Incarnation(incarnation), stream, sequence, number, is_last, what)
 
 
 def closed(*, incarnation: int = 1, stream: int = 1) -> Closed:

@@ -1,0 +1,64 @@
+"""What a replica believes of the nodes that a shared store tells of, between two polls."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.index.feed import OUT_MS, STALE_MS, Trust
+from kvstore.stores.forms import Body
+from kvstore.stores.view import Row, View
+from kvstore.types import Incarnation
+
+NOW = 10_000
+EXACT = Body(Incarnation(1), (), "", 0, is_open=True, is_exact=True, is_short=False)
+FILLING = Body(Incarnation(1), (), "", 0, is_open=True, is_exact=False, is_short=False)
+
+
+def seen(count: int) -> View:
+    """A view that saw all of them change."""
+    view = View()
+    view.restart(0)
+    view.polled({}, 0)
+    view.polled({str(n): (b"1", EXACT, b"") for n in range(count)}, NOW)
+    assert view.trust(NOW) is Trust.EXACT
+    return view
+
+
+def test_a_word_does_not_make_the_next_answer_look_at_every_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    view = seen(500)
+    looks = 0
+    trust = Row.trust
+
+    def counted(row: Row, now_ms: int) -> Trust | None:
+        nonlocal looks
+        looks += 1
+        return trust(row, now_ms)
+
+    monkeypatch.setattr(Row, "trust", counted)
+    for number in range(100):
+        view.changed(str(number), b"2", EXACT, NOW + number)
+        assert view.trust(NOW + number) is Trust.EXACT
+    assert looks == 100
+
+
+def test_answers_doubt_who_is_in_answers_and_not_exact() -> None:
+    view = seen(3)
+    view.changed("0", b"2", FILLING, NOW + 1)
+    assert view.trust(NOW + 1) is Trust.CATCHING_UP
+    view.changed("0", b"3", EXACT, NOW + 2)
+    assert view.trust(NOW + 2) is Trust.EXACT
+    view.changed("0", b"4", FILLING, NOW + 3)
+    view.gone("0", b"3")
+    assert view.trust(NOW + 3) is Trust.CATCHING_UP, "it spoke since"
+    view.gone("0", b"4")
+    assert view.trust(NOW + 3) is Trust.EXACT
+    assert view.trust(NOW + STALE_MS) is Trust.CATCHING_UP, "the others are silent"
+    assert view.trust(NOW + OUT_MS) is Trust.EXACT
+    view.polled({"0": (b"5", FILLING, b"")}, NOW + OUT_MS)
+    assert view.trust(NOW + OUT_MS) is Trust.CATCHING_UP
+    view.polled({"0": (b"5", FILLING, b"5")}, NOW + OUT_MS)
+    assert view.trust(NOW + OUT_MS) is Trust.EXACT
+    view.polled({}, NOW + OUT_MS)
+    assert view.trust(NOW + OUT_MS) is Trust.EXACT
