@@ -375,7 +375,9 @@ class Link:
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
         """All that peers can have, in parts, with deltas between them."""
         self._counters.snapshots += 1
-        number, row = 0, 0
+        # Before anything is read: what is told from here on counts, and what is lost is noticed.
+        await self._write_part(call, 0, [], is_last=False)
+        number, row = 1, 0
         while row >= 0:
             offers, row = await _slice(ask, row)
             for piece in _pieces(offers):

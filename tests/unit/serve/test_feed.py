@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -70,6 +71,10 @@ class World:
     def drop(self, keys: list[bytes]) -> None:
         self.held = [None if key in keys else key for key in self.held]
         self.feeder.put(self.offer(keys, stored=False))
+
+    def turn(self) -> None:
+        """The loop has taken what was put."""
+        self.loop.call(asyncio.sleep(0), timeout_s=CONVERGES_S)
 
     def is_known(self) -> bool:
         """Whether the replica believes exactly what is held."""
@@ -258,6 +263,40 @@ def test_changes_during_a_snapshot_are_not_lost(world: World) -> None:
         return found
 
     world.held = list(KEYS[:380])
+    world.feeder.lose()
+    world.feeder.start(ask)
+    assert world.is_known()
+
+
+def test_what_changes_before_a_snapshot_has_anything_to_say_is_not_lost(world: World) -> None:
+    answer: Callable[[int], Slice] = world.ask
+
+    def ask(row: int) -> Slice:
+        found = answer(row)
+        if row == 100 and world.held[0] is None:
+            world.held[0] = KEYS[0]  # of a row that was read
+            world.feeder.put(world.offer(KEYS[:1]))
+            world.turn()
+        return found
+
+    world.held = [None] * 200 + list(KEYS[200:])
+    world.feeder.lose()
+    world.feeder.start(ask)
+    assert world.is_known()
+
+
+def test_what_is_lost_while_the_first_slice_is_read_is_noticed(world: World) -> None:
+    answer: Callable[[int], Slice] = world.ask
+
+    def ask(row: int) -> Slice:
+        found = answer(row)
+        if row == 0 and world.held[0] is None:
+            world.held[0] = KEYS[0]
+            world.feeder.lose()
+            world.turn()
+        return found
+
+    world.held = [None, *KEYS[1:]]
     world.feeder.lose()
     world.feeder.start(ask)
     assert world.is_known()
