@@ -147,7 +147,7 @@ class IndexClient:
         """News of the nodes, of a prefix (tenant, space, prompt), or both, until it is closed.
 
         Read it steadily: who does not is hung up on. After a fail-over the first news are all there
-        is, again.
+        is, again, and who went meanwhile.
 
         Raises:
             IndexUnavailable: no replica would begin, or the last one ended it.
@@ -161,16 +161,23 @@ class IndexClient:
 
     def _news(self, request: pb.WatchRequest) -> Iterator[News]:
         failures = 0
+        known: set[str] = set()
         while True:
             self._check_open()
             number = self._first
             call = self._stubs[number].Watch(request)
+            is_first = True
             try:
                 for reply in call:
                     failures = 0
+                    named = {row.node for row in reply.nodes}
+                    # The first of a stream names all there are: another replica may have told of
+                    # more.
+                    gone = known - named if is_first else set(reply.gone)
+                    known, is_first = (known | named) - gone, False
                     yield News(
                         _members(reply.nodes),
-                        list(reply.gone),
+                        sorted(gone),
                         feeds.answer_of(reply.prefix) if reply.HasField("prefix") else None,
                     )
             except grpc.RpcError as error:
