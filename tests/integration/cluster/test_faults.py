@@ -157,6 +157,26 @@ def test_a_stopped_replica_holds_up_neither_nodes_nor_clients(site: Site) -> Non
         assert becomes(client, keys, {"n1": 64})
 
 
+def test_a_watcher_does_not_wait_for_a_stopped_replica(site: Site) -> None:
+    with (
+        site.index("i1") as one,
+        site.index("i2") as two,
+        site.node("n1", "--index", one.address, "--index", two.address),
+        site.client(one.address, two.address) as client,
+        site.client(two.address) as second,
+    ):
+        assert eventually(lambda: trust(client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
+        assert eventually(lambda: trust(second, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
+        watching = client.watch()
+        assert [each.node for each in next(watching).nodes] == ["n1"]
+        one.pause()
+        news = next(watching)
+        assert [each.node for each in news.nodes] == ["n1"], "all there is, of the other one"
+        assert news.gone == []
+        watching.close()
+        one.resume()
+
+
 def test_replicas_answer_for_all_nodes_and_do_not_mix_them_up(site: Site) -> None:
     keys = make_keys(4)
     with (
