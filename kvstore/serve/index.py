@@ -123,14 +123,8 @@ class IndexService(IndexServicer):
 
     async def tick(self) -> None:
         """What time alone brings about, for as long as it is not cancelled."""
-        bug = ""
         while True:
-            try:
-                await self.store.tick(loop_ms())
-            except Exception as error:  # a bug: nobody waits for this task, so it would end unseen
-                if repr(error) != bug:
-                    bug = repr(error)
-                    _log.exception("regular work of the index failed; it is tried again")
+            await self.store.tick(loop_ms())
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:

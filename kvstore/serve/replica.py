@@ -36,10 +36,10 @@ from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
 from kvstore.serve import callers
-from kvstore.serve.aio import LoopThread
+from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.cluster import IndexConfig, ReplicaConfig
 from kvstore.serve.http import HttpServer, Page, text_page
-from kvstore.serve.index import IndexService, now_ms
+from kvstore.serve.index import TICK_S, IndexService, now_ms
 from kvstore.serve.tls import INSECURE, INSECURE_NOTE, server_credentials
 from kvstore.stores.local import LocalStore
 
@@ -129,7 +129,8 @@ class Replica:
         else:
             port = self._server.add_secure_port(place, server_credentials(tls))
         await self._server.start()
-        self._tick = asyncio.get_running_loop().create_task(self._service.tick())
+        ticking = persist("regular work of the index", self._service.tick, pause_s=TICK_S)
+        self._tick = asyncio.get_running_loop().create_task(ticking)
         return int(port)
 
     def close(self) -> None:

@@ -18,10 +18,11 @@ from kvstore.serve import feed
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ReplicaConfig
 from kvstore.serve.driver import NodeBusy
-from kvstore.serve.feed import Feeder, Slice
+from kvstore.serve.feed import Feeder, Slice, Told
 from kvstore.serve.replica import Replica
 from kvstore.testing.raw_engine import make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.load import Load
 from tests.integration.node.conftest import eventually
 
 SPACE = SpaceId(bytes(32))
@@ -266,6 +267,51 @@ def test_changes_during_a_snapshot_are_not_lost(world: World) -> None:
     world.feeder.lose()
     world.feeder.start(ask)
     assert world.is_known()
+
+
+def test_a_bug_in_a_feed_is_logged_once_and_what_it_cost_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(feed, "RETRY_MAX_S", 0.01)
+    make, asked = feeds.change_of, 0
+
+    def broken(told: Told) -> pb.Change:
+        nonlocal asked
+        asked += 1
+        if asked <= 3:
+            raise KeyError("tier")
+        return make(told)
+
+    world.feeder.start(world.ask)
+    assert world.is_known()
+    monkeypatch.setattr(feeds, "change_of", broken)
+    for bugs in (1, 2, 3):
+        world.store(KEYS[bugs : bugs + 1])
+        assert eventually(lambda bugs=bugs: asked == bugs, timeout_s=CONVERGES_S)
+    assert world.is_known()
+    assert world.feeder.trouble == ""
+    (said,) = [record for record in caplog.records if record.exc_info]
+    assert said.getMessage().startswith("a bug: the feed of 127.0.0.1:")
+
+
+def test_a_node_that_cannot_say_what_it_does_is_asked_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(feed, "LOAD_S", 0.01)
+    monkeypatch.setattr(feed, "BEAT_S", 0.01)
+    bugs: list[Exception] = [KeyError("tier"), KeyError("tier"), NodeBusy("later")]
+
+    def load() -> Load:
+        if bugs:
+            raise bugs.pop()
+        return Load(leases=7)
+
+    def told() -> list[int]:
+        return [node.load.leases for node in world.client.nodes().nodes if node.load]
+
+    world.feeder.start(world.ask, load)
+    assert eventually(lambda: told() == [7], timeout_s=CONVERGES_S)
+    assert len([record for record in caplog.records if record.exc_info]) == 1
 
 
 def test_what_changes_before_a_snapshot_has_anything_to_say_is_not_lost(world: World) -> None:
