@@ -69,6 +69,9 @@ _OPTIONS: Final = (
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.keepalive_time_ms", PING_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    # The one above is of kernels, this is of processes; and an index may have no news for hours.
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", PING_LEAST_MS),
 )
