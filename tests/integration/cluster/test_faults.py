@@ -180,7 +180,6 @@ def test_a_watcher_does_not_wait_for_a_stopped_replica(site: Site) -> None:
         news = next(watching)
         assert [each.node for each in news.nodes] == ["n1"], "all there is, of the other one"
         assert news.gone == []
-        watching.close()
         one.resume()
 
 

@@ -273,12 +273,12 @@ def test_a_bug_in_a_feed_is_logged_once_and_what_it_cost_is_told(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(feed, "RETRY_MAX_S", 0.01)
-    make, asked = feeds.change_of, 0
+    make = feeds.change_of
+    asked: list[Told] = []
 
     def broken(told: Told) -> pb.Change:
-        nonlocal asked
-        asked += 1
-        if asked <= 3:
+        asked.append(told)
+        if len(asked) <= 3:
             raise KeyError("tier")
         return make(told)
 
@@ -287,7 +287,7 @@ def test_a_bug_in_a_feed_is_logged_once_and_what_it_cost_is_told(
     monkeypatch.setattr(feeds, "change_of", broken)
     for bugs in (1, 2, 3):
         world.store(KEYS[bugs : bugs + 1])
-        assert eventually(lambda bugs=bugs: asked == bugs, timeout_s=CONVERGES_S)
+        assert eventually(lambda: len(asked) >= bugs, timeout_s=CONVERGES_S)  # noqa: B023
     assert world.is_known()
     assert world.feeder.trouble == ""
     (said,) = [record for record in caplog.records if record.exc_info]
