@@ -35,6 +35,10 @@ from kvstore.types import Incarnation
 DEFAULT_TIMEOUT_S: Final = 1.0
 RECONNECT_MIN_MS: Final = 100
 RECONNECT_MAX_MS: Final = 1000
+PING_MS: Final = 2000
+"""A replica that is silent for so long is asked whether it is there; it allows once a second."""
+PING_TIMEOUT_MS: Final = 2000
+"""One that does not answer in that time is away: no watcher or feed waits for it."""
 PORT_MAX: Final = 65535
 _ELSEWHERE: Final = frozenset(
     {
@@ -147,7 +151,7 @@ class IndexClient:
         """News of the nodes, of a prefix (tenant, space, prompt), or both, until it is closed.
 
         Read it steadily: who does not is hung up on. After a fail-over the first news are all there
-        is, again.
+        is, again, and who went meanwhile.
 
         Raises:
             IndexUnavailable: no replica would begin, or the last one ended it.
@@ -161,16 +165,23 @@ class IndexClient:
 
     def _news(self, request: pb.WatchRequest) -> Iterator[News]:
         failures = 0
+        known: set[str] = set()
         while True:
             self._check_open()
             number = self._first
             call = self._stubs[number].Watch(request)
+            is_first = True
             try:
                 for reply in call:
                     failures = 0
+                    named = {row.node for row in reply.nodes}
+                    # The first of a stream names all there are: another replica may have told of
+                    # more.
+                    gone = known - named if is_first else set(reply.gone)
+                    known, is_first = (known | named) - gone, False
                     yield News(
                         _members(reply.nodes),
-                        list(reply.gone),
+                        sorted(gone),
                         feeds.answer_of(reply.prefix) if reply.HasField("prefix") else None,
                     )
             except grpc.RpcError as error:
@@ -249,6 +260,14 @@ def channel_options() -> list[tuple[str, Any]]:
         ("grpc.min_reconnect_backoff_ms", RECONNECT_MIN_MS),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MIN_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
+        ("grpc.keepalive_time_ms", PING_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        # That one is of what the kernel of the other end does not take; a process that is stopped
+        # has a kernel that does, and is given a minute without this one (gRPC 1.85).
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # As many as it takes: who watches says nothing for hours.
+        ("grpc.http2.max_pings_without_data", 0),
         # Nothing here goes through a proxy that the environment names.
         ("grpc.enable_http_proxy", 0),
     ]

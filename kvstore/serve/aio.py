@@ -1,20 +1,22 @@
 """A thread with an asyncio loop: where everything of a process that speaks gRPC to others runs.
 
-One per process, because gRPC's asyncio side has one poller per process. Does not cover: what runs
-on it (`index`, `feed`).
+One per process, because gRPC's asyncio side has one poller per process. Covers: the thread, work
+without an end. Does not cover: what runs on it (`index`, `feed`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 CLOSE_TIMEOUT_S: Final = 5.0
 
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 
 
 class LoopThread:
@@ -50,6 +52,20 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+
+async def persist(what: str, work: Callable[[], Awaitable[None]], *, pause_s: float) -> None:
+    """Work that has no end but to be cancelled: after a bug it begins again. Nobody waits for it,
+    so that it would end unseen."""
+    bug = ""
+    while True:
+        try:
+            await work()
+        except Exception as error:
+            if repr(error) != bug:
+                bug = repr(error)
+                _log.exception("a bug: %s failed; it is tried again", what)
+        await asyncio.sleep(pause_s)
 
 
 async def _cancel_all() -> None:

@@ -7,7 +7,7 @@
 One thread for all engines. A connection is one life of an engine: when it ends, and when the engine
 does not answer ZeroMQ's own heartbeat for HEARTBEAT_TIMEOUT_MS (a stopped process), all that it
 held is taken back, its sockets are closed with whatever they had read, and new ones wait for it. So
-no number of one life is taken for one of another.
+no number of one life is taken for one of another. So it begins again, too, whose events meet a bug.
 
 Bounded: a message is PAYLOAD_BYTES_MAX at most, QUEUED_BATCHES_MAX wait in a socket, one message of
 a socket is taken at a time and worked on in pieces, between which others have their turn: an engine
@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import zmq
@@ -53,6 +53,8 @@ REOPEN_MS_MAX: Final = 5000
 RECONNECT_MS: Final = 100
 RECONNECT_MS_MAX: Final = 2000
 QUEUED_BATCHES_MAX: Final = 32
+BUGS_MAX: Final = 8
+"""So many are remembered, to be logged once."""
 _FIRST_ROW: Final = 1 << 40
 """Of slices of a snapshot: the node's own rows are below."""
 
@@ -68,7 +70,10 @@ class _Follower:
         serial: int,
         context: zmq.Context[zmq.Socket[bytes]],
         counters: EngineCounters,
+        *,
+        failed_until_ms: int = 0,
     ) -> None:
+        """`failed_until_ms`: a bug ended the one before; begin then."""
         self.source = source
         self.serial = serial
         place = Place(source.engine, source.rank, source.tenant, source.space)
@@ -85,7 +90,9 @@ class _Follower:
         self._live: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._replay: zmq.Socket[bytes] | None = None
-        self._reopen_ms = 0
+        self._reopen_ms = failed_until_ms
+        self.has_failed = failed_until_ms > 0
+        """And has not joined again."""
 
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """To be polled in this order: whoever sees a batch then sees the connection it came by."""
@@ -117,6 +124,11 @@ class _Follower:
 
     def close(self) -> list[Change]:
         """It is followed no more."""
+        self.hang_up()
+        return self.feed.end()
+
+    def hang_up(self) -> None:
+        """Close its sockets."""
         self._close_replay()
         if self._live is not None:
             assert self._monitor is not None
@@ -124,7 +136,6 @@ class _Follower:
             self._monitor.close(0)
             self._live.close(0)
             self._live = self._monitor = None
-        return self.feed.end()
 
     def _open(self) -> None:
         self._live = live = self._socket(zmq.SUB)
@@ -149,6 +160,7 @@ class _Follower:
     def _watch(self, now_ms: int) -> list[Change]:
         assert self._monitor is not None
         if recv_monitor_message(self._monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self.has_failed = False
             return self.feed.begin(now_ms)
         return self._close_until(now_ms + REOPEN_MS)
 
@@ -215,11 +227,14 @@ class EngineMemory:
         self._orders: deque[tuple[int, EngineSource | None]] = deque(
             (-1 - number, source) for number, source in enumerate(sources)
         )
+        self._bugs: deque[str] = deque(maxlen=BUGS_MAX)
+        """Of late."""
         self._lock = threading.Lock()
         """Of changes until they are told: a slice must not fall between a change and its word. Held
         for a turn of one engine. Whoever looks at one fact at a time needs no lock."""
         self._wake_fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine-memory", daemon=True)
 
     # ── of the node's loop ───────────────────────────────────────────────────────────────────────
@@ -313,23 +328,56 @@ class EngineMemory:
     @property
     def trouble(self) -> str:
         """What a healthy node lacks; empty while all is well."""
-        away = [
-            f"{each.source.engine} at {each.source.endpoint}"
-            for each in list(self._followers.values())
-            if each.feed.phase is Phase.AWAY
-        ]
-        return f"KV events of {', '.join(away)} are not reached" if away else ""
+        if self._has_ended:
+            return "KV events of engines are not read any more after a bug, which the log has"
+        away: dict[bool, list[str]] = {False: [], True: []}
+        for each in list(self._followers.values()):
+            if each.feed.phase is Phase.AWAY:
+                name = f"{each.source.engine} at {each.source.endpoint}"
+                away[each.has_failed].append(name)
+        notes = {False: "are not reached", True: "are not read after a bug, which the log has"}
+        return "; ".join(
+            f"KV events of {', '.join(names)} {notes[has_failed]}"
+            for has_failed, names in away.items()
+            if names
+        )
 
     # ── of the thread ────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                with self._guarded(None):
+                    self._turn()
         finally:
+            self._has_ended = True
             with self._lock:  # after a bug, too: nobody would take it back any more
                 for number in list(self._followers):
                     self._end(number)
+
+    @contextlib.contextmanager
+    def _guarded(self, number: int | None) -> Iterator[None]:
+        """A bug costs the follower of that number, or all: they begin again."""
+        try:
+            yield
+        except Exception as error:
+            if repr(error) not in self._bugs:
+                self._bugs.append(repr(error))
+                _log.exception("a bug: reading KV events failed; it is tried again")
+            with self._lock:
+                for each in list(self._followers) if number is None else [number]:
+                    self._begin_again(each)
+
+    def _begin_again(self, number: int) -> None:
+        """What it holds, and what it has told of that, may be wrong."""
+        failed = self._followers[number]
+        source, until_ms = failed.source, self._clock.now_ns() // NS_PER_MS + REOPEN_MS_MAX
+        self._serial += 1
+        self._followers[number] = _Follower(
+            source, self._serial, self._context, self.counters, failed_until_ms=until_ms
+        )
+        failed.hang_up()
+        self._tell(Left(source.engine, source.rank))
 
     def _turn(self) -> None:
         poller = zmq.Poller()
@@ -344,10 +392,10 @@ class EngineMemory:
         if self._wake_fd in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
-            self._take_orders()
+        self._take_orders()
         now_ms = self._clock.now_ns() // NS_PER_MS
-        for follower in self._followers.values():
-            with self._lock:
+        for number, follower in list(self._followers.items()):
+            with self._guarded(number), self._lock:
                 self._say(follower.turn(ready, now_ms))
 
     def _take_orders(self) -> None:

@@ -24,6 +24,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -35,7 +36,7 @@ from kvstore.index.feed import BEAT_MS, Left
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
-from kvstore.serve.aio import LoopThread
+from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.driver import NodeBusy
 from kvstore.types import KEY_BYTES, Incarnation
 from kvstore.wire.load import Load
@@ -175,8 +176,13 @@ class Feeder:
 
     def _begin(self, ask: Callable[[int], Slice], load: Callable[[], Load]) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(link.run(ask)) for link in self._links]
-        self._tasks.append(loop.create_task(self._follow_load(load)))
+        works = [
+            persist(f"the feed of {link.replica}", partial(link.run, ask), pause_s=RETRY_MAX_S)
+            for link in self._links
+        ]
+        asking = partial(self._follow_load, load)
+        works.append(persist("asking the node what it does", asking, pause_s=LOAD_S))
+        self._tasks = [loop.create_task(work) for work in works]
 
     async def _follow_load(self, load: Callable[[], Load]) -> None:
         """Beats repeat the last one: they do not wait for a node that is busy."""
@@ -263,6 +269,9 @@ class Link:
                 reason = _reason(error)
             except TimeoutError:
                 reason = f"it took nothing for {WRITE_TIMEOUT_S:.0f} s"
+            except Exception:  # a bug, which may have kept what was taken to be told
+                self.lose()
+                raise
             finally:
                 was_connected, self.is_connected = self.is_connected, False
             if was_connected and loop.time() - begin_s >= STEADY_S:
@@ -375,7 +384,9 @@ class Link:
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
         """All that peers can have, in parts, with deltas between them."""
         self._counters.snapshots += 1
-        number, row = 0, 0
+        # Before anything is read: what is told from here on counts, and what is lost is noticed.
+        await self._write_part(call, 0, [], is_last=False)
+        number, row = 1, 0
         while row >= 0:
             offers, row = await _slice(ask, row)
             for piece in _pieces(offers):

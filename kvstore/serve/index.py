@@ -4,7 +4,8 @@
     Match, Nodes, Watch ─▶ IndexStore.match, .members
 
 One asyncio loop owns the store, so nothing is locked. Bounded:
-messages of 1 MiB, calls and watchers by number, what a caller does not read by time.
+messages of 1 MiB, calls, watchers and questions by tokens by number, what a caller does not read by
+time.
 
 When a stream breaks, the node's peer address is dialled once: refused means that nobody is there,
 and it is out of every answer at once. Only an address at the host that the stream came from is
@@ -29,7 +30,7 @@ import grpc
 
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import Closed, Hello, Refused, Verdict
+from kvstore.index.feed import Closed, Hello, Refused, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.ports import IndexStore
 from kvstore.proto import feeds
@@ -37,11 +38,13 @@ from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
 from kvstore.serve.addresses import address_of
 from kvstore.serve.tls import peer_identities
-from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.types import KEY_BYTES, Incarnation, SpaceId
 
 FEED_COUNT_MAX: Final = 4096
 WATCHER_COUNT_MAX: Final = 64
 WATCH_KEYS_MAX: Final = 1024
+TOKEN_QUESTIONS_MAX: Final = 16
+"""Prompts of tokens that wait for their keys: a second of work and 32 MiB, or so."""
 WATCH_PERIOD_S: Final = 0.1
 """A watcher is told at most this often; what came and went in between is left out."""
 READER_TIMEOUT_S: Final = 5.0
@@ -52,6 +55,8 @@ TICK_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
+News = tuple[Incarnation, str, Trust | None]
+"""What a watcher is told of at once. Sequence numbers and loads move all the time."""
 
 
 class IndexCounters:
@@ -65,6 +70,29 @@ class IndexCounters:
         self.words_refused = 0
         self.feeds_refused = 0
         self.watchers_dropped = 0
+
+
+class _Sight:
+    """The nodes as watchers see them, taken from the store once a period for all of them."""
+
+    def __init__(self, store: IndexStore) -> None:
+        self._store = store
+        self._due_ms = 0
+        self._news: dict[str, News] = {}
+        self.members: dict[str, Member] = {}
+
+    def look(self, now_ms: int) -> dict[str, News]:
+        """By node; the same object for as long as nothing is news."""
+        if now_ms >= self._due_ms:
+            self._due_ms = now_ms + int(WATCH_PERIOD_S * 1000)
+            self.members = {member.node: member for member in self._store.members(now_ms)}
+            news = {
+                name: (its.incarnation, its.address, its.trust)
+                for name, its in self.members.items()
+            }
+            if news != self._news:
+                self._news = news
+        return self._news
 
 
 class IndexService(IndexServicer):
@@ -81,6 +109,9 @@ class IndexService(IndexServicer):
         self._endings: set[asyncio.Task[None]] = set()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
         """Keys of long prompts take tens of milliseconds."""
+        self._token_questions = 0
+        """Of that thread, those included whose callers have hung up."""
+        self._sight = _Sight(store)
 
     @property
     def feed_count(self) -> int:
@@ -92,14 +123,8 @@ class IndexService(IndexServicer):
 
     async def tick(self) -> None:
         """What time alone brings about, for as long as it is not cancelled."""
-        bug = ""
         while True:
-            try:
-                await self.store.tick(loop_ms())
-            except Exception as error:  # a bug: nobody waits for this task, so it would end unseen
-                if repr(error) != bug:
-                    bug = repr(error)
-                    _log.exception("regular work of the index failed; it is tried again")
+            await self.store.tick(loop_ms())
             await asyncio.sleep(TICK_S)
 
     def close(self) -> None:
@@ -136,17 +161,16 @@ class IndexService(IndexServicer):
             self._watchers -= 1
 
     async def _watch(self, request: pb.WatchRequest, keys: bytes, context: Context) -> None:
-        told: dict[str, pb.Node] = {}
+        told: dict[str, News] = {}
         answered: pb.MatchReply | None = None
         is_first = True
         while True:
             reply = pb.WatchReply()
-            if request.nodes:
-                rows = {member.node: _row(member) for member in self.store.members(loop_ms())}
-                # Sequence numbers and loads move all the time and are nobody's news.
-                reply.nodes.extend(r for r in rows.values() if not _is_same(r, told.get(r.node)))
-                reply.gone.extend(told.keys() - rows.keys())
-                told = rows
+            if request.nodes and (news := self._sight.look(loop_ms())) is not told:
+                changed = [name for name, its in news.items() if its != told.get(name)]
+                reply.nodes.extend(_row(self._sight.members[name]) for name in changed)
+                reply.gone.extend(told.keys() - news.keys())
+                told = news
             if keys:
                 blocks = len(keys) // KEY_BYTES
                 answer = feeds.reply_of(await self._match(request.prefix, keys), blocks=blocks)
@@ -173,8 +197,18 @@ class IndexService(IndexServicer):
             await _refuse(context, str(error))
         if request.WhichOneof("prompt") == "keys":
             return request.keys
+        if self._token_questions >= TOKEN_QUESTIONS_MAX:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, f"{TOKEN_QUESTIONS_MAX} prompts of tokens wait already")
+        self._token_questions += 1
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._hashing, _keys_of_tokens, request.tokens)
+        making = loop.run_in_executor(self._hashing, _keys_of_tokens, request.tokens)
+        making.add_done_callback(self._made)
+        # What is cancelled stays in the queue of the thread, where nobody would count it.
+        return await asyncio.shield(making)
+
+    def _made(self, _: asyncio.Future[bytes]) -> None:
+        self._token_questions -= 1
 
     # ── feeds ────────────────────────────────────────────────────────────────────────────────────
 
@@ -292,14 +326,6 @@ def _row(member: Member) -> pb.Node:
         trust=feeds.trust_number(member.trust),
         sequence=member.sequence,
         load=feeds.load_message(member.load) if member.load is not None else None,
-    )
-
-
-def _is_same(row: pb.Node, told: pb.Node | None) -> bool:
-    return told is not None and (row.incarnation, row.address, row.trust) == (
-        told.incarnation,
-        told.address,
-        told.trust,
     )
 
 

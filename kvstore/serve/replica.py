@@ -36,10 +36,10 @@ from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
 from kvstore.serve import callers
-from kvstore.serve.aio import LoopThread
+from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.cluster import IndexConfig, ReplicaConfig
 from kvstore.serve.http import HttpServer, Page, text_page
-from kvstore.serve.index import IndexService, now_ms
+from kvstore.serve.index import TICK_S, IndexService, now_ms
 from kvstore.serve.tls import INSECURE, INSECURE_NOTE, server_credentials
 from kvstore.stores.local import LocalStore
 
@@ -69,6 +69,9 @@ _OPTIONS: Final = (
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.keepalive_time_ms", PING_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    # The one above is of kernels, this is of processes; and an index may have no news for hours.
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", PING_LEAST_MS),
 )
@@ -129,7 +132,8 @@ class Replica:
         else:
             port = self._server.add_secure_port(place, server_credentials(tls))
         await self._server.start()
-        self._tick = asyncio.get_running_loop().create_task(self._service.tick())
+        ticking = persist("regular work of the index", self._service.tick, pause_s=TICK_S)
+        self._tick = asyncio.get_running_loop().create_task(ticking)
         return int(port)
 
     def close(self) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +20,9 @@ from kvstore.client.tls import load
 from kvstore.index.feed import Trust
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.testing.index_process import IndexProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from tests.integration.cluster.kit import CONVERGES_S, Site, becomes, matches, member, trust
+from tests.integration.cluster.kit import ASK_S, CONVERGES_S, Site, becomes, matches, member, trust
 from tests.integration.node.conftest import eventually
 
 pytestmark = pytest.mark.slow
@@ -155,6 +162,51 @@ def test_a_stopped_replica_holds_up_neither_nodes_nor_clients(site: Site) -> Non
             assert becomes(first, keys, {"n1": 64}), "and the first one catches up"
         one.kill()
         assert becomes(client, keys, {"n1": 64})
+
+
+def test_a_watcher_does_not_wait_for_a_stopped_replica(site: Site) -> None:
+    with (
+        site.index("i1") as one,
+        site.index("i2") as two,
+        site.node("n1", "--index", one.address, "--index", two.address),
+        site.client(one.address, two.address) as client,
+        site.client(two.address) as second,
+    ):
+        assert eventually(lambda: trust(client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
+        assert eventually(lambda: trust(second, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
+        watching = client.watch()
+        assert [each.node for each in next(watching).nodes] == ["n1"]
+        one.pause()
+        news = next(watching)
+        assert [each.node for each in news.nodes] == ["n1"], "all there is, of the other one"
+        assert news.gone == []
+        one.resume()
+
+
+def test_a_stopped_watcher_is_hung_up_on(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from kvstore.client.index import IndexClient\n"
+        "with IndexClient([sys.argv[1]], insecure=True) as client:\n"
+        "    for _ in client.watch(): pass\n"
+    )
+
+    def watchers() -> str:
+        with urllib.request.urlopen(index.metrics_url, timeout=ASK_S) as page:
+            found = re.search(r"^kvstore_index_watchers (\S+)", page.read().decode(), re.MULTILINE)
+        assert found is not None
+        return found[1]
+
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}
+    with IndexProcess.start(tmp_path) as index:
+        command = [sys.executable, "-c", program, index.address]
+        with subprocess.Popen(command, env=env) as watcher:
+            try:
+                assert eventually(lambda: watchers() == "1.0", timeout_s=CONVERGES_S)
+                watcher.send_signal(signal.SIGSTOP)
+                assert eventually(lambda: watchers() == "0.0", timeout_s=CONVERGES_S)
+            finally:
+                watcher.kill()
 
 
 def test_replicas_answer_for_all_nodes_and_do_not_mix_them_up(site: Site) -> None:

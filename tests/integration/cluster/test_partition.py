@@ -24,6 +24,9 @@ PATIENCE_S = 5.0
 """An engine computes what has not come by then."""
 ANSWER_S = 60.0
 CONVERGES_S = 120.0
+CUT_S = 30.0
+"""So long that TCP waits for as long again before it tries once more."""
+HEALS_S = 15.0
 
 
 @pytest.fixture
@@ -100,3 +103,19 @@ def test_a_black_hole_costs_misses_and_heals(
             with lan.inside(name):
                 at_rest(node)
                 assert metric(node, "kvstore_loop_failures_total") == 0
+
+
+def test_an_idle_feed_heals_soon_after_a_long_cut(lan: Lan, tmp_path: Path) -> None:
+    with PeerPair.start(tmp_path, transport="tcp", lan=lan) as pair:
+
+        def members() -> float:
+            """Nodes that the index in a believes."""
+            with lan.inside("a"):
+                return metric(pair.a, "kvstore_index_nodes", '{trust="exact"}')
+
+        assert eventually(lambda: members() == 2, timeout_s=CONVERGES_S)
+        lan.cut("b")
+        threading.Event().wait(CUT_S)
+        assert members() == 1
+        lan.heal("b")
+        assert eventually(lambda: members() == 2, timeout_s=HEALS_S)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from kvstore.client.index import IndexClient, Tokens
 from kvstore.errors import ConfigError
+from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer, add_IndexServicer_to_server
 
 SPACE = bytes(32)
@@ -63,16 +66,58 @@ class Strict(IndexServicer):
     Match = Nodes = Watch = _refuse
 
 
-def test_a_replica_that_refuses_a_question_did_answer() -> None:
+class Scripted(IndexServicer):
+    """Tells a watcher these news and is gone."""
+
+    def __init__(self, *replies: pb.WatchReply) -> None:
+        self._replies = replies
+
+    def Watch(self, request: object, context: grpc.ServicerContext) -> Iterator[pb.WatchReply]:
+        yield from self._replies
+        context.abort(grpc.StatusCode.UNAVAILABLE, "it stops")
+
+
+@contextlib.contextmanager
+def served(servicer: IndexServicer) -> Iterator[str]:
+    """Its address."""
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool)
-        add_IndexServicer_to_server(Strict(), server)
+        add_IndexServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:
-            with IndexClient([f"127.0.0.1:{port}"], insecure=True, timeout_s=30) as client:
-                for ask in (client.nodes, lambda: next(client.watch())):
-                    with pytest.raises(ValueError, match=r"^name a prompt$"):
-                        ask()
+            yield f"127.0.0.1:{port}"
         finally:
             server.stop(None).wait()
+
+
+def test_a_replica_that_refuses_a_question_did_answer() -> None:
+    with (
+        served(Strict()) as address,
+        IndexClient([address], insecure=True, timeout_s=30) as client,
+    ):
+        for ask in (client.nodes, lambda: next(client.watch())):
+            with pytest.raises(ValueError, match=r"^name a prompt$"):
+                ask()
+
+
+def test_a_watcher_is_told_who_went_while_it_went_from_one_replica_to_another() -> None:
+    def reply(*names: str, gone: Sequence[str] = ()) -> pb.WatchReply:
+        return pb.WatchReply(nodes=[pb.Node(node=name) for name in names], gone=gone)
+
+    one = Scripted(reply("a", "b"), reply("c"), reply(gone=["b"]))
+    two = Scripted(reply("d"), reply("e"))
+    with (
+        served(one) as first,
+        served(two) as second,
+        IndexClient([first, second], insecure=True, timeout_s=30) as client,
+    ):
+        news = list(itertools.islice(client.watch(), 6))
+    assert [([node.node for node in each.nodes], each.gone) for each in news] == [
+        (["a", "b"], []),
+        (["c"], []),
+        ([], ["b"]),
+        (["d"], ["a", "c"]),
+        (["e"], []),
+        (["a", "b"], ["d", "e"]),
+    ]

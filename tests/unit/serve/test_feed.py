@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +18,11 @@ from kvstore.serve import feed
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ReplicaConfig
 from kvstore.serve.driver import NodeBusy
-from kvstore.serve.feed import Feeder, Slice
+from kvstore.serve.feed import Feeder, Slice, Told
 from kvstore.serve.replica import Replica
 from kvstore.testing.raw_engine import make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.wire.load import Load
 from tests.integration.node.conftest import eventually
 
 SPACE = SpaceId(bytes(32))
@@ -70,6 +72,10 @@ class World:
     def drop(self, keys: list[bytes]) -> None:
         self.held = [None if key in keys else key for key in self.held]
         self.feeder.put(self.offer(keys, stored=False))
+
+    def turn(self) -> None:
+        """The loop has taken what was put."""
+        self.loop.call(asyncio.sleep(0), timeout_s=CONVERGES_S)
 
     def is_known(self) -> bool:
         """Whether the replica believes exactly what is held."""
@@ -258,6 +264,85 @@ def test_changes_during_a_snapshot_are_not_lost(world: World) -> None:
         return found
 
     world.held = list(KEYS[:380])
+    world.feeder.lose()
+    world.feeder.start(ask)
+    assert world.is_known()
+
+
+def test_a_bug_in_a_feed_is_logged_once_and_what_it_cost_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(feed, "RETRY_MAX_S", 0.01)
+    make = feeds.change_of
+    asked: list[Told] = []
+
+    def broken(told: Told) -> pb.Change:
+        asked.append(told)
+        if len(asked) <= 3:
+            raise KeyError("tier")
+        return make(told)
+
+    world.feeder.start(world.ask)
+    assert world.is_known()
+    monkeypatch.setattr(feeds, "change_of", broken)
+    for bugs in (1, 2, 3):
+        world.store(KEYS[bugs : bugs + 1])
+        assert eventually(lambda: len(asked) >= bugs, timeout_s=CONVERGES_S)  # noqa: B023
+    assert world.is_known()
+    assert world.feeder.trouble == ""
+    (said,) = [record for record in caplog.records if record.exc_info]
+    assert said.getMessage().startswith("a bug: the feed of 127.0.0.1:")
+
+
+def test_a_node_that_cannot_say_what_it_does_is_asked_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(feed, "LOAD_S", 0.01)
+    monkeypatch.setattr(feed, "BEAT_S", 0.01)
+    bugs: list[Exception] = [KeyError("tier"), KeyError("tier"), NodeBusy("later")]
+
+    def load() -> Load:
+        if bugs:
+            raise bugs.pop()
+        return Load(leases=7)
+
+    def told() -> list[int]:
+        return [node.load.leases for node in world.client.nodes().nodes if node.load]
+
+    world.feeder.start(world.ask, load)
+    assert eventually(lambda: told() == [7], timeout_s=CONVERGES_S)
+    assert len([record for record in caplog.records if record.exc_info]) == 1
+
+
+def test_what_changes_before_a_snapshot_has_anything_to_say_is_not_lost(world: World) -> None:
+    answer: Callable[[int], Slice] = world.ask
+
+    def ask(row: int) -> Slice:
+        found = answer(row)
+        if row == 100 and world.held[0] is None:
+            world.held[0] = KEYS[0]  # of a row that was read
+            world.feeder.put(world.offer(KEYS[:1]))
+            world.turn()
+        return found
+
+    world.held = [None] * 200 + list(KEYS[200:])
+    world.feeder.lose()
+    world.feeder.start(ask)
+    assert world.is_known()
+
+
+def test_what_is_lost_while_the_first_slice_is_read_is_noticed(world: World) -> None:
+    answer: Callable[[int], Slice] = world.ask
+
+    def ask(row: int) -> Slice:
+        found = answer(row)
+        if row == 0 and world.held[0] is None:
+            world.held[0] = KEYS[0]
+            world.feeder.lose()
+            world.turn()
+        return found
+
+    world.held = [None, *KEYS[1:]]
     world.feeder.lose()
     world.feeder.start(ask)
     assert world.is_known()

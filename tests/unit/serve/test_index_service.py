@@ -11,7 +11,7 @@ from kvstore.index import native
 from kvstore.index.feed import Trust
 from kvstore.ports import IndexStore
 from kvstore.serve import index, replica
-from kvstore.serve.aio import LoopThread
+from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.cluster import ReplicaConfig
 from kvstore.serve.index import IndexService
 from kvstore.types import SpaceId
@@ -38,7 +38,8 @@ def test_a_bug_in_regular_work_is_logged_once_and_the_work_goes_on(
     async def body() -> None:
         store = Store()
         service = IndexService(cast("IndexStore", store), demands_names=False)
-        task = asyncio.create_task(service.tick())
+        work = persist("regular work", service.tick, pause_s=0)
+        task = asyncio.create_task(work)
         await asyncio.wait(
             [task, waiter := asyncio.create_task(store.has_worked.wait())],
             return_when=asyncio.FIRST_COMPLETED,
