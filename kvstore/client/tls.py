@@ -68,6 +68,8 @@ class Tls(NamedTuple):
     cert: bytes
     key: bytes
     identities: frozenset[Identity]
+    ends_s: int
+    """When the certificate does, in Unix time."""
 
     def name_as(self, role: Role) -> str:
         """The name of this component in a role; empty when it has none."""
@@ -99,7 +101,8 @@ def load(files: TlsFiles) -> Tls:
             f"--cert {files.cert} was not issued by --ca {files.ca}: all components need"
             " certificates of one CA, such as 'kvstore certs' makes"
         )
-    return Tls(ca, cert, key, identities_of(_dns_names(own)))
+    ends_s = int(own.not_valid_after_utc.timestamp())
+    return Tls(ca, cert, key, identities_of(_dns_names(own)), ends_s)
 
 
 def _read(option: str, path: Path) -> bytes:

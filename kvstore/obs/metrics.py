@@ -208,6 +208,14 @@ METRICS: Final = (
             ("refused", "Batches of engines that could not be read."),
         )
     ),
+    Metric(
+        "kvstore_certificate_expires_timestamp_seconds",
+        "gauge",
+        "seconds",
+        (),
+        "When the certificate that this node, or this index by itself, was started with ends, in"
+        " Unix time; absent without TLS.",
+    ),
     Metric("kvstore_feeds", "gauge", "", (), "Replicas of the index that are being told."),
     *(
         Metric(f"kvstore_feed_{name}_total", "counter", "", (), text)

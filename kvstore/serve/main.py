@@ -210,7 +210,8 @@ def upgrade(socket: Path) -> None:
 
     The new code is loaded beside the old one, which serves until then; the node is away for less
     than a second, in which requests are computed. Where the new code cannot go on with the memory,
-    or does not start, the old one stays: the exit status is 1. Settings stay as they were.
+    or does not start, the old one stays: the exit status is 1. Settings stay as they were; files
+    of certificates are read again.
 
     \b
     Example:

@@ -25,7 +25,7 @@ from kvstore.serve.cluster import ClusterConfig
 from kvstore.serve.feed import Feeder, Slice
 from kvstore.serve.peering import Peering
 from kvstore.serve.replica import Replica
-from kvstore.serve.tls import INSECURE_NOTE
+from kvstore.serve.tls import INSECURE_NOTE, certificate_ends, warn_of_its_end
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.load import Load
 
@@ -55,12 +55,7 @@ class ClusterMember:
         self._tls = config.tls
         self.tells = ",".join(config.indexes)
         """Replicas elsewhere that hear what this node holds."""
-        if config.tls is None:
-            _log.warning(
-                "--insecure: node %s tells %s what it holds without TLS; for labs only",
-                config.node,
-                ", ".join(config.indexes) or "itself",
-            )
+        _warn(config)
         with contextlib.ExitStack() as stack:
             loop = LoopThread("cluster")
             stack.callback(loop.close)
@@ -185,6 +180,11 @@ class ClusterMember:
             return []
         return self.memory.reports(tenant=tenant, space=space, keys=keys)
 
+    @property
+    def certificate_ends(self) -> Family:
+        """When this node's certificate does, as a metric."""
+        return certificate_ends(self._tls)
+
     def engine_families(self) -> list[Family]:
         """Metrics of what engines publish; none when nobody is listened to."""
         if self.memory is None:
@@ -205,6 +205,16 @@ class ClusterMember:
             return self._replica.families()
         except TimeoutError:
             return []
+
+
+def _warn(config: ClusterConfig) -> None:
+    if config.tls is None:
+        _log.warning(
+            "--insecure: node %s tells %s what it holds without TLS; for labs only",
+            config.node,
+            ", ".join(config.indexes) or "itself",
+        )
+    warn_of_its_end(config.tls, renewal="'kvstore upgrade' has it read")
 
 
 def _open_memory(config: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineMemory | None:

@@ -127,6 +127,7 @@ class NodeCollector(Collector):
             *(family(f"kvstore_feed_{name}_total", [((), n)]) for name, n in counts.items()),
             *(peering.families() if peering is not None else ()),
             *(self._member.engine_families() if self._member is not None else ()),
+            *((self._member.certificate_ends,) if self._member is not None else ()),
         ]
 
 

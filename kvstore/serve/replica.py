@@ -40,7 +40,13 @@ from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.cluster import IndexConfig, ReplicaConfig
 from kvstore.serve.http import HttpServer, Page, text_page
 from kvstore.serve.index import TICK_S, IndexService, now_ms
-from kvstore.serve.tls import INSECURE, INSECURE_NOTE, server_credentials
+from kvstore.serve.tls import (
+    INSECURE,
+    INSECURE_NOTE,
+    certificate_ends,
+    server_credentials,
+    warn_of_its_end,
+)
 from kvstore.stores.local import LocalStore
 
 CALL_COUNT_MAX: Final = 8192
@@ -201,23 +207,24 @@ def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
 class IndexCollector(Collector):
     """The metrics of a replica that is a process of its own."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+    def __init__(self, replica: Replica, tls: Tls | None) -> None:
+        self._replica, self._tls = replica, tls
         self._version = version("kvstore")
 
     def collect(self) -> Iterator[Family]:
         """Raises TimeoutError when the loop does not answer."""
         yield family("kvstore_index_info", [((self._version,), 1)])
+        yield certificate_ends(self._tls)
         yield from self._replica.families()
 
     def describe(self) -> list[Family]:
         return []
 
 
-def make_pages(replica: Replica) -> dict[str, Callable[[], Page]]:
-    """The pages of a replica by path."""
+def make_pages(replica: Replica, tls: Tls | None) -> dict[str, Callable[[], Page]]:
+    """The pages of a replica by path. `tls`: what it was started with."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(IndexCollector(replica))
+    registry.register(IndexCollector(replica, tls))
 
     def metrics() -> Page:
         try:
@@ -241,6 +248,7 @@ def run_index(config: IndexConfig) -> None:
     Raises:
         ConfigError: it cannot start with this configuration on this machine.
     """
+    warn_of_its_end(config.tls, renewal="this index reads it when it is started again")
     with contextlib.ExitStack() as stack:
         loop = LoopThread("index")
         stack.callback(loop.close)
@@ -248,7 +256,7 @@ def run_index(config: IndexConfig) -> None:
         stack.callback(replica.close)
         url = ""
         if config.http is not None:
-            http = HttpServer(config.http, make_pages(replica))
+            http = HttpServer(config.http, make_pages(replica, config.tls))
             stack.callback(http.close)
             http.start()
             url = http.url + "/metrics"

@@ -1,4 +1,4 @@
-"""The server's end of TLS: whom it shows itself to, and who is calling.
+"""The server's end of TLS: whom it shows itself to, who is calling, and until when it may.
 
 Both ends show certificates of one CA (mTLS), or, with --insecure, neither does and everybody is
 believed. TLS 1.2 is the least that gRPC speaks. Does not cover: the files, and what names mean
@@ -7,19 +7,28 @@ believed. TLS 1.2 is the least that gRPC speaks. Does not cover: the files, and 
 
 from __future__ import annotations
 
+import datetime
+import logging
+import time
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 import grpc
 
 from kvstore.client.tls import Identity, Tls, identities_of
+from kvstore.obs.metrics import Family, family
 
 INSECURE: Final = (
     "--insecure: whoever reaches %s can read and change what is told there: no TLS, no"
     " certificates; for labs only"
 )
 INSECURE_NOTE: Final = "it serves without TLS (--insecure)"
+WARNING_DAYS: Final = 30
+"""Who starts with a certificate that ends sooner says so."""
+_DAY_S: Final = 24 * 60 * 60
 _ALTERNATIVE_NAMES: Final = "x509_subject_alternative_name"
+
+_log = logging.getLogger(__name__)
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
@@ -33,3 +42,23 @@ def peer_identities(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Id
     """Who calls, by the certificate that the handshake has verified."""
     names = auth_context.get(_ALTERNATIVE_NAMES, ())
     return identities_of(name.decode("ascii", "replace") for name in names)
+
+
+def certificate_ends(tls: Tls | None) -> Family:
+    """When the certificate of this component does; without a value where it has none."""
+    return family(
+        "kvstore_certificate_expires_timestamp_seconds", [((), tls.ends_s)] if tls else []
+    )
+
+
+def warn_of_its_end(tls: Tls | None, *, renewal: str) -> None:
+    """Say at the start that the certificate ends soon. `renewal`: how another one is taken up."""
+    if tls is None or (left_s := tls.ends_s - time.time()) >= WARNING_DAYS * _DAY_S:
+        return
+    _log.warning(
+        "the certificate of %s ends at %s UTC, in %.1f days: put another in its place; %s",
+        min(map(str, tls.identities), default="this component"),
+        datetime.datetime.fromtimestamp(tls.ends_s, datetime.UTC).strftime("%Y-%m-%d %H:%M"),
+        left_s / _DAY_S,
+        renewal,
+    )

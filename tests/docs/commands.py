@@ -8,15 +8,41 @@ import click
 import pytest
 
 from kvstore.serve import config
+from kvstore.serve.cluster import IndexConfig
+from kvstore.serve.index_config import load_index_config
 from kvstore.serve.main import cli
+from kvstore.testing import demo_flags
 from kvstore.units import TIB
 
 
 def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
     """The subcommand and its parameters. Raises click.UsageError as the program would."""
     name, *rest = arguments
-    with cli.commands[name].make_context(name, rest) as context:
+    if name == "demo":  # another program, which looks at them itself
+        return name, vars(demo_flags.parser().parse_args(rest))
+    with _command(name).make_context(name, rest) as context:
         return name, context.params
+
+
+def is_name(arguments: list[str]) -> bool:
+    """Whether they name a command, or one flag of it, and are none that could be run. Raises
+    click.UsageError when there is no such command."""
+    name, *rest = arguments
+    flags = {flag for option in _command(name).params for flag in option.opts} | {"--help"}
+    return not rest or (len(rest) == 1 and rest[0] in flags)
+
+
+def _command(name: str) -> click.Command:
+    if name not in cli.commands:
+        raise click.UsageError(f"there is no kvstore {name}")
+    return cli.commands[name]
+
+
+def index_config(flags: list[str]) -> IndexConfig:
+    """What `kvstore index FLAGS` would run with."""
+    _, given = parse(["index", *flags])
+    path = given.pop("config_path")
+    return load_index_config(path, {key.replace("_", "-"): v for key, v in given.items()})
 
 
 def node_config(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> config.NodeConfig:

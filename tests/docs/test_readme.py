@@ -15,14 +15,18 @@ import pytest
 from packaging.requirements import Requirement
 
 from kvstore.connector.config import parse_config
+from kvstore.obs.metrics import BY_NAME
 from kvstore.serve.main import cli
 from kvstore.units import GIB
-from tests.docs.commands import node_config, parse
+from tests.docs.commands import index_config, is_name, node_config, parse
 from tests.style.tree import ROOT, files
 
 PAGES = [file for file in files() if file.suffix == ".md"]
 _FENCE = re.compile(r"([^\n]*)\n```(python|bash|sh)\n(.*?)```", re.DOTALL)
 _MARK = re.compile(r"<!-- not run: .{10,} -->")
+_FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_IN_SENTENCE = re.compile(r"`(?:\S*/)?kvstore ([^`]+)`")
+_METRIC = re.compile(r"(?<![\w:])kvstore_\w+(?![\w*])")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
 
 
@@ -46,6 +50,12 @@ def _commands() -> list[list[str]]:
                     commands.append(line)
                     line = []
     return commands
+
+
+def _in_sentences(page: str) -> list[list[str]]:
+    """Arguments of every `kvstore …` outside of the fenced blocks."""
+    text = _FENCED.sub("", (ROOT / page).read_text())
+    return [shlex.split(found) for found in _IN_SENTENCE.findall(text)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -81,19 +91,55 @@ def test_the_commands_of_the_quick_start_parse(
     for program, *arguments in _commands():
         if program != "kvstore":
             continue
-        name, parameters = parse(arguments)
+        name, _ = parse(arguments)
         seen.add(name)
-        if name == "certs":
+        if name == "certs":  # which the commands behind it read
             cli.main(["certs", *arguments[1:]], prog_name="kvstore", standalone_mode=False)
-            assert parameters["directory"] == Path("pki"), "what the nodes' commands read"
         if name == "node":
             assert node_config(arguments[1:], monkeypatch).dram_bytes == 64 * GIB
-    assert seen == {"certs", "top", "node", "inspect", "explain", "clear", "upgrade", "fsck"}
+        if name == "index":
+            assert not index_config(arguments[1:]).replica.host.startswith("127.")
+    assert seen == {
+        *("certs", "index", "top", "node", "inspect", "explain", "clear", "upgrade", "fsck")
+    }
 
 
-def test_a_command_that_is_wrong_is_seen() -> None:
+def _look_at(arguments: list[str]) -> None:
+    """Raises click.UsageError."""
+    if not is_name(arguments):
+        parse(arguments)
+
+
+@pytest.mark.parametrize("page", ["README.md", "SECURITY.md", "deploy/README.md"])
+def test_commands_in_sentences_parse(page: str) -> None:
+    found = _in_sentences(page)
+    assert found
+    for arguments in found:
+        _look_at(arguments)
+
+
+def test_the_flags_of_the_table_are_those_of_the_node() -> None:
+    rows = re.findall(r"^\| (`--.*?) \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert rows
+    for flag in re.findall(r"`(--[a-z-]+)", "\n".join(rows)):
+        assert is_name(["node", flag]), flag
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_metrics_that_are_named_exist(page: Path) -> None:
+    assert set(_METRIC.findall((ROOT / page).read_text())) <= BY_NAME.keys()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("node --drams 64GiB", "nodes", "certs --client NAME", "inspect everything"),
+        *("node --index-listens", "upgrade now"),
+    ],
+)
+def test_a_command_that_is_wrong_is_seen(wrong: str) -> None:
     with pytest.raises(click.UsageError):
-        parse(["node", "--drams", "64GiB"])
+        _look_at(wrong.split())
 
 
 def test_the_engine_command_has_the_public_names() -> None:

@@ -175,6 +175,19 @@ def health(metrics_url: str) -> str:
     return answer.decode()
 
 
+def test_a_node_of_a_cluster_listens_where_it_was_told_and_nowhere_else(site: Site) -> None:
+    places = ("--index-listen", "127.0.0.2:0", "--peer-listen", "127.0.0.3:0", "--transport", "tcp")
+    with site.node("n1", *places, with_index=True) as node:
+
+        def found() -> list[str]:
+            its = psutil.Process(node.pid)
+            return sorted(host for each in (its, *its.children()) for host in listeners(each))
+
+        # Pages, index, peers, and of the mover's process, which comes last, where peers are read.
+        expected = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.3"]
+        assert eventually(lambda: found() == expected, timeout_s=CONVERGES_S), found()
+
+
 def test_two_replicas_do_not_share_a_port(site: Site, index: IndexProcess) -> None:
     with pytest.raises(NodeFailed, match="the address is in use"):
         site.index("i2", listen=index.address)

@@ -8,40 +8,30 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 
 from kvstore.connector.config import parse_config
 from kvstore.units import GIB, parse_size
 from tests.docs.commands import node_config
+from tests.unit.deploy.manifests import (
+    CLUSTER_NODE,
+    ENGINE,
+    EXAMPLES,
+    NODE,
+    POD_IP,
+    WORKLOADS,
+    container,
+    documents,
+    flags,
+    pod,
+    workload,
+)
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "deploy" / "examples"
 KUBERNETES_VERSIONS = ("1.31", "1.34", "1.37")
-NODE = "node-daemonset.yaml"
-ENGINE = "vllm-deployment.yaml"
 OVERHEAD_BYTES = 2 * GIB
-POD_IP = "10.0.0.7"
-
-
-def _load(name: str) -> dict[str, Any]:
-    (document,) = yaml.safe_load_all((EXAMPLES / name).read_text())
-    assert isinstance(document, dict)
-    return document
-
-
-def _pod(name: str) -> dict[str, Any]:
-    pod = _load(name)["spec"]["template"]["spec"]
-    assert isinstance(pod, dict)
-    return pod
-
-
-def _container(name: str) -> dict[str, Any]:
-    (container,) = _pod(name)["containers"]
-    assert isinstance(container, dict)
-    return container
 
 
 def _kv_transfer_config() -> dict[str, Any]:
-    args = _container(ENGINE)["args"]
+    args = container(ENGINE)["args"]
     config = json.loads(args[args.index("--kv-transfer-config") + 1])
     assert isinstance(config, dict)
     return config
@@ -50,19 +40,20 @@ def _kv_transfer_config() -> dict[str, Any]:
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir()))
 def test_it_is_valid_for_kubernetes(name: str, version: str) -> None:
-    assert kubernetes_validate.validate(_load(name), version, strict=True) == version
+    for document in documents(name):
+        assert kubernetes_validate.validate(document, version, strict=True) == version
 
 
 def test_an_unknown_field_is_seen() -> None:
-    broken = _load(NODE)
+    (broken,) = documents(NODE)
     broken["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, KUBERNETES_VERSIONS[-1], strict=True)
 
 
-@pytest.mark.parametrize("name", [NODE, ENGINE])
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_selector_and_labels_agree(name: str) -> None:
-    spec = _load(name)["spec"]
+    spec = workload(name)["spec"]
     wanted = spec["selector"]["matchLabels"]
     assert wanted.items() <= spec["template"]["metadata"]["labels"].items()
 
@@ -77,61 +68,56 @@ def test_the_engine_uses_exactly_the_public_names() -> None:
         "kv_load_failure_policy": "recompute",
     }
     assert parse_config(extra).socket == extra["socket"]
-    assert "--prefix-caching-hash-algo=sha256_cbor" in _container(ENGINE)["args"]
+    assert "--prefix-caching-hash-algo=sha256_cbor" in container(ENGINE)["args"]
 
 
-def test_node_and_engine_meet_in_one_directory() -> None:
+@pytest.mark.parametrize("node", [NODE, CLUSTER_NODE])
+def test_node_and_engine_meet_in_one_directory(node: str) -> None:
     socket = _kv_transfer_config()["kv_connector_extra_config"]["socket"]
-    assert f"--socket={socket}" in _container(NODE)["args"]
+    assert f"--socket={socket}" in container(node)["args"]
     hosts = set()
-    for name in (NODE, ENGINE):
-        mounts = {m["name"]: m["mountPath"] for m in _container(name)["volumeMounts"]}
-        volumes = {v["name"]: v for v in _pod(name)["volumes"]}
+    for name in (node, ENGINE):
+        mounts = {m["name"]: m["mountPath"] for m in container(name)["volumeMounts"]}
+        volumes = {v["name"]: v for v in pod(name)["volumes"]}
         (volume,) = (n for n, path in mounts.items() if path == str(Path(socket).parent))
         hosts.add(volumes[volume]["hostPath"]["path"])
     assert len(hosts) == 1
 
 
 def test_node_and_engine_are_the_user_who_may_attach() -> None:
-    uids = {_pod(name)["securityContext"]["runAsUser"] for name in (NODE, ENGINE)}
+    uids = {pod(name)["securityContext"]["runAsUser"] for name in (NODE, ENGINE)}
     (uid,) = uids
     assert uid != 0
-    assert f"--allow-uid={uid}" in _container(NODE)["args"]
-
-
-def _node_flags() -> list[str]:
-    command, *flags = _container(NODE)["args"]
-    assert command == "node"
-    return [flag.replace("$(POD_IP)", POD_IP) for flag in flags]
+    assert f"--allow-uid={uid}" in container(NODE)["args"]
 
 
 def test_the_node_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = node_config(_node_flags(), monkeypatch)
-    assert config.allow_uids >= {_pod(NODE)["securityContext"]["runAsUser"]}
-    limits = _container(NODE)["resources"]["limits"]
+    config = node_config(flags(NODE), monkeypatch)
+    assert config.allow_uids >= {pod(NODE)["securityContext"]["runAsUser"]}
+    limits = container(NODE)["resources"]["limits"]
     assert config.dram_bytes + OVERHEAD_BYTES == parse_size(limits["memory"] + "B")
-    assert _container(NODE)["resources"]["requests"] == limits, "the pod must be Guaranteed"
+    assert container(NODE)["resources"]["requests"] == limits, "the pod must be Guaranteed"
 
 
 def test_the_probes_reach_the_health_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    http = node_config(_node_flags(), monkeypatch).http
+    http = node_config(flags(NODE), monkeypatch).http
     assert http is not None
     assert http.host == POD_IP
-    container = _container(NODE)
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    node = container(NODE)
+    ports = {port["name"]: port["containerPort"] for port in node["ports"]}
     assert ports["metrics"] == http.port
     for probe in ("startupProbe", "livenessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/healthz", "port": "metrics"}
-    annotations = _load(NODE)["spec"]["template"]["metadata"]["annotations"]
+        assert node[probe]["httpGet"] == {"path": "/healthz", "port": "metrics"}
+    annotations = workload(NODE)["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(http.port)
 
 
 def test_no_container_can_gain_anything() -> None:
-    for name in (NODE, ENGINE):
-        pod = _pod(name)
-        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
-        for container in [*pod["containers"], *pod.get("initContainers", [])]:
-            context = container["securityContext"]
+    for name in WORKLOADS:
+        its = pod(name)
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & its.keys()
+        for each in [*its["containers"], *its.get("initContainers", [])]:
+            context = each["securityContext"]
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"]["drop"] == ["ALL"]
             assert not context.get("privileged")

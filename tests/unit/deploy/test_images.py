@@ -8,13 +8,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.docs.commands import node_config
+from tests.unit.deploy.manifests import CLUSTER_INDEX, CLUSTER_NODE, NODE, pod
 
 ROOT = Path(__file__).resolve().parents[3]
+IMAGE = ROOT / "deploy" / "images" / "Dockerfile"
 IMAGES = sorted((ROOT / "deploy" / "images").iterdir())
 EXAMPLES = ROOT / "deploy" / "examples"
+TRANSFER = "requirements/transfer.txt"
 
 
 def _copied(text: str) -> set[str]:
@@ -27,12 +29,23 @@ def test_it_copies_all_that_an_installation_needs(path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
     needed |= set(project["tool"]["setuptools"]["package-dir"].values())
-    assert _copied(path.read_text()) == needed
-    assert all((ROOT / name).exists() for name in needed)
+    copied = _copied(path.read_text())
+    assert copied - {TRANSFER} == needed
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_node_has_what_flags_of_a_cluster_need() -> None:
+    (extras,) = re.findall(r"'/src\[(.+)\]'", IMAGE.read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"index", "redis", "events"} == set(extras.split(","))
+    assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    (pattern,) = re.findall(r"grep '(.+)' /src/requirements/transfer.txt", IMAGE.read_text())
+    (line,) = re.findall(f"{pattern}.*$", (ROOT / TRANSFER).read_text(), re.MULTILINE)
+    assert re.fullmatch(r"nixl-cu13==[\d.]+", line)
 
 
 def test_the_node_starts_with_flags_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "deploy" / "images" / "Dockerfile").read_text()
+    text = IMAGE.read_text()
     (program,) = json.loads(re.findall(r"^ENTRYPOINT (.+)$", text, re.MULTILINE)[0])
     command, *flags = json.loads(re.findall(r"^CMD (.+)$", text, re.MULTILINE)[0])
     assert (program, command) == ("kvstore", "node")
@@ -40,10 +53,10 @@ def test_the_node_starts_with_flags_that_exist(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_image_runs_as_the_user_of_the_manifest() -> None:
-    text = (ROOT / "deploy" / "images" / "Dockerfile").read_text()
+    text = IMAGE.read_text()
     (user,) = re.findall(r"^USER (\d+):\d+$", text, re.MULTILINE)
-    pod = yaml.safe_load((EXAMPLES / "node-daemonset.yaml").read_text())["spec"]["template"]["spec"]
-    assert int(user) == pod["securityContext"]["runAsUser"]
+    for name in (NODE, CLUSTER_NODE, CLUSTER_INDEX):
+        assert int(user) == pod(name)["securityContext"]["runAsUser"]
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
