@@ -19,6 +19,7 @@ from kvstore.serve import control
 from kvstore.serve.config import NodeConfig, load_config
 from kvstore.serve.handover import Handover, SupervisorGone
 from kvstore.serve.kept import Kept
+from kvstore.serve.node import _make_engine
 from kvstore.serve.warm import GENERATIONS_PER_LIFE, Memory, take_memory
 from kvstore.types import PAGES_PER_GENERATION, Incarnation
 from kvstore.units import MIB
@@ -127,6 +128,14 @@ def test_the_first_process_makes_memory_and_has_it_held(host: Host, config: Node
     assert set(host.kept.memory) == {"arena", "journal"}
     assert host.prepared is not None
     assert host.prepared.layout == LAYOUT_VERSION
+
+
+def test_each_process_has_secrets_of_its_own_in_its_table(host: Host, config: NodeConfig) -> None:
+    memory, _ = begin(host, config)
+    engines = [_make_engine(config, memory, 0, None, None) for _ in range(2)]
+    tables = [engine._state.residency.table for engine in engines]
+    assert tables[0]._secrets.tolist() != tables[1]._secrets.tolist()
+    memory.arena.close()
 
 
 def test_the_next_one_finds_the_same_bytes_and_voids_the_old_page(
