@@ -79,7 +79,12 @@ class SimPeers:
         self._locates: set[int] = set()
         self._fetches: dict[int, Fetch] = {}
         self._left_alone: dict[str, int] = {}
-        """Peers that failed, and until when nothing is asked of them."""
+        """Peers that failed, and until when nothing is asked of them: from the step after the one
+        that heard of it, which may have decided before it came to that."""
+        self._ended: list[tuple[str, bool, bool]] = []
+        """(node, brought something, failed) of fetches that the node has not heard of."""
+        self._heard: list[tuple[str, bool, bool]] = []
+        self._heard_ns = 0
         self.mover = SimMover(self)
         who = loans.Who(self.name, Incarnation(incarnation))
         self.borrower = Borrower(
@@ -148,6 +153,12 @@ class SimPeers:
 
     def read(self) -> list[Event]:
         """What waits for the engine."""
+        for node, brought, failed in self._heard:
+            if brought:
+                self._left_alone.pop(node, None)
+            elif failed and self.now_ns >= self._left_alone.get(node, 0):
+                self._left_alone[node] = self._heard_ns + AVOID_FIRST_NS
+        self._heard, self._ended, self._heard_ns = self._ended, [], self.now_ns
         taken: list[Event] = list(self._events)
         self._events.clear()
         return taken
@@ -217,10 +228,7 @@ class SimPeers:
         for writing in self.mover.writing.values():
             if mine & writing:
                 raise Violation(f"{self.name} gives slots back that its mover still writes to")
-        if count:
-            self._left_alone.pop(command.node, None)
-        elif event.peer_failed:
-            self._left_alone[command.node] = self.now_ns + AVOID_FIRST_NS
+        self._ended.append((command.node, count > 0, event.peer_failed))
         for number, row in enumerate(slots.tolist()):
             if event.good[number]:
                 key = command.keys[number * KEY_BYTES :][:KEY_BYTES]

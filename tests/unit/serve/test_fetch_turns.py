@@ -23,8 +23,10 @@ def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(reason: str) -> N
         engine = Stored(two.a, "ea")
         for number in numbers:
             assert engine.lease(number, number).promoting
-        fetches = lambda: sum(isinstance(each, Fetch) for each in two.a.asked)  # noqa: E731
-        await two.until(lambda: fetches() == len(numbers), "all are asked for")
+        await two.until(
+            lambda: sum(isinstance(each, Fetch) for each in two.a.asked) == len(numbers),
+            "all are asked for",
+        )
         tried = two.a.mover.descriptors
         await two.until(lambda: len(tried) == FETCHES_AT_ONCE, "some have begun")
         assert two.a.count(engine.scheduler, LeaseMore) == 0

@@ -73,8 +73,8 @@ def test_every_change_of_the_descriptor_is_told_once() -> None:
         host, told = MoverHost(scripted, MonotonicClock()), []  # type: ignore[arg-type]
         host.changed = lambda: told.append(host.descriptor)
         host.start()
-        words = (up(b"one"), up(b"one"), Down("killed"), up(b"two"))
-        words += (Unusable("no device"), Down("it ended with status 2"))
+        words: list[MoverEvent] = [up(b"one"), up(b"one"), Down("killed"), up(b"two")]
+        words += [Unusable("no device"), Down("it ended with status 2")]
         for event in words:
             scripted.say(event)
             await asyncio.wait_for(scripted.taken.get(), 60)

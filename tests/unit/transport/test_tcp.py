@@ -149,5 +149,5 @@ def test_a_port_that_the_mover_before_still_has_is_waited_for(
             before.close()
 
     monkeypatch.setattr(tcp, "PORT_PATIENCE_S", LIMIT_S)
-    monkeypatch.setattr(tcp.threading, "Event", Pause)
+    monkeypatch.setattr("kvstore.transport.tcp.threading.Event", Pause)
     opened("after", options)
