@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from kvstore.connector.config import parse_config
 from kvstore.obs.metrics import BY_NAME
 from kvstore.serve.main import cli
+from kvstore.serve.transports import parse_transport
 from kvstore.units import GIB
 from tests.docs.commands import index_config, is_name, node_config, parse
 from tests.style.tree import ROOT, files
@@ -123,6 +124,14 @@ def test_the_flags_of_the_table_are_those_of_the_node() -> None:
     assert rows
     for flag in re.findall(r"`(--[a-z-]+)", "\n".join(rows)):
         assert is_name(["node", flag]), flag
+
+
+def test_transports_that_are_named_are_taken() -> None:
+    pattern = r"`(?:--transport )?((?:tcp|nixl|ucx),[^`]+)`"
+    named = re.findall(pattern, (ROOT / "README.md").read_text())
+    assert named
+    for text in named:
+        parse_transport(text, has_tls=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

@@ -84,6 +84,7 @@ def test_each_node_takes_its_flags_and_its_certificate(
     assert made.peers is not None
     ports = {each["name"]: each["containerPort"] for each in container(CLUSTER_NODE)["ports"]}
     assert (made.peers.host, made.peers.port) == (POD_IP, ports["peers"])
+    assert (made.peers.transport.name, made.peers.transport.port) == ("tcp", ports["mover"])
 
 
 def test_each_replica_takes_its_flags_and_its_certificate(secrets: dict[str, Path]) -> None:
@@ -154,6 +155,7 @@ def test_a_node_of_a_cluster_is_a_lone_node_but_for_that() -> None:
     for rows, name in (
         (main["env"], "NODE_NAME"),
         (main["ports"], "peers"),
+        (main["ports"], "mover"),
         (main["volumeMounts"], "certificates"),
         (its["volumes"], "certificates"),
     ):
