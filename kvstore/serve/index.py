@@ -51,6 +51,7 @@ READER_TIMEOUT_S: Final = 5.0
 """Who takes longer to read what he watches is hung up on."""
 HELLO_TIMEOUT_S: Final = 5.0
 DIAL_TIMEOUT_S: Final = 1.0
+DIALS_MAX: Final = 3
 TICK_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
@@ -288,19 +289,23 @@ class IndexService(IndexServicer):
         found = address_of(hello.address)
         if found is None or str(found[0]) != _host_of(peer) or hello.node in self._feeds:
             return
-        try:
-            async with asyncio.timeout(DIAL_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(str(found[0]), found[1])
-        except ConnectionRefusedError:
-            if hello.node not in self._feeds:
-                _log.info("node %s is gone: its address refuses connections", hello.node)
-                await self.store.hear(Refused(hello.node), loop_ms())
-        except OSError:
-            pass  # slow or unreachable: silence will tell (TimeoutError is an OSError)
-        else:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+        for _ in range(DIALS_MAX):
+            try:
+                async with asyncio.timeout(DIAL_TIMEOUT_S):
+                    reader, writer = await asyncio.open_connection(str(found[0]), found[1])
+                    with contextlib.closing(writer):
+                        if await reader.read(1):
+                            return  # somebody is there
+            except ConnectionRefusedError:
+                if hello.node not in self._feeds:
+                    _log.info("node %s is gone: its address refuses connections", hello.node)
+                    await self.store.hear(Refused(hello.node), loop_ms())
+                return
+            except ConnectionResetError:
+                continue
+            except OSError:
+                return  # slow, or unreachable: silence will tell (TimeoutError is an OSError)
+            # Hung up on at once: a process that dies closes its sockets one after the other.
 
 
 def now_ms() -> int:

@@ -31,6 +31,8 @@ KEEPALIVE_MS: Final = 10_000
 PINGS: Final = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 3_000),
+    # That alone waits for a kernel, and one of a stopped process answers.
+    ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )

@@ -154,9 +154,9 @@ def test_top_shows_all_nodes_what_they_do(system: System) -> None:
         def told() -> Load | None:
             return next(each.load for each in source.sample() if each.node == "b")
 
-        def has_come() -> bool:  # an earlier heartbeat knows nothing of the blocks yet
+        def has_come() -> bool:  # earlier heartbeats know nothing of blocks and replicas yet
             load = told()
-            return load is not None and load.stored_bytes > 0
+            return load is not None and load.stored_bytes > 0 and load.replicas_reached > 0
 
         assert eventually(has_come, timeout_s=CONVERGES_S)
         b = told()

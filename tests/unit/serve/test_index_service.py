@@ -8,13 +8,13 @@ from typing import cast
 import pytest
 
 from kvstore.index import native
-from kvstore.index.feed import Trust
+from kvstore.index.feed import Hello, Refused, Trust
 from kvstore.ports import IndexStore
 from kvstore.serve import index, replica
 from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.cluster import ReplicaConfig
 from kvstore.serve.index import IndexService
-from kvstore.types import SpaceId
+from kvstore.types import Incarnation, SpaceId
 
 
 class Store:
@@ -75,3 +75,30 @@ def test_while_its_loops_are_compiled_it_does_not_grow_old(
     answer = asyncio.run(store.match("t", SpaceId(bytes(32)), bytes(32), times[0]))
     assert answer.trust is Trust.CATCHING_UP, "nobody has had the time to tell it anything"
     assert "compiling" in caplog.text
+
+
+def test_a_node_that_hangs_up_as_it_dies_is_dialled_again() -> None:
+    # Sockets of a process that is killed are closed one after the other: its feed before the one
+    # that listens.
+    class Heard:
+        def __init__(self) -> None:
+            self.words: list[object] = []
+
+        async def hear(self, word: object, now_ms: int) -> None:
+            self.words.append(word)
+
+    async def body() -> list[object]:
+        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            server.close()
+            writer.close()
+
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        heard = Heard()
+        service = IndexService(cast("IndexStore", heard), demands_names=False)
+        hello = Hello("n1", Incarnation(1), 1, 0, address=f"127.0.0.1:{port}")
+        await service._ended(hello, "ipv4:127.0.0.1:5")
+        service.close()
+        return heard.words
+
+    assert asyncio.run(body())[-1] == Refused("n1")
