@@ -382,7 +382,11 @@ class FileTier:
         with self._peers_lock:
             self._peers.look(lambda known: self._outbox.known(known, own=False), self._outbox.put)
         with self._lock:
-            self._log.purge(self._clock.now_ns())
+            due = self._log.due(self._clock.now_ns())
+        for name, taken_bytes in due:
+            self._directory.remove(name)
+            with self._lock:
+                self._log.purged(taken_bytes)
 
     # ── threads ──────────────────────────────────────────────────────────────────────────────────
 
