@@ -16,7 +16,16 @@ from kvstore.tiers.file import FileConfig, Gone, Late, Read, Resumed, Suspended,
 from kvstore.tiers.file.breaker import Breaker
 from kvstore.tiers.file.health import Health
 from kvstore.units import NS_PER_MS
-from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, reopen, u64
+from tests.unit.tiers.file.kit import (
+    PATIENCE_S,
+    SCOPE,
+    Driver,
+    FaultyDisk,
+    OpenFails,
+    key,
+    reopen,
+    u64,
+)
 
 Start = Callable[..., Driver]
 
@@ -238,19 +247,6 @@ def test_every_failing_call_in_turn(tmp_path: Path) -> None:
                 break
         else:
             pytest.fail("the sweep did not come to an end")
-
-
-class OpenFails(FaultyDisk):
-    """One name cannot be opened."""
-
-    def __init__(self, name: str, code: int) -> None:
-        super().__init__()
-        self.name, self.code = name, code
-
-    def open(self, name: str, flags: int, dir_fd: int) -> int:
-        if name == self.name:
-            raise OSError(self.code, os.strerror(self.code))
-        return super().open(name, flags, dir_fd)
 
 
 def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(tmp_path: Path) -> None:
