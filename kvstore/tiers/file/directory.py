@@ -24,7 +24,7 @@ from typing import Final
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.disk import Disk, open_regular, read_bytes, works_direct, write_all
+from kvstore.tiers.file.disk import FULL, Disk, open_regular, read_bytes, works_direct, write_all
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import (
     ID_BYTES,
@@ -189,14 +189,23 @@ class Directory:
             ) from None
         self.direct = works_direct(self._disk, _PROBE, self.fd) and direct
         self.store_id = self._identity()
-        if not stat.S_ISDIR(self._mode(_ASIDE)):
-            if self._mode(_ASIDE):
-                os.unlink(_ASIDE, dir_fd=self.fd)
-            os.mkdir(_ASIDE, 0o700, dir_fd=self.fd)
+        self._make_aside()
         for name in os.listdir(self.fd):
             with contextlib.suppress(OSError):  # what cannot be looked at goes another time
                 if name.startswith("dead-") and stat.S_ISREG(self._mode(name)):
                     self.remove(name)
+
+    def _make_aside(self) -> None:
+        """Without it nothing is put aside: a full disk can do without until the next start."""
+        if stat.S_ISDIR(mode := self._mode(_ASIDE)):
+            return
+        if mode:
+            os.unlink(_ASIDE, dir_fd=self.fd)
+        try:
+            os.mkdir(_ASIDE, 0o700, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def _is_lock(self, fd: int) -> bool:
         """Whether this is the lock file that lies here now."""

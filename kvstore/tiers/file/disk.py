@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from kvstore.types import PAGE_BYTES
 
 IOVECS_MAX: Final = 1_024
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""No bytes, or no files more: not fatal, for what is there can be read."""
 _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -129,7 +131,12 @@ def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
     Raises:
         OSError: not even an ordinary file can be made; the directory cannot be used.
     """
-    os.close(disk.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, dir_fd))
+    try:
+        os.close(disk.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, dir_fd))
+    except OSError as error:
+        if error.errno in FULL:
+            return False
+        raise
     pages = Pages(PAGE_BYTES)
     fd = -1
     try:
@@ -139,8 +146,8 @@ def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             return False
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return fd >= 0  # full is not fatal: what is there can be read
+        if error.errno in FULL:
+            return fd >= 0
         raise
     finally:
         if fd >= 0:

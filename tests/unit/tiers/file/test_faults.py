@@ -262,6 +262,39 @@ def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(tmp_path: Pa
     driver.close()
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_store_on_a_disk_that_takes_no_more_files_is_served(tmp_path: Path, code: int) -> None:
+    driver = Driver(tmp_path / "store")
+    driver.write([1])
+    driver.close()
+    again = Driver(tmp_path / "store", disk=OpenFails("probe", code)).recovered()
+    assert again.has(1)
+    again.close()
+
+
+def test_a_full_disk_without_a_quarantine_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator looked at what was in it, and deleted all."""
+    driver = Driver(tmp_path / "store")
+    driver.write([1])
+    driver.close()
+    (tmp_path / "store" / "quarantine").rmdir()
+    (tmp_path / "store" / "seg-00000009.kv").write_bytes(bytes(8192))
+
+    def fail(*_arguments: object, **_more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers.file.directory.os.mkdir", fail)
+        again = Driver(tmp_path / "store").recovered()
+    assert again.has(1)
+    assert (tmp_path / "store" / "seg-00000009.kv").exists(), "there is nowhere to put it"
+    again.close()
+    Driver(tmp_path / "store").recovered().close()
+    assert len(list((tmp_path / "store" / "quarantine").iterdir())) == 1
+
+
 def test_an_identity_that_cannot_be_opened_for_a_moment_stays(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "store")
     driver.write([1])
