@@ -6,6 +6,7 @@ at before it is read: only a regular file is one of ours.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -153,6 +154,14 @@ def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
         if fd >= 0:
             os.close(fd)
         os.unlink(name, dir_fd=dir_fd)
+
+
+def close_at_last(fd: int) -> None:
+    """Close a file that is done with. The descriptor is gone even if that fails, as it may where
+    what was written goes over a network: then a record is not what it should be, which whoever
+    reads it finds out."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def forget_cached(fd: int, offset: int = 0, length: int = 0) -> None:

@@ -262,6 +262,31 @@ def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(tmp_path: Pa
     driver.close()
 
 
+@pytest.mark.parametrize("times", [1, 1 << 30])
+def test_a_file_that_cannot_be_closed_well_ends_no_writing(
+    start: Start, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """As on a file system of another machine, where a quota is noticed so late."""
+    driver, close, left = start(), os.close, [times]
+
+    def fail(fd: int) -> None:
+        is_segment = Path(os.readlink(f"/proc/self/fd/{fd}")).name.startswith("seg-")
+        close(fd)
+        if is_segment and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    driver.write([1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fail)
+        disk.fail["pwritev"] = failing(errno.EIO, times=1)
+        assert driver.write([2]) == [0]
+        assert 0 not in driver.write(range(3, 13)), "a segment is filled and closed"
+        assert driver.read([1, *range(3, 13)]) == [True] * 11
+        driver.close()
+    assert left[0] < times, "no close failed"
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_store_on_a_disk_that_takes_no_more_files_is_served(tmp_path: Path, code: int) -> None:
     driver = Driver(tmp_path / "store")
