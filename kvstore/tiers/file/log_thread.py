@@ -75,7 +75,7 @@ class LogThread:
             number=number,
             follows_closed=follows_closed,
         )
-        self._reclaimer = Reclaimer(catalog, disk, self._writer, direct=directory.direct)
+        self._reclaimer = Reclaimer(directory, catalog, disk, self._writer)
         self._queue: deque[WriteJob | VoidJob] = deque()
         self._control: deque[ReclaimJob | CarryJob] = deque()
         self._note: NoteJob | None = None
@@ -313,7 +313,11 @@ class LogThread:
             segment = self._catalog.oldest()
             if segment is None:
                 return
-            asked = self._reclaimer.ask(segment, self._writer.voids)
+            try:
+                asked = self._reclaimer.ask(segment, self._writer.voids)
+            except OSError as error:
+                self._report(Outcome([], error))
+                return  # until the next job: what may be good is not deleted unread
             if asked.records:
                 self._asked = segment.number
                 self._outbox.put([asked])

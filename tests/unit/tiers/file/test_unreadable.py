@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import restart
+from kvstore.tiers.file import Suspended, restart
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
+from kvstore.units import MIB
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, OpenFails, key, reopen
 
@@ -218,6 +219,28 @@ def test_who_waits_for_the_disk_can_be_stopped(
     again = Driver(store).recovered()
     assert found(again) == list(STORED)
     again.close()
+
+
+@pytest.mark.parametrize("disk_is_away", [True, False])
+def test_a_segment_that_is_to_go_is_not_deleted_unread_while_the_disk_is_away(
+    store: Path, *, disk_is_away: bool
+) -> None:
+    disk = BadPlaces({})
+    driver = Driver(store, disk=disk, capacity_bytes=4 * MIB).recovered()
+    driver.on_reclaim = lambda event: driver.tier.reclaim(event.segment, [])
+    oldest = segments(store)[0]
+    disk.fails = dict.fromkeys([oldest, *(["store"] if disk_is_away else [])], 1 << 30)
+    written = [driver.write([number]) != [0] for number in range(100, 140)]
+    assert (oldest in segments(store)) == disk_is_away
+    if disk_is_away:
+        assert not written[-1], "no room"
+        assert driver.wait(Suspended).writes_only
+        disk.fails.clear()
+        assert driver.read(found(driver)) == [True] * len(STORED)
+        driver.clock.advance_ms(60_000)
+        assert driver.write([200]) != [0]
+        assert oldest not in segments(store)
+    driver.close()
 
 
 def test_what_was_cleared_stays_away_when_the_note_of_it_is_read_late(store: Path) -> None:
