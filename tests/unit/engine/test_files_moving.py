@@ -20,7 +20,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.pace import DOUBTFUL_MS, READS
 from kvstore.engine.state import Off
-from kvstore.types import SLOT_BYTES_MIN
+from kvstore.types import SLOT_BYTES_MIN, SpaceId
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys, pairs
@@ -50,7 +50,7 @@ def test_a_read_ends_though_its_scope_was_forgotten(monkeypatch: pytest.MonkeyPa
     node.end(peer.scheduler, *peer.ranks)
     node.step(Clear(None, None))
     for number in range(3):
-        node.step(known(50 + number, space=bytes([number]) * 32))
+        node.step(known(50 + number, space=SpaceId(bytes([number]) * 32)))
     assert SPACE not in {space for _, space, _ in node.engine._state.residency.scopes()}
     node.engine._state.off["u", SPACE] = Off(None)
     node.step(FileRead(read.job, b"\x01"))
