@@ -232,7 +232,8 @@ class Files:
         good = np.frombuffer(event.good, dtype=np.bool_)
         rows = state.residency.find(job.scope, job.keys)
         wanted = good & (rows >= 0) & (state.residency.words(rows) < 0)
-        wanted &= not state.is_scope_off(job.scope, Tier.FILE)
+        # A scope that nothing is in any more may be forgotten by now.
+        wanted &= not (wanted.any() and state.is_scope_off(job.scope, Tier.FILE))
         taken, words = rows[wanted], job.words[wanted]
         state.residency.put_dram(taken, words, job.checksums[wanted])
         state.slots.seal_read(words, prints(job.scope, job.keys[wanted]), state.cause)

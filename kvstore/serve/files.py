@@ -237,8 +237,13 @@ class FileEnd:
         return []
 
     def read(self, _mask: int) -> list[Event]:
-        """What the tier says: one event at a time of those that are long."""
-        self._waiting.extend(self._tier.take_events())
+        """What the tier says: one event at a time of those that are long.
+
+        More is taken when all is told: recovery goes on at the pace of the engine, and the end of a
+        read waits behind no more of what it found than the tier tells at once.
+        """
+        if not self._waiting:
+            self._waiting.extend(self._tier.take_events())
         events: list[Event] = []
         while self._waiting:
             event = self._waiting.popleft()

@@ -1,8 +1,8 @@
 """Which segments there are, what they take of the capacity, and their open descriptors.
 
 Covers this node's segments and, in shared mode, those of others, which have numbers of their own
-here (from 2^31 on) and take nothing of the capacity. Thread safe: one short lock, no I/O under it
-but open and close.
+here (from 2^31 on) and take nothing of the capacity. Thread safe: one short lock, no I/O under it.
+Closing is I/O: with the last descriptor of a file that was deleted its extents are freed.
 
     capacity ≥ closed segments + open segment (counted whole) + quarantine + hidden + FIXED_BYTES
 
@@ -15,11 +15,11 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.tiers.file.disk import Disk, open_regular
+from kvstore.tiers.file.disk import Disk, close_at_last, open_regular
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SegmentHead
 
@@ -110,9 +110,9 @@ class Catalog:
             if segment is not None and not segment.is_foreign:
                 self._own_bytes -= segment.taken_bytes
             opened = self._open.pop(number, None)
-            if opened is not None:
-                self._retire(opened)
-            return segment
+            idle = self._retire([opened] if opened is not None else [])
+        _close(idle)
+        return segment
 
     def oldest(self) -> Segment | None:
         """The own segment that was begun first and is not appended to."""
@@ -144,10 +144,11 @@ class Catalog:
         finally:
             with self._lock:
                 opened.users -= 1
+                idle = self._trim()
                 if opened.users == 0 and opened in self._doomed:
                     self._doomed.remove(opened)
-                    os.close(opened.fd)
-                self._trim()
+                    idle.append(opened.fd)
+            _close(idle)
 
     def _lease(self, segment: Segment) -> _Open:
         with self._lock:
@@ -165,23 +166,33 @@ class Catalog:
                 self._open[segment.number] = opened
         return opened
 
-    def _trim(self) -> None:
+    def _trim(self) -> list[int]:
+        """What the caller closes, without the lock, because too many are open."""
         if len(self._open) > _OPEN_MAX:
-            for number, opened in list(self._open.items()):
+            for number, opened in self._open.items():
                 if opened.users == 0:
                     del self._open[number]
-                    os.close(opened.fd)
-                    return
+                    return [opened.fd]
+        return []
 
-    def _retire(self, opened: _Open) -> None:
-        if opened.users == 0:
-            os.close(opened.fd)
-        else:
-            self._doomed.append(opened)
+    def _retire(self, leaving: Iterable[_Open]) -> list[int]:
+        """What of these the caller closes, without the lock; the rest its last reader closes."""
+        idle = []
+        for opened in leaving:
+            if opened.users == 0:
+                idle.append(opened.fd)
+            else:
+                self._doomed.append(opened)
+        return idle
 
     def close(self) -> None:
         """Close what nobody reads from."""
         with self._lock:
-            for opened in self._open.values():
-                self._retire(opened)
+            idle = self._retire(self._open.values())
             self._open.clear()
+        _close(idle)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        close_at_last(fd)

@@ -11,6 +11,7 @@ Files of other names are left alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file.disk import Disk, open_regular, read_bytes, works_direct, write_all
+from kvstore.tiers.file.config import FileConfig
+from kvstore.tiers.file.disk import FULL, Disk, open_regular, read_bytes, works_direct, write_all
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import (
     ID_BYTES,
@@ -105,6 +107,43 @@ def refuse_other_mode(directory: Path, *, shared: bool) -> None:
         )
 
 
+def cannot_be_read(path: Path, error: OSError) -> ConfigError:
+    """What an operator is told of a disk that fails at a start."""
+    return ConfigError(
+        f"the file tier cannot read {path}: {error.strerror}; the kernel's log may say why: mend"
+        " its disk, or give --file another directory"
+    )
+
+
+def open_directory(config: FileConfig, disk: Disk, lock_fd: int) -> Directory:
+    """The node's own.
+
+    Args:
+        config, disk: where and how.
+        lock_fd: as `Directory` has it; closed if the directory cannot be had.
+
+    Raises:
+        ConfigError: it cannot be used; the text says why and what to do.
+    """
+    try:
+        refuse_other_mode(config.directory, shared=config.shared)
+    except (ConfigError, OSError) as error:
+        if lock_fd >= 0:
+            os.close(lock_fd)
+        if isinstance(error, OSError):
+            raise cannot_be_read(config.directory, error) from error
+        raise
+    try:
+        return Directory(config.home, disk, direct=config.direct, lock_fd=lock_fd)
+    except InUse:
+        if not config.shared:
+            raise
+        raise InUse(
+            f"{config.home} is in use by another node of that name: give each node that shares"
+            f" {config.directory} a --node-name of its own"
+        ) from None
+
+
 class Directory:
     """A directory that this process holds the lock of."""
 
@@ -150,13 +189,23 @@ class Directory:
             ) from None
         self.direct = works_direct(self._disk, _PROBE, self.fd) and direct
         self.store_id = self._identity()
-        if not stat.S_ISDIR(self._mode(_ASIDE)):
-            if self._mode(_ASIDE):
-                os.unlink(_ASIDE, dir_fd=self.fd)
-            os.mkdir(_ASIDE, 0o700, dir_fd=self.fd)
+        self._make_aside()
         for name in os.listdir(self.fd):
-            if name.startswith("dead-") and stat.S_ISREG(self._mode(name)):
-                os.unlink(name, dir_fd=self.fd)
+            with contextlib.suppress(OSError):  # what cannot be looked at goes another time
+                if name.startswith("dead-") and stat.S_ISREG(self._mode(name)):
+                    self.remove(name)
+
+    def _make_aside(self) -> None:
+        """Without it nothing is put aside: a full disk can do without until the next start."""
+        if stat.S_ISDIR(mode := self._mode(_ASIDE)):
+            return
+        if mode:
+            os.unlink(_ASIDE, dir_fd=self.fd)
+        try:
+            os.mkdir(_ASIDE, 0o700, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def _is_lock(self, fd: int) -> bool:
         """Whether this is the lock file that lies here now."""
@@ -258,7 +307,13 @@ class Directory:
             _log.info("%s is not brought up to date: %s", self.path / _NOTE, error.strerror)
 
     def segments(self, *, keep_bytes: int) -> dict[int, int]:
-        """Number → bytes of the regular files with a segment's name; the others are put aside."""
+        """Number → bytes of the regular files with a segment's name; the others are put aside.
+
+        One that cannot be looked at now counts as empty: who opens it learns what it is.
+
+        Raises:
+            OSError: the names cannot be read.
+        """
         found = {}
         for name in os.listdir(self.fd):
             if (number := segment_number(name)) is None:
@@ -266,6 +321,9 @@ class Directory:
             try:
                 info = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             except FileNotFoundError:
+                continue
+            except OSError:
+                found[number] = 0
                 continue
             if not stat.S_ISREG(info.st_mode):
                 self.put_aside(name, "no regular file", keep_bytes=keep_bytes)

@@ -6,6 +6,7 @@ at before it is read: only a regular file is one of ours.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from kvstore.types import PAGE_BYTES
 
 IOVECS_MAX: Final = 1_024
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""No bytes, or no files more: not fatal, for what is there can be read."""
 _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -129,7 +132,12 @@ def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
     Raises:
         OSError: not even an ordinary file can be made; the directory cannot be used.
     """
-    os.close(disk.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, dir_fd))
+    try:
+        os.close(disk.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, dir_fd))
+    except OSError as error:
+        if error.errno in FULL:
+            return False
+        raise
     pages = Pages(PAGE_BYTES)
     fd = -1
     try:
@@ -139,13 +147,21 @@ def works_direct(disk: Disk, name: str, dir_fd: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             return False
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return fd >= 0  # full is not fatal: what is there can be read
+        if error.errno in FULL:
+            return fd >= 0
         raise
     finally:
         if fd >= 0:
             os.close(fd)
         os.unlink(name, dir_fd=dir_fd)
+
+
+def close_at_last(fd: int) -> None:
+    """Close a file that is done with. The descriptor is gone even if that fails, as it may where
+    what was written goes over a network: then a record is not what it should be, which whoever
+    reads it finds out."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def forget_cached(fd: int, offset: int = 0, length: int = 0) -> None:

@@ -75,7 +75,7 @@ class LogThread:
             number=number,
             follows_closed=follows_closed,
         )
-        self._reclaimer = Reclaimer(catalog, disk, self._writer, direct=directory.direct)
+        self._reclaimer = Reclaimer(directory, catalog, disk, self._writer)
         self._queue: deque[WriteJob | VoidJob] = deque()
         self._control: deque[ReclaimJob | CarryJob] = deque()
         self._note: NoteJob | None = None
@@ -147,14 +147,20 @@ class LogThread:
         self._control.append(CarryJob(tuple(voids)))
         self._lock.notify_all()
 
-    def purge(self, now_ns: int) -> None:
-        """Shared mode: delete for good what was hidden long enough ago."""
+    def due(self, now_ns: int) -> list[tuple[str, int]]:
+        """Shared mode: name and size of what was hidden long enough ago. The caller deletes each,
+        without the lock, and says so (`purged`)."""
+        due = []
         while self._hidden and self._hidden[0][0] <= now_ns:
             _, name, taken_bytes = self._hidden.popleft()
-            self._directory.remove(name)
-            self._catalog.hidden_bytes -= taken_bytes
-            self._control.append(CarryJob(()))  # wakes whoever waits for room
-            self._lock.notify_all()
+            due.append((name, taken_bytes))
+        return due
+
+    def purged(self, taken_bytes: int) -> None:
+        """What was due is deleted for good."""
+        self._catalog.hidden_bytes -= taken_bytes
+        self._control.append(CarryJob(()))  # wakes whoever waits for room
+        self._lock.notify_all()
 
     def close(self, now_ns: int) -> None:
         self._is_closing = True
@@ -226,8 +232,9 @@ class LogThread:
 
     def _waits(self, job: WriteJob | VoidJob) -> bool:
         """Whether it is a write for which there may be room once a reclaim or recovery is over."""
-        room_may_come = self._asked is not None or self._hidden or not self.is_recovered
-        return isinstance(job, WriteJob) and bool(room_may_come)
+        is_hidden = self._catalog.hidden_bytes > 0  # until it is deleted, not only due
+        room_may_come = self._asked is not None or is_hidden or not self.is_recovered
+        return isinstance(job, WriteJob) and room_may_come
 
     def _drain(self) -> VoidJob | None:
         """At the end: writes that cannot be written end, voids still are."""
@@ -306,7 +313,11 @@ class LogThread:
             segment = self._catalog.oldest()
             if segment is None:
                 return
-            asked = self._reclaimer.ask(segment, self._writer.voids)
+            try:
+                asked = self._reclaimer.ask(segment, self._writer.voids)
+            except OSError as error:
+                self._report(Outcome([], error))
+                return  # until the next job: what may be good is not deleted unread
             if asked.records:
                 self._asked = segment.number
                 self._outbox.put([asked])

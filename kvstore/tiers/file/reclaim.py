@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.tiers.file.catalog import Catalog, Segment
+from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import Disk, Pages
 from kvstore.tiers.file.events import FileEvent, Gone, Moved, Reclaim, RecordSet
 from kvstore.tiers.file.reader import RUN_BYTES_MAX, RUN_RECORDS_MAX, Reader, Verdict, Wanted
@@ -27,15 +28,20 @@ _PAGE_MASK = (1 << PAGE_SHIFT) - 1
 class Reclaimer:
     """One segment at a time."""
 
-    def __init__(self, catalog: Catalog, disk: Disk, writer: Writer, *, direct: bool) -> None:
+    def __init__(self, directory: Directory, catalog: Catalog, disk: Disk, writer: Writer) -> None:
+        self._directory = directory
         self._catalog = catalog
         self._disk = disk
         self._writer = writer
-        self._direct = direct
         self._asked: dict[int, list[tuple[RecordSet, bytes]]] = {}
 
     def ask(self, segment: Segment, voids: Sequence[Void]) -> Reclaim:
-        """What to ask the engine. A segment that cannot be read holds nothing."""
+        """What to ask the engine. A segment that cannot be read, though the disk can be, holds
+        nothing.
+
+        Raises:
+            OSError: the disk cannot be read now, so nothing is known of the segment.
+        """
         try:
             with self._catalog.reading(segment) as fd:
                 size = segment.taken_bytes
@@ -43,6 +49,8 @@ class Reclaimer:
                 if table is None:
                     table = scan(self._disk, fd, size, segment.head).table()
         except OSError:
+            if not self._directory.is_readable():
+                raise
             return Reclaim(segment.number, ())
         found = list(record_sets(table, segment.number, own_number=segment.number, voids=voids))
         self._asked = {segment.number: found}
@@ -70,7 +78,7 @@ class Reclaimer:
         scope = records.scope
         pages = payload_pages(scope.block_bytes)
         scratch = Pages(len(rows) * pages * PAGE_BYTES)
-        reader = Reader(self._catalog, self._disk, scratch.view, direct=self._direct)
+        reader = Reader(self._catalog, self._disk, scratch.view, direct=self._directory.direct)
         places = np.frombuffer(records.locations, np.uint64)[rows]
         keys = [records.keys[r * KEY_BYTES : (r + 1) * KEY_BYTES] for r in rows.tolist()]
         sums = [checksums[r * CHECKSUM_BYTES : (r + 1) * CHECKSUM_BYTES] for r in rows.tolist()]

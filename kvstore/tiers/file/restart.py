@@ -26,7 +26,7 @@ from kvstore.tiers.file.recovery import read_footer, read_head, record_sets, sca
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void
-from kvstore.wire.segment import SegmentHead, Table
+from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead, Table
 
 PAUSES_S: Final = (0.1, 0.4, 1.5)
 """Between attempts to read one segment."""
@@ -134,8 +134,8 @@ class Restart:
         head = self._head_of(number)
         if head is None:
             return True
-        name, size = segment_name(number), self._sizes[number]
-        fd, _ = open_regular(self._disk, name, self._flags(), self._directory.fd)
+        name = segment_name(number)
+        fd, size = open_regular(self._disk, name, self._flags(), self._directory.fd)
         try:
             table = self._table(fd, size, head)
         finally:
@@ -184,6 +184,9 @@ class Restart:
         if head is None and size <= PAGE_BYTES:
             self._directory.remove(name)
             self._forget(number)
+            return None
+        if size > SEGMENT_BYTES_LIMIT:
+            self._aside(number, "too long")  # its size could not be had before
             return None
         if head is None:
             self._aside(number, "damaged")

@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 from collections import deque
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.errors import ConfigError
 from kvstore.ports import Clock
 from kvstore.tiers.file.breaker import BreakerState
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory, InUse, refuse_other_mode
+from kvstore.tiers.file.directory import Directory, cannot_be_read, open_directory
 from kvstore.tiers.file.disk import Disk, PosixDisk
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Read, RecoveryDone
 from kvstore.tiers.file.health import Health
@@ -150,23 +148,12 @@ class FileTier:
             ConfigError: the directory cannot be used; the text says why and what to do.
         """
         posix = disk or PosixDisk()
-        try:
-            refuse_other_mode(config.directory, shared=config.shared)
-        except ConfigError:
-            if lock_fd >= 0:
-                os.close(lock_fd)
-            raise
-        try:
-            directory = Directory(config.home, posix, direct=config.direct, lock_fd=lock_fd)
-        except InUse:
-            if not config.shared:
-                raise
-            raise InUse(
-                f"{config.home} is in use by another node of that name: give each node that shares"
-                f" {config.directory} a --node-name of its own"
-            ) from None
+        directory = open_directory(config, posix, lock_fd)
         try:
             tier = cls(config, arena, clock, disk=posix, directory=directory, outbox=outbox)
+        except OSError as error:
+            directory.close()
+            raise cannot_be_read(config.home, error) from error
         except BaseException:
             directory.close()
             raise
@@ -382,7 +369,11 @@ class FileTier:
         with self._peers_lock:
             self._peers.look(lambda known: self._outbox.known(known, own=False), self._outbox.put)
         with self._lock:
-            self._log.purge(self._clock.now_ns())
+            due = self._log.due(self._clock.now_ns())
+        for name, taken_bytes in due:
+            self._directory.remove(name)
+            with self._lock:
+                self._log.purged(taken_bytes)
 
     # ── threads ──────────────────────────────────────────────────────────────────────────────────
 

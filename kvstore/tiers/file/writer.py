@@ -31,6 +31,7 @@ from kvstore.tiers.file.directory import Directory, segment_name
 from kvstore.tiers.file.disk import (
     Disk,
     Pages,
+    close_at_last,
     forget_cached,
     open_regular,
     read_all,
@@ -412,7 +413,7 @@ class Writer:
 
     def _release(self, opened: _OpenSegment) -> None:
         self._open = None
-        os.close(opened.fd)
+        close_at_last(opened.fd)
 
     def abandon(self, error: OSError) -> list[Gone]:
         """Stop appending to the open segment, as it is. Returns blocks that are lost.

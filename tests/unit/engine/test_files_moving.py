@@ -6,18 +6,21 @@ import msgspec
 import pytest
 
 from kvstore.engine import files as files_module
+from kvstore.engine import residency as residency_module
 from kvstore.engine import writes as writes_module
 from kvstore.engine.events import (
     Clear,
     FileCommand,
     FileGone,
     FilePart,
+    FileRead,
     FileReclaim,
     FileWritten,
     VoidFile,
 )
 from kvstore.engine.pace import DOUBTFUL_MS, READS
-from kvstore.types import SLOT_BYTES_MIN
+from kvstore.engine.state import Off
+from kvstore.types import SLOT_BYTES_MIN, SpaceId
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys, pairs
@@ -37,6 +40,22 @@ def on_disk_only(*numbers: int, slots: int = 32) -> tuple[DiskNode, Peer]:
     peer = Peer(node)
     node.step(known(*numbers))
     return node, peer
+
+
+def test_a_read_ends_though_its_scope_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency_module, "SCOPE_COUNT_MAX", 2)
+    node, peer = on_disk_only(1)
+    peer.lease(1, 1)
+    (read,) = node.reads
+    node.end(peer.scheduler, *peer.ranks)
+    node.step(Clear(None, None))
+    for number in range(3):
+        node.step(known(50 + number, space=SpaceId(bytes([number]) * 32)))
+    assert SPACE not in {space for _, space, _ in node.engine._state.residency.scopes()}
+    node.engine._state.off["u", SPACE] = Off(None)
+    node.step(FileRead(read.job, b"\x01"))
+    assert node.engine.tiers()[0].blocks == 0
+    assert len(node.engine._files.reading_words()) == 0
 
 
 # ── to disk ──────────────────────────────────────────────────────────────────────────────────────

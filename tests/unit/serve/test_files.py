@@ -43,6 +43,7 @@ from kvstore.tiers.file import (
     Suspended,
     Written,
 )
+from kvstore.tiers.file.outbox import KNOWN_MAX
 from kvstore.types import Shard, Tier
 from kvstore.wire.learned import Learned, SpacePace, encode_learned
 from kvstore.wire.record import Scope
@@ -176,6 +177,25 @@ def test_the_loop_is_woken_for_what_is_left(tier: ScriptedTier, end: FileEnd) ->
     end.read(0)
     with pytest.raises(BlockingIOError):
         os.eventfd_read(tier.fd)
+
+
+class Recovering(ScriptedTier):
+    """Tells as much as its outbox lets it, whenever it is asked."""
+
+    def take_events(self) -> list[FileEvent]:
+        return [*super().take_events(), *[known(SCOPE)] * KNOWN_MAX]
+
+
+def test_what_is_found_is_taken_no_faster_than_it_is_told_and_no_read_waits_behind_it() -> None:
+    tier = Recovering()
+    end = FileEnd(cast("FileTier", tier))
+    for _ in range(100):
+        end.read(0)
+        assert len(end._waiting) <= KNOWN_MAX
+    tier.events = [Read(2, b"")]
+    said = [end.read(0) for _ in range(1 + KNOWN_MAX)]
+    assert [FileRead(2, b"") in events for events in said].count(True) == 1
+    os.close(tier.fd)
 
 
 def test_what_is_cleared_before_it_was_told_is_not_told(tier: ScriptedTier, end: FileEnd) -> None:

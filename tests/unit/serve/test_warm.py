@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -15,12 +16,15 @@ import pytest
 
 from kvstore.arena import GenerationView
 from kvstore.engine.journal import LAYOUT_VERSION
+from kvstore.errors import ConfigError
 from kvstore.serve import control
+from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.config import NodeConfig, load_config
 from kvstore.serve.handover import Handover, SupervisorGone
 from kvstore.serve.kept import Kept
-from kvstore.serve.node import _make_engine
+from kvstore.serve.node import _make_engine, _open_files
 from kvstore.serve.warm import GENERATIONS_PER_LIFE, Memory, take_memory
+from kvstore.tiers.file.directory import Directory
 from kvstore.types import PAGES_PER_GENERATION, Incarnation
 from kvstore.units import MIB
 from kvstore.wire.messages import encode
@@ -266,6 +270,33 @@ def test_a_supervisor_that_does_not_read_makes_nobody_wait(host: Host) -> None:
                     os.close(message[1])
         said = [m[0].number for m in late if m and isinstance(m[0], control.Released)]
         assert said == [0, 1, 2, 3], "said with the next one"
+
+
+def test_a_directory_that_cannot_be_read_at_a_restart_costs_no_memory(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"socket": str(tmp_path / "s"), "metrics": "off", "file": f"{tmp_path}/f:8MiB"}
+    config = load_config(None, settings, arena=(DRAM, ""))
+
+    def open_files() -> str:
+        memory, handover = begin(host, config)
+        with contextlib.ExitStack() as stack:
+            stack.callback(host.end_process)
+            stack.callback(memory.arena.close)
+            files = _open_files(config, memory.arena, MonotonicClock(), handover, stack)
+            assert files is not None
+            files.read(0)
+            return files.trouble
+
+    def fail(_directory: Directory, *, keep_bytes: int) -> dict[int, int]:
+        raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Directory, "segments", fail)
+        with pytest.raises(ConfigError, match="cannot read"):
+            open_files()
+        assert "takes no reads and writes: the file tier cannot read" in open_files()
+    assert "takes no" not in open_files()
 
 
 def test_places_are_held_whatever_becomes_of_the_memory(host: Host, config: NodeConfig) -> None:

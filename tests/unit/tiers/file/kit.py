@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import select
 import threading
 from collections.abc import Callable, Sequence
@@ -105,6 +106,19 @@ class FaultyDisk(PosixDisk):
     def fsync(self, fd: int) -> None:
         self._before("fsync", 0)
         super().fsync(fd)
+
+
+class OpenFails(FaultyDisk):
+    """One name cannot be opened."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__()
+        self.name, self.code = name, code
+
+    def open(self, name: str, flags: int, dir_fd: int) -> int:
+        if name == self.name:
+            raise OSError(self.code, os.strerror(self.code))
+        return super().open(name, flags, dir_fd)
 
 
 class Driver:

@@ -104,6 +104,38 @@ def test_only_so_many_segments_are_kept_open_and_none_is_closed_under_a_reader(
     assert _descriptors_in(tmp_path) == []
 
 
+def test_no_descriptor_is_closed_while_others_wait_for_the_catalog(
+    tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one of a deleted file frees its extents, and the node's loop asks the catalog."""
+    monkeypatch.setattr(catalog_module, "_OPEN_MAX", 2)
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    catalog = Catalog(disk, capacity_bytes=1 << 20, direct=False)
+    segments = []
+    for number in range(1, 5):
+        (tmp_path / segment_name(number)).touch()
+        head = SegmentHead(bytes(16), bytes(16), number)
+        segments.append(Segment(number, head, segment_name(number), folder, 1))
+        catalog.add(segments[-1])
+    close, were_held = os.close, []
+
+    def look(fd: int) -> None:
+        were_held.append(catalog._lock.locked())
+        close(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers.file.catalog.os.close", look)
+        with catalog.reading(segments[0]):
+            catalog.remove(1)
+        for segment in segments[1:]:
+            with catalog.reading(segment):
+                pass
+        catalog.remove(3)
+        catalog.close()
+    assert were_held == [False] * 4, "a reader's last, one too many, removed, at the end"
+    os.close(folder)
+
+
 def _descriptors_in(folder: Path) -> list[str]:
     names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     return [name for name in names if name.startswith(str(folder))]

@@ -16,7 +16,16 @@ from kvstore.tiers.file import FileConfig, Gone, Late, Read, Resumed, Suspended,
 from kvstore.tiers.file.breaker import Breaker
 from kvstore.tiers.file.health import Health
 from kvstore.units import NS_PER_MS
-from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, reopen, u64
+from tests.unit.tiers.file.kit import (
+    PATIENCE_S,
+    SCOPE,
+    Driver,
+    FaultyDisk,
+    OpenFails,
+    key,
+    reopen,
+    u64,
+)
 
 Start = Callable[..., Driver]
 
@@ -240,19 +249,6 @@ def test_every_failing_call_in_turn(tmp_path: Path) -> None:
             pytest.fail("the sweep did not come to an end")
 
 
-class OpenFails(FaultyDisk):
-    """One name cannot be opened."""
-
-    def __init__(self, name: str, code: int) -> None:
-        super().__init__()
-        self.name, self.code = name, code
-
-    def open(self, name: str, flags: int, dir_fd: int) -> int:
-        if name == self.name:
-            raise OSError(self.code, os.strerror(self.code))
-        return super().open(name, flags, dir_fd)
-
-
 def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(tmp_path: Path) -> None:
     """Found by the seeded world: no node started there ever again."""
     driver = Driver(tmp_path / "store")
@@ -264,6 +260,64 @@ def test_a_damaged_identity_on_a_full_disk_does_not_make_a_stranger(tmp_path: Pa
     driver = Driver(tmp_path / "store").recovered()
     assert driver.write([2]) != [0]
     driver.close()
+
+
+@pytest.mark.parametrize("times", [1, 1 << 30])
+def test_a_file_that_cannot_be_closed_well_ends_no_writing(
+    start: Start, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """As on a file system of another machine, where a quota is noticed so late."""
+    driver, close, left = start(), os.close, [times]
+
+    def fail(fd: int) -> None:
+        is_segment = Path(os.readlink(f"/proc/self/fd/{fd}")).name.startswith("seg-")
+        close(fd)
+        if is_segment and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    driver.write([1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fail)
+        disk.fail["pwritev"] = failing(errno.EIO, times=1)
+        assert driver.write([2]) == [0]
+        assert 0 not in driver.write(range(3, 13)), "a segment is filled and closed"
+        assert driver.read([1, *range(3, 13)]) == [True] * 11
+        driver.close()
+    assert left[0] < times, "no close failed"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_store_on_a_disk_that_takes_no_more_files_is_served(tmp_path: Path, code: int) -> None:
+    driver = Driver(tmp_path / "store")
+    driver.write([1])
+    driver.close()
+    again = Driver(tmp_path / "store", disk=OpenFails("probe", code)).recovered()
+    assert again.has(1)
+    again.close()
+
+
+def test_a_full_disk_without_a_quarantine_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator looked at what was in it, and deleted all."""
+    driver = Driver(tmp_path / "store")
+    driver.write([1])
+    driver.close()
+    (tmp_path / "store" / "quarantine").rmdir()
+    (tmp_path / "store" / "seg-00000009.kv").write_bytes(bytes(8192))
+
+    def fail(*_arguments: object, **_more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstore.tiers.file.directory.os.mkdir", fail)
+        again = Driver(tmp_path / "store").recovered()
+    assert again.has(1)
+    assert (tmp_path / "store" / "seg-00000009.kv").exists(), "there is nowhere to put it"
+    again.close()
+    Driver(tmp_path / "store").recovered().close()
+    assert len(list((tmp_path / "store" / "quarantine").iterdir())) == 1
 
 
 def test_an_identity_that_cannot_be_opened_for_a_moment_stays(tmp_path: Path) -> None:

@@ -6,17 +6,21 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import Gone
+from kvstore.tiers.file import Gone, Reclaim
 from kvstore.tiers.file.catalog import FOREIGN_BASE
+from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.jobs import WriteJob
+from kvstore.tiers.file.writer import Batch
 from kvstore.units import MIB
-from tests.unit.tiers.file.kit import SCOPE, Driver, key, u64
+from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, key, u64
 
 
 @pytest.fixture
@@ -164,6 +168,51 @@ def test_a_reclaimed_segment_can_be_read_until_its_grace_is_over(tmp_path: Path)
     assert not list((tmp_path / "a").glob("dead-*"))
     a.close()
     b.close()
+
+
+def test_a_slow_delete_keeps_neither_writes_nor_reads_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
+    a = Driver(tmp_path, node="a", capacity_bytes=4 * MIB, **more).recovered()
+    asked: list[int] = []
+
+    def let_one_go(event: Reclaim) -> None:
+        asked.append(event.segment)
+        if len(asked) == 1:
+            a.tier.reclaim(event.segment, [])
+
+    a.on_reclaim = let_one_go
+    number = 0
+    while not a.tier._catalog.hidden_bytes:
+        a.write([number])
+        number += 1
+        assert number < 100, "nothing was reclaimed"
+    remove, is_deleting, may_go_on = Directory.remove, threading.Event(), threading.Event()
+
+    def hang(directory: Directory, name: str) -> None:
+        is_deleting.set()
+        assert may_go_on.wait(PATIENCE_S)
+        remove(directory, name)
+
+    monkeypatch.setattr(Directory, "remove", hang)
+    a.clock.advance_ms(10_001)
+    taken_bytes = a.tier.taken_bytes
+    looking = threading.Thread(target=a.tier.look_at_peers)
+    looking.start()
+    try:
+        assert is_deleting.wait(PATIENCE_S)
+        assert a.tier._lock.acquire(timeout=PATIENCE_S / 4), "held while a file is deleted"
+        a.tier._lock.release()
+        assert a.tier.taken_bytes == taken_bytes, "it takes its room until it is gone"
+        waiting = WriteJob(0, cast("Batch", None), 0, 0)
+        assert a.tier._log._waits(waiting), "room is coming"
+    finally:
+        may_go_on.set()
+        looking.join()
+    assert not list((tmp_path / "a").glob("dead-*"))
+    assert a.tier.taken_bytes < taken_bytes
+    a.close()
 
 
 def test_no_more_foreign_segments_are_kept_than_told(tmp_path: Path) -> None:

@@ -7,12 +7,18 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvstore.tiers.file import restart
+from kvstore.errors import ConfigError
+from kvstore.tiers.file import Suspended, restart
+from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import PosixDisk
-from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, key, reopen
+from kvstore.types import PAGE_BYTES
+from kvstore.units import MIB
+from kvstore.wire.segment import SEGMENT_BYTES_LIMIT
+from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, OpenFails, key, reopen
 
 STORED = range(20)
 """More than two segments."""
@@ -63,6 +69,100 @@ def put_aside(store: Path) -> list[str]:
 
 def found(driver: Driver) -> list[int]:
     return [number for number in STORED if (SCOPE, key(number)) in driver.known]
+
+
+@pytest.mark.parametrize("which", [0, 1, -1])
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_file_that_cannot_be_looked_at_stops_no_start(
+    store: Path, which: int, monkeypatch: pytest.MonkeyPatch, *, opens: bool
+) -> None:
+    name, look = segments(store)[which], os.stat
+
+    def fail(path: Any, **more: Any) -> os.stat_result:
+        if path == name:
+            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+        return look(path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        disk = PosixDisk() if opens else OpenFails(name, errno.EUCLEAN)
+        driver = Driver(store, disk=disk).recovered()
+    if opens:
+        assert found(driver) == list(STORED), "what it holds was never asked of its name"
+    else:
+        assert len(STORED) - 7 <= len(found(driver)) < len(STORED), "the others are known"
+    assert all(driver.read(found(driver)))
+    assert name in segments(store), "nothing is deleted because its size was not known"
+    assert driver.write([99]) != [0]
+    driver.close()
+    again = Driver(store).recovered()
+    assert found(again) == list(STORED)
+    assert again.has(99)
+    again.close()
+
+
+def test_a_dead_file_that_cannot_be_looked_at_stops_no_start(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, look = store / "dead-0123456789abcdef.kv", os.stat
+    dead.touch()
+
+    def fail(path: Any, **more: Any) -> os.stat_result:
+        if path == dead.name:
+            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+        return look(path, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        Driver(store).recovered().close()
+    assert dead.exists()
+    Driver(store).recovered().close()
+    assert not dead.exists()
+
+
+def test_a_file_that_proves_too_long_is_put_aside(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, look = segments(store)[0], os.stat
+    os.truncate(store / name, SEGMENT_BYTES_LIMIT + PAGE_BYTES)
+    fails = [1]
+
+    def fail(path: Any, **more: Any) -> os.stat_result:
+        if path == name and fails:
+            fails.pop()
+            raise OSError(errno.EUCLEAN, os.strerror(errno.EUCLEAN))
+        return look(path, **more)
+
+    monkeypatch.setattr(os, "stat", fail)
+    driver = Driver(store).recovered()
+    assert [aside.startswith(f"{name}.too-long.") for aside in put_aside(store)] == [True]
+    driver.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_directory_that_cannot_be_read_is_refused_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, shared: bool
+) -> None:
+    more: dict[str, Any] = {"shared": shared, "node": "a" if shared else ""}
+    Driver(tmp_path / "store", **more).close()
+    look = os.stat
+
+    def fail_stat(path: Any, **more: Any) -> os.stat_result:
+        if path == tmp_path / "store" / "store":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return look(path, **more)
+
+    def fail_names(_directory: Directory, *, keep_bytes: int) -> dict[int, int]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        if shared:
+            patch.setattr(os, "stat", fail_stat)
+        else:
+            patch.setattr(Directory, "segments", fail_names)
+        with pytest.raises(ConfigError, match=r"cannot read .*: Input/output error; the kernel's"):
+            Driver(tmp_path / "store", **more)
+    Driver(tmp_path / "store", **more).recovered().close()
 
 
 @pytest.mark.parametrize("which", [0, -1])
@@ -119,6 +219,28 @@ def test_who_waits_for_the_disk_can_be_stopped(
     again = Driver(store).recovered()
     assert found(again) == list(STORED)
     again.close()
+
+
+@pytest.mark.parametrize("disk_is_away", [True, False])
+def test_a_segment_that_is_to_go_is_not_deleted_unread_while_the_disk_is_away(
+    store: Path, *, disk_is_away: bool
+) -> None:
+    disk = BadPlaces({})
+    driver = Driver(store, disk=disk, capacity_bytes=4 * MIB).recovered()
+    driver.on_reclaim = lambda event: driver.tier.reclaim(event.segment, [])
+    oldest = segments(store)[0]
+    disk.fails = dict.fromkeys([oldest, *(["store"] if disk_is_away else [])], 1 << 30)
+    written = [driver.write([number]) != [0] for number in range(100, 140)]
+    assert (oldest in segments(store)) == disk_is_away
+    if disk_is_away:
+        assert not written[-1], "no room"
+        assert driver.wait(Suspended).writes_only
+        disk.fails.clear()
+        assert driver.read(found(driver)) == [True] * len(STORED)
+        driver.clock.advance_ms(60_000)
+        assert driver.write([200]) != [0]
+        assert oldest not in segments(store)
+    driver.close()
 
 
 def test_what_was_cleared_stays_away_when_the_note_of_it_is_read_late(store: Path) -> None:
