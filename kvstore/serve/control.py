@@ -33,6 +33,7 @@ while one process follows another."""
 EXIT_REFUSED: Final = 2
 """Status of a process that cannot start here and has said why: a port, a directory, a flag."""
 DATAGRAM_BYTES_MAX: Final = 64 << 10
+"""With room for the longest Hello of a rank (`wire.messages.HELLO_BYTES_MAX`)."""
 BUFFER_BYTES: Final = 1 << 20
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)
 
