@@ -255,7 +255,10 @@ def spaces(state: State) -> list[SpaceReport]:
     for address in off:
         found.setdefault(address, [0, 0, 0, 0])
     # Counted over whole columns: no pass per scope.
-    in_dram = np.bincount(scopes[words >= 0])
+    is_held = words >= 0
+    in_dram = np.bincount(scopes[is_held])
+    word_of = np.zeros(len(in_dram), dtype=np.int64)
+    word_of[scopes[is_held]] = words[is_held]  # one of its words: they are of one size
     in_file = np.bincount(scopes[residency.file[used] != 0], minlength=len(in_dram))
     in_dram = np.pad(in_dram, (0, len(in_file) - len(in_dram)))
     for scope in np.flatnonzero(in_dram + in_file).tolist():
@@ -264,8 +267,8 @@ def spaces(state: State) -> list[SpaceReport]:
         row[0] += int(in_dram[scope])
         row[1] += int(in_file[scope])
         if in_dram[scope]:
-            word = int(words[np.argmax((scopes == scope) & (words >= 0))])
-            row[2] += int(in_dram[scope]) * state.slots.pool_of(word).slot_bytes
+            slot_bytes = state.slots.pool_of(int(word_of[scope])).slot_bytes
+            row[2] += int(in_dram[scope]) * slot_bytes
     return [
         SpaceReport(
             space=space,
@@ -334,22 +337,24 @@ def leases(state: State, loans: Mapping[tuple[int, int], int]) -> list[LeaseRepo
 
 def jobs(state: State) -> list[JobReport]:
     """Ranks that hold slots they may write."""
-    out = []
+    slots, out = state.slots, []
+    # One pass for all ranks.
+    words = np.flatnonzero(slots.writer > 0)
+    numbers, which = np.unique(slots.writer[words], return_inverse=True)
+    counts = np.zeros((len(numbers), len(SlotState)), dtype=np.int64)
+    np.add.at(counts, (which, slots.state[words]), 1)
+    held = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
     for connection in state.connections.values():
-        if not isinstance(connection.hello, HelloRank):
-            continue
-        words = state.slots.of_writer(connection.id)
-        if len(words) == 0:
-            continue
-        states = state.slots.state[words]
-        out.append(
-            JobReport(
-                engine_id=connection.hello.engine_id,
-                rank=connection.hello.rank,
-                connection=connection.id,
-                attached=not connection.ended,
-                slots_granted=int((states == SlotState.GRANTED).sum()),
-                slots_quarantined=int((states == SlotState.QUARANTINED).sum()),
+        if isinstance(connection.hello, HelloRank) and connection.id in held:
+            by_state = held[connection.id]
+            out.append(
+                JobReport(
+                    engine_id=connection.hello.engine_id,
+                    rank=connection.hello.rank,
+                    connection=connection.id,
+                    attached=not connection.ended,
+                    slots_granted=by_state[SlotState.GRANTED],
+                    slots_quarantined=by_state[SlotState.QUARANTINED],
+                )
             )
-        )
     return out

@@ -71,6 +71,8 @@ class Residency:
         self._scope_of: dict[int, Scope] = {}
         self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
         self._next_scope = 1
+        self._forget_from = SCOPE_COUNT_MAX
+        """Scopes from which on it is worth looking for unused ones."""
 
     # ── scopes ───────────────────────────────────────────────────────────────────────────────────
 
@@ -112,12 +114,16 @@ class Residency:
                 self._journal.forget_scope(scope)
 
     def forget_unused_scopes(self, *, keep: set[int]) -> None:
-        """When there are many, forget those that no block is in and that are not in `keep`."""
-        if len(self._scopes) < SCOPE_COUNT_MAX:
+        """When there are many, forget those that no block is in and that are not in `keep`.
+
+        It looks at every row, so not again before there are a quarter more than were in use."""
+        if len(self._scopes) < self._forget_from:
             return
-        used = keep.union(np.unique(self.table.scopes).tolist())
+        used = np.zeros(self._next_scope, dtype=bool)
+        used[self.table.used_scopes] = True
+        used[list(keep)] = True
         for address, number in list(self._scopes.items()):
-            if number not in used:
+            if not used[number]:
                 del self._scopes[address], self._scope_of[number]
                 tenant, space, shard = address
                 del self._shards[tenant, space][shard]
@@ -125,6 +131,7 @@ class Residency:
                     del self._shards[tenant, space]
                 if self._journal is not None:
                     self._journal.forget_scope(number)
+        self._forget_from = max(SCOPE_COUNT_MAX, len(self._scopes) * 5 // 4)
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
 

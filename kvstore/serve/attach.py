@@ -198,8 +198,8 @@ class Attach:
             if connection.deadline_ns <= now_ns:
                 self._refuse(connection, "late", "no hello within 2 s")
         if self._accept_again_ns is not None and self._accept_again_ns <= now_ns:
-            self._accept_again_ns = None
             self._epoll.register(self._listener.socket.fileno(), select.EPOLLIN)
+            self._accept_again_ns = None
 
     # ── for the executor ─────────────────────────────────────────────────────────────────────────
 

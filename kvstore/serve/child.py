@@ -64,6 +64,14 @@ class Process:
         """Whether it had loaded its code, was killed, and had touched nothing until then."""
         return self.was_killed and self.prepared is not None and not self.has_begun
 
+    def was_a_life(self, status: int) -> bool:
+        """Whether the one after it must differ from it in generations and numbers of connections.
+
+        Whoever did not come to serve gave nobody any; of those that are mute or say why they cannot
+        start there may be more than there are numbers."""
+        never_served = self.is_mute or status == control.EXIT_REFUSED
+        return self.serving_since_ns != 0 or not never_served
+
     def kill(self) -> None:
         """At once, if it is not in the kernel for good."""
         self.was_killed = True

@@ -18,6 +18,7 @@ receiving one. Does not cover: what follows from them (`supervisor`, `handover`)
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from typing import Any, Final, TypeVar
@@ -33,6 +34,7 @@ while one process follows another."""
 EXIT_REFUSED: Final = 2
 """Status of a process that cannot start here and has said why: a port, a directory, a flag."""
 DATAGRAM_BYTES_MAX: Final = 64 << 10
+"""With room for the longest Hello of a rank (`wire.messages.HELLO_BYTES_MAX`)."""
 BUFFER_BYTES: Final = 1 << 20
 _ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)
 
@@ -82,7 +84,8 @@ class Begin(Control, frozen=True):
     dram_bytes: int
     dram_note: str
     life: int
-    """How many processes began before this one: 0 is the first."""
+    """How many processes there were before this one, those left out that did not come to serve and
+    had said why (they have given nobody anything): 0 is the first."""
     died_ns: int
     """When the one before ended, on the monotonic clock; 0: there was none."""
     places: Places
@@ -142,7 +145,22 @@ class Released(Control, frozen=True):
 FromNode = Prepared | Begun | DiskHangs | Page | Keep | Drop | Serving | Attached | Released
 FromSupervisor = Held | Writer | Begin | PageTaken
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=Control)
+
+
+class DescriptorLost(OSError):
+    """A message came without its descriptor: the process or the machine has no room for it."""
+
+    def __init__(self, message: Control) -> None:
+        super().__init__(errno.EMFILE, os.strerror(errno.EMFILE))
+        self.message = message
+
+
+def lost_a_rank(error: Exception) -> bool:
+    """Whether it was the pidfd of a rank."""
+    return isinstance(error, DescriptorLost) and isinstance(error.message, Attached)
+
+
 _encoder = msgspec.msgpack.Encoder()
 from_node: Final = msgspec.msgpack.Decoder(FromNode)
 from_supervisor: Final = msgspec.msgpack.Decoder(FromSupervisor)
@@ -166,16 +184,24 @@ def send(sock: socket.socket, message: Control, fd: int | None = None, *, flags:
 def receive(
     sock: socket.socket, decoder: msgspec.msgpack.Decoder[_T], *, flags: int = 0
 ) -> tuple[_T, int] | None:
-    """A message and its descriptor, -1 without one; None at the end. Raises OSError."""
-    data, ancillary, _, _ = sock.recvmsg(
+    """A message and its descriptor, -1 without one; None at the end.
+
+    Raises:
+        OSError: DescriptorLost among them.
+        msgspec.DecodeError: it is none of these messages, or too long for one.
+    """
+    data, ancillary, received, _ = sock.recvmsg(
         DATAGRAM_BYTES_MAX, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
     )
     fds = [fd for _, _, passed in ancillary for fd in array.array("i", passed)]
     if not data:
         return None
     try:
-        return decoder.decode(data), fds[0] if fds else -1
-    except msgspec.DecodeError:
+        message = decoder.decode(data)
+        if received & socket.MSG_CTRUNC:
+            raise DescriptorLost(message)
+    except (DescriptorLost, msgspec.DecodeError):
         for fd in fds:
             os.close(fd)
         raise
+    return message, fds[0] if fds else -1

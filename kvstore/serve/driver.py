@@ -4,7 +4,7 @@
       ▲                                                              │
       └── wake-up: queries of other threads            events ◀──────┘
 
-Covers: whose turn it is, heartbeat, ticks, queries from other threads, and the one broad except of
+Covers: whose turn it is, heartbeat, ticks, queries from other threads, and the broad excepts of
 the node. Does not cover: what anything means. Everything that touches engine, executor or sockets
 runs in this loop; other threads come in through `query` and `clear` only.
 
@@ -20,7 +20,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Adopt, Clear, Ended, Event, Ready, Tick
@@ -44,6 +44,9 @@ SPIN_NS: Final = 50_000
 """So long after a datagram the loop looks for the next one before it sleeps: a hint is followed by
 a lookup, and waking up costs a lookup a quarter of its time."""
 QUERY_COUNT_MAX: Final = 64
+RECOVERIES_MAX: Final = 4
+"""Failures one after the other, each in what the one before left to be done. Then the node ends: it
+does not know what it has promised."""
 STEP_BUCKETS_NS: Final = tuple(1000 << n for n in range(0, 16, 2))
 """Upper bounds of the step histogram: 1 µs, 4 µs, … 16 ms."""
 
@@ -69,6 +72,15 @@ class DriverCounters:
         self.failures = 0
         self.queries = 0
         self.beat_gap_ns_max = 0
+
+
+class _Query(NamedTuple):
+    """What another thread wants done on the loop."""
+
+    future: concurrent.futures.Future[object]
+    call: Callable[[], object]
+    steps: bool
+    """Whether it steps the engine; where not, its failure is that of who asked."""
 
 
 class Driver:
@@ -100,9 +112,7 @@ class Driver:
         self._stopping = False
         self._poisoned = False
         self._failed_places: set[str] = set()
-        self._queries: deque[tuple[concurrent.futures.Future[object], Callable[[], object]]] = (
-            deque()
-        )
+        self._queries: deque[_Query] = deque()
         self._queries_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         attach.watch(self._wake_fd, Source(TURN_WAKE, None, self._answer))
@@ -132,7 +142,7 @@ class Driver:
         Raises:
             NodeBusy: it was not taken within `timeout_s`, or it is not known whether it was.
         """
-        self._on_loop(lambda: self._step([event]), timeout_s)
+        self._on_loop(lambda: self._step([event]), timeout_s, steps=True)
 
     def clear(self, *, space: bytes | None, tenant: str | None, timeout_s: float) -> int:
         """Forget blocks: of a space, a tenant, both, or all. Returns how many.
@@ -147,7 +157,7 @@ class Driver:
         cleared_blocks = 0
         while True:
             count = self._on_loop(
-                lambda: self._step([Clear(space=space, tenant=tenant)]), timeout_s
+                lambda: self._step([Clear(space=space, tenant=tenant)]), timeout_s, steps=True
             )
             cleared_blocks += count
             if count < CLEAR_ROWS_MAX:
@@ -161,12 +171,12 @@ class Driver:
             )
         return cleared_blocks
 
-    def _on_loop(self, call: Callable[[], _T], timeout_s: float) -> _T:
+    def _on_loop(self, call: Callable[[], _T], timeout_s: float, *, steps: bool = False) -> _T:
         future: concurrent.futures.Future[object] = concurrent.futures.Future()
         with self._queries_lock:
             if len(self._queries) >= QUERY_COUNT_MAX or self._stopping:
                 raise NodeBusy("the node is busy: ask again later")
-            self._queries.append((future, call))
+            self._queries.append(_Query(future, call, steps))
         os.eventfd_write(self._wake_fd, 1)
         try:
             return future.result(timeout_s)  # type: ignore[return-value]
@@ -199,17 +209,19 @@ class Driver:
             if now_ns < self._spin_until_ns:
                 wait_ns = 0
             for fd, mask in self._attach.ready(max(0, wait_ns) / NS_PER_S):
+                if self._poisoned:
+                    break
                 self._serve(fd, mask)
                 self._spin_until_ns = self._beat_if_due() + SPIN_NS
         with self._queries_lock:
-            for future, _ in self._queries:
-                future.cancel()
+            for query in self._queries:
+                query.future.cancel()
         self._remember(self._clock.now_ns())
         if self._poisoned:
             raise Poisoned("generations could not be published")
 
     def _serve(self, fd: int, mask: int) -> None:
-        """Read one descriptor and act on it: one of the two places that catch everything."""
+        """Read one descriptor and act on it: one of the three places that catch everything."""
         owner = self._attach.owner(fd)
         try:
             events = self._attach.read(fd, mask)
@@ -219,7 +231,7 @@ class Driver:
             self._recover(error, owner)
 
     def _tick(self, now_ns: int) -> None:
-        """What time alone brings about: the other place that catches everything."""
+        """What time alone brings about: another place that catches everything."""
         self._tick_ns = now_ns
         try:
             self._attach.expire(now_ns)
@@ -281,38 +293,50 @@ class Driver:
         return now_ns
 
     def _answer(self, _mask: int) -> list[Event]:
+        """What other threads ask: the third place that catches everything."""
         os.eventfd_read(self._wake_fd)
-        while True:
+        while not self._poisoned:
             with self._queries_lock:
                 if not self._queries:
-                    return []
-                future, call = self._queries.popleft()
+                    break
+                future, call, steps = self._queries.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             self.counters.queries += 1
             try:
                 future.set_result(call())
             except Exception as error:
-                future.set_exception(error)
+                try:
+                    if steps:
+                        self._recover(error, None)
+                finally:
+                    future.set_exception(error)
             self._beat_if_due()
+        return []
 
     def _recover(self, error: Exception, owner: ConnectionId | None) -> None:
         """A bug costs one connection, not the node, and never a wrong byte."""
-        self._failed(error)
-        if isinstance(error, Poisoned):
-            self._poisoned = True
-            self.stop()
-            return
-        try:
-            # A step that failed keeps its commands. Without those that raised generations, a
-            # reader could take the bytes of a slot that was reused for the ones it asked for.
-            self._executor.carry_out(self._engine.salvage())
-            if owner is not None:
-                self._attach.hang_up(owner, "failure")
-                self._step([Ended(owner)])
-        except Exception as again:
-            self._failed(again)
-            self._executor.carry_out(self._engine.salvage())
+        for _ in range(RECOVERIES_MAX):
+            self._failed(error)
+            if isinstance(error, Poisoned):
+                self._poisoned = True
+                self.stop()
+                return
+            try:
+                # A step that failed keeps its commands. Without those that raised generations, a
+                # reader could take the bytes of a slot that was reused for the ones it asked for;
+                # of a read that is refused now, the engine keeps the slots until it hears of it.
+                events = self._executor.carry_out(self._engine.salvage()).events
+                if owner is not None:
+                    self._attach.hang_up(owner, "failure")
+                    events.insert(0, Ended(owner))
+                    owner = None
+                self._step(events)
+            except Exception as again:
+                error = again
+            else:
+                return
+        raise error
 
     def _failed(self, error: Exception) -> None:
         self.counters.failures += 1

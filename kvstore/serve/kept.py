@@ -6,6 +6,7 @@ Covers: holding, letting go, and making a generation page void. Does not cover: 
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from typing import Final
@@ -14,6 +15,7 @@ from kvstore.serve.control import PLACES
 from kvstore.types import PAGE_BYTES
 
 _HEARTBEAT: Final = slice(24, 32)
+_log = logging.getLogger(__name__)
 
 
 class Kept:
@@ -37,7 +39,19 @@ class Kept:
         return self.memory | self.places
 
     def attached(self, number: int, hello: bytes, pidfd: int) -> None:
-        self.writers[number] = hello, pidfd
+        if self.memory:
+            self.writers[number] = hello, pidfd
+        else:  # no other process will have what this rank writes to
+            os.close(pidfd)
+
+    def cannot_keep_a_writer(self) -> None:
+        """Whoever had this memory next would reuse what that rank may write to: nobody has it."""
+        if self.memory:
+            _log.error(
+                "too many open files, or too little memory, to remember a rank: the node goes on,"
+                " but what is in its memory ends with its process; raise 'ulimit -n'"
+            )
+        self.drop()
 
     def released(self, number: int) -> None:
         if number in self.writers:

@@ -116,7 +116,7 @@ class Supervisor:
         except ConfigError:
             self._listener.close()
             raise
-        self._selector.register(self._door.fileno(), selectors.EVENT_READ, self._door.read)
+        self._door.listen(self._selector)
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────
 
@@ -178,6 +178,7 @@ class Supervisor:
                 process.kill()
         if now_ns - self._look_ns >= LOOK_NS:
             self._look(now_ns)
+            self._door.listen(self._selector)
             if self._serves and self._standby is None and now_ns >= self._standby_at_ns:
                 self._standby = self._new_process()
                 self._standby_at_ns = now_ns + START_LIMIT_NS
@@ -191,6 +192,8 @@ class Supervisor:
             self._beat_ns = now_ns
         self._look_ns, self._beat = now_ns, beat
         process = self._process
+        if process is not None and process.asked_to_end and not process.was_killed:
+            self._still = 0  # its heart may stand still: it has a deadline
         if self._still < STILL_LOOKS_MAX or process is None or not self._serves:
             return
         self._still = 0
@@ -261,7 +264,11 @@ class Supervisor:
                 )
             except (BlockingIOError, TimeoutError):
                 return
-            except (OSError, msgspec.DecodeError):
+            except (OSError, msgspec.DecodeError) as error:
+                if control.lost_a_rank(error):
+                    self._holds_blocks = False
+                    self._store.cannot_keep_a_writer()
+                    continue
                 heard = None
                 process.signal(signal.SIGKILL)
             if heard is None:  # its pidfd tells the rest
@@ -385,7 +392,7 @@ class Supervisor:
 
     def _process_ended(self, process: Process, status: int, now_ns: int) -> None:
         self._process = None
-        self._life += 1
+        self._life += process.was_a_life(status)
         if process.serving_since_ns:
             # One that the kernel held on to was away before it was gone.
             is_late = now_ns - self._beat_ns > 3 * LOOK_NS

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import pwd
+import selectors
 import socket
 import struct
 from collections.abc import Callable
@@ -71,15 +72,18 @@ class UpgradeDoor:
                 f"socket {self.path} cannot be made: {error.strerror}; choose another --socket"
             ) from None
 
-    def fileno(self) -> int:
-        """Readable while somebody asks."""
-        return self._socket.fileno()
+    def listen(self, selector: selectors.BaseSelector) -> None:
+        """Have this called now and again: it pauses while nobody can be let in."""
+        with contextlib.suppress(KeyError, OSError):  # it listens; or there is no room for that
+            selector.register(self._socket, selectors.EVENT_READ, lambda: self._read(selector))
 
-    def read(self) -> None:
+    def _read(self, selector: selectors.BaseSelector) -> None:
         """Take whoever asks."""
         try:
             asker, _ = self._socket.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                selector.unregister(self._socket)  # still readable: it would spin
             return
         asker.setblocking(False)
         data = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

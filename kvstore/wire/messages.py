@@ -27,9 +27,9 @@ in the order of the writers' rank numbers; Quiesce tells each rank its own (ADR 
     2       layers 0-8, head 1   1       yes             array   [n][2] = a₀ b₀ a₁ b₁ …
     3       layers 0-8, head 1   1
 
-Ways to be broken: not msgpack; unknown tag; field of another type; longer than DATAGRAM_BYTES_MAX;
-a byte array that is no multiple of its element or not as long as its neighbours. All of them raise
-`ProtocolError` from `decode_*`, and the connection is closed.
+Ways to be broken: not msgpack; unknown tag; field of another type; longer than DATAGRAM_BYTES_MAX,
+a Hello than HELLO_BYTES_MAX; a byte array that is no multiple of its element or not as long as its
+neighbours. All of them raise `ProtocolError` from `decode_*`, and the connection is closed.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ PROTOCOL_VERSION: Final = 1
 KEYS_PER_DATAGRAM_MAX: Final = 2048
 DATAGRAM_BYTES_MAX: Final = 160 << 10
 """Room for the largest datagram: 2,048 keys with slots, generations and checksums are 120 KiB."""
+HELLO_BYTES_MAX: Final = 48 << 10
+"""That of a rank is passed on to the node's supervisor, in a datagram of `serve.control`."""
 LEASES_PER_DATAGRAM_MAX: Final = 4096
 ASKS_PER_LOOKUP_MAX: Final = 8
 """What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
@@ -383,6 +385,8 @@ def decode_from_engine(datagram: bytes | memoryview) -> EngineMessage:
     message = _decode(_engine_decoder, datagram)
     match message:
         case HelloScheduler() | HelloRank():
+            if len(datagram) > HELLO_BYTES_MAX:
+                raise ProtocolError(f"hello of {len(datagram)} bytes; at most {HELLO_BYTES_MAX}")
             for name in (message.engine_id, message.nonce, message.tenant, message.process):
                 if len(name.encode()) > NAME_BYTES_MAX:
                     raise ProtocolError(f"a name of more than {NAME_BYTES_MAX} bytes")

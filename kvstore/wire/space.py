@@ -8,10 +8,14 @@ cold start and never a wrong answer; a field forgotten here is a wrong answer.
 from __future__ import annotations
 
 import hashlib
+from typing import Annotated
 
 import msgspec
 
 from kvstore.types import SpaceId
+
+Label = Annotated[str, msgspec.Meta(max_length=255)]
+"""Digests and names of dtypes, back ends and versions: all of them are far shorter."""
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -19,16 +23,16 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank reports of its model. Strings are as the engine spells them."""
 
-    model: str
+    model: Label
     """Digest of the model's own configuration (hex)."""
-    weights: str
+    weights: Label
     """Digest of config.json and, per weights file, of size, header and sampled pieces (hex)."""
-    dtype: str
-    kv_dtype: str
-    quantization: str
-    attention_backend: str
-    kv_layout: str
-    isa: str
+    dtype: Label
+    kv_dtype: Label
+    quantization: Label
+    attention_backend: Label
+    kv_layout: Label
+    isa: Label
     """Instruction set in whose order CPU pages are packed; empty on GPUs."""
     block_tokens: int
     hash_block_tokens: int
@@ -38,9 +42,9 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the whole model, not of the rank."""
     token_bytes: int
     """Bytes of K‖V of one token in one head of one layer."""
-    hash_algorithm: str
-    hash_seed: str
-    engine_version: str
+    hash_algorithm: Label
+    hash_seed: Label
+    engine_version: Label
     """Name and minor version of the engine, such as ``vllm-0.32``."""
 
 

@@ -46,6 +46,17 @@ pytestmark = pytest.mark.slow
 HELLO = HelloScheduler(
     protocol=1, engine_id="raw", nonce="n", tenant="t", rank_count=1, process="p"
 )
+HELLO_RANK = HelloRank(
+    protocol=1,
+    engine_id="raw",
+    nonce="n",
+    tenant="t",
+    rank=0,
+    process="p",
+    space=make_space(),
+    shard=Shard(0, 4, 0, 4),
+    block_bytes=BLOCK_BYTES,
+)
 
 
 @pytest.fixture
@@ -77,9 +88,10 @@ def send(sock: socket.socket, datagram: bytes, descriptors: Sequence[int] = ()) 
     return True
 
 
-def introduce(sock: socket.socket, hello: Message = HELLO) -> None:
+def introduce(sock: socket.socket, hello: Message | bytes = HELLO) -> None:
     pidfd = os.pidfd_open(os.getpid())
-    send(sock, encode(hello), [pidfd])  # may be refused already; the reason is there to be read
+    datagram = hello if isinstance(hello, bytes) else encode(hello)
+    send(sock, datagram, [pidfd])  # may be refused already; the reason is there to be read
     os.close(pidfd)
 
 
@@ -228,20 +240,9 @@ def test_slots_of_a_dead_writer_are_used_again(tmp_path: Path) -> None:
 def test_garbage_costs_only_its_own_connection(node: NodeProcess, bystander: RawEngine) -> None:
     generator = random.Random(20261121)
     before, resident = peer_descriptors(node), resident_bytes(node)
-    hello_rank = HelloRank(
-        protocol=1,
-        engine_id="raw",
-        nonce="n",
-        tenant="t",
-        rank=0,
-        process="p",
-        space=make_space(),
-        shard=Shard(0, 4, 0, 4),
-        block_bytes=BLOCK_BYTES,
-    )
     slots, generations = bytes(8), bytes(16)
     words = [
-        *(HELLO, hello_rank, LeaseAsk(lease=1, keys=bytes(64)), Quiet(session=3)),
+        *(HELLO, HELLO_RANK, LeaseAsk(lease=1, keys=bytes(64)), Quiet(session=3)),
         Seal(session=1, keys=bytes(64), slots=slots, generations=generations, checksums=bytes(32)),
         Distrust(slots=slots, generations=generations),
         LeaseRenew(leases=[1, 2, 3]),
@@ -251,7 +252,7 @@ def test_garbage_costs_only_its_own_connection(node: NodeProcess, bystander: Raw
         for _ in range(400):
             with raw_socket(node) as sock:
                 if generator.random() < 0.7:
-                    introduce(sock, generator.choice([HELLO, hello_rank]))
+                    introduce(sock, generator.choice([HELLO, HELLO_RANK]))
                 for _ in range(generator.randrange(1, 8)):
                     datagram = bytearray(generator.choice(valid))
                     for _ in range(generator.randrange(1, 6)):
@@ -273,6 +274,43 @@ def test_a_name_of_too_many_bytes_costs_only_its_own_connection(
     with raw_socket(node) as sock:
         introduce(sock, msgspec.structs.replace(HELLO, **{field: "é" * 128}))
         assert not isinstance(decode_from_node(sock.recv(4096)), Welcome)
+
+
+LONG_MODEL = encode(msgspec.structs.replace(HELLO_RANK, space=make_space(model="m" * (100 << 10))))
+_FIELDS, _AGAIN = len(HelloRank.__struct_fields__) + 1, 20_000
+LONG_IN_ITSELF = (
+    b"\xde"
+    + (_FIELDS + _AGAIN).to_bytes(2, "big")
+    + encode(HELLO_RANK)[1:]
+    + b"\xa4rank\0" * _AGAIN
+)
+"""One field again and again, each time within its limits."""
+
+
+@pytest.mark.parametrize(
+    ("hello", "sentence"),
+    [(LONG_MODEL, "length <= 255 - at `$.space.model`"), (LONG_IN_ITSELF, "at most 49152")],
+    ids=["a long model", "long in itself"],
+)
+def test_a_hello_that_the_supervisor_could_not_be_told_is_refused(
+    node: NodeProcess, bystander: RawEngine, hello: bytes, sentence: str
+) -> None:
+    """It would have to receive more than it takes, and end the process that said so."""
+    pid = node.pid
+    for _ in range(3):
+        with raw_socket(node) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            introduce(sock, hello)
+            refused = decode_from_node(sock.recv(4096))
+            assert isinstance(refused, Refused)
+            assert sentence in refused.reason
+    page = bystander.scheduler.generations
+    with raw_socket(node) as sock:
+        introduce(sock)
+        welcome = decode_from_node(sock.recv(4096))
+    assert isinstance(welcome, Welcome)
+    assert page is not None
+    assert (node.pid, welcome.incarnation) == (pid, page.incarnation)
 
 
 @pytest.mark.parametrize("size", [0, 1, DATAGRAM_BYTES_MAX + 1, 180_000])

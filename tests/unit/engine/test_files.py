@@ -8,6 +8,7 @@ import pytest
 from kvstore.engine import residency
 from kvstore.engine.events import Clear, Cleared, FileGone, FileKnown
 from kvstore.engine.residency import Residency
+from kvstore.engine.table import BlockTable
 from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, checksum, key, keys, pairs
@@ -122,6 +123,38 @@ def test_unused_scopes_are_forgotten_but_never_a_sessions(monkeypatch: pytest.Mo
     idle.seal(1)
     assert node.blocks() == {short(3): "file", short(1): "dram"}
     assert node.step(Clear(SPACE, "t"))[-1] == Cleared(1)
+
+
+def test_many_scopes_in_use_are_not_looked_through_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The look for unused ones sees every row of the table."""
+    passes = 0
+    used_scopes = BlockTable.used_scopes.fget
+    assert used_scopes is not None
+
+    def counting(table: BlockTable) -> object:
+        nonlocal passes
+        passes += 1
+        return used_scopes(table)
+
+    monkeypatch.setattr(BlockTable, "used_scopes", property(counting))
+    engine = Node(block_count_max=8_000).engine
+    passes = 0
+
+    def many(begin: int, end: int) -> None:
+        for i in range(begin, end):
+            engine.step([known(i, space=i.to_bytes(32, "little"))], i + 10**9)
+
+    many(0, 5_000)
+    assert passes == 1, "at 4,096"
+    many(5_000, 6_000)
+    assert passes == 2, "at 5,120"
+    engine.step([Clear(None, None)], 2 * 10**9)
+    passes = 0
+    many(6_000, 6_500)
+    assert passes == 1, "at 6,400"
+    assert len(engine._state.residency.scopes()) == 500
 
 
 def test_a_put_into_dram_twice_is_our_own_bug() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvstore.engine import report
 from kvstore.engine.events import Exited, FileKnown
@@ -146,3 +149,45 @@ def test_jobs_are_ranks_that_may_write(node: Node) -> None:
         report.JobReport("eng", 0, peer.ranks[0], True, each, 0),
         report.JobReport("eng", 1, peer.ranks[1], False, 0, each),
     ]
+
+
+class Column(np.ndarray[Any, np.dtype[Any]]):
+    """Counts how often something is computed of it, or of what was taken out of it."""
+
+    looks = 0
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        Column.looks += 1
+        plain = (np.asarray(i) if isinstance(i, Column) else i for i in inputs)
+        found = getattr(ufunc, method)(*plain, **options)
+        return found.view(Column) if found.dtype != bool else found
+
+
+def looks(spaces: int) -> tuple[int, int]:
+    """At whole columns: of `spaces` and of `jobs`, on a node with so many engines."""
+    node = Node(slots=64, credit_share=0.05, credit_blocks_max=1)
+    for number in range(spaces):
+        Peer(node, f"e{number}", epoch=str(number)).seal(number)
+    state = node.engine._state
+    table, residency = state.residency.table, state.residency
+    columns: list[tuple[Any, str]] = [
+        (table, "scopes"),
+        (residency, "_word"),
+        (state.slots, "writer"),
+    ]
+    for owner, name in columns:
+        column: NDArray[Any] = getattr(owner, name)
+        setattr(owner, name, column.view(Column))
+    counts = []
+    for ask in (node.engine.spaces, node.engine.jobs):
+        Column.looks = 0
+        rows: list[Any] = ask()  # type: ignore[operator]
+        assert len(rows) == spaces
+        counts.append(Column.looks)
+    return counts[0], counts[1]
+
+
+def test_no_column_is_looked_through_for_each_space_or_rank() -> None:
+    few = looks(2)
+    assert few == looks(12)
+    assert min(few) >= 1

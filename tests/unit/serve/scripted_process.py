@@ -1,6 +1,6 @@
 """A node process that does what a test wants: `python scripted_process.py DIRECTORY FD PARENT`.
 
-DIRECTORY/plan     what each life does, one word a line; the last goes on for all later ones
+DIRECTORY/plan     what each process does, one word a line; the last goes on for all later ones
 DIRECTORY/layout   of the journal, as this code has it
 DIRECTORY/prepared is written here: a dot for each process that waits for its turn
 DIRECTORY/lives    is written here: life, what was held, the writers, what it did
@@ -42,8 +42,9 @@ def main(directory: Path, sock: socket.socket) -> int:
                 break
     control.send(sock, control.Begun())
     words = (directory / "plan").read_text().split()
-    word = words[min(life, len(words) - 1)]
-    with (directory / "lives").open("a") as file:
+    with (directory / "lives").open("a+") as file:
+        file.seek(0)
+        word = words[min(len(file.readlines()), len(words) - 1)]
         file.write(f"{life} {','.join(sorted(held)) or '-'} {writers} {word}\n")
     return act(word, sock, life, held)
 

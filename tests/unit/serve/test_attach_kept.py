@@ -11,10 +11,17 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.events import Ended, Exited
+from kvstore.serve import control
 from kvstore.serve.attach import Attach
 from kvstore.serve.listener import Listener
 from kvstore.types import ConnectionId
-from kvstore.wire.messages import HelloRank, Refused, decode_from_engine, decode_from_node
+from kvstore.wire.messages import (
+    HELLO_BYTES_MAX,
+    HelloRank,
+    Refused,
+    decode_from_engine,
+    decode_from_node,
+)
 from tests.unit.serve.conftest import FakeClock, Peer, all_events, hello_rank, hello_scheduler
 
 Connect = Callable[[], Peer]
@@ -69,6 +76,17 @@ def test_a_rank_is_remembered_before_the_engine_hears_of_it(
     connect().introduce(hello_rank())
     all_events(attach)
     assert registry.ranks == {ConnectionId(FIRST + 1): hello_rank()}
+
+
+def test_the_longest_hello_reaches_the_supervisor() -> None:
+    ours, its = control.pair()
+    with ours, its, open(os.devnull) as file:
+        longest = control.Attached(2**63 - 1, bytes(HELLO_BYTES_MAX))
+        control.send(its, longest, file.fileno())
+        heard = control.receive(ours, control.from_node)
+        assert heard is not None
+        os.close(heard[1])
+        assert heard[0] == longest
 
 
 def test_a_rank_that_cannot_be_remembered_is_refused(
