@@ -69,6 +69,7 @@ def vllm_config(path: str, **changes: Any) -> Any:
         disable_sliding_window=False,
         max_model_len=changes.get("max_model_len", 4096),
         hf_config=changes.get("hf_config", HfConfig()),
+        multimodal_config=changes.get("images"),
         get_total_num_kv_heads=lambda: changes.get("total_heads", HEADS),
         use_mla=False,
     )
@@ -179,6 +180,25 @@ def test_the_models_path_is_not_in_the_space_and_its_configuration_is() -> None:
         described(dtype=torch.bfloat16).space,
     ]
     assert len({*others, base}) == 5
+
+
+def test_what_the_model_sees_of_an_image_is_in_the_space() -> None:
+    from vllm.config.multimodal import MultiModalConfig
+
+    settings: list[dict[str, Any]] = [
+        {},
+        {"mm_processor_kwargs": {"num_crops": 4}},
+        {"mm_processor_kwargs": {"num_crops": 16}},
+        {"media_io_kwargs": {"video": {"num_frames": 40}}},
+        {"video_pruning_rate": 0.5},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+        {"mm_device_do_normalize": False},
+        {"mm_encoder_attn_dtype": "fp8"},
+    ]
+    spaces = {described(images=MultiModalConfig(**each)).space for each in settings}
+    assert len(spaces | {described().space}) == len(settings) + 1
+    cache = MultiModalConfig(mm_processor_cache_gb=1)
+    assert described(images=cache).space in spaces
 
 
 @pytest.mark.parametrize(
