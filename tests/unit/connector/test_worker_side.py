@@ -307,6 +307,35 @@ def test_a_failed_load_is_told_once_with_its_blocks(node: ScriptedNode, side: Wo
     assert step(side, StepPlan(), idle=True) == (set(), set())
 
 
+@pytest.mark.parametrize("is_told_to_save", [True, False])
+def test_a_steps_stores_are_submitted_once_on_every_pipeline_stage(
+    side: WorkerSide, monkeypatch: pytest.MonkeyPatch, is_told_to_save: bool
+) -> None:
+    submitted: list[StepPlan] = []
+    monkeypatch.setattr(side, "_submit", submitted.append)
+    plans = [StepPlan(stores=(job(StoreJob, (n,), job=n),)) for n in (1, 2)]
+    for plan in (*plans, StepPlan()):
+        side.handle_preemptions(plan)
+        side.start_load_kv(plan)
+        if is_told_to_save:
+            side.wait_for_save(plan)
+        side.get_finished()
+    assert submitted == plans
+
+
+def test_a_store_that_comes_late_is_fenced_too(
+    node: ScriptedNode, side: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.open_session(5)
+    monkeypatch.setattr(worker_side, "FENCE_S_MAX", WAIT_S)
+    side.start_load_kv(StepPlan(stores=(job(StoreJob, (2, 4), job=1),)))
+    side.handle_preemptions(StepPlan(fence_blocks=(4,)))
+    assert side._handoff is not None
+    with side._handoff.core() as core:
+        assert 4 not in core.pending_store_blocks()
+    assert len(node.receive(Seal).slots) == 8
+
+
 def test_after_shutdown_loads_still_end(node: ScriptedNode, side: WorkerSide) -> None:
     node.open_session(5)
     side.shutdown()
