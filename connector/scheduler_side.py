@@ -257,7 +257,7 @@ class SchedulerSide:
             if computed >= self._due_tokens[request_id] and state is not None:
                 self._store(request, computed, state)
         plan = self._core.plan(
-            _new_blocks(output),
+            _new_blocks(output, self._block_tokens),
             time.monotonic_ns(),
             computed_tokens=sum(output.num_scheduled_tokens.values()),
         )
@@ -314,14 +314,22 @@ class SchedulerSide:
         self._drop("the engine is shutting down", time.monotonic_ns())
 
 
-def _new_blocks(output: SchedulerOutput) -> list[int]:
-    """Engine blocks handed out in this step: the forward or a copy will overwrite them."""
+def _new_blocks(output: SchedulerOutput, block_tokens: int) -> list[int]:
+    """Engine blocks that the forward or a copy of this step will overwrite. What was computed
+    before, such as the engine's own hits, is only read; a load's targets are the core's to name."""
     blocks: list[int] = []
     for new in output.scheduled_new_reqs:
         for group in new.block_ids:
-            blocks.extend(group)
-    for per_request in output.scheduled_cached_reqs.new_block_ids:
-        for group in per_request or ():
-            blocks.extend(group)
+            blocks.extend(group[new.num_computed_tokens // block_tokens :])
+    cached = output.scheduled_cached_reqs
+    for request_id, groups, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if groups is None:
+            continue
+        # Of a request that was preempted it is the whole table, of others what was added to it.
+        first = computed // block_tokens if request_id in cached.resumed_req_ids else 0
+        for group in groups:
+            blocks.extend(group[first:])
     blocks.extend(copy[1] for copy in output.kv_cache_block_copies or ())
     return blocks
