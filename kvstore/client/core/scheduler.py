@@ -19,16 +19,8 @@ from kvstore.client.core.attachment import Attachment, State
 from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
-from kvstore.client.core.lookups import (
-    PENDING,
-    WAITING_STAGES,
-    Hit,
-    Lookup,
-    Lookups,
-    Miss,
-    Outcome,
-    Stage,
-)
+from kvstore.client.core.lookup import WAITING_STAGES, Lookup, Stage
+from kvstore.client.core.lookups import PENDING, Hit, Lookups, Miss, Outcome
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stats import SchedulerStats
