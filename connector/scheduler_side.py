@@ -14,6 +14,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
@@ -62,6 +64,9 @@ class SchedulerSide:
         """What a full socket did not take yet; bounded, since nothing is asked meanwhile."""
         self._unsent_since_ns = 0
         self._promised: LoadJob | None = None
+        """A load that the core may not have planned yet."""
+        self._unreturned: StepPlan | None = None
+        """A plan that the engine may not have got yet."""
         self.poll()
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────
@@ -256,12 +261,13 @@ class SchedulerSide:
             computed = request.num_computed_tokens + scheduled
             if computed >= self._due_tokens[request_id] and state is not None:
                 self._store(request, computed, state)
-        plan = self._core.plan(
+        self._unreturned = plan = self._core.plan(
             _new_blocks(output, self._block_tokens),
             time.monotonic_ns(),
             computed_tokens=sum(output.num_scheduled_tokens.values()),
         )
         self._flush(time.monotonic_ns())
+        self._unreturned = None
         return plan
 
     def _store(self, request: Request, computed: int, state: KVConnectorBlockState) -> None:
@@ -280,9 +286,11 @@ class SchedulerSide:
 
     def rescue_plan(self) -> StepPlan:
         """After an error of ours: loads already promised must still reach the ranks."""
-        plan, promised = self._core.rescue_plan(), self._promised
-        self._promised = None
-        return plan if promised is None else StepPlan(loads=(*plan.loads, promised))
+        plan = self._unreturned or self._core.rescue_plan()
+        if self._promised is not None:
+            plan = msgspec.structs.replace(plan, loads=(*plan.loads, self._promised))
+        self._unreturned = self._promised = None
+        return plan
 
     def reported(self, reports: Iterable[RankReport]) -> None:
         """What the ranks did."""

@@ -197,9 +197,13 @@ def test_blocks_that_a_step_only_reads_are_not_fenced(
 def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
     make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = make_side(FullSocket(room=100))
-    one = request(1, 8)
+    link = FullSocket(room=100)
+    link.inbox.append(grant(2))
+    side = make_side(link)
+    one, stored = request(1, 8), request(2, 2)
     side.on_new_request(one)
+    side.on_new_request(stored)
+    store(side, stored, [7, 8])
 
     def fail(*_: object, **__: object) -> None:
         raise KeyError("bug")
@@ -208,9 +212,33 @@ def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],))
     with pytest.raises(KeyError):
         side.update_state_after_alloc(one, blocks, 2 * BLOCK_TOKENS)
-    (load,) = side.rescue_plan().loads
+    plan = side.rescue_plan()
+    assert plan.fence_blocks == (7, 8), "no later step will fence them"
+    (load,) = plan.loads
     assert (load.request, load.block_ids) == ("r1", (4, 5, 6))
     assert side.rescue_plan().loads == ()
+
+
+def test_a_plan_that_cannot_be_told_of_is_not_lost(
+    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FullSocket(room=100)
+    side, one = make_side(link), request(1, 2)
+    link.inbox.append(grant(2))
+    side.on_new_request(one)
+    flush = side._flush
+
+    def fail_after_planning(now_ns: int) -> None:
+        flush(now_ns)
+        if side._unreturned is not None:
+            raise KeyError("bug")
+
+    monkeypatch.setattr(side, "_flush", fail_after_planning)
+    with pytest.raises(KeyError):
+        store(side, one, [4, 5])
+    (job,) = side.rescue_plan().stores
+    assert job.block_ids == (4, 5)
+    assert side.rescue_plan().stores == ()
 
 
 def stories(link: FullSocket) -> list[tuple[str, str]]:
