@@ -46,8 +46,25 @@ def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None)
             f"{parallel.nnodes // parallel.nnodes_within_dp} (an engine spans "
             f"{parallel.nnodes_within_dp} machines)"
         )
+    _check_images(vllm_config)
     if kv_cache_config is not None:
         _check_groups(kv_cache_config)
+
+
+def _check_images(vllm_config: VllmConfig) -> None:
+    """A key names an image by its identifier. Without either cache the engine numbers images
+    instead: the first of another user would be found under the key of this one's."""
+    images = vllm_config.model_config.multimodal_config
+    if (
+        images is not None
+        and images.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        raise ValueError(
+            "KVStoreConnector finds images by a hash of their content, which the engine does not "
+            "make with --mm-processor-cache-gb 0 and --no-enable-prefix-caching together: drop one "
+            "of them"
+        )
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:

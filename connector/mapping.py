@@ -49,6 +49,17 @@ _NOT_THE_MODEL = frozenset(
 )
 """Keys of a model's configuration that say where it came from, or how it is called or decoded, or
 that have a field of their own in Space."""
+_OF_IMAGES = (
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+"""Settings that say what the model sees of an image: a key holds a hash of the image itself, and of
+what a request asked for, but not of these."""
 _DRAFTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
@@ -244,6 +255,8 @@ def model_digest(model: ModelConfig) -> str:
     }
     if "longrope" in str(config) or "dynamic" in str(config):
         parts["context"] = model.max_model_len  # these scale positions by the context's length
+    if (images := model.multimodal_config) is not None:
+        parts["images"] = {name: getattr(images, name) for name in _OF_IMAGES}
     text = msgspec.json.encode(parts, order="deterministic", enc_hook=repr)
     return hashlib.sha256(text).hexdigest()
 

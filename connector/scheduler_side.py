@@ -14,6 +14,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
@@ -62,6 +64,9 @@ class SchedulerSide:
         """What a full socket did not take yet; bounded, since nothing is asked meanwhile."""
         self._unsent_since_ns = 0
         self._promised: LoadJob | None = None
+        """A load that the core may not have planned yet."""
+        self._unreturned: StepPlan | None = None
+        """A plan that the engine may not have got yet."""
         self.poll()
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────
@@ -256,12 +261,13 @@ class SchedulerSide:
             computed = request.num_computed_tokens + scheduled
             if computed >= self._due_tokens[request_id] and state is not None:
                 self._store(request, computed, state)
-        plan = self._core.plan(
-            _new_blocks(output),
+        self._unreturned = plan = self._core.plan(
+            _new_blocks(output, self._block_tokens),
             time.monotonic_ns(),
             computed_tokens=sum(output.num_scheduled_tokens.values()),
         )
         self._flush(time.monotonic_ns())
+        self._unreturned = None
         return plan
 
     def _store(self, request: Request, computed: int, state: KVConnectorBlockState) -> None:
@@ -280,9 +286,11 @@ class SchedulerSide:
 
     def rescue_plan(self) -> StepPlan:
         """After an error of ours: loads already promised must still reach the ranks."""
-        plan, promised = self._core.rescue_plan(), self._promised
-        self._promised = None
-        return plan if promised is None else StepPlan(loads=(*plan.loads, promised))
+        plan = self._unreturned or self._core.rescue_plan()
+        if self._promised is not None:
+            plan = msgspec.structs.replace(plan, loads=(*plan.loads, self._promised))
+        self._unreturned = self._promised = None
+        return plan
 
     def reported(self, reports: Iterable[RankReport]) -> None:
         """What the ranks did."""
@@ -314,14 +322,22 @@ class SchedulerSide:
         self._drop("the engine is shutting down", time.monotonic_ns())
 
 
-def _new_blocks(output: SchedulerOutput) -> list[int]:
-    """Engine blocks handed out in this step: the forward or a copy will overwrite them."""
+def _new_blocks(output: SchedulerOutput, block_tokens: int) -> list[int]:
+    """Engine blocks that the forward or a copy of this step will overwrite. What was computed
+    before, such as the engine's own hits, is only read; a load's targets are the core's to name."""
     blocks: list[int] = []
     for new in output.scheduled_new_reqs:
         for group in new.block_ids:
-            blocks.extend(group)
-    for per_request in output.scheduled_cached_reqs.new_block_ids:
-        for group in per_request or ():
-            blocks.extend(group)
+            blocks.extend(group[new.num_computed_tokens // block_tokens :])
+    cached = output.scheduled_cached_reqs
+    for request_id, groups, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if groups is None:
+            continue
+        # Of a request that was preempted it is the whole table, of others what was added to it.
+        first = computed // block_tokens if request_id in cached.resumed_req_ids else 0
+        for group in groups:
+            blocks.extend(group[first:])
     blocks.extend(copy[1] for copy in output.kv_cache_block_copies or ())
     return blocks

@@ -28,7 +28,16 @@ PIECES_MAX = 16384
 HEADER_BYTES_MAX = 100_000_000
 """The limit of the safetensors format itself."""
 
-_CONFIG_FILES = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
+_CONFIG_FILES = (
+    "config.json",
+    "params.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""The last three say what the model sees of an image."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FILE_FORMATS = frozenset(
     {

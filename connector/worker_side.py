@@ -57,6 +57,8 @@ class WorkerSide:
         self._report: RankReport | None = None
         """Told to `get_finished`'s caller, not yet to the scheduler."""
         self._load_errors: set[int] = set()
+        self._unsaved = StepPlan()
+        """Of a step that began: `wait_for_save` was not called yet."""
         _sides.add(self)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -120,6 +122,9 @@ class WorkerSide:
 
     def handle_preemptions(self, plan: StepPlan) -> None:
         """Wait until no store reads blocks that this step overwrites; abandon those that last."""
+        # With drafts the engine calls `wait_for_save` on the last pipeline stage alone. On the
+        # others the step before has run by now, and nothing has been overwritten yet.
+        self.wait_for_save(self._unsaved)
         if not plan.fence_blocks or self._handoff is None:
             return
         if not self._handoff.keep_off(plan.fence_blocks, timeout_s=FENCE_S_MAX):
@@ -127,11 +132,13 @@ class WorkerSide:
 
     def start_load_kv(self, plan: StepPlan) -> None:
         """Submit the step's loads."""
+        self._unsaved = plan
         if plan.loads:
             self._submit(StepPlan(loads=plan.loads))
 
     def wait_for_save(self, plan: StepPlan) -> None:
         """The forward ran: submit the step's stores."""
+        self._unsaved = StepPlan()
         if plan.stores:
             self._submit(StepPlan(stores=plan.stores))
 

@@ -197,8 +197,16 @@ class Bench:
         tables = {request.request_id: request.table for request, _ in scheduled + new}
         output = SimpleNamespace(
             num_scheduled_tokens={r.request_id: n for r, n in scheduled + new},
-            scheduled_new_reqs=[SimpleNamespace(block_ids=(r.table,)) for r, _ in new],
-            scheduled_cached_reqs=SimpleNamespace(new_block_ids=[None] * len(scheduled)),
+            scheduled_new_reqs=[
+                SimpleNamespace(block_ids=(r.table,), num_computed_tokens=r.num_computed_tokens)
+                for r, _ in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[r.request_id for r, _ in scheduled],
+                new_block_ids=[None] * len(scheduled),
+                num_computed_tokens=[r.num_computed_tokens for r, _ in scheduled],
+                resumed_req_ids=set(),
+            ),
             kv_cache_block_copies=None,
             kv_connector_block_state=SimpleNamespace(
                 get_block_ids=lambda request_id: (tables[request_id],)

@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.client.core.lookups import Lookup, Lookups
+from kvstore.client.core.lookup import Lookup
+from kvstore.client.core.lookups import Lookups
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.rank import RankCore
 from kvstore.engine.events import Fetch, Fetched

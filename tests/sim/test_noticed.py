@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.core.copies import Copied, Copy, Outcome, RunningStore, Void
-from kvstore.client.core.lookups import Stage
+from kvstore.client.core.lookup import Stage
 from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine

@@ -6,6 +6,7 @@
 | `config.py`     | limits and names                             | –                             |
 | `breaker.py`    | when the cache is off, and for how long      | failures → open or closed     |
 | `attachment.py` | the connection, session, credits, heartbeat  | datagrams → state, credits    |
+| `lookup.py`     | the state of one request's lookup            | –                             |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |
 | `checksums.py`  | what can be verified                         | replies → bytes               |
 | `stores.py`     | which filled blocks go where, fences         | full blocks, credits → StoreJob |

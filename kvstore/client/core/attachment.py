@@ -155,10 +155,13 @@ class Attachment:
         """Take an attachment message. Returns a reason when the caller must close the socket."""
         match message:
             case Welcome():
+                if self.state is not State.GREETED:
+                    return "the node welcomed twice"
                 self.incarnation = message.incarnation
                 self._clock_offset_ns = now_ns - message.now_ns
                 self._enter(State.WAITING, now_ns)
             case SessionOpen():
+                self._end_session()
                 self.session = message.session
                 self.shard_count = message.shard_count
                 self._enter(State.OPEN, now_ns)

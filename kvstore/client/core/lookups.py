@@ -10,14 +10,15 @@
 
 Rules. 1: a lease that was asked for is released exactly once, or dies with its session. 2: a
 request whose load failed is answered 0 for ever; so is one whose hit is computed to be compared.
-3: nothing here waits. 4: of the loads that begin, every n-th is verified, whatever lookups come
-between; hits are chosen for a shadow check in the same way.
-Does not cover: comparing (`shadow.py`), stores (`stores.py`), the connection (`attachment.py`).
+3: nothing here waits, and no request is told to ask again for ever, whatever the node says. 4: of
+the loads that begin, every n-th is verified, whatever lookups come between; hits are chosen for a
+shadow check in the same way.
+Does not cover: a request's state (`lookup.py`), comparing (`shadow.py`), stores (`stores.py`), the
+connection (`attachment.py`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import msgspec
@@ -27,6 +28,7 @@ from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.checksums import all_sent, joined_checksums
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
+from kvstore.client.core.lookup import WAITING_STAGES, Lookup, Part, Stage
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.types import CHECKSUM_BYTES
@@ -65,114 +67,6 @@ PENDING = Pending()
 
 SHADOW_CHECK = "shadow check"
 """Why a hit that is computed to be compared is a miss."""
-
-
-class Stage(enum.Enum):
-    """Where the lookup of one request stands; see the module."""
-
-    NONE = 0
-    ASKED = 1
-    HELD = 2
-    LOADING = 3
-    PROMOTING = 4
-    SHADOW = 5
-
-
-WAITING_STAGES = (Stage.ASKED, Stage.PROMOTING, Stage.HELD)
-"""The node may hold leases, and no load has begun."""
-
-
-class Part:
-    """One LeaseAsk of a request; long prompts need several."""
-
-    __slots__ = (
-        "count",
-        "file_blocks",
-        "lease",
-        "peer_blocks",
-        "promoting",
-        "renew_at_ns",
-        "reply",
-        "ttl_ns",
-    )
-
-    def __init__(self, lease: int, count: int) -> None:
-        self.lease = lease
-        self.count = count
-        self.promoting = 0
-        """Blocks behind those of the reply that are on their way to dram."""
-        self.file_blocks = 0
-        """Of those found: came from disk for this request."""
-        self.peer_blocks = 0
-        """The same from another node."""
-        self.reply: LeaseReply | None = None
-        self.renew_at_ns = 0
-        self.ttl_ns = 0
-
-
-class Lookup:
-    """The lookup state of one request. Only `Lookups` changes it."""
-
-    __slots__ = (
-        "asked_at_ns",
-        "asked_leases",
-        "detail",
-        "failed",
-        "first_block",
-        "found_blocks",
-        "is_probe",
-        "is_shadow",
-        "is_trial",
-        "is_verified",
-        "load_reports",
-        "miss_reason",
-        "parts",
-        "promoted_until_ns",
-        "replied_at_ns",
-        "session",
-        "stage",
-        "target_blocks",
-        "waited_for_disk",
-    )
-
-    def __init__(self) -> None:
-        self.stage = Stage.NONE
-        self.detail = ""
-        """What a rank said of a load that failed."""
-        self.asked_leases: list[int] = []
-        """Of the last question, in chain order; kept after they were released."""
-        self.replied_at_ns = 0
-        """When the last question was answered in full; 0 while it is not."""
-        self.waited_for_disk = False
-        self.failed = ""
-        """Why this request is answered 0 for ever; empty while it is not."""
-        self.session = 0
-        self.first_block = 0
-        self.found_blocks = 0
-        self.is_probe = False
-        """Loads do not pay: this one loads the least there is, to see."""
-        self.is_shadow = False
-        """If it is a hit, it may be computed and compared."""
-        self.is_trial = False
-        """Loads failed: whether they do still is seen by the load of this one, if it has any."""
-        self.is_verified = False
-        """If it is loaded, every block is compared with its checksum."""
-        self.asked_at_ns = 0
-        self.parts: list[Part] = []
-        self.promoted_until_ns = 0
-        self.load_reports = 0
-        self.miss_reason = ""
-        self.target_blocks: tuple[int, ...] = ()
-
-    @property
-    def file_blocks(self) -> int:
-        """Blocks found that came from disk for this request."""
-        return sum(part.file_blocks for part in self.parts)
-
-    @property
-    def peer_blocks(self) -> int:
-        """Blocks found that came from another node for this request."""
-        return sum(part.peer_blocks for part in self.parts)
 
 
 class Lookups:
@@ -222,6 +116,14 @@ class Lookups:
         Idempotent: the engine repeats the question until the request is admitted. With `may_ask`
         False nothing new is asked of the node in this step; the deadline begins with the question.
         """
+        outcome = self._match(lookup, keys, first_block, now_ns, may_ask=may_ask)
+        if outcome is not PENDING:
+            lookup.waiting_since_ns = 0
+        return outcome
+
+    def _match(
+        self, lookup: Lookup, keys: Sequence[bytes], first_block: int, now_ns: int, *, may_ask: bool
+    ) -> Outcome:
         if lookup.failed:
             return self._miss(lookup, lookup.failed)
         if lookup.stage in WAITING_STAGES and (
@@ -229,18 +131,21 @@ class Lookups:
         ):
             self.release(lookup)
         if lookup.stage is Stage.NONE:
+            wanted = (len(keys) - first_block) * self._config.block_tokens
+            if self._has_waited_long(lookup, wanted, now_ns):
+                return self._give_up(lookup, now_ns)
             if not may_ask and self._attachment.is_open:
                 return PENDING
             refusal = self._ask(lookup, keys, first_block=first_block, now_ns=now_ns)
-            return refusal if refusal is not None else PENDING
+            if refusal is None or refusal is PENDING:
+                lookup.waiting_since_ns = lookup.waiting_since_ns or now_ns
+                return PENDING
+            return refusal
         if lookup.stage is Stage.ASKED:
             wanted = sum(part.count for part in lookup.parts) * self._config.block_tokens
             if now_ns - lookup.asked_at_ns < self._costs.answer_ns(wanted):
                 return PENDING
-            self.release(lookup)
-            self._count_failure(self._breaker, now_ns)
-            lookup.failed = "deadline"
-            return self._miss(lookup, lookup.failed)
+            return self._give_up(lookup, now_ns)
         if lookup.stage is Stage.PROMOTING:
             if now_ns < lookup.promoted_until_ns:
                 return PENDING
@@ -264,6 +169,21 @@ class Lookups:
             return self._miss(lookup, lookup.failed)
         lookup.miss_reason = ""
         return Hit(min(tokens, self._costs.least_tokens) if lookup.is_probe else tokens)
+
+    def _has_waited_long(self, lookup: Lookup, wanted_tokens: int, now_ns: int) -> bool:
+        """Whether a request whose question came to nothing may not ask another one. Each wait has
+        its own end; this ends a row of them, as of a node whose sessions come and go."""
+        limit_ns = self._costs.answer_ns(wanted_tokens) + NS_PER_MS * (
+            self._config.heartbeat_timeout_ms + self._config.promotion_deadline_ms
+        )
+        return 0 < lookup.waiting_since_ns < now_ns - limit_ns
+
+    def _give_up(self, lookup: Lookup, now_ns: int) -> Miss:
+        """The node did not answer in time: this request asks it no more."""
+        self.release(lookup)
+        self._count_failure(self._breaker, now_ns)
+        lookup.failed = "deadline"
+        return self._miss(lookup, lookup.failed)
 
     def replied(self, reply: LeaseReply, now_ns: int) -> None:
         """The node's answer to a LeaseAsk; late or unknown ones are given back."""

@@ -19,16 +19,8 @@ from kvstore.client.core.attachment import Attachment, State
 from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
-from kvstore.client.core.lookups import (
-    PENDING,
-    WAITING_STAGES,
-    Hit,
-    Lookup,
-    Lookups,
-    Miss,
-    Outcome,
-    Stage,
-)
+from kvstore.client.core.lookup import WAITING_STAGES, Lookup, Stage
+from kvstore.client.core.lookups import PENDING, Hit, Lookups, Miss, Outcome
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stats import SchedulerStats
@@ -362,15 +354,19 @@ class SchedulerCore:
         self._now_ns = now_ns
         self._lookups.renew(now_ns)
         fence = self._stores.fence([*new_blocks, *self._load_targets])
-        loads = tuple(self._loads)
-        self._loads, self._load_targets = [], []
-        return StepPlan(loads=loads, stores=self._stores.take_jobs(now_ns), fence_blocks=fence)
+        stores = self._stores.take_jobs(now_ns)
+        # Last: what fails above leaves the loads for `rescue_plan`.
+        return StepPlan(loads=self._take_loads(), stores=stores, fence_blocks=fence)
 
     def rescue_plan(self) -> StepPlan:
-        """Only the loads already promised, for a caller that can go on no longer."""
+        """The loads already promised, for a caller that can go on no longer. It can fence nothing
+        later: every copy that may still run is waited for, or abandoned, now."""
+        return StepPlan(loads=self._take_loads(), fence_blocks=self._stores.source_blocks())
+
+    def _take_loads(self) -> tuple[LoadJob, ...]:
         loads = tuple(self._loads)
         self._loads, self._load_targets = [], []
-        return StepPlan(loads=loads)
+        return loads
 
     def reported(self, report: RankReport, now_ns: int) -> None:
         """Take what one rank did."""

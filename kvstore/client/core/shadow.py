@@ -18,7 +18,8 @@ import numpy as np
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.lookups import Lookup, Lookups, Stage
+from kvstore.client.core.lookup import Lookup, Stage
+from kvstore.client.core.lookups import Lookups
 from kvstore.client.core.plan import CompareResult
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.client.core.stores import Stores

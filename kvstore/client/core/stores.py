@@ -166,6 +166,10 @@ class Stores:
             return ()
         return tuple(sorted({b for b in new_blocks if b in self._source_blocks}))
 
+    def source_blocks(self) -> tuple[int, ...]:
+        """All blocks whose copy may still run."""
+        return tuple(sorted(self._source_blocks))
+
     def reported(self, job_ids: Iterable[int]) -> list[int]:
         """One rank reads these jobs' blocks no more; when all ranks said so they are free. Returns
         jobs of which all have said so now."""

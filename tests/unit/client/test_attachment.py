@@ -93,8 +93,8 @@ def test_silence_of_one_connection_is_not_that_of_the_next(node: ScriptedNode) -
 def test_a_node_on_another_clock_is_judged_by_the_smallest_offset_seen(
     node: ScriptedNode,
 ) -> None:
-    node.attach()
     shift = 10**15
+    node.core.attachment.connected(node.now_ns)
     node.give(
         m.Welcome(
             protocol=1,
@@ -104,6 +104,7 @@ def test_a_node_on_another_clock_is_judged_by_the_smallest_offset_seen(
             generation_bytes=8192,
         )
     )
+    node.give(m.SessionOpen(session=1, shard_count=1))
     assert not lost(node, node.now_ns + shift)
     beat = node.now_ns + shift
     node.wait(300)
@@ -170,6 +171,12 @@ def test_credits_end_with_the_connection(node: ScriptedNode) -> None:
     node.core.attachment.disconnected(node.now_ns, "gone")
     assert not node.core.attachment.credits
     assert node.core.take_outbox() == []
+
+
+def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) -> None:
+    node.attach(credits=3)
+    node.give(m.SessionOpen(session=2, shard_count=2))
+    assert not node.core.attachment.credits
 
 
 def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:

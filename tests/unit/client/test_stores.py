@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstore.client.core.plan import LoadResult, RankReport, StoreJob
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
@@ -178,6 +180,30 @@ def test_load_targets_are_fenced_too(node: ScriptedNode) -> None:
         "s", other, block_ids=[8, 3, 4], external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
     )
     assert node.core.plan((), node.now_ns).fence_blocks == (8,)
+
+
+def test_loads_outlast_a_plan_that_fails(
+    node: ScriptedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain("a", 2)
+    node.keys = set(keys)
+    node.attach()
+    node.core.new_request("r", keys, prompt_tokens=300, now_ns=node.now_ns)
+    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.exchange()
+    node.core.match("r", keys, local_tokens=0, now_ns=node.now_ns)
+    node.core.allocated(
+        "r", keys, block_ids=[8, 3, 4], external_tokens=2 * BLOCK_TOKENS, now_ns=node.now_ns
+    )
+
+    def fail(*_: object) -> None:
+        raise ValueError("bug")
+
+    monkeypatch.setattr(node.core._stores, "take_jobs", fail)
+    with pytest.raises(ValueError, match="bug"):
+        node.core.plan((), node.now_ns)
+    assert [load.request for load in node.core.rescue_plan().loads] == ["r"]
+    assert node.core.rescue_plan().loads == ()
 
 
 def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedNode) -> None:

@@ -34,10 +34,17 @@ def test_a_bad_key_or_value_is_named(extra: dict[str, object], named: str) -> No
         parse_config(extra)
 
 
+IMAGES_NOT_KEPT = SimpleNamespace(mm_processor_cache_gb=0)
+
+
 def engine(**changes: Any) -> Any:
     values = {"algorithm": "sha256_cbor", "policy": "recompute", **changes}
     return SimpleNamespace(
-        cache_config=SimpleNamespace(prefix_caching_hash_algo=values["algorithm"]),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo=values["algorithm"],
+            enable_prefix_caching=values.get("prefix_caching", True),
+        ),
+        model_config=SimpleNamespace(multimodal_config=values.get("images")),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=values["policy"]),
         parallel_config=SimpleNamespace(
             world_size=4,
@@ -64,6 +71,7 @@ def groups(*specs: object, hash_tokens: int | None = None) -> Any:
         ({"dcp": 2}, "--decode-context-parallel-size 1"),
         ({"pcp": 2}, "--prefill-context-parallel-size 1"),
         ({"nodes": 2}, "--nnodes 1"),
+        ({"images": IMAGES_NOT_KEPT, "prefix_caching": False}, "--no-enable-prefix-caching"),
     ],
 )
 def test_a_wrong_engine_setting_names_its_flag(changes: dict[str, object], flag: str) -> None:
@@ -72,6 +80,15 @@ def test_a_wrong_engine_setting_names_its_flag(changes: dict[str, object], flag:
     check_engine(engine(), None)
     with pytest.raises(ValueError, match=flag):
         check_engine(engine(**changes), None)
+
+
+def test_images_that_the_engine_hashes_are_served() -> None:
+    from kvstore.connector.checks import check_engine
+
+    kept = SimpleNamespace(mm_processor_cache_gb=4)
+    check_engine(engine(images=IMAGES_NOT_KEPT), None)
+    check_engine(engine(images=kept, prefix_caching=False), None)
+    check_engine(engine(prefix_caching=False), None)
 
 
 @pytest.mark.engine

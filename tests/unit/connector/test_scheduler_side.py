@@ -87,21 +87,30 @@ def request(number: int, blocks: int) -> Any:
         request_id=f"r{number}",
         block_hashes=keys,
         num_prompt_tokens=blocks * BLOCK_TOKENS,
+        num_tokens=blocks * BLOCK_TOKENS,
+        num_computed_tokens=0,
         lora_request=None,
         skip_reading_prefix_cache=False,
     )
 
 
-def step(side: SchedulerSide) -> None:
-    side.build_plan(
-        SimpleNamespace(
-            num_scheduled_tokens={},
-            kv_connector_block_state=None,
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
-            kv_cache_block_copies=None,
-        )
+def output(
+    *new: Any, cached: Any = None, scheduled: dict[str, int] | None = None, state: Any = None
+) -> Any:
+    nothing = SimpleNamespace(
+        req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
     )
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled or {},
+        kv_connector_block_state=state,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=cached or nothing,
+        kv_cache_block_copies=None,
+    )
+
+
+def step(side: SchedulerSide) -> None:
+    side.build_plan(output())
 
 
 def test_a_backlog_is_asked_about_over_several_steps(
@@ -148,12 +157,53 @@ def test_a_full_socket_is_waited_for_and_only_then_given_up(
     assert link.closed
 
 
+def grant(credits: int) -> m.Grant:
+    return m.Grant(session=1, slots=bytes(4 * credits), generations=bytes(8 * credits))
+
+
+def store(side: SchedulerSide, one: Any, blocks: list[int]) -> None:
+    """A step in which the forward completes all blocks of the request; their copy then runs."""
+    plan = side.build_plan(
+        output(
+            scheduled={one.request_id: len(blocks) * BLOCK_TOKENS},
+            state=SimpleNamespace(get_block_ids=lambda _: (blocks,)),
+        )
+    )
+    assert [job.block_ids for job in plan.stores] == [tuple(blocks)]
+
+
+def test_blocks_that_a_step_only_reads_are_not_fenced(
+    make_side: Callable[[FullSocket], SchedulerSide],
+) -> None:
+    link = FullSocket(room=100)
+    link.inbox.append(grant(4))
+    side, one = make_side(link), request(1, 4)
+    side.on_new_request(one)
+    store(side, one, [4, 5, 6, 7])
+    computed = 3 * BLOCK_TOKENS
+    new = SimpleNamespace(block_ids=([4, 5, 6, 7],), num_computed_tokens=computed)
+    assert side.build_plan(output(new)).fence_blocks == (7,)
+    cached = SimpleNamespace(
+        req_ids=["resumed", "running", "idle"],
+        new_block_ids=[([4, 5, 6, 9],), ([7],), None],
+        num_computed_tokens=[computed] * 3,
+        resumed_req_ids={"resumed"},
+    )
+    assert side.build_plan(output(cached=cached)).fence_blocks == (7,)
+    cached.num_computed_tokens[0] = computed - 1  # the engine computes its last token again
+    assert side.build_plan(output(cached=cached)).fence_blocks == (6, 7)
+
+
 def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
     make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = make_side(FullSocket(room=100))
-    one = request(1, 8)
+    link = FullSocket(room=100)
+    link.inbox.append(grant(2))
+    side = make_side(link)
+    one, stored = request(1, 8), request(2, 2)
     side.on_new_request(one)
+    side.on_new_request(stored)
+    store(side, stored, [7, 8])
 
     def fail(*_: object, **__: object) -> None:
         raise KeyError("bug")
@@ -162,9 +212,33 @@ def test_a_promise_that_cannot_be_planned_becomes_a_load_that_fails(
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],))
     with pytest.raises(KeyError):
         side.update_state_after_alloc(one, blocks, 2 * BLOCK_TOKENS)
-    (load,) = side.rescue_plan().loads
+    plan = side.rescue_plan()
+    assert plan.fence_blocks == (7, 8), "no later step will fence them"
+    (load,) = plan.loads
     assert (load.request, load.block_ids) == ("r1", (4, 5, 6))
     assert side.rescue_plan().loads == ()
+
+
+def test_a_plan_that_cannot_be_told_of_is_not_lost(
+    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FullSocket(room=100)
+    side, one = make_side(link), request(1, 2)
+    link.inbox.append(grant(2))
+    side.on_new_request(one)
+    flush = side._flush
+
+    def fail_after_planning(now_ns: int) -> None:
+        flush(now_ns)
+        if side._unreturned is not None:
+            raise KeyError("bug")
+
+    monkeypatch.setattr(side, "_flush", fail_after_planning)
+    with pytest.raises(KeyError):
+        store(side, one, [4, 5])
+    (job,) = side.rescue_plan().stores
+    assert job.block_ids == (4, 5)
+    assert side.rescue_plan().stores == ()
 
 
 def stories(link: FullSocket) -> list[tuple[str, str]]:

@@ -108,6 +108,18 @@ def test_configuration_names_and_counts_of_files_count(model: Path) -> None:
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"],
+)
+def test_what_is_seen_of_an_image_counts(model: Path, name: str) -> None:
+    seen = {digest(model)}
+    for text in ('{"size": 224}', '{"size": 448}'):
+        (model / name).write_text(text)
+        seen.add(digest(model))
+    assert len(seen) == 3
+
+
 def test_a_single_file_is_enough(model: Path) -> None:
     found = digest_path(model / "model.safetensors")
     assert isinstance(found, WeightsDigest)

@@ -69,6 +69,7 @@ def vllm_config(path: str, **changes: Any) -> Any:
         disable_sliding_window=False,
         max_model_len=changes.get("max_model_len", 4096),
         hf_config=changes.get("hf_config", HfConfig()),
+        multimodal_config=changes.get("images"),
         get_total_num_kv_heads=lambda: changes.get("total_heads", HEADS),
         use_mla=False,
     )
@@ -181,6 +182,25 @@ def test_the_models_path_is_not_in_the_space_and_its_configuration_is() -> None:
     assert len({*others, base}) == 5
 
 
+def test_what_the_model_sees_of_an_image_is_in_the_space() -> None:
+    from vllm.config.multimodal import MultiModalConfig
+
+    settings: list[dict[str, Any]] = [
+        {},
+        {"mm_processor_kwargs": {"num_crops": 4}},
+        {"mm_processor_kwargs": {"num_crops": 16}},
+        {"media_io_kwargs": {"video": {"num_frames": 40}}},
+        {"video_pruning_rate": 0.5},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+        {"mm_device_do_normalize": False},
+        {"mm_encoder_attn_dtype": "fp8"},
+    ]
+    spaces = {described(images=MultiModalConfig(**each)).space for each in settings}
+    assert len(spaces | {described().space}) == len(settings) + 1
+    cache = MultiModalConfig(mm_processor_cache_gb=1)
+    assert described(images=cache).space in spaces
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -285,6 +305,35 @@ def test_a_failed_load_is_told_once_with_its_blocks(node: ScriptedNode, side: Wo
     assert (finished, errors) == ({"r"}, {2, 4})
     assert reports[-1].loads[0].failed_block_ids == (2, 4)
     assert step(side, StepPlan(), idle=True) == (set(), set())
+
+
+@pytest.mark.parametrize("is_told_to_save", [True, False])
+def test_a_steps_stores_are_submitted_once_on_every_pipeline_stage(
+    side: WorkerSide, monkeypatch: pytest.MonkeyPatch, is_told_to_save: bool
+) -> None:
+    submitted: list[StepPlan] = []
+    monkeypatch.setattr(side, "_submit", submitted.append)
+    plans = [StepPlan(stores=(job(StoreJob, (n,), job=n),)) for n in (1, 2)]
+    for plan in (*plans, StepPlan()):
+        side.handle_preemptions(plan)
+        side.start_load_kv(plan)
+        if is_told_to_save:
+            side.wait_for_save(plan)
+        side.get_finished()
+    assert submitted == plans
+
+
+def test_a_store_that_comes_late_is_fenced_too(
+    node: ScriptedNode, side: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.open_session(5)
+    monkeypatch.setattr(worker_side, "FENCE_S_MAX", WAIT_S)
+    side.start_load_kv(StepPlan(stores=(job(StoreJob, (2, 4), job=1),)))
+    side.handle_preemptions(StepPlan(fence_blocks=(4,)))
+    assert side._handoff is not None
+    with side._handoff.core() as core:
+        assert 4 not in core.pending_store_blocks()
+    assert len(node.receive(Seal).slots) == 8
 
 
 def test_after_shutdown_loads_still_end(node: ScriptedNode, side: WorkerSide) -> None:

@@ -1,0 +1,122 @@
+"""What is known of one request's lookup: how far it is, and the questions it consists of.
+
+State only; `lookups.py` has the rules and a picture of the stages.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from kvstore.wire.messages import LeaseReply
+
+
+class Stage(enum.Enum):
+    """Where the lookup of one request stands; see the module."""
+
+    NONE = 0
+    ASKED = 1
+    HELD = 2
+    LOADING = 3
+    PROMOTING = 4
+    SHADOW = 5
+
+
+WAITING_STAGES = (Stage.ASKED, Stage.PROMOTING, Stage.HELD)
+"""The node may hold leases, and no load has begun."""
+
+
+class Part:
+    """One LeaseAsk of a request; long prompts need several."""
+
+    __slots__ = (
+        "count",
+        "file_blocks",
+        "lease",
+        "peer_blocks",
+        "promoting",
+        "renew_at_ns",
+        "reply",
+        "ttl_ns",
+    )
+
+    def __init__(self, lease: int, count: int) -> None:
+        self.lease = lease
+        self.count = count
+        self.promoting = 0
+        """Blocks behind those of the reply that are on their way to dram."""
+        self.file_blocks = 0
+        """Of those found: came from disk for this request."""
+        self.peer_blocks = 0
+        """The same from another node."""
+        self.reply: LeaseReply | None = None
+        self.renew_at_ns = 0
+        self.ttl_ns = 0
+
+
+class Lookup:
+    """The lookup state of one request. Only `Lookups` changes it."""
+
+    __slots__ = (
+        "asked_at_ns",
+        "asked_leases",
+        "detail",
+        "failed",
+        "first_block",
+        "found_blocks",
+        "is_probe",
+        "is_shadow",
+        "is_trial",
+        "is_verified",
+        "load_reports",
+        "miss_reason",
+        "parts",
+        "promoted_until_ns",
+        "replied_at_ns",
+        "session",
+        "stage",
+        "target_blocks",
+        "waited_for_disk",
+        "waiting_since_ns",
+    )
+
+    def __init__(self) -> None:
+        self.stage = Stage.NONE
+        self.detail = ""
+        """What a rank said of a load that failed."""
+        self.asked_leases: list[int] = []
+        """Of the last question, in chain order; kept after they were released."""
+        self.replied_at_ns = 0
+        """When the last question was answered in full; 0 while it is not."""
+        self.waited_for_disk = False
+        self.failed = ""
+        """Why this request is answered 0 for ever; empty while it is not."""
+        self.session = 0
+        self.first_block = 0
+        self.found_blocks = 0
+        self.is_probe = False
+        """Loads do not pay: this one loads the least there is, to see."""
+        self.is_shadow = False
+        """If it is a hit, it may be computed and compared."""
+        self.is_trial = False
+        """Loads failed: whether they do still is seen by the load of this one, if it has any."""
+        self.is_verified = False
+        """If it is loaded, every block is compared with its checksum."""
+        self.asked_at_ns = 0
+        self.waiting_since_ns = 0
+        """Since when the engine has been told to ask again, whatever it waited for; 0: it was not
+        told so last."""
+        self.parts: list[Part] = []
+        self.promoted_until_ns = 0
+        self.load_reports = 0
+        self.miss_reason = ""
+        self.target_blocks: tuple[int, ...] = ()
+
+    @property
+    def file_blocks(self) -> int:
+        """Blocks found that came from disk for this request."""
+        return sum(part.file_blocks for part in self.parts)
+
+    @property
+    def peer_blocks(self) -> int:
+        """Blocks found that came from another node for this request."""
+        return sum(part.peer_blocks for part in self.parts)

@@ -1,0 +1,93 @@
+"""No request is told to ask again for ever: whatever a node says, the engine computes at last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvstore.client.core.attachment import State
+from kvstore.client.core.scheduler import PENDING, Hit, Miss
+from kvstore.wire import messages as m
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
+from tests.unit.client.test_lookups import arrive, ask
+
+STEP_MS = 5
+LONGEST_MS = 250 + 2000 + 250 + 250
+"""A heartbeat's limit, a promotion, and the time for an answer, once more for the last question."""
+
+
+def welcome(node: ScriptedNode) -> None:
+    hello = m.Welcome(
+        protocol=1, incarnation=7, now_ns=node.now_ns, arena_bytes=1 << 20, generation_bytes=8192
+    )
+    say(node, hello)
+
+
+def say(node: ScriptedNode, message: m.Message) -> None:
+    """As the connector takes a message: a reason to close the socket closes it."""
+    attachment = node.core.attachment
+    if attachment.wants_connection(node.now_ns):
+        attachment.connected(node.now_ns)
+    if attachment.state is State.DOWN:
+        return  # there is no socket that it could come by
+    reason = node.give(message)
+    if reason is not None:
+        attachment.disconnected(node.now_ns, reason)
+
+
+def open_or_close(node: ScriptedNode) -> None:
+    """A session that ends in the step after it began, before any answer."""
+    if node.core.attachment.state is State.OPEN:
+        say(node, m.SessionClosed(session=node.session, reason="a rank left"))
+    else:
+        open_another(node)
+
+
+def open_another(node: ScriptedNode) -> None:
+    node.session += 1
+    say(node, m.SessionOpen(session=node.session, shard_count=1))
+
+
+@pytest.mark.parametrize("lie", [welcome, open_or_close, open_another])
+def test_a_lying_node_holds_nobody(lie: Callable[[ScriptedNode], None]) -> None:
+    node = ScriptedNode()
+    keys = chain("a", 400)  # so many that their answer is waited for longest
+    node.core.attachment.connected(node.now_ns)
+    welcome(node)
+    arrive(node, "r", keys)
+    begin_ns, outcome = node.now_ns, ask(node, "r", keys)
+    assert outcome is PENDING
+    while outcome is PENDING and node.now_ns - begin_ns < 60 * 10**9:
+        node.wait(STEP_MS)
+        lie(node)
+        outcome = ask(node, "r", keys)
+    assert outcome in (Miss("deadline"), Miss("node away"))
+    assert node.now_ns - begin_ns <= (LONGEST_MS + STEP_MS) * 10**6
+    assert node.core.leases_open == 0
+
+
+def test_a_second_welcome_is_no_welcome(node: ScriptedNode) -> None:
+    node.attach(credits=1)
+    again = m.Welcome(
+        protocol=1, incarnation=8, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192
+    )
+    assert node.give(again) == "the node welcomed twice"
+    assert node.core.attachment.incarnation == 7
+
+
+def test_waiting_for_room_in_the_engine_is_not_waiting_for_the_node(node: ScriptedNode) -> None:
+    keys = chain("a", 4)
+    node.keys = set(keys)
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    for _ in range(10):
+        assert ask(node, "r", keys) == Hit(4 * BLOCK_TOKENS)
+        node.wait(1000)
+    node.give(m.SessionClosed(session=node.session, reason="a rank left"))
+    open_another(node)
+    assert ask(node, "r", keys) is PENDING, "the first wait was over with its answer"
+    node.exchange()
+    assert ask(node, "r", keys) == Hit(4 * BLOCK_TOKENS)
