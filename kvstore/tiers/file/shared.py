@@ -18,6 +18,7 @@ One thread calls it.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from typing import Final
 
 from kvstore.tiers.file.catalog import FOREIGN_BASE, Catalog, Segment
 from kvstore.tiers.file.directory import segment_number
-from kvstore.tiers.file.disk import Disk, open_regular
+from kvstore.tiers.file.disk import Disk, close_at_last, open_regular
 from kvstore.tiers.file.events import Gone, Known
 from kvstore.tiers.file.recovery import read_footer, read_head, record_sets, scan
 from kvstore.types import PAGE_BYTES
@@ -109,20 +110,21 @@ class Peers:
 
     def _is_same(self, name: str) -> bool:
         """Whether the directory that was opened is still the one of this name."""
-        mine = os.fstat(self._peers[name].fd)
         try:
+            mine = os.fstat(self._peers[name].fd)
             its = os.stat(self._parent / name, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        except OSError:
-            return True  # nothing was learned: it may be as good as ever the next time
+        except OSError as error:
+            # Of others nothing was learned: it may be as good as ever the next time.
+            return error.errno != errno.ESTALE
         return (mine.st_dev, mine.st_ino) == (its.st_dev, its.st_ino)
 
     def _leave(self, name: str, vanished: _Vanished) -> None:
         peer = self._peers.pop(name)
         for segment in list(peer.segments):
             self._forget(peer, segment, vanished)
-        os.close(peer.fd)
+        close_at_last(peer.fd)
 
     def _look_at(self, peer: _Peer, announce: _Announce, vanished: _Vanished) -> bool:
         try:

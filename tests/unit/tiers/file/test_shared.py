@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import Gone, Reclaim
+from kvstore.tiers.file import Gone, Known, Reclaim
 from kvstore.tiers.file.catalog import FOREIGN_BASE
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.jobs import WriteJob
@@ -119,6 +119,30 @@ def test_a_node_that_leaves_is_forgotten(nodes: list[Driver], tmp_path: Path) ->
     b.tier.look_at_peers()
     assert [type(event) for event in b.take()] == [Gone]
     assert not [name for name in open_files() if name.endswith("-a")]
+
+
+@pytest.mark.parametrize(("code", "is_gone"), [(errno.ESTALE, True), (errno.EIO, False)])
+def test_a_node_whose_open_directory_cannot_be_looked_at_ends_no_looking(
+    nodes: list[Driver], monkeypatch: pytest.MonkeyPatch, code: int, *, is_gone: bool
+) -> None:
+    a, b = nodes
+    a.write([1])
+    b.tier.look_at_peers()
+    b.take()
+    assert b.tier._peers is not None
+    theirs, look = b.tier._peers._peers["a"].fd, os.fstat
+
+    def fail(fd: int) -> os.stat_result:
+        if fd == theirs:
+            raise OSError(code, os.strerror(code))
+        return look(fd)
+
+    b.seen.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        b.tier.look_at_peers()
+    assert [type(event) for event in b.take()] == ([Gone, Known] if is_gone else [])
+    assert b.read([1]) == [True], "it was met again, or never left"
 
 
 def open_files() -> list[str]:
