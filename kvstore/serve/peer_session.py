@@ -4,6 +4,10 @@ A session ends with the first thing that goes wrong, and everything that waits o
 `PeerLost`; whoever needs the peer again opens another. The peer proves its name by its certificate;
 its address comes from membership.
 
+A call keeps its connection as long as anything knows it. Errors know the frames they came through,
+and some are kept until garbage is collected, which takes for ever while nothing happens: so none is
+raised where a call could be found, and a session that is closed has none.
+
 Does not cover: serving others (`lender`), what is asked for (`borrower`).
 """
 
@@ -76,6 +80,7 @@ class PeerSession:
     ) -> Self:
         """`dial`: what makes a channel; None: gRPC. Raises PeerLost."""
         channel = (dial or _channel)(name, address, credentials)
+        call, trouble = None, ""
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await channel.channel_ready()
@@ -87,8 +92,11 @@ class PeerSession:
                 raise PeerLost(f"node {name} does not welcome this one")
             session = cls(channel, call, answer.welcome)
         except (TimeoutError, grpc.RpcError, ProtocolError, PeerLost) as error:
+            trouble = _sentence(name, error)
+        call = None
+        if trouble:
             await channel.close()
-            raise PeerLost(_sentence(name, error)) from None
+            raise PeerLost(trouble)
         if session.who.node != name:
             await session.close()
             raise PeerLost(f"{address} is not node {name}")
@@ -124,28 +132,29 @@ class PeerSession:
         with contextlib.suppress(asyncio.CancelledError):
             await self._reading
         await self._channel.close()
+        self._call = None
 
     async def _ask(self, loan: int, ask: pb.Ask, kind: str, timeout_s: float) -> pb.Answer:
         if self.lost:
             raise PeerLost(self.lost)
         future = self._waiting[loan] = asyncio.get_running_loop().create_future()
+        answer, trouble = pb.Answer(), "it answers what was not asked"
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._writing:
-                    await self._call.write(ask)
-                answer: pb.Answer = await future
+                    if not self.lost:
+                        await self._call.write(ask)
+                answer = await future
         except TimeoutError:
-            self._end("it does not answer")
-            raise PeerLost(self.lost) from None
+            trouble = "it does not answer"
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            self._end(_sentence(self.who.node, error))
-            raise PeerLost(self.lost) from None
+            trouble = _sentence(self.who.node, error)
         finally:
             self._waiting.pop(loan, None)
             if not future.cancel() and not future.cancelled():
                 future.exception()  # whatever went wrong has been told already
         if answer.WhichOneof("kind") != kind:
-            self._end("it answers what was not asked")
+            self._end(trouble)
             raise PeerLost(self.lost)
         return answer
 

@@ -88,14 +88,22 @@ def descriptors(pid: int) -> list[str]:
 def descriptor_kinds(node: NodeProcess, *, without: Path) -> list[Counter[str]]:
     """Of the supervisor, and of the process that serves, how many descriptors of each kind; those
     below `without`, a store whose segments come and go, are left out."""
-    return [
-        Counter(
-            name if name.startswith("anon_inode") else name.split(":[")[0]
-            for name in descriptors(pid)
-            if not Path(name).is_relative_to(without)
-        )
-        for pid in processes(node)[:2]
-    ]
+    return [_kinds(pid, without) for pid in processes(node)[:2]]
+
+
+def open_now(pid: int) -> Counter[str]:
+    """How many descriptors of each kind a process has, and how many "children"."""
+    found = _kinds(pid, None)
+    found["children"] = len(children_of(pid))
+    return found
+
+
+def _kinds(pid: int, without: Path | None) -> Counter[str]:
+    return Counter(
+        name if name.startswith("anon_inode") else name.split(":[")[0]
+        for name in descriptors(pid)
+        if without is None or not Path(name).is_relative_to(without)
+    )
 
 
 def resident_bytes(node: NodeProcess) -> int:

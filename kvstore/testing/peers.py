@@ -16,19 +16,23 @@ import re
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
+from kvstore.testing.gauges import look, open_now
 from kvstore.testing.index_process import Lab
 from kvstore.testing.lan import Lan
-from kvstore.testing.process import NodeProcess
+from kvstore.testing.process import NodeProcess, children_of
 from kvstore.testing.raw_engine import RawEngine
 from kvstore.wire.messages import LeaseReply
 
 WAIT_S: Final = 180.0
+P3_S: Final = 60.0
+"""Promise P3 says 15 s from node to node; a busy machine is given four times that."""
 _PAUSE_S: Final = 0.05
 
 
@@ -46,7 +50,8 @@ class PeerPair:
     ) -> None:
         self._lab = Lab(directory)
         self._directory = directory
-        self._transport, self._dram, self._flags = transport, dram, tuple(flags)
+        self.transport = transport
+        self._dram, self._flags = dram, tuple(flags)
         self._lan = lan
         inside = ("--index-listen", f"{self._host('a')}:0")
         self.a = self._start("a", ("--index", index) if index else inside)
@@ -82,7 +87,7 @@ class PeerPair:
         folder = self._directory / name
         folder.mkdir(exist_ok=True)
         certificate = self._lab.flags("node", name, with_index=True)
-        listen = ("--peer-listen", f"{self._host(name)}:0", "--transport", self._transport)
+        listen = ("--peer-listen", f"{self._host(name)}:0", "--transport", self.transport)
         flags = (*index, *listen, *certificate, *self._flags)
         machine = self._lan.inside(name) if self._lan else contextlib.nullcontext()
         with machine:
@@ -115,8 +120,8 @@ def mover_of(node: NodeProcess) -> psutil.Process:
     """The mover of the node process that serves now. Raises TimeoutError."""
     deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(node.pid).children():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            for child in map(psutil.Process, children_of(node.pid)):
                 if "kvstore.serve.mover_process" in child.cmdline():
                     return child
         threading.Event().wait(_PAUSE_S)
@@ -125,20 +130,58 @@ def mover_of(node: NodeProcess) -> psutil.Process:
 
 def metric(node: NodeProcess, name: str, labels: str = "") -> float:
     """A number of its /metrics."""
+    return metrics(node, name + labels)[0]
+
+
+def metrics(node: NodeProcess, *names: str) -> list[float]:
+    """Numbers of its /metrics, at one moment. Names come with their labels."""
     with urllib.request.urlopen(node.metrics_url, timeout=10) as answer:
         page = answer.read().decode()
-    found = re.search(rf"^{re.escape(name + labels)} (\S+)$", page, re.MULTILINE)
-    assert found is not None, f"no {name}{labels}"
-    return float(found[1])
+    found = [re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE) for name in names]
+    assert all(found), f"not all of {names}"
+    return [float(each[1]) for each in found if each]
 
 
-def at_rest(node: NodeProcess) -> None:
-    """Wait until nothing is lent, leased or being fetched, with no engine attached. Raises
-    TimeoutError."""
-    deadline_s = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline_s:
-        names = ('kvstore_slots{state="leased"}', 'kvstore_slots{state="granted"}')
-        if metric(node, "kvstore_leases") == 0 and not any(metric(node, name) for name in names):
-            return
+def at_rest(node: NodeProcess, *engines: RawEngine) -> None:
+    """Wait until a node holds what these idle engines have, and nothing else: nothing is lent,
+    leased, being fetched, or in doubt, and nobody else is attached. Raises TimeoutError."""
+    deadline_s = time.monotonic() + P3_S
+    while found := _held(node, engines):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"held although nobody asks: {found}")
         threading.Event().wait(_PAUSE_S)
-    raise TimeoutError("leases or slots are held although nobody asks")
+
+
+def _held(node: NodeProcess, engines: Sequence[RawEngine]) -> str:
+    """What is not as it should be."""
+    for engine in engines:
+        engine.hear()
+    expected = {
+        "connections": sum(1 + len(engine.ranks) for engine in engines),
+        "sessions": len(engines),
+        "leases": 0,
+        "slots_leased": 0,
+        "slots_quarantined": 0,
+        "slots_granted": sum(len(engine.credits) * engine.columns for engine in engines),
+    }
+    try:
+        gauges = look(node)
+    except OSError as error:
+        return f"it does not answer: {error}"
+    found = {name: getattr(gauges, name) for name in expected}
+    return "" if found == expected else f"{found}, not {expected}"
+
+
+def machinery(node: NodeProcess) -> list[Counter[str]]:
+    """What the process that serves and its mover have open."""
+    return [open_now(node.pid), open_now(mover_of(node).pid)]
+
+
+@contextlib.contextmanager
+def attached(socket: Path, **options: Any) -> Iterator[RawEngine]:
+    """An engine with a session, until the context ends: then it leaves in good order, so that its
+    node need not wait for the end of this process. `options`: of RawEngine."""
+    with RawEngine(socket, **options) as engine:
+        engine.open()
+        yield engine
+        engine.leave()

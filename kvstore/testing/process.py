@@ -194,11 +194,12 @@ class NodeProcess:
 
 def children_of(pid: int) -> list[int]:
     """Processes that this one has started, and that have not ended; none when it is gone itself."""
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return [int(word) for word in text.split()]
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in sorted(Path(f"/proc/{pid}/task").iterdir()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, (thread / "children").read_text(encoding="utf-8").split())
+    return found
 
 
 def _wait_gone(pidfd: int) -> None:

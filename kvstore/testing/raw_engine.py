@@ -6,7 +6,8 @@
         assert engine.lease(keys).slots
 
 For tests and benchmarks of a real node. It follows the protocol but decides nothing: no breaker,
-no back-off, no cost model (`kvstore.client.core` has those).
+no back-off, no cost model (`kvstore.client.core` has those). Each 8 bytes of a block say whose they
+are and where in the block of all ranks: a head in another's place is seen, whatever the shards are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import secrets
 import select
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +61,8 @@ HEAD_COUNT: Final = 4
 TOKEN_BYTES: Final = 256
 BLOCK_BYTES: Final = LAYER_COUNT * HEAD_COUNT * BLOCK_TOKENS * TOKEN_BYTES
 """64 KiB: the smallest slot, if one rank has it all."""
+_ODD: Final = 0x9E3779B97F4A7C15
+"""Its multiples differ in all their bytes."""
 
 
 class EngineGone(Exception):
@@ -120,18 +124,18 @@ class RawEngine:
         assert rank_count % replicas == 0
         self.columns = rank_count // replicas
         """Distinct shards; that of rank r is r // replicas."""
-        assert HEAD_COUNT % self.columns == 0
         self.replicas = replicas
         self.timeout_s = timeout_s
-        self._tenant, self._space = tenant, make_space(model=model, block_bytes=block_bytes)
         self.session = 0
         self.credits: list[tuple[NDArray[np.uint32], NDArray[np.uint64]]] = []
         """(slots [S], generations [S]) of each free block, oldest first."""
         self._lease_ids = itertools.count(1)
         self._replies: dict[int, LeaseReply] = {}
+        self._quiesced: Counter[Link] = Counter()
+        """How often each rank was asked to be quiet."""
         self._failure = ""
         self.nonce = nonce = nonce or secrets.token_hex(4)
-        self.block_bytes = block_bytes // self.columns
+        self._tell_apart(tenant, model, block_bytes)
         who = (PROTOCOL_VERSION, engine_id, nonce, tenant)
         self.scheduler = Link.connect(
             socket,
@@ -159,12 +163,31 @@ class RawEngine:
             for rank in range(rank_count)
         ]
 
+    def _tell_apart(self, tenant: str, model: str, block_bytes: int) -> None:
+        """What is in blocks, and in their checksums."""
+        assert HEAD_COUNT % self.columns == 0
+        assert block_bytes % (LAYER_COUNT * HEAD_COUNT * KEY_BYTES) == 0
+        self._space = make_space(model=model, block_bytes=block_bytes)
+        self.block_bytes = block_bytes // self.columns
+        shards = [self._shard(column * self.replicas) for column in range(self.columns)]
+        self._places = [_places(shard, block_bytes) for shard in shards]
+        """By column."""
+        self._prefixes = [
+            header_prefix(
+                tenant=tenant,
+                space=fingerprint(self._space, weights_epoch=""),
+                shard=shard,
+                block_bytes=self.block_bytes,
+            )
+            for shard in shards
+        ]
+
     def open(self) -> None:
         """Wait until the node has opened a session. Raises EngineGone, TimeoutError."""
         self.wait(lambda: self.session != 0)
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Fill and seal a block per key; its bytes are the key, over and over.
+        """Fill and seal a block per key, with its `contents`.
 
         As many as there are credits at a time, waiting for more. Raises EngineGone, TimeoutError.
         """
@@ -177,14 +200,13 @@ class RawEngine:
             for column, link in enumerate(self.ranks[:: self.replicas]):
                 slots = np.array([slots[column] for slots, _ in granted], "<u4")
                 generations = np.array([values[column] for _, values in granted], "<u8")
-                self._fill(link, batch, slots)
                 sent = link.send(
                     Seal(
                         session=self.session,
                         keys=b"".join(batch),
                         slots=slots.tobytes(),
                         generations=generations.tobytes(),
-                        checksums=b"".join(self.checksum(column, key) for key in batch),
+                        checksums=self._fill(link, column, batch, slots),
                     )
                 )
                 assert sent, "the node does not read"
@@ -194,14 +216,32 @@ class RawEngine:
         assert self.scheduler.send(Hint(request=next(self._lease_ids), keys=b"".join(keys)))
 
     def lease(self, keys: Sequence[bytes]) -> LeaseReply:
-        """Ask for a lease of these keys and wait for the reply, and for what comes from disk.
+        """Ask for a lease of these keys and wait for the reply, and for what comes from disk or
+        from another node.
+
+        Raises EngineGone, TimeoutError.
+        """
+        return self.finish(self.ask(keys))
+
+    def ask(self, keys: Sequence[bytes]) -> LeaseReply:
+        """Ask for a lease of these keys; the first answer, more of which may be on its way.
 
         Raises EngineGone, TimeoutError.
         """
         number = next(self._lease_ids)
         assert self.scheduler.send(LeaseAsk(lease=number, keys=b"".join(keys)))
-        self.wait(lambda: number in self._replies and not self._replies[number].promoting)
-        return self._replies.pop(number)
+        self.wait(lambda: number in self._replies)
+        return self._replies[number]
+
+    def finish(self, reply: LeaseReply) -> LeaseReply:
+        """Wait for all that is on its way; the whole of an answer. Raises EngineGone,
+        TimeoutError."""
+        self.wait(lambda: not self._replies[reply.lease].promoting)
+        return self._replies.pop(reply.lease)
+
+    def coming(self, reply: LeaseReply) -> int:
+        """How many blocks of this answer are on their way, by what has been heard."""
+        return self._replies[reply.lease].promoting
 
     def lease_stored(self, keys: Sequence[bytes]) -> LeaseReply:
         """Lease once all of `keys` are there: a seal and a lookup travel on two sockets."""
@@ -216,6 +256,7 @@ class RawEngine:
 
     def release(self, reply: LeaseReply) -> None:
         """Give a lease back."""
+        self._replies.pop(reply.lease, None)
         assert self.scheduler.send(LeaseRelease(leases=[reply.lease]))
 
     def renew(self, reply: LeaseReply) -> None:
@@ -230,22 +271,51 @@ class RawEngine:
         begins = slots.astype(np.int64) * PAGE_BYTES
         return [arena.array[at : at + self.block_bytes].tobytes() for at in begins]
 
+    def contents(self, key: bytes, *, rank: int = 0) -> bytes:
+        """The bytes of a block of a rank."""
+        return self._words(rank // self.replicas, key).tobytes()
+
+    def is_right(self, reply: LeaseReply, keys: Sequence[bytes]) -> bool:
+        """Whether all that is leased, from the first of these keys on, has the bytes of its key, in
+        every rank."""
+        return all(
+            block == self.contents(key, rank=rank)
+            for rank in range(len(self.ranks))
+            for key, block in zip(keys, self.read(reply, rank=rank), strict=False)
+        )
+
     def wait(self, done: Callable[[], bool]) -> None:
         """Serve the sockets until `done`. Raises EngineGone, TimeoutError."""
         deadline_s = time.monotonic() + self.timeout_s
         while not done():
             if self._failure:
                 raise EngineGone(self._failure)
-            links = [link for link in (self.scheduler, *self.ranks) if not link.closed]
-            ready, _, _ = select.select(links, [], [], max(0.0, deadline_s - time.monotonic()))
-            if not ready:
+            if not self.hear(max(0.0, deadline_s - time.monotonic())):
                 raise TimeoutError("the node said nothing in time")
-            for link in ready:
-                for message in link.receive():
-                    self._hear(link, message)
+
+    def hear(self, timeout_s: float = 0.0) -> bool:
+        """Take what has come, waiting so long for something; whether there was anything."""
+        links = [link for link in (self.scheduler, *self.ranks) if not link.closed]
+        ready, _, _ = select.select(links, [], [], timeout_s)
+        for link in ready:
+            for message in link.receive():
+                self._hear(link, message)
+        return bool(ready)
+
+    def leave(self) -> None:
+        """Detach in good order: the ranks say that they are quiet, and nothing that they were
+        granted is in doubt, although this process lives on. Raises TimeoutError."""
+        self.hear()
+        before = self._quiesced.copy()
+        self.scheduler.close()
+        deadline_s = time.monotonic() + self.timeout_s
+        while any(not rank.closed and self._quiesced[rank] == before[rank] for rank in self.ranks):
+            if not self.hear(max(0.0, deadline_s - time.monotonic())):
+                raise TimeoutError("the node did not ask the ranks to be quiet")
+        self.close()
 
     def close(self) -> None:
-        """Hang up, everybody."""
+        """Hang up, everybody. What was granted stays in doubt as long as this process lives."""
         for link in (self.scheduler, *self.ranks):
             link.close()
 
@@ -266,6 +336,7 @@ class RawEngine:
                 column, lowest = divmod(self.ranks.index(link), self.replicas)
                 assert (message.column, message.writes) == (column, lowest == 0), message
                 link.send(Quiet(session=session))
+                self._quiesced[link] += 1
             case SessionOpen(session=session):
                 self.session = session
             case SessionClosed(reason=reason):
@@ -297,19 +368,36 @@ class RawEngine:
         return Shard(0, LAYER_COUNT, column * heads, (column + 1) * heads)
 
     def checksum(self, column: int, key: bytes) -> bytes:
-        prefix = header_prefix(
-            tenant=self._tenant,
-            space=fingerprint(self._space, weights_epoch=""),
-            shard=self._shard(column * self.replicas),
-            block_bytes=self.block_bytes,
-        )
-        payload = key * (self.block_bytes // KEY_BYTES)
-        return xxhash.xxh3_128_digest(header(prefix, BlockKey(key)) + payload)
+        """Of a block's shard."""
+        return self._checksum(column, key, self._words(column, key))
 
-    def _fill(self, link: Link, keys: Sequence[bytes], slots: NDArray[np.uint32]) -> None:
+    def _checksum(self, column: int, key: bytes, words: NDArray[np.uint64]) -> bytes:
+        digest = xxhash.xxh3_128(header(self._prefixes[column], BlockKey(key)))
+        digest.update(words.data)
+        return digest.digest()
+
+    def _words(self, column: int, key: bytes) -> NDArray[np.uint64]:
+        """What is in a block's shard, [block_bytes / 8]."""
+        repeated = np.frombuffer(key * (self.block_bytes // KEY_BYTES), np.uint64)
+        return repeated ^ self._places[column]
+
+    def _fill(
+        self, link: Link, column: int, keys: Sequence[bytes], slots: NDArray[np.uint32]
+    ) -> bytes:
+        """Write these blocks; their checksums."""
         assert link.arena is not None
-        for key, slot in zip(keys, slots, strict=True):
-            begin = int(slot) * PAGE_BYTES
-            link.arena.array[begin : begin + self.block_bytes] = np.frombuffer(
-                key * (self.block_bytes // KEY_BYTES), np.uint8
-            )
+        checksums = []
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            words, begin = self._words(column, key), slot * PAGE_BYTES
+            link.arena.array[begin : begin + self.block_bytes] = words.view(np.uint8)
+            checksums.append(self._checksum(column, key, words))
+        return b"".join(checksums)
+
+
+def _places(shard: Shard, block_bytes: int) -> NDArray[np.uint64]:
+    """A number for each 8 bytes of a shard, by their place in the block of all ranks: the same
+    however many there are. u64 [words of the shard]."""
+    every = np.arange(block_bytes // 8, dtype=np.uint64) * np.uint64(_ODD)
+    pages = every.reshape(LAYER_COUNT, HEAD_COUNT, -1)
+    layers = slice(shard.layer_begin, shard.layer_end)
+    return pages[layers, shard.head_begin : shard.head_end].ravel()

@@ -24,7 +24,7 @@ from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.serve.top import AllNodes, Tally
 from kvstore.testing.index_process import Lab
-from kvstore.testing.peers import PeerPair
+from kvstore.testing.peers import PeerPair, metric
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.load import Load
 from kvstore.wire.messages import Story
@@ -143,6 +143,26 @@ def test_explain_names_the_node_and_how_long_it_took(system: System) -> None:
     assert row.split()[:5] == ["0-9", "0-159", "peer", "b", "-"]
 
 
+def test_transfers_say_how_long_a_fetch_and_its_parts_took(system: System) -> None:
+    keys = make_keys(STORED, seed="timed")
+    system.there.store(keys)
+    system.here.release(system.pair.borrow(system.here, keys))
+    where = ("inspect", "transfers", "--socket", str(system.pair.a.socket))
+    rows = {row["kind"]: row for row in asked(*where)["transfers"]}
+    assert rows.keys() == {"ask", "move", "verify", "fetch"}
+    for row in rows.values():
+        assert (row["backend"], row["count"] >= 1) == ("tcp", True)
+        assert 0 < row["p50_us"] <= row["p95_us"] <= row["p99_us"]
+    assert rows["fetch"]["p50_us"] >= rows["move"]["p50_us"]
+    assert rows["move"]["size_bytes"] == rows["fetch"]["size_bytes"] >= STORED * BLOCK_BYTES
+    shown = kvstore(*where)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    header = next(line.split() for line in shown.stdout.splitlines() if "p50" in line)
+    assert {"p50", "p95", "p99"} <= {word.split("_")[0] for word in header}
+    there = asked("inspect", "transfers", "--socket", str(system.pair.b.socket))
+    assert there["transfers"] == [], "it only lent"
+
+
 def test_top_shows_all_nodes_what_they_do(system: System) -> None:
     (one,) = asked("top", "--socket", str(system.pair.b.socket), "--interval", "0.5")["nodes"]
     assert (one["node"], one["state"], one["engines"]) == ("b", "up", 1)
@@ -156,14 +176,15 @@ def test_top_shows_all_nodes_what_they_do(system: System) -> None:
 
         def has_come() -> bool:  # earlier heartbeats know nothing of blocks and replicas yet
             load = told()
-            return load is not None and load.stored_bytes > 0 and load.replicas_reached > 0
+            stored = metric(system.pair.b, "kvstore_stored_bytes_total")
+            return load is not None and load.stored_bytes == stored and load.replicas_reached > 0
 
         assert eventually(has_come, timeout_s=CONVERGES_S)
         b = told()
     assert b is not None
     assert b.engines == 1
     assert b.dram_used_bytes >= STORED * BLOCK_BYTES
-    assert b.stored_bytes == STORED * BLOCK_BYTES
+    assert b.stored_bytes >= STORED * BLOCK_BYTES
     assert (b.replicas, b.replicas_reached) == (1, 1)
     shown = kvstore("top", "--once", *system.asks, columns="80")
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -1,32 +1,37 @@
-"""A network that swallows everything: nobody waits long, nothing is kept, all heals by itself."""
+"""A network that swallows everything at a stage of a fetch: nobody who asks waits for it, nothing
+is kept, all heals by itself.
+
+The stages are those of `held` at which the nodes speak with each other. Each is held in the same
+way, cut, and let go.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import random
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvstore.testing.lan import Lan, LanError
-from kvstore.testing.peers import PeerPair, at_rest, metric
+from kvstore.testing.peers import PeerPair, at_rest, attached, metric, metrics, mover_of
 from kvstore.testing.raw_engine import RawEngine, make_keys
+from kvstore.wire.messages import LeaseReply
+from tests.integration.cluster.held import ANSWER_S, BLOCKS, ENDS_S
 from tests.integration.node.conftest import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SEED = 20261122
-TURNS = 3
-BLOCKS = 300
-PATIENCE_S = 5.0
-"""An engine computes what has not come by then."""
-ANSWER_S = 60.0
+STAGES = ("asking", "moving")
 CONVERGES_S = 120.0
 CUT_S = 30.0
 """So long that TCP waits for as long again before it tries once more."""
 HEALS_S = 15.0
+ENTRIES = "kvstore_index_entries"
+BELIEVED = 'kvstore_index_nodes{trust="exact"}'
+GRANTED = 'kvstore_slots{state="granted"}'
+LENT = 'kvstore_transfer_seconds_count{{backend="{}",kind="ask"}}'
 
 
 @pytest.fixture
@@ -39,23 +44,49 @@ def lan() -> Iterator[Lan]:
         yield made
 
 
-def right(engine: RawEngine, keys: list[bytes], blocks: list[bytes]) -> bool:
-    return all(
-        block == key * (engine.block_bytes // len(key))
-        for block, key in zip(blocks, keys, strict=False)
-    )
+class Cable:
+    """Between two nodes, the first of which has the index."""
 
+    def __init__(self, lan: Lan, pair: PeerPair) -> None:
+        self.lan, self.pair = lan, pair
 
-def lease(engine: RawEngine, keys: list[bytes]) -> int:
-    """How many of these come before an engine computes, every byte of them right."""
-    try:
-        reply = engine.lease(keys)
-    except TimeoutError:
-        return 0
-    blocks = engine.read(reply)
-    assert right(engine, keys, blocks)
-    engine.release(reply)
-    return len(blocks)
+    def here(self, *names: str) -> list[float]:
+        """Numbers of the first node."""
+        with self.lan.inside("a"):
+            return metrics(self.pair.a, *names)
+
+    def becomes(self, expected: dict[str, float]) -> bool:
+        names, values = tuple(expected), list(expected.values())
+        return eventually(lambda: self.here(*names) == values, timeout_s=CONVERGES_S)
+
+    def rests(self, *here: RawEngine, there: Sequence[RawEngine]) -> None:
+        """Both nodes come to hold what these engines have, and nothing else."""
+        with self.lan.inside("a"):
+            at_rest(self.pair.a, *here)
+        with self.lan.inside("b"):
+            at_rest(self.pair.b, *there)
+
+    def store(self, holder: RawEngine, keys: Sequence[bytes]) -> None:
+        """At the second node, and the first one knows."""
+        (known,) = self.here(ENTRIES)
+        holder.store(keys)
+        assert self.becomes({ENTRIES: known + len(keys)})
+
+    def cut_at(self, stage: str, asker: RawEngine, keys: Sequence[bytes]) -> LeaseReply:
+        """Ask for these, and cut the cable when their fetch is at this stage."""
+        lent = LENT.format(self.pair.transport)
+        slots, loans = self.here(GRANTED, lent)
+        is_moving = stage == "moving"
+        held = mover_of(self.pair.b) if is_moving else psutil.Process(self.pair.b.pid)
+        held.suspend()
+        try:
+            asker.timeout_s = ANSWER_S
+            reply = asker.ask(keys)
+            assert self.becomes({GRANTED: slots + len(keys), lent: loans + is_moving})
+            self.lan.cut("b")
+        finally:
+            held.resume()
+        return reply
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
@@ -64,44 +95,39 @@ def test_a_black_hole_costs_misses_and_heals(
 ) -> None:
     # By itself it would take shared memory, which no cable is part of.
     monkeypatch.setenv("UCX_TLS", "tcp")
-    chance = random.Random(f"{SEED}-{transport}")
-    with PeerPair.start(tmp_path, transport=transport, dram="1GiB", lan=lan) as pair:
-
-        def members() -> float:
-            """Nodes that the index in a believes."""
-            with lan.inside("a"):
-                return metric(pair.a, "kvstore_index_nodes", '{trust="exact"}')
-
-        with RawEngine(pair.b.socket, engine_id="b", timeout_s=ANSWER_S) as holder:
-            holder.open()
-            for turn in range(TURNS):
-                keys = make_keys(BLOCKS, seed=f"{turn}")
-                holder.store(keys)
-                with (
-                    RawEngine(pair.a.socket, engine_id="a", timeout_s=ANSWER_S) as asker,
-                    RawEngine(pair.a.socket, engine_id="c", timeout_s=ANSWER_S) as patient,
-                ):
-                    asker.open()
-                    asker.timeout_s = PATIENCE_S
-                    patient.open()
-                    cut = threading.Timer(chance.uniform(0.0, 0.1), lan.cut, ("b",))
-                    cut.start()
-                    lease(asker, keys)
-                    cut.join()
-                    # Now nothing comes from there.
-                    more = make_keys(BLOCKS, seed=f"{turn}-more")
-                    holder.store(more)
-                    assert lease(asker, more) == 0
-                    assert eventually(lambda: members() == 1, timeout_s=CONVERGES_S)
-                    lan.heal("b")
-                    assert eventually(lambda: members() == 2, timeout_s=CONVERGES_S)
-                    for wanted in (keys, more):
-                        reply = pair.borrow(patient, wanted)
-                        assert right(patient, wanted, patient.read(reply))
-                        patient.release(reply)
+    with PeerPair.start(tmp_path, transport=transport, dram="256MiB", lan=lan) as pair:
+        cable = Cable(lan, pair)
+        with (
+            attached(pair.b.socket, engine_id="b", timeout_s=ENDS_S) as holder,
+            attached(pair.a.socket, engine_id="a", timeout_s=ENDS_S) as asker,
+            attached(pair.a.socket, engine_id="c", timeout_s=ENDS_S) as other,
+        ):
+            for stage in STAGES:
+                keys, more = (make_keys(BLOCKS, seed=f"{stage} {n}") for n in range(2))
+                cable.store(holder, keys)
+                reply = cable.cut_at(stage, asker, keys)
+                other.timeout_s = ANSWER_S
+                joined = other.ask(keys)
+                # Nothing is heard of this, and who asks for it is told so at once.
+                holder.store(more)
+                nothing = other.lease(more)
+                assert nothing.slots == b""
+                other.release(nothing)
+                # They compute it. What was on its way ends on both sides before anything heals.
+                for engine, answer in ((asker, reply), (other, joined)):
+                    engine.release(answer)
+                    engine.timeout_s = ENDS_S
+                cable.rests(asker, other, there=[holder])
+                assert cable.becomes({BELIEVED: 1})
+                lan.heal("b")
+                assert cable.becomes({BELIEVED: 2})
+                for wanted in (keys, more):
+                    whole = pair.borrow(asker, wanted)
+                    assert asker.is_right(whole, wanted)
+                    asker.release(whole)
+        cable.rests(there=[])
         for name, node in (("a", pair.a), ("b", pair.b)):
             with lan.inside(name):
-                at_rest(node)
                 assert metric(node, "kvstore_loop_failures_total") == 0
 
 

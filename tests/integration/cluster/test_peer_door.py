@@ -37,6 +37,8 @@ pytestmark = pytest.mark.slow
 
 KEYS = make_keys(8, seed="door")
 GARBAGE = 100
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""With the empty settings that follow it."""
 
 
 @dataclass
@@ -134,10 +136,22 @@ def test_a_node_of_the_cluster_is_lent_blocks(door: Door) -> None:
     assert lent(door) == before + len(KEYS)
 
 
-def test_without_a_certificate_or_with_a_wrong_one_nobody_is(door: Door, tmp_path: Path) -> None:
-    foreign = Lab(tmp_path).files("node", "n2")
+@pytest.fixture
+def foreign(tmp_path: Path) -> TlsFiles:
+    """The certificate of a node of another cluster."""
+    return Lab(tmp_path).files("node", "n2")
+
+
+@pytest.fixture(scope="module")
+def old(door: Door) -> TlsFiles:
+    """One that has expired."""
     make_certificates(door.site.lab.directory, [Identity("node", "old")], days=0)
-    old = door.site.lab.files("node", "old")
+    return door.site.lab.files("node", "old")
+
+
+def test_without_a_certificate_or_with_a_wrong_one_nobody_is(
+    door: Door, foreign: TlsFiles, old: TlsFiles
+) -> None:
     before = lent(door)
     ca_only = grpc.ssl_channel_credentials(door.site.files.ca.read_bytes())
     for credentials in (None, ca_only, door.credentials(foreign), door.credentials(old)):
@@ -154,45 +168,70 @@ def test_nobody_is_lent_blocks_in_the_name_of_another(door: Door, name: str) -> 
     assert lent(door) == before
 
 
-def read_arena(door: Door, files: TlsFiles) -> bytes:
-    """What the mover gives to whoever shows this certificate, until it hangs up or all is there."""
+def mover_place(door: Door) -> tuple[str, int]:
+    """Where its mover listens."""
     details = decode_descriptor(door.descriptor()).details
     mover = msgspec.msgpack.decode(details, type=Address)
-    context = ssl.create_default_context(cafile=files.ca)
+    return mover.host, mover.port
+
+
+def peer_place(door: Door) -> tuple[str, int]:
+    """Where the node itself does, for peers."""
+    host, _, port = door.address.rpartition(":")
+    return host, int(port)
+
+
+def answered(
+    door: Door, place: tuple[str, int], files: TlsFiles, words: bytes, *, size: int
+) -> bytes:
+    """What is said to whoever shows this certificate and says these words, up to `size` bytes or
+    until it is hung up on."""
+    context = ssl.create_default_context(cafile=door.site.files.ca)
     context.load_cert_chain(files.cert, files.key)
+    context.set_alpn_protocols(["h2"])
     given = b""
     with (
         contextlib.suppress(OSError),  # hung up on
-        socket.create_connection((mover.host, mover.port), timeout=ASK_S) as plain,
-        context.wrap_socket(plain, server_hostname=str(Identity("node", "n1"))) as asker,
+        socket.create_connection(place, timeout=ASK_S) as plain,
+        context.wrap_socket(plain, server_hostname=str(Identity("node", "n1"))) as secure,
     ):
-        asker.sendall(HEADER.pack(REQUEST, 1, 7, PAGE_BYTES) + struct.pack("<QQ", 0, PAGE_BYTES))
-        while len(given) < HEADER.size + PAGE_BYTES and (more := asker.recv(PAGE_BYTES)):
+        secure.sendall(words)
+        while len(given) < size and (more := secure.recv(PAGE_BYTES)):
             given += more
     return given
 
 
-def test_the_mover_gives_nothing_to_who_is_no_node(door: Door) -> None:
-    assert read_arena(door, door.site.files) == b""
-    assert read_arena(door, door.site.lab.files("index", "i1")) == b""
+def read_arena(door: Door, files: TlsFiles) -> bytes:
+    """What the mover gives to whoever shows this certificate, until it hangs up or all is there."""
+    words = HEADER.pack(REQUEST, 1, 7, PAGE_BYTES) + struct.pack("<QQ", 0, PAGE_BYTES)
+    return answered(door, mover_place(door), files, words, size=HEADER.size + PAGE_BYTES)
+
+
+def test_the_mover_gives_nothing_to_who_is_no_node(
+    door: Door, foreign: TlsFiles, old: TlsFiles
+) -> None:
+    index = door.site.lab.files("index", "i1")
+    for files in (door.site.files, index, foreign, old):
+        assert read_arena(door, files) == b""
     given = read_arena(door, door.site.lab.files("node", "n2"))
     assert HEADER.unpack(given[: HEADER.size]) == (ANSWER, 0, 7, PAGE_BYTES)
     assert len(given) == HEADER.size + PAGE_BYTES
 
 
 def test_garbage_at_either_port_costs_nobody_else(door: Door) -> None:
-    host, _, port = door.address.rpartition(":")
-    details = decode_descriptor(door.descriptor()).details
-    mover = msgspec.msgpack.decode(details, type=Address)
+    places = peer_place(door), mover_place(door)
+    files = door.site.lab.files("node", "n2")
     chance = random.Random(20261122)
     for number in range(GARBAGE):
-        place = (host, int(port)) if number % 2 else (mover.host, mover.port)
+        nonsense = os.urandom(chance.choice([1, 9, 300, 70_000]))
         with (
             contextlib.suppress(OSError),  # hung up on before all was sent
-            socket.create_connection(place, timeout=ASK_S) as knocker,
+            socket.create_connection(places[number % 2], timeout=ASK_S) as knocker,
         ):
-            knocker.sendall(os.urandom(chance.choice([1, 9, 300, 70_000])))
-    files = door.site.lab.files("node", "n2")
+            knocker.sendall(nonsense)
+        # The same from a node of the cluster, within TLS: before and in the middle of what it says.
+        for words in (b"", HTTP2_PREFACE):
+            answered(door, places[number % 2], files, words + nonsense, size=0)
     assert door.knock(door.credentials(files), "n2") is grpc.StatusCode.OK
     assert metric(door.node, "kvstore_mover_restarts_total") == 0
     assert metric(door.node, "kvstore_loop_failures_total") == 0

@@ -67,9 +67,7 @@ def bystander(node: NodeProcess) -> Iterator[RawEngine]:
         keys = make_keys(4, seed="bystander")
         engine.store(keys)
         yield engine
-        assert engine.read(engine.lease_stored(keys)) == [
-            key * (engine.block_bytes // 32) for key in keys
-        ]
+        assert engine.read(engine.lease_stored(keys)) == [engine.contents(key) for key in keys]
 
 
 def raw_socket(node: NodeProcess) -> socket.socket:
@@ -448,6 +446,4 @@ def test_forking_does_not_disturb_the_parent(node: NodeProcess) -> None:
             closed = all(link.closed for link in (engine.scheduler, *engine.ranks))
             os._exit(0 if closed else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert engine.read(engine.lease_stored(keys)) == [
-            key * (engine.block_bytes // 32) for key in keys
-        ]
+        assert engine.read(engine.lease_stored(keys)) == [engine.contents(key) for key in keys]

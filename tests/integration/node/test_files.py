@@ -49,7 +49,7 @@ def written(node: NodeProcess, count: int) -> bool:
 
 
 def whole(keys: Sequence[bytes], engine: RawEngine) -> list[bytes]:
-    return [key * (engine.block_bytes // 32) for key in keys]
+    return [engine.contents(key) for key in keys]
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])

@@ -26,7 +26,7 @@ def test_a_block_is_stored_once_a_shard_and_read_by_every_rank(
         engine.store(keys)
         reply = engine.lease_stored(keys)
         for rank in range(ranks):
-            expected = [key * (engine.block_bytes // 32) for key in keys]
+            expected = [engine.contents(key, rank=rank) for key in keys]
             assert engine.read(reply, rank=rank) == expected
         assert sealed(node) == len(keys) * ranks // replicas
         # One rank of four is enough to end the session.

@@ -55,10 +55,6 @@ def dram(node: NodeProcess) -> dict[str, Any]:
     return rows(node, "tiers")[0]
 
 
-def block(engine: RawEngine, key: bytes) -> bytes:
-    return key * (engine.block_bytes // len(key))
-
-
 CRASHES = [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT]
 
 
@@ -77,7 +73,9 @@ def test_what_was_in_memory_is_served_by_the_next_process(
         engine.open()
         reply = engine.lease(keys)
         for rank in range(2):
-            assert engine.read(reply, rank=rank) == [block(engine, key) for key in keys]
+            assert engine.read(reply, rank=rank) == [
+                engine.contents(key, rank=rank) for key in keys
+            ]
         sums = [engine.checksum(column, key) for key in keys for column in range(2)]
         assert reply.checksums == b"".join(sums), "whoever reads them first verifies them"
         engine.store(make_keys(3, seed="new"))
@@ -145,7 +143,7 @@ def test_an_upgrade_without_its_directory_serves_from_memory_until_it_is_back(
         with RawEngine(node.socket, timeout_s=30) as engine:
             engine.open()
             reply = engine.lease(keys)
-            assert engine.read(reply) == [block(engine, key) for key in keys]
+            assert engine.read(reply) == [engine.contents(key) for key in keys]
         told = page(node, "/healthz")[1]
         assert told.startswith(f"ok, but the file tier in {files} takes no reads and writes")
         files.unlink()
@@ -234,7 +232,7 @@ def test_blocks_on_disk_too_are_told_once(tmp_path: Path) -> None:
             node.crash()
             with RawEngine(node.socket, timeout_s=30) as engine:
                 engine.open()
-                assert engine.read(engine.lease(keys)) == [block(engine, key) for key in keys]
+                assert engine.read(engine.lease(keys)) == [engine.contents(key) for key in keys]
             assert eventually(lambda: [t["blocks"] for t in rows(node, "tiers")] == [20, 20])
         assert rows(node, "nodes")[0]["blocks"] == 20
 
@@ -285,7 +283,7 @@ class Load:
         slots = slots_array(reply.slots)
         valid = pages.generations(slots) == generations_array(reply.generations)
         for key, data, is_valid in zip(keys, found, valid.tolist(), strict=False):
-            if is_valid and data != block(engine, key):
+            if is_valid and data != engine.contents(key):
                 self.wrong.append(f"{key[:4].hex()}: {data[:8].hex()}")
         self.loaded += int(valid.sum())
         engine.release(reply)

@@ -1,0 +1,122 @@
+"""Whatever dies or stops at a stage of a fetch: each request is right and in time, and both nodes
+hold afterwards what they held before.
+
+Every victim is killed and stopped at every stage, over tcp. Over nixl, with UCX over tcp (over
+shared memory a read ends although its peer has died), only from the stage on at which something
+moves: no transport has a part in what comes before, nor any with the index, which is no victim
+there. Who is stopped goes on a moment later, as after a hiccup; who stays stopped is another test.
+
+`held` says how a fetch is brought to a stage. Partitions are `test_partition`'s.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from kvstore.testing.gauges import look
+from kvstore.testing.peers import P3_S
+from kvstore.testing.raw_engine import EngineGone
+from tests.integration.cluster.held import VICTIMS, Scene
+from tests.integration.node.conftest import eventually
+from tests.leaks import Baseline
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+MOVING = ("moving", "giving back")
+STAGES = ("locating", "asking", *MOVING)
+OWN = [victim for victim in VICTIMS if victim != "index"]
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """What is started in another's place lives on for the next test; `scene` looks in the end."""
+
+
+@pytest.fixture(scope="class")
+def scene(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    transport: str = request.cls.TRANSPORT
+    baseline = Baseline()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        with Scene.open(tmp_path_factory.mktemp(transport), transport=transport) as scene:
+            yield scene
+            scene.check_supervisors()
+    assert not baseline.wait()
+
+
+class TestOverTcp:
+    TRANSPORT = "tcp"
+
+    @pytest.mark.parametrize(
+        ("stage", "victim", "number"),
+        list(product(STAGES, VICTIMS, SIGNALS)),
+    )
+    def test_what_dies_or_stops_costs_a_miss_at_most(
+        self, scene: Scene, stage: str, victim: str, number: signal.Signals
+    ) -> None:
+        check_struck(scene, stage, victim, number)
+
+    @pytest.mark.parametrize("victim", OWN)
+    def test_who_stays_stopped_is_not_waited_for(self, scene: Scene, victim: str) -> None:
+        check_stays_stopped(scene, victim)
+
+
+class TestOverNixl:
+    TRANSPORT = "nixl"
+
+    @pytest.mark.parametrize(
+        ("stage", "victim", "number"),
+        list(product(MOVING, OWN, SIGNALS)),
+    )
+    def test_what_dies_or_stops_costs_a_miss_at_most(
+        self, scene: Scene, stage: str, victim: str, number: signal.Signals
+    ) -> None:
+        check_struck(scene, stage, victim, number)
+
+    @pytest.mark.parametrize("victim", ["mover here", "mover there"])
+    def test_who_stays_stopped_is_not_waited_for(self, scene: Scene, victim: str) -> None:
+        check_stays_stopped(scene, victim)
+
+
+def check_struck(scene: Scene, stage: str, victim: str, number: signal.Signals) -> None:
+    killed = victim if number is signal.SIGKILL else ""
+    with scene.held(stage, by_process=victim == "engine") as (keys, request):
+        scene.strike(victim, number)
+        joined = scene.join(keys) if victim != "node here" else None
+        scene.let_go()
+        if joined is not None:
+            joined.end()
+        if killed == "node here":
+            with pytest.raises(EngineGone):
+                request.end()
+        elif killed != "engine":
+            request.end()
+    if killed:
+        scene.mend(victim)
+    scene.heal(keys)
+    scene.check_baseline()
+
+
+def check_stays_stopped(scene: Scene, victim: str) -> None:
+    with scene.held("moving", by_process=victim == "engine") as (keys, request):
+        scene.stop(victim)
+        if victim != "mover there":
+            scene.go("mover there")
+        if victim == "node here":
+            leased = scene.pair.b
+        else:
+            leased = scene.pair.a
+            scene.join(keys).end()
+            if victim != "engine":
+                request.end()
+        assert eventually(lambda: look(leased).leases == 0, timeout_s=P3_S)
+    scene.mend(victim)
+    scene.heal(keys)
+    scene.check_baseline()
