@@ -181,7 +181,7 @@ def looks(spaces: int) -> tuple[int, int]:
     counts = []
     for ask in (node.engine.spaces, node.engine.jobs):
         Column.looks = 0
-        rows: list[Any] = ask()  # type: ignore[operator]
+        rows: list[Any] = ask()
         assert len(rows) == spaces
         counts.append(Column.looks)
     return counts[0], counts[1]

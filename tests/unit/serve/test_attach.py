@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import resource
@@ -12,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -164,41 +162,6 @@ def test_silence_is_cut_off_after_two_seconds(
     attach.expire(clock.ns)
     assert refusal(silent).reason == "no hello within 2 s"
     assert attach.socket_count == 1, "who has introduced itself may be silent"
-
-
-class Reluctant:
-    """An epoll for which there is no memory."""
-
-    def register(self, fd: int, mask: int) -> None:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-
-def test_without_descriptors_the_door_waits_instead_of_spinning(
-    make_attach: MakeAttach,
-    connect: Connect,
-    clock: FakeClock,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    attach = make_attach()
-    peer = connect()
-    peer.introduce(hello_rank())
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        assert all_events(attach) == []
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert "Too many open files" in caplog.text
-    assert all_events(attach) == [], "not yet"
-    clock.ns += attach_module.ACCEPT_PAUSE_NS
-    epoll, attach._epoll = attach._epoll, cast("select.epoll", Reluctant())
-    with pytest.raises(OSError, match="Cannot allocate memory"):
-        attach.expire(clock.ns)
-    attach._epoll = epoll
-    attach.expire(clock.ns)
-    assert all_events(attach) == [Received(ConnectionId(1), hello_rank())]
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────
