@@ -181,7 +181,7 @@ def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) ->
 
 def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:
     node.attach()
-    node.core.new_weights("abc", node.now_ns)
+    node.core.new_weights("abc", node.now_ns, emptied=True)
     assert node.core.attachment.hello().weights_epoch == "abc"
     node.wait(NS_PER_MS)
     assert node.core.attachment.state is State.DOWN

@@ -55,6 +55,7 @@ def scheduler_connector() -> Any:
         ("request_finished", (None, []), (False, None)),
         ("get_external_cache_hit_sources", (None, 128), {"host": 128}),
         ("has_pending_push_work", (), False),
+        ("bind_gpu_block_pool", (None,), None),
         ("reset_cache", (), True),
     ],
 )
