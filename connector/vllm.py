@@ -309,9 +309,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts for vllm's metrics and log line."""
-        if self._scheduler is None:
-            return None
-        data = self._scheduler.take_stats()
+        data = self._scheduler.take_stats() if self._scheduler is not None else {}
         if self._errors:
             data["connector_errors"], self._errors = self._errors, 0
         return KVStoreStats(data=data) if data else None

@@ -136,8 +136,13 @@ def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
     connector._worker = Worker()
     load = LoadJob("r", 1, 1, (4,), bytes(32), bytes(4), bytes(8))
     metadata = KVStoreMetadata(StepPlan(loads=(load,)))
+    assert connector.get_kv_connector_stats() is None
     connector.handle_preemptions(metadata)
     assert connector.is_off
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data == {"connector_errors": 1}
+    assert connector.get_kv_connector_stats() is None
     connector._connector_metadata = metadata
     connector.start_load_kv(SimpleNamespace(attn_metadata=None))
     assert connector.get_finished(set()) == (None, {"r"})
