@@ -26,6 +26,7 @@ from kvstore.wire.messages import Hint, Message, Story
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
@@ -63,6 +64,7 @@ class SchedulerSide:
         self._unsent: deque[Message] = deque()
         """What a full socket did not take yet; bounded, since nothing is asked meanwhile."""
         self._unsent_since_ns = 0
+        self._pool: BlockPool | None = None
         self._promised: LoadJob | None = None
         """A load that the core may not have planned yet."""
         self._unreturned: StepPlan | None = None
@@ -303,15 +305,23 @@ class SchedulerSide:
         """Whether an idle engine should keep stepping for running copies."""
         return self._core.has_pending_work(time.monotonic_ns())
 
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The engine's own blocks: whether a reset emptied them."""
+        self._pool = pool
+
     def reset(self, epoch: str) -> bool:
-        """Move to a space of its own: nothing stored before is served again."""
-        now_ns = time.monotonic_ns()
-        self._core.new_weights(epoch, now_ns)
+        """Move to a space of its own: nothing stored before is served again. False when the engine
+        still holds blocks of before, which its own reset, just tried, then left in its cache."""
+        now_ns, pool = time.monotonic_ns(), self._pool
+        # One block, which pads tables, is never free.
+        emptied = pool is not None and pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        self._core.new_weights(epoch, now_ns, emptied=emptied)
         if self._link is not None:
             self._link.close()
             self._link = None
+        self._unsent.clear()
         self.poll()
-        return True
+        return emptied
 
     def take_stats(self) -> dict[str, int]:
         """Counts since the last call."""

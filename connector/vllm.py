@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         KVConnectorStats,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -228,9 +229,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """True while copies run that an idle engine should step for; bounded."""
         return self._scheduler is not None and self._scheduler.has_pending_work()
 
+    @_guarded(lambda self: None)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """The engine's own blocks exist."""
+        assert self._scheduler is not None
+        self._scheduler.bind_block_pool(gpu_block_pool)
+
     @_guarded(lambda self: True)  # a cache that is off serves nothing, old or new
     def reset_cache(self) -> bool | None:
-        """Nothing stored before is served again to this engine."""
+        """Nothing stored before is served again to this engine; False: it holds some itself."""
         assert self._scheduler is not None
         return self._scheduler.reset(secrets.token_hex(8))
 
@@ -302,9 +309,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts for vllm's metrics and log line."""
-        if self._scheduler is None:
-            return None
-        data = self._scheduler.take_stats()
+        data = self._scheduler.take_stats() if self._scheduler is not None else {}
         if self._errors:
             data["connector_errors"], self._errors = self._errors, 0
         return KVStoreStats(data=data) if data else None

@@ -250,7 +250,7 @@ class SimEngine:
             self.preempt(request)
         for request in [r for r in self.waiting if r.table and not r.aborted]:
             self.abort(request)
-        self.core.new_weights(f"w{self.random.randrange(10**9)}", self.now_ns)
+        self.core.new_weights(f"w{self.random.randrange(10**9)}", self.now_ns, emptied=True)
         self.drop_scheduler("reset")
 
     def _free(self, request: SimRequest) -> None:

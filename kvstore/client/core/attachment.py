@@ -43,6 +43,8 @@ _SILENCE_NOTICES_MS = 10_000
 """A node that comes and goes is told of once in so long."""
 GONE_TIMES = 8
 """So many times the heartbeat's limit without a beat, and the connection is given up."""
+CREDITS_MAX = 16_384
+"""Far more than a node lends one engine; more is not remembered."""
 
 
 class State(enum.Enum):
@@ -238,7 +240,9 @@ class Attachment:
             return  # a grant we cannot read is no grant; the node still counts it as ours
         rows = slots.reshape(-1, shards).tolist()
         generations = generations_array(grant.generations).reshape(-1, shards).tolist()
-        self.credits.extend((tuple(s), tuple(g)) for s, g in zip(rows, generations, strict=True))
+        room = max(0, CREDITS_MAX - len(self.credits))
+        pairs = zip(rows[:room], generations[:room], strict=True)
+        self.credits.extend((tuple(s), tuple(g)) for s, g in pairs)
 
     def _end_session(self) -> None:
         self.session = 0

@@ -98,6 +98,8 @@ class SchedulerCore:
         self._loads_running = 0
         self._load_targets: list[int] = []
         self._incarnation = 0
+        self._engine_holds_old = False
+        """Blocks of before the last reset may still be in the engine's own cache."""
         self._now_ns = 0
         """The latest time that a caller told."""
         self._untold: deque[tuple[int, Story]] = deque(maxlen=STORIES_KEPT_MAX)
@@ -143,13 +145,23 @@ class SchedulerCore:
         self.attachment.notices = []
         return notices
 
-    def new_weights(self, epoch: str, now_ns: int) -> None:
+    def new_weights(self, epoch: str, now_ns: int, *, emptied: bool) -> None:
         """Weights changed or the cache was reset: nothing stored so far may be served again.
 
         The caller closes the socket; the next attachment opens a space of its own.
+
+        Args:
+            epoch: names that space.
+            now_ns: now.
+            emptied: the engine holds no block any more. If it does, nothing of its requests is
+                stored, nor of later ones that begin with blocks of its own cache.
         """
         self.attachment.restart(epoch, now_ns)
         self._stores.forget_recent()
+        self._engine_holds_old = not emptied
+        if not emptied:
+            for entry in self._requests.values():
+                entry.progress.is_old = True
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -216,6 +228,9 @@ class SchedulerCore:
         if entry is None:
             return
         lookup = entry.lookup
+        if self._engine_holds_old and entry.local_blocks:
+            entry.progress.is_old = True
+            self._shadows.ended(lookup)  # what it computes differs, and nobody is to blame
         # The engine repeats its question at will, but admits a request once a start.
         size = self.config.block_tokens
         file_tokens = min(external_tokens, lookup.file_blocks * size)

@@ -28,10 +28,12 @@ HINT_KEYS_MAX = KEYS_PER_DATAGRAM_MAX
 class StoreProgress:
     """How far one request's blocks have been dealt with. Only `Stores` changes it."""
 
-    __slots__ = ("hint_sequence", "next_block", "present")
+    __slots__ = ("hint_sequence", "is_old", "next_block", "present")
 
     def __init__(self, hint_sequence: int) -> None:
         self.next_block = 0
+        self.is_old = False
+        """Its blocks, or some before them, are of before a reset: none is stored."""
         self.hint_sequence = hint_sequence
         self.present: np.ndarray | None = None
         """Bool per prompt block, from the node's answer to the hint."""
@@ -72,7 +74,8 @@ class Stores:
 
     def has_work(self, progress: StoreProgress, full_blocks: int) -> bool:
         """Whether `bind` could do anything: the cheap question of every step."""
-        return full_blocks > progress.next_block and bool(self._attachment.credits)
+        is_due = full_blocks > progress.next_block and not progress.is_old
+        return is_due and bool(self._attachment.credits)
 
     def bind(
         self,

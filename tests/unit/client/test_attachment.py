@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.client.core.attachment import State
+from kvstore.client.core.attachment import CREDITS_MAX, State
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import ScriptedNode
@@ -173,6 +173,13 @@ def test_credits_end_with_the_connection(node: ScriptedNode) -> None:
     assert node.core.take_outbox() == []
 
 
+def test_a_node_that_grants_without_end_is_not_believed(node: ScriptedNode) -> None:
+    node.attach()
+    for _ in range(CREDITS_MAX // 1000 + 2):
+        node.grant(1000)
+    assert len(node.core.attachment.credits) == CREDITS_MAX
+
+
 def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) -> None:
     node.attach(credits=3)
     node.give(m.SessionOpen(session=2, shard_count=2))
@@ -181,7 +188,7 @@ def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) ->
 
 def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:
     node.attach()
-    node.core.new_weights("abc", node.now_ns)
+    node.core.new_weights("abc", node.now_ns, emptied=True)
     assert node.core.attachment.hello().weights_epoch == "abc"
     node.wait(NS_PER_MS)
     assert node.core.attachment.state is State.DOWN

@@ -242,6 +242,43 @@ def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
     assert job.session == 5
 
 
+def reattach(node: ScriptedNode, *, emptied: bool) -> None:
+    """The engine's cache was reset; the node opens a session in the new space."""
+    node.core.new_weights("w1", node.now_ns, emptied=emptied)
+    node.attach(credits=10)
+
+
+def test_what_an_engine_holds_over_a_reset_is_not_stored(node: ScriptedNode) -> None:
+    running, reader, fresh = chain("a", 3), chain("b", 3), chain("c", 3)
+    node.attach(credits=10)
+    begin(node, "running", running)
+    step(node, "running", running, computed=BLOCK_TOKENS)
+    reattach(node, emptied=False)
+    assert step(node, "running", running, computed=3 * BLOCK_TOKENS) is None
+    begin(node, "reader", reader, local=2)
+    assert step(node, "reader", reader, computed=3 * BLOCK_TOKENS) is None
+    begin(node, "fresh", fresh)
+    job = step(node, "fresh", fresh, computed=3 * BLOCK_TOKENS)
+    assert job is not None
+    assert len(job.block_ids) == 3
+
+
+def test_what_is_computed_after_a_reset_that_emptied_the_engine_is_stored(
+    node: ScriptedNode,
+) -> None:
+    waiting, reader = chain("a", 3), chain("b", 3)
+    node.attach(credits=10)
+    node.core.new_weights("w0", node.now_ns, emptied=False)
+    node.attach()
+    begin(node, "waiting", waiting)
+    reattach(node, emptied=True)
+    begin(node, "reader", reader, local=1)
+    for name, keys in (("waiting", waiting), ("reader", reader)):
+        job = step(node, name, keys, computed=3 * BLOCK_TOKENS)
+        assert job is not None
+        assert len(job.block_ids) == 3
+
+
 def test_blocks_beyond_the_hint_that_were_loaded_are_not_stored_again(node: ScriptedNode) -> None:
     keys = chain("a", 2100)
     node.keys = set(keys)

@@ -55,6 +55,7 @@ def scheduler_connector() -> Any:
         ("request_finished", (None, []), (False, None)),
         ("get_external_cache_hit_sources", (None, 128), {"host": 128}),
         ("has_pending_push_work", (), False),
+        ("bind_gpu_block_pool", (None,), None),
         ("reset_cache", (), True),
     ],
 )
@@ -135,8 +136,13 @@ def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
     connector._worker = Worker()
     load = LoadJob("r", 1, 1, (4,), bytes(32), bytes(4), bytes(8))
     metadata = KVStoreMetadata(StepPlan(loads=(load,)))
+    assert connector.get_kv_connector_stats() is None
     connector.handle_preemptions(metadata)
     assert connector.is_off
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data == {"connector_errors": 1}
+    assert connector.get_kv_connector_stats() is None
     connector._connector_metadata = metadata
     connector.start_load_kv(SimpleNamespace(attn_metadata=None))
     assert connector.get_finished(set()) == (None, {"r"})

@@ -241,6 +241,38 @@ def test_a_plan_that_cannot_be_told_of_is_not_lost(
     assert side.rescue_plan().stores == ()
 
 
+@pytest.mark.parametrize(("free", "emptied"), [(99, True), (98, False), (None, False)])
+def test_a_reset_tells_whether_the_engine_still_holds_blocks(
+    make_side: Callable[[FullSocket], SchedulerSide],
+    monkeypatch: pytest.MonkeyPatch,
+    free: int | None,
+    emptied: bool,
+) -> None:
+    side = make_side(FullSocket(room=100))
+    if free is not None:
+        pool: Any = SimpleNamespace(num_gpu_blocks=100, get_num_free_blocks=lambda: free)
+        side.bind_block_pool(pool)
+    told = []
+    monkeypatch.setattr(
+        side._core, "new_weights", lambda epoch, now_ns, *, emptied: told.append(emptied)
+    )
+    assert side.reset("w1") is emptied
+    assert told == [emptied]
+
+
+def test_what_was_not_sent_before_a_reset_is_not_sent_after_it(
+    make_side: Callable[[FullSocket], SchedulerSide],
+) -> None:
+    link = FullSocket(room=1)
+    side = make_side(link)
+    long = request(1, 5000)  # a hint and three questions
+    side.on_new_request(long)
+    side.get_num_new_matched_tokens(long, 0)
+    link.room = 100
+    side.reset("w1")
+    assert not any(isinstance(s, m.LeaseAsk) for s in link.sent)
+
+
 def stories(link: FullSocket) -> list[tuple[str, str]]:
     return [(s.request, s.outcome) for s in link.sent if isinstance(s, m.Story)]
 
