@@ -8,6 +8,7 @@ way, cut, and let go.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
