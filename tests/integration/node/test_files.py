@@ -156,8 +156,9 @@ def test_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:
         engine.open()
         engine.store(keys)
         assert written(node, 8)
+        sixth = engine.contents(keys[5])
     for segment in (tmp_path / "files").rglob("*"):
-        if segment.is_file() and (at := segment.read_bytes().find(keys[5] * 4)) >= 0:
+        if segment.is_file() and (at := segment.read_bytes().find(sixth)) >= 0:
             with segment.open("r+b") as file:
                 file.seek(at + 77)
                 file.write(b"!")
@@ -201,12 +202,13 @@ def test_fsck_tells_damage_and_moves_it_aside(tmp_path: Path) -> None:
         engine.open()
         engine.store(keys)
         assert written(node, 8)
+        sixth = engine.contents(keys[5])
         status, text = fsck(files, "--quarantine")
         assert (status, "node" in text) == (2, True), "not while a node is running"
     assert fsck(files)[0] == 0
-    (segment,) = [f for f in files.iterdir() if f.is_file() and keys[5] * 4 in f.read_bytes()]
+    (segment,) = [f for f in files.iterdir() if f.is_file() and sixth in f.read_bytes()]
     with segment.open("r+b") as file:
-        file.seek(segment.read_bytes().find(keys[5] * 4) + 77)
+        file.seek(segment.read_bytes().find(sixth) + 77)
         file.write(b"!")
     status, text = fsck(files)
     assert status == 1

@@ -64,7 +64,7 @@ def test_a_flipped_byte_in_a_segment_is_found_and_fsck_agrees(tmp_path: Path) ->
             assert written(node, begin + 10)
         segment = next(files.glob("seg-*.kv"))
         content = segment.read_bytes()
-        at = content.index(keys[7] * 64)
+        at = content.index(engine.contents(keys[7]))
         with segment.open("r+b") as file:
             file.seek(at + 1000)
             file.write(bytes([content[at + 1000] ^ 1]))
