@@ -11,7 +11,7 @@ from kvstore.wire.messages import LeaseReply
 
 
 class Stage(enum.Enum):
-    """Where the lookup of one request stands; see the module."""
+    """Where the lookup of one request stands; `lookups.py` has a picture."""
 
     NONE = 0
     ASKED = 1
