@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -70,9 +70,11 @@ class Sides:
         )
         self._there.open()
         self._here.open()
+        self._wait(self._is_ready, "the memory of the nodes did not become ready")
         for number in range(rounds + 1):
             self._there.store(self.keys(number))
-        self._known(self._count * (rounds + 1))
+        count = self._count * (rounds + 1)
+        self._wait(lambda: self._entries() >= count, "the index did not hear of all blocks")
         self.raw = RawNixl(stack, dram_bytes, UCX)
 
     def keys(self, number: int) -> list[bytes]:
@@ -121,13 +123,23 @@ class Sides:
             for at in range(0, len(local), step)
         ]
 
-    def _known(self, count: int) -> None:
-        """Wait until the index has heard of so many."""
+    def _wait(self, is_so: Callable[[], bool], otherwise: str) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
-        while self._entries() < count:
+        while not is_so():
             if time.monotonic() > deadline_s:
-                raise NotMeasured("the index did not hear of all blocks")
+                raise NotMeasured(otherwise)
             threading.Event().wait(0.05)
+
+    def _is_ready(self) -> bool:
+        """Whether all of dram is touched: before that, blocks that come faster push others out."""
+        label = '{tier="dram"}'
+        with contextlib.suppress(AssertionError):  # not there in the node's first moments
+            return all(
+                metric(node, "kvstore_ready_bytes", label)
+                >= metric(node, "kvstore_capacity_bytes", label)
+                for node in (self._pair.a, self._pair.b)
+            )
+        return False
 
     def _entries(self) -> float:
         with contextlib.suppress(AssertionError):  # not there in the node's first moments
