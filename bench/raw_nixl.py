@@ -4,7 +4,8 @@
     took_ns = raw.read_ns([make_pieces([0], [0], [256 << 20])])
 
 Each list of pieces is one READ; all are posted at once, then looked at until all are done. What
-NIXL needs to be told of them is timed, too. Ends with the stack.
+NIXL needs to be told of them is timed, too. Between reads both are stopped: their progress threads
+take a core each, even when there is nothing to do. Ends with the stack.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,17 +69,27 @@ class RawNixl:
 
     def __init__(self, stack: ExitStack, size_bytes: int, environment: Mapping[str, str]) -> None:
         self._environment = {**os.environ, **environment}
+        self._processes: list[subprocess.Popen[str]] = []
         self._in, self._out = self._start(stack, "reader", size_bytes)
         _, told = self._start(stack, "owner", size_bytes)
         self._say(told.readline())
         ready = self._out.readline()
         assert ready == "ready\n", ready
+        self._signal(signal.SIGSTOP)
 
     def read_ns(self, reads: Sequence[Pieces], *, look_s: float = 0.0) -> int:
         """`look_s`: between two looks; 0: without a pause."""
         asked = [[part.tolist() for part in pieces] for pieces in reads]
-        self._say(json.dumps([look_s, asked]) + "\n")
-        return int(self._out.readline())
+        self._signal(signal.SIGCONT)
+        try:
+            self._say(json.dumps([look_s, asked]) + "\n")
+            return int(self._out.readline())
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, which: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(which)
 
     def _say(self, line: str) -> None:
         self._in.write(line)
@@ -93,6 +105,7 @@ class RawNixl:
         )
         stack.callback(process.wait)
         stack.callback(process.kill)
+        self._processes.append(process)
         assert process.stdin is not None
         assert process.stdout is not None
         return process.stdin, process.stdout

@@ -20,7 +20,7 @@ import contextlib
 import importlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -35,6 +35,9 @@ from kvstore.wire.mover import Descriptor, encode
 UNIT_BYTES: Final = 64 << 10
 PREPARED_MIN: Final = 16
 """Pieces from which on a list that was prepared is worth its indices."""
+PROGRESS_US: Final = 50_000
+"""How long NIXL's progress thread sleeps at most; whatever arrives wakes it (nixl pull request 347:
+some transports of UCX want to be looked after now and then all the same)."""
 
 
 class _Peer:
@@ -250,9 +253,30 @@ def _open_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
             continue
         faults = [each for each in vars(api.nixlBind).values() if isinstance(each, type)]
         raised = tuple(each for each in faults if issubclass(each, Exception))
-        agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+        with _sleeping_progress(api.nixlBind):
+            agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
         return agent, (*raised, RuntimeError, ValueError, TypeError)
     raise ConfigError("NIXL is not installed: pip install 'kvstore[nixl]'")
+
+
+@contextlib.contextmanager
+def _sleeping_progress(bindings: Any) -> Iterator[None]:
+    """The progress threads of agents that are made meanwhile sleep when there is nothing to do.
+
+    NIXL's Python interface sets their sleep to 0, and nobody can choose: an idle agent then takes a
+    core, for ever (0.97 of one with 1.5.1).
+    """
+    made = bindings.nixlAgentConfig
+    its = made.pthrDelay
+
+    def sleep(config: Any, _: int) -> None:
+        its.fset(config, PROGRESS_US)
+
+    bindings.nixlAgentConfig = type("Config", (made,), {"pthrDelay": property(its.fget, sleep)})
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = made
 
 
 def _ranges(agent: Any, memory: NDArray[np.uint8]) -> Any:
