@@ -43,7 +43,7 @@ ARENA_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 GENERATION_SEALS: Final = ARENA_SEALS | F_SEAL_FUTURE_WRITE
 POPULATE_CHUNK_BYTES: Final = 64 << 20
 
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; Python's mmap does not name it
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python's mmap does not name them
 _MFD_HUGETLB: Final = 0x0004
 _MAGIC, _VERSION, _INCARNATION, _HEARTBEAT, _READY = range(5)
 
@@ -299,6 +299,21 @@ def map_arena(fd: int, *, size_bytes: int, writable: bool) -> NDArray[np.uint8]:
     return np.asarray(_map(fd, size_bytes, writable=writable))
 
 
+def fill_page_tables(mapped: NDArray[np.uint8], begin: int, end: int) -> None:
+    """Map bytes [begin, end) of an arena ahead of use, page aligned; its pages must be there.
+    Runs without the GIL.
+
+    Raises:
+        OSError: the kernel has no memory for the tables.
+    """
+    how = _MADV_POPULATE_WRITE if mapped.flags.writeable else _MADV_POPULATE_READ
+    if _libc.madvise(mapped.ctypes.data + begin, end - begin, how):
+        if ctypes.get_errno() != errno.EINVAL:
+            _raise_errno()
+        # Before 5.14: reading a shared page maps it, and changes nothing in it.
+        mapped[begin:end:PAGE_BYTES].max()
+
+
 def hold_arena(fd: int) -> int:
     """Say that this process may write to an arena, before it does. Returns a descriptor that must
     stay open: the kernel takes the word back when the process has ended, however it ends."""
@@ -435,14 +450,7 @@ class ArenaView:
         if mapping is None:
             return begin
         for at in range(begin, end, POPULATE_CHUNK_BYTES):
-            stop = min(at + POPULATE_CHUNK_BYTES, end)
-            try:
-                mapping.advise(_MADV_POPULATE_WRITE, at, stop)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                # Before 5.14: reading a shared page maps it, and changes nothing in it.
-                np.asarray(mapping)[at:stop:PAGE_BYTES].max()
+            fill_page_tables(np.asarray(mapping), at, min(at + POPULATE_CHUNK_BYTES, end))
         return max(begin, end)
 
     def close(self) -> None:

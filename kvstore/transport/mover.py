@@ -22,6 +22,7 @@ from kvstore.arena import hold_arena, map_arena
 from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
 from kvstore.ports import End, Outcome, Pieces, Transport
 from kvstore.transport.backends import open_transport
+from kvstore.transport.page_tables import PageTables
 from kvstore.transport.pieces import check_within, joined
 from kvstore.transport.reads import Reads
 from kvstore.units import NS_PER_S
@@ -40,7 +41,7 @@ def run(sock: socket.socket) -> int:
     if begun is None:
         return 1
     begin, fd = begun
-    hold_arena(fd)  # until this process has ended
+    held = hold_arena(fd)  # until this process has ended
     try:
         arena = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
         source = map_arena(fd, size_bytes=begin.arena_bytes, writable=False)
@@ -52,7 +53,7 @@ def run(sock: socket.socket) -> int:
         return 2
     finally:
         os.close(fd)
-    MoverLoop(sock, transport, begin).run()
+    MoverLoop(sock, transport, begin, idle=PageTables(held, arena, source).fill).run()
     return 0
 
 
@@ -77,8 +78,11 @@ class MoverLoop:
         transport: Transport,
         begin: wire.Begin,
         *,
+        idle: Callable[[], bool] = lambda: False,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """`idle`: what to do while there is nothing to read, a little at a time; False: nothing."""
+        self._idle, self._has_more = idle, False
         self._socket, self._transport, self._now_ns = sock, transport, now_ns
         self._reads = Reads(paced=begin.paced)
         self._arena_bytes = begin.arena_bytes
@@ -110,6 +114,7 @@ class MoverLoop:
         self._hear()
         self._collect()
         self._post()
+        self._has_more = not self._reads.under_way and self._idle()
         if self._now_ns() >= self._next_beat_ns:
             self._beat()
         self._flush()
@@ -118,6 +123,8 @@ class MoverLoop:
         now_ns = self._now_ns()
         until_ns = min(filter(None, (self._next_beat_ns, self._reads.pause_ns(now_ns))), default=0)
         timeout_s = max(0.0, (until_ns - now_ns) / NS_PER_S)
+        if self._has_more:
+            timeout_s = 0.0
         readable: list[int] = [self._socket.fileno()]
         if (fd := self._transport.fileno()) >= 0:
             readable.append(fd)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from kvstore.arena import Arena
@@ -41,6 +42,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TCP = MoverSettings(backend="tcp", name="a", options={"insecure": "yes"})
 NIXL = MoverSettings(backend="nixl", name="a", environment={"UCX_TLS": "tcp"})
+UCX = MoverSettings(backend="ucx", name="a", environment={"UCX_TLS": "tcp"})
 
 
 class Clock:
@@ -113,6 +115,17 @@ def _is_gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return False
+
+
+def _resident_bytes(pid: int, name: str) -> int:
+    """Of the mappings of a file, what is in the page tables of a process."""
+    found, is_it = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text("ascii").splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_it = name in line
+        elif is_it and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
 
 
 @pytest.mark.parametrize("settings", [TCP, NIXL], ids=["tcp", "nixl"])
@@ -264,6 +277,36 @@ def test_the_end_of_one_that_was_killed_is_awaited_without_haste(opened: ExitSta
     node.clock.added_ns += int(2 * LIMIT_S) * NS_PER_S  # its deadline has long passed
     node.mover.kill("for this")
     assert node.mover.next_ns() > node.clock.now_ns()
+
+
+def resident_bytes(pid: int, name: str) -> int:
+    """Of the mappings of a file, what is in the page tables of a process."""
+    found, is_it = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text("ascii").splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            is_it = name in line
+        elif is_it and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_the_arena_is_mapped_before_anything_is_read(opened: ExitStack) -> None:
+    party = _peer(opened, TCP)
+    party.ends_by_now()  # some beats
+    # To be written to, and to be read from.
+    assert _resident_bytes(party.child.pid, "kvstore-arena") == 2 * ARENA_BYTES
+
+
+@pytest.mark.parametrize("settings", [TCP, NIXL, UCX], ids=["tcp", "nixl", "ucx"])
+def test_a_mover_without_work_rests(opened: ExitStack, settings: MoverSettings) -> None:
+    party = _peer(opened, settings)
+    party.ends_by_now()  # some beats: it has begun
+    process, begun_s = psutil.Process(party.child.pid), time.monotonic()
+    used_s = sum(process.cpu_times()[:2])
+    party.ends_by_now()
+    party.ends_by_now()
+    # A thread that looks without a pause takes all of a core that it can get.
+    assert sum(process.cpu_times()[:2]) - used_s < 0.3 * (time.monotonic() - begun_s)
 
 
 def test_a_child_ends_with_its_node() -> None:

@@ -1,0 +1,100 @@
+"""What a mover maps ahead of use: all that is there, and nothing that is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvstore.arena import Arena, hold_arena, map_arena
+from kvstore.transport import page_tables
+from kvstore.transport.page_tables import PART_BYTES, PageTables
+from kvstore.types import PAGE_BYTES, Incarnation
+
+ARENA_BYTES = 4 * PART_BYTES
+
+
+class Mapped:
+    """An arena as a mover has it."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(1))
+        if self.arena.huge_pages:
+            pytest.skip("on huge pages there is nothing to fill")
+        fd = self.arena.arena_fd
+        self.fd = hold_arena(fd)
+        self.writable = map_arena(fd, size_bytes=ARENA_BYTES, writable=True)
+        self.readable = map_arena(fd, size_bytes=ARENA_BYTES, writable=False)
+        self.tables = PageTables(self.fd, self.writable, self.readable)
+
+    def fill(self) -> int:
+        """All that there is; returns in how many parts."""
+        parts = 0
+        while self.tables.fill():
+            parts += 1
+        return parts
+
+    def close(self) -> None:
+        os.close(self.fd)
+        self.arena.close()
+
+
+@pytest.fixture
+def mapped() -> Iterator[Mapped]:
+    made = Mapped()
+    yield made
+    made.close()
+
+
+def resident_bytes(array: NDArray[np.uint8]) -> int:
+    """Of this process's pages, how much of that mapping is in its tables."""
+    with open("/proc/self/smaps", encoding="ascii") as lines:
+        is_it = False
+        for line in lines:
+            if "-" in line.split(" ", 1)[0]:
+                is_it = int(line.split("-", 1)[0], 16) == array.ctypes.data
+            elif is_it and line.startswith("Rss:"):
+                return int(line.split()[1]) << 10
+    raise AssertionError("it is not mapped")
+
+
+def taken_bytes(mapped: Mapped) -> int:
+    return os.fstat(mapped.arena.arena_fd).st_blocks * 512
+
+
+def test_what_is_there_is_mapped_both_ways_in_parts(mapped: Mapped) -> None:
+    mapped.arena.populate(0, ARENA_BYTES)
+    assert mapped.fill() == 4
+    assert resident_bytes(mapped.writable) == ARENA_BYTES
+    assert resident_bytes(mapped.readable) == ARENA_BYTES
+
+
+def test_what_is_not_there_is_left_to_the_node(mapped: Mapped) -> None:
+    assert mapped.fill() == 0
+    mapped.arena.populate(0, PART_BYTES + PAGE_BYTES)
+    assert mapped.fill() == 2
+    assert mapped.tables.filled_bytes == taken_bytes(mapped) == PART_BYTES + PAGE_BYTES
+    assert resident_bytes(mapped.writable) == PART_BYTES + PAGE_BYTES
+
+
+def test_it_goes_on_where_it_was(mapped: Mapped) -> None:
+    mapped.arena.populate(0, PAGE_BYTES)
+    assert mapped.fill() == 1
+    mapped.arena.populate(PAGE_BYTES, ARENA_BYTES)
+    assert mapped.fill() == 4
+    assert resident_bytes(mapped.writable) == ARENA_BYTES
+
+
+def test_without_memory_for_tables_it_leaves_off(
+    mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    mapped.arena.populate(0, ARENA_BYTES)
+    monkeypatch.setattr(page_tables, "fill_page_tables", refuse)
+    assert mapped.fill() == 1
+    assert resident_bytes(mapped.writable) == 0
