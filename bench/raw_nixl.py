@@ -1,11 +1,12 @@
 """NIXL in two processes that do nothing else: what any way of reading from a peer is held against.
 
-    raw = RawNixl(stack, 256 << 20, {"UCX_TLS": "tcp"})
+    raw = RawNixl(stack, 256 << 20, {"UCX_TLS": "tcp"}, rests=True)
     took_ns = raw.read_ns([make_pieces([0], [0], [256 << 20])])
 
 Each list of pieces is one READ; all are posted at once, then looked at until all are done. What
-NIXL needs to be told of them is timed, too. Between reads both are stopped: their progress threads
-take a core each, even when there is nothing to do. Ends with the stack.
+NIXL needs to be told of them is timed, too. Memory is of the same kind as an arena, and touched.
+Between reads both are stopped: where their progress threads do not rest, they take a core each even
+when there is nothing to do. Ends with the stack, or with the process that made it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,27 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import IO, Final
+from typing import Final
 
 from kvstore.ports import Pieces
+from kvstore.testing.process import read_line
 
-_PROGRAM: Final = """if True:
-    import json, select, sys, time
+ANSWER_S: Final = 60.0
+_DEATH_SIGNAL: Final = 1
+_PROGRAM: Final = f"""if True:
+    import ctypes
+    ctypes.CDLL(None).prctl({_DEATH_SIGNAL}, 9)
+    import contextlib, json, mmap, os, select, sys, time
     import nixl_cu13._api as api
     import numpy as np
-    size, role = int(sys.argv[1]), sys.argv[2]
-    agent = api.nixl_agent(role, api.nixl_agent_config(backends=["UCX"]))
-    memory = np.ones(size, np.uint8)
+    from kvstore.transport.nixl import sleeping_progress
+    size, role, rests = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
+    with sleeping_progress(api.nixlBind) if rests else contextlib.nullcontext():
+        agent = api.nixl_agent(role, api.nixl_agent_config(backends=["UCX"]))
+    fd = os.memfd_create("raw")
+    os.ftruncate(fd, size)
+    memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+    memory[:] = role == "owner"
     agent.register_memory([(memory.ctypes.data, size, 0, "")], "DRAM")
     if role == "owner":
         print(memory.ctypes.data, agent.get_agent_metadata().hex(), flush=True)
@@ -49,15 +60,28 @@ _PROGRAM: Final = """if True:
                 rows[:, 0], rows[:, 1] = at + np.uint64(start), length
                 lists.append(agent.get_xfer_descs(rows, "DRAM"))
             handles.append(agent.initialize_xfer("READ", *lists, name))
-        left = [each for each in handles if agent.transfer(each) == "PROC"]
-        while left:
+        states = [agent.transfer(each) for each in handles]
+        while "PROC" in states:
             if look_s:
                 select.select([], [], [], look_s)
-            left = [each for each in left if agent.check_xfer_state(each) == "PROC"]
-        print(time.perf_counter_ns() - begin, flush=True)
+            states = [
+                agent.check_xfer_state(each) if state == "PROC" else state
+                for each, state in zip(handles, states)
+            ]
+        took = time.perf_counter_ns() - begin
+        assert set(states) == {{"DONE"}}, states
+        for local, _, length in reads:
+            for at, count in zip(local.tolist(), length.tolist()):
+                assert memory[at] and memory[at + count - 1], "it did not come"
+                memory[at : at + count] = 0
+        print(took, flush=True)
         for each in handles:
             each.release()
 """
+
+
+class RawFailed(Exception):
+    """Raw NIXL did not read what it was asked to."""
 
 
 def is_installed() -> bool:
@@ -67,23 +91,29 @@ def is_installed() -> bool:
 class RawNixl:
     """An owner and a reader of so many bytes each."""
 
-    def __init__(self, stack: ExitStack, size_bytes: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, stack: ExitStack, size_bytes: int, environment: Mapping[str, str], *, rests: bool
+    ) -> None:
+        """`rests`: progress threads sleep while there is nothing to do, as those of movers; NIXL's
+        own way is that they do not."""
         self._environment = {**os.environ, **environment}
+        self._rests = rests
         self._processes: list[subprocess.Popen[str]] = []
-        self._in, self._out = self._start(stack, "reader", size_bytes)
-        _, told = self._start(stack, "owner", size_bytes)
-        self._say(told.readline())
-        ready = self._out.readline()
-        assert ready == "ready\n", ready
+        reader = self._start(stack, "reader", size_bytes)
+        owner = self._start(stack, "owner", size_bytes)
+        self._reader = reader
+        self._say(_line(owner))
+        if _line(reader) != "ready\n":
+            raise RawFailed("raw NIXL did not start")
         self._signal(signal.SIGSTOP)
 
     def read_ns(self, reads: Sequence[Pieces], *, look_s: float = 0.0) -> int:
-        """`look_s`: between two looks; 0: without a pause."""
+        """`look_s`: between two looks; 0: without a pause. Raises RawFailed."""
         asked = [[part.tolist() for part in pieces] for pieces in reads]
         self._signal(signal.SIGCONT)
         try:
             self._say(json.dumps([look_s, asked]) + "\n")
-            return int(self._out.readline())
+            return int(_line(self._reader))
         finally:
             self._signal(signal.SIGSTOP)
 
@@ -92,12 +122,13 @@ class RawNixl:
             process.send_signal(which)
 
     def _say(self, line: str) -> None:
-        self._in.write(line)
-        self._in.flush()
+        assert self._reader.stdin is not None
+        self._reader.stdin.write(line)
+        self._reader.stdin.flush()
 
-    def _start(self, stack: ExitStack, role: str, size_bytes: int) -> tuple[IO[str], IO[str]]:
+    def _start(self, stack: ExitStack, role: str, size_bytes: int) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(size_bytes), role],
+            [sys.executable, "-c", _PROGRAM, str(size_bytes), role, str(self._rests)],
             env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -106,6 +137,12 @@ class RawNixl:
         stack.callback(process.wait)
         stack.callback(process.kill)
         self._processes.append(process)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        return process.stdin, process.stdout
+        return process
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    """What it says next."""
+    line = read_line(process, ANSWER_S)
+    if not line:
+        raise RawFailed("raw NIXL did not answer")
+    return line

@@ -22,6 +22,7 @@ import numpy as np
 from bench.cluster.figures import NotMeasured, at_most, ratio, spread
 from bench.cluster.netns import ADDRESS, BURST_KB, QUEUE_MS, RATE_MBIT, Link, Side
 from bench.raw_nixl import is_installed
+from kvstore.errors import KVStoreError
 from kvstore.ports import End
 from kvstore.testing.transports import MoverParty
 from kvstore.transport.pieces import make_pieces
@@ -75,6 +76,8 @@ class Reader:
         owner.arena[:] = 1
         self._reader.connect("b", owner.descriptor())
         self._whole = make_pieces([0], [0], [size_bytes])
+        self.reads_beside = 0
+        """That were begun while the flow went on."""
 
     def read_s(self) -> float:
         """Seconds of one read."""
@@ -84,23 +87,35 @@ class Reader:
         return time.perf_counter() - begin_s
 
     def beside_s(self, flow: Flow, size_bytes: int) -> float:
-        """The flow's time while reads go on."""
+        """The flow's time while reads go on, which all end well. Raises what ended them."""
         over, began = threading.Event(), threading.Event()
+        ends: list[End] = []
+        errors: list[Exception] = []
 
         def read() -> None:
-            while not over.is_set():
-                self._reader.read(1, "b", self._whole)
+            try:
+                while not over.is_set():
+                    self._reader.read(1, "b", self._whole)
+                    began.set()
+                    ends.append(self._reader.ends(1)[1])
+            except (AssertionError, KVStoreError, OSError) as error:
+                errors.append(error)
+            finally:
                 began.set()
-                self._reader.ends(1)
 
         reading = threading.Thread(target=read)
         reading.start()
         began.wait(PATIENCE_S)
         try:
-            return flow.carry_s(size_bytes)
+            took_s = flow.carry_s(size_bytes)
         finally:
             over.set()
             reading.join()
+        if errors:
+            raise errors[0]
+        assert set(ends) == {End.DONE}, ends
+        self.reads_beside += len(ends)
+        return took_s
 
 
 def measure(*, flow_bytes: int, read_bytes: int, rounds: int) -> dict[str, Any]:
@@ -140,6 +155,7 @@ def measure(*, flow_bytes: int, read_bytes: int, rounds: int) -> dict[str, Any]:
             "read_bytes": read_bytes,
             "flow_s": {name: spread(its) for name, its in flow_s.items()},
             "slow_down": {name: spread(its) for name, its in slower.items()},
+            "reads_beside": {name: reader.reads_beside for name, reader in readers.items()},
             "read_alone_s": {name: spread(its) for name, its in read_s.items()},
             "link_used_alone": round(
                 read_bytes / float(np.median(read_s["paced"])) / (RATE_MBIT * 125_000), 3

@@ -26,6 +26,11 @@ def at_most(goal: float, value: float, **more: Any) -> dict[str, Any]:
     return {"value": _rounded(value), "at_most": goal, "met": bool(value <= goal), **more}
 
 
+def plain(value: float, **more: Any) -> dict[str, Any]:
+    """A figure without a goal."""
+    return {"value": _rounded(value), **more}
+
+
 def ratio(over: Sequence[float], under: Sequence[float]) -> tuple[float, list[float]]:
     """median(over) / median(under), and its 95 % interval, resampling the pairs of each round."""
     pairs = np.asarray([over, under], dtype=float)

@@ -52,7 +52,7 @@ class Link:
         with contextlib.ExitStack() as stack:
             for name in self._names.values():
                 _run("ip", "netns", "add", name)
-                stack.callback(_run, "ip", "netns", "del", name)
+                stack.callback(_try, "ip", "netns", "del", name)
             a, b = self._names.values()
             _run("ip", "-n", a, "link", "add", "link0", "type", "veth", "peer", "name", "link1")
             _run("ip", "-n", a, "link", "set", "link1", "name", "link0", "netns", b)
@@ -93,6 +93,12 @@ def _enter(name: str) -> None:
         )
         if any(step() for step in steps):
             raise NotMeasured(f"namespaces cannot be entered: {os.strerror(ctypes.get_errno())}")
+
+
+def _try(*command: str) -> None:
+    """What cannot be cleaned up costs no figures."""
+    with contextlib.suppress(NotMeasured):
+        _run(*command)
 
 
 def _run(*command: str) -> None:

@@ -14,15 +14,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench.record import write
-from kvstore.client.index import IndexClient
+from kvstore.client.index import IndexClient, channel
 from kvstore.client.tls import load
 from kvstore.engine.events import Offered
 from kvstore.index.feed import Trust
@@ -130,12 +133,21 @@ def snapshot(client: IndexClient, node: Node) -> float:
 
 def asked(client: IndexClient, prompt: bytes) -> dict[str, float]:
     """Milliseconds of Match, one call after the other."""
+
+    def ask() -> None:
+        answer = client.match("t", SPACE, prompt)
+        assert answer.matches[0].dram_blocks == len(prompt) // KEY_BYTES
+
+    return timed_ms(ask)
+
+
+def timed_ms(call: Callable[[], object]) -> dict[str, float]:
+    """Of one call after the other."""
     took = []
     for _ in range(MATCH_COUNT):
         begin_s = time.perf_counter()
-        answer = client.match("t", SPACE, prompt)
+        call()
         took.append((time.perf_counter() - begin_s) * 1e3)
-        assert answer.matches[0].dram_blocks == len(prompt) // KEY_BYTES
     cuts = statistics.quantiles(took, n=100)
     return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3)}
 
@@ -153,6 +165,12 @@ def measure(lab: Lab, directory: Path, flags: tuple[str, ...]) -> dict[str, Any]
         found["keys_per_s"] = {str(n): round(told(lab, index, client, n)) for n in KEYS_PER_CHANGE}
         with contextlib.closing(Node(lab, index.address, "full", keys, incarnation=2)) as node:
             snapshot(client, node)
+            with channel(
+                index.address, load(lab.files("client", "c1")).channel_credentials()
+            ) as to:
+                health = HealthStub(to)  # what a call costs that does nothing
+                health.Check(HealthCheckRequest(), timeout=PATIENCE_S)
+                found["empty_call_ms"] = timed_ms(lambda: health.Check(HealthCheckRequest()))
             found["match_ms"] = {
                 str(count): asked(client, keys[: count * KEY_BYTES]) for count in MATCH_KEYS
             }

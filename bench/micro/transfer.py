@@ -76,7 +76,7 @@ def main() -> None:
     blocks = make_pieces(order, at, np.full(len(at), BLOCK_BYTES))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        raw, nixl = RawNixl(stack, SIZE_BYTES, UCX), Pair(stack, "nixl", paced=True)
+        raw, nixl = RawNixl(stack, SIZE_BYTES, UCX, rests=True), Pair(stack, "nixl", paced=True)
         unpaced = Pair(stack, "nixl")
         tcp = Pair(stack, "tcp", tls=Lab(Path(folder)))
         plain = Pair(stack, "tcp")

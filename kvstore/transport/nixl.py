@@ -253,14 +253,14 @@ def _open_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
             continue
         faults = [each for each in vars(api.nixlBind).values() if isinstance(each, type)]
         raised = tuple(each for each in faults if issubclass(each, Exception))
-        with _sleeping_progress(api.nixlBind):
+        with sleeping_progress(api.nixlBind):
             agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
         return agent, (*raised, RuntimeError, ValueError, TypeError)
     raise ConfigError("NIXL is not installed: pip install 'kvstore[nixl]'")
 
 
 @contextlib.contextmanager
-def _sleeping_progress(bindings: Any) -> Iterator[None]:
+def sleeping_progress(bindings: Any) -> Iterator[None]:
     """The progress threads of agents that are made meanwhile sleep when there is nothing to do.
 
     NIXL's Python interface sets their sleep to 0, and nobody can choose: an idle agent then takes a

@@ -4,14 +4,16 @@ index is right before it is timed."""
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from bench import record
-from bench.cluster import figures, index, picture, scale
+from bench.cluster import congestion, figures, index, picture, scale
 from bench.scenarios import cluster
+from kvstore.ports import End
 from kvstore.types import KEY_BYTES
 
 FIGURES = {"figures": {"x_over_y": figures.at_least(0.9, 1.0, interval_95=[0.9, 1.1])}}
@@ -19,6 +21,10 @@ FIGURES = {"figures": {"x_over_y": figures.at_least(0.9, 1.0, interval_95=[0.9, 
 
 def _broken() -> dict[str, Any]:
     raise AssertionError("the node hung up")
+
+
+def _surprised() -> dict[str, Any]:
+    raise KeyError("peer_blocks_per_s")
 
 
 def _absent() -> dict[str, Any]:
@@ -29,6 +35,7 @@ def _absent() -> dict[str, Any]:
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, cluster.Part]:
     found: dict[str, cluster.Part] = {
         "index": _absent,
+        "index_grpc": _surprised,
         "fetch": lambda: FIGURES,
         "ttft": _broken,
         "congestion": lambda: FIGURES,
@@ -53,8 +60,11 @@ def test_a_whole_run_records_what_it_found_and_why_it_did_not() -> None:
     written = json.loads((record.RESULTS / "cluster.json").read_text())
     assert written["index"] == {"not_measured": "there is no tc"}
     assert "the node hung up" in written["ttft"]["not_measured"]
+    assert "KeyError" in written["index_grpc"]["not_measured"]
     assert written["fetch"]["figures"] == written["congestion"]["figures"] == FIGURES["figures"]
     assert written["environment"]["cores"]
+    kept = json.loads((record.ROOT / "build" / "cluster.json").read_text())
+    assert kept == {name: written[name] for name in cluster.FULL}
 
 
 @pytest.mark.usefixtures("parts")
@@ -86,24 +96,59 @@ def test_without_dynamo_the_index_is_not_measured(
 ) -> None:
     monkeypatch.setattr(index, "PYTHON", tmp_path / ".venv-dynamo" / "bin" / "python")
     with pytest.raises(figures.NotMeasured, match="venv-dynamo"):
-        index.measure(entries=1, matches=1, rounds=1)
+        index.measure(entries=1, matches=1)
+
+
+def _small(monkeypatch: pytest.MonkeyPatch, *, fails_at: int = 0) -> list[tuple[int, int, bool]]:
+    """What is asked of processes, which do a little of it here."""
+    asked: list[tuple[int, int, bool]] = []
+
+    def run(entries: int, nodes: int, *, churns: bool) -> dict[str, Any]:
+        asked.append((entries, nodes, churns))
+        if entries == fails_at:
+            raise subprocess.CalledProcessError(-9, "python")
+        return scale.one_size(20_000, 4, churns=churns)
+
+    monkeypatch.setattr(scale, "_in_fresh_process", run)
+    return asked
 
 
 def test_an_index_too_large_for_this_machine_is_scaled_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sizes = []
-
-    def run(entries: int, nodes: int, *, churns: bool) -> dict[str, Any]:
-        sizes.append((entries, churns))
-        return scale.one_size(20_000, nodes, churns=churns)
-
+    asked = _small(monkeypatch)
     monkeypatch.setattr(scale, "_fits", lambda entries: entries < 10**9)
-    monkeypatch.setattr(scale, "_in_fresh_process", run)
-    found = scale.measure(entries=10**9, nodes=4)
-    assert sizes == [(10**7, False), (10**8, True)]
-    assert found["detail"]["scaled_down_for_memory"]
+    found = scale.measure(entries=10**9, nodes=400)
+    assert asked == [(10**7, 4, False), (10**8, 40, True)]
+    assert found["detail"]["scaled_down"]
     assert found["figures"]["wrong_answers_after_churn"]["met"]
+
+
+def test_an_index_that_fails_costs_no_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _small(monkeypatch, fails_at=10**7)
+    monkeypatch.setattr(scale, "_fits", lambda _: True)
+    found = scale.measure(entries=10**7, nodes=100)
+    assert asked[-2:] == [(10**7, 100, True), (10**6, 10, True)]
+    assert "10,000,000 entries failed" in found["detail"]["failed"]
+    assert len(found["detail"]["sizes"]) == 2
+
+
+def test_reads_that_fail_beside_a_flow_are_no_pacing() -> None:
+    class Party:
+        def read(self, *_: object) -> None:
+            pass
+
+        def ends(self, _: int) -> dict[int, End]:
+            return {1: End.FAILED}
+
+    class Flow:
+        def carry_s(self, _: int) -> float:
+            return 1.0
+
+    reader = object.__new__(congestion.Reader)
+    vars(reader).update(_reader=Party(), _whole=None, reads_beside=0)
+    with pytest.raises(AssertionError, match="FAILED"):
+        reader.beside_s(cast("congestion.Flow", Flow()), 1)
 
 
 def test_what_is_dropped_is_gone_and_what_several_nodes_share_is_one() -> None:
