@@ -21,7 +21,10 @@ PROMPT = tuple(n * n % 200 for n in range(BLOCKS * BLOCK_TOKENS + 5))
 OTHER_SPACE = bytes.fromhex("ab" * 32)
 
 
-def test_what_it_computed_is_found_until_it_forgets(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("hashes", ["whole", "int"])
+def test_what_it_computed_is_found_until_it_forgets(
+    hashes: str, tiny_model: Path, tmp_path: Path
+) -> None:
     endpoint = f"ipc://{tmp_path}/kv"
     events = {
         "enable_kv_cache_events": True,
@@ -33,6 +36,7 @@ def test_what_it_computed_is_found_until_it_forgets(tiny_model: Path, tmp_path: 
         socket=tmp_path / "node.sock",
         connector_extra=PATIENT,
         arguments=("--kv-events-config", json.dumps(events)),
+        environment={"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(int(hashes == "int"))},
     )
     lab = Lab(tmp_path / "pki")
     by_flag = f"other={endpoint},replay={endpoint}.replay,space={OTHER_SPACE.hex()}"
