@@ -28,6 +28,9 @@ from kvstore.wire.record import block_checksum
 
 ASK_TIMEOUT_S: Final = 2.0
 BUSY_PAUSE_S: Final = 1.0
+IDLE_PAUSE_S: Final = 0.05
+"""After a list without blocks: of an arena that is all but empty, or of spaces that no engine has
+named yet, there are thousands in a row."""
 
 
 class DramScrub:
@@ -92,7 +95,10 @@ class DramScrub:
             generations=batch.generations[bad].astype("<u8").tobytes(),
             pass_ended=ended,
         )
-        self._driver.tell(event, timeout_s=ASK_TIMEOUT_S)
+        if done or ended:
+            self._driver.tell(event, timeout_s=ASK_TIMEOUT_S)
+        if not done:
+            self._leaving.wait(IDLE_PAUSE_S)
         bad_key = batch.keys[bad[0]].tobytes() if bad else b""
         self._log.add(done, size_bytes, bad=len(bad), bad_key=bad_key, ended=ended)
         return batch.next_word

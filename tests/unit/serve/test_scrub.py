@@ -164,6 +164,30 @@ def test_it_reads_no_faster_than_told(node: ScriptedNode, monkeypatch: pytest.Mo
     assert sum(waited) == COUNT, "a second for each block"
 
 
+def test_where_there_is_nothing_to_read_it_rests_and_says_nothing(
+    node: ScriptedNode, scrub: DramScrub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(scrub._leaving, "wait", waited.append)
+    nothing = np.arange(0)
+    monkeypatch.setattr(
+        node,
+        "sealed",
+        lambda first_word: Sealed(
+            scopes=(),
+            scope_of=nothing,
+            slots=nothing.astype(np.uint32),
+            generations=nothing.astype(np.uint64),
+            keys=nothing.astype(np.uint8).reshape(0, 32),
+            checksums=nothing.astype(np.uint8).reshape(0, 16),
+            next_word=(first_word + 1) % 3,
+        ),
+    )
+    run_pass(scrub)
+    assert waited == [scrub_module.IDLE_PAUSE_S] * 3
+    assert [event.pass_ended for event in node.told] == [True]
+
+
 def test_it_goes_on_by_itself_and_ends_when_told(
     node: ScriptedNode, scrub: DramScrub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
