@@ -3,7 +3,8 @@
 Translates only. Runs on the engine's scheduler thread and never waits for the node, with one
 exception that is bounded: after a lease was asked for it may watch the socket for the answer for up
 to `_SPIN_NS_PER_STEP` a step, because the answer usually takes less than the extra engine step that
-"ask again" costs.
+"ask again" costs. For anything else, as blocks that come from disk, only an engine that has nothing
+to compute watches: a step of others is never late for it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class SchedulerSide:
         self._due_tokens: dict[str, int] = {}
         """Tokens at which the next block of a request is complete: most steps complete none."""
         self._spin_left_ns = _SPIN_NS_PER_STEP
+        self._computes = False
+        """Whether the last step had anything to compute."""
         self._keys_left = _KEYS_ASKED_PER_STEP
         self._unsent: deque[Message] = deque()
         """What a full socket did not take yet; bounded, since nothing is asked meanwhile."""
@@ -180,6 +183,7 @@ class SchedulerSide:
             and self._link is not None
             and self._spin_left_ns > 0
             and not self._unsent
+            and (not self._computes or self._core.awaits_answer(request.request_id))
         ):
             self._flush(time.monotonic_ns())
             self._watch()
@@ -254,6 +258,7 @@ class SchedulerSide:
         """This step's orders to the ranks."""
         self.poll()
         self._spin_left_ns = _SPIN_NS_PER_STEP
+        self._computes = bool(output.num_scheduled_tokens)
         self._keys_left = _KEYS_ASKED_PER_STEP
         state = output.kv_connector_block_state
         for request_id, scheduled in output.num_scheduled_tokens.items():

@@ -210,6 +210,11 @@ class SchedulerCore:
                 entry.answered_ns = now_ns
         return outcome
 
+    def awaits_answer(self, request: str) -> bool:
+        """Whether the node has been asked about it and has not said yet what it has."""
+        entry = self._requests.get(request)
+        return entry is not None and entry.lookup.stage is Stage.ASKED
+
     def allocated(
         self,
         request: str,

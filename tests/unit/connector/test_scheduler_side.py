@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.costs import Costs
+from kvstore.client.core.lookup import Stage
 from kvstore.connector import scheduler_side
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
@@ -155,6 +157,35 @@ def test_a_full_socket_is_waited_for_and_only_then_given_up(
     clock.now_ns += 100_000_000
     step(side)
     assert link.closed
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_steps_of_others_do_not_wait_for_blocks_from_disk(
+    make_side: Callable[[FullSocket], SchedulerSide],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    computes: bool,
+) -> None:
+    link = FullSocket(room=100)
+    side, one = make_side(link), request(1, 8)
+    watched: list[Stage] = []
+
+    def watch() -> None:
+        watched.append(side._core._requests["r1"].lookup.stage)
+        side._spin_left_ns = 0
+
+    monkeypatch.setattr(side, "_watch", watch)
+    monkeypatch.setattr(Costs, "patience_ns", lambda *_: 10**9)
+    scheduled = {"another": 1} if computes else {}
+    side.build_plan(output(scheduled=scheduled))
+    side.on_new_request(one)
+    assert side.get_num_new_matched_tokens(one, 0) == (None, False)
+    assert watched == [Stage.ASKED], "an answer that is due at once is watched for"
+    (ask,) = (message for message in link.sent if isinstance(message, m.LeaseAsk))
+    link.inbox.append(m.LeaseReply(ask.lease, 10_000, b"", b"", promoting=8, promoting_ms=1))
+    side.build_plan(output(scheduled=scheduled))
+    assert side.get_num_new_matched_tokens(one, 0) == (None, False)
+    assert watched == [Stage.ASKED] + [Stage.PROMOTING] * (not computes)
 
 
 def grant(credits: int) -> m.Grant:
