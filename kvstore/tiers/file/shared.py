@@ -77,6 +77,8 @@ class Peers:
         self._flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
         self._segments_max = segments_max
         self._peers: dict[str, _Peer] = {}
+        self._segment_count = 0
+        """Of all of them."""
         self._next_number = FOREIGN_BASE
 
     def look(self, announce: _Announce, vanished: _Vanished) -> bool:
@@ -143,6 +145,7 @@ class Peers:
 
     def _forget(self, peer: _Peer, name: str, vanished: _Vanished) -> None:
         seen = peer.segments.pop(name)
+        self._segment_count -= 1
         self._catalog.remove(seen.segment.number)
         vanished(seen.announced)
 
@@ -153,8 +156,10 @@ class Peers:
         announce: _Announce,
         vanished: _Vanished,
     ) -> bool:
-        info = os.stat(name, dir_fd=peer.fd, follow_symlinks=False)
         seen = peer.segments.get(name)
+        if seen is None and self._segment_count >= self._segments_max:
+            return True  # not even opened: there may be many, and each look comes by
+        info = os.stat(name, dir_fd=peer.fd, follow_symlinks=False)
         size_and_time = (info.st_size, info.st_mtime_ns)
         if seen is not None and seen.size_and_time == size_and_time:
             return True
@@ -169,8 +174,6 @@ class Peers:
                 self._forget(peer, name, vanished)
                 seen = None
             seen = seen or self._begin(peer, name, head)
-            if seen is None:
-                return True
             if not self._announce_new(seen, fd, size, announce):
                 return False
             seen.size_and_time = size_and_time
@@ -178,12 +181,11 @@ class Peers:
         finally:
             os.close(fd)
 
-    def _begin(self, peer: _Peer, name: str, head: SegmentHead) -> _Seen | None:
-        if sum(len(p.segments) for p in self._peers.values()) >= self._segments_max:
-            return None
+    def _begin(self, peer: _Peer, name: str, head: SegmentHead) -> _Seen:
         segment = Segment(self._next_number, head, name, peer.fd, 0)
         self._next_number += 1
         self._catalog.add(segment)
+        self._segment_count += 1
         peer.segments[name] = _Seen(segment)
         return peer.segments[name]
 

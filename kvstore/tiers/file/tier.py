@@ -51,11 +51,14 @@ from kvstore.tiers.file.scrub import Scrub
 from kvstore.tiers.file.shared import Peers
 from kvstore.tiers.file.writer import Batch, Payloads
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
-from kvstore.units import NS_PER_MS
+from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.record import Scope, Void, payload_pages
 
 WATCH_S: Final = 0.05
 """How late a deadline is noticed at most."""
+LOOK_PAUSES: Final = 10
+"""After a look at other nodes' directories, a pause of at least so many times as long as it took:
+where there are very many segments, all nodes would look at them without end."""
 _ANYTHING_OLDER: Final = (1 << 63) - 1
 
 _BUG: Final = OSError(errno.EIO, "a bug in the file tier")
@@ -387,12 +390,18 @@ class FileTier:
             with self._lock:
                 self._log.recovered(self._restart.voids)
             self._outbox.recovered()
-        self.look_at_peers()
+        took_ns = self._look_once()
         self._outbox.put([RecoveryDone()])
         while self._peers is not None and not self._leaving.wait(
-            self._config.poll_interval_ms / 1000
+            max(self._config.poll_interval_ms / 1000, LOOK_PAUSES * took_ns / NS_PER_S)
         ):
-            self.look_at_peers()
+            took_ns = self._look_once()
+
+    def _look_once(self) -> int:
+        """How long a look took."""
+        begin_ns = self._clock.now_ns()
+        self.look_at_peers()
+        return self._clock.now_ns() - begin_ns
 
     def _watch(self) -> None:
         while not self._ended.wait(WATCH_S):

@@ -20,7 +20,7 @@ from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.jobs import WriteJob
 from kvstore.tiers.file.writer import Batch
 from kvstore.units import MIB
-from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, key, u64
+from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, u64
 
 
 @pytest.fixture
@@ -243,9 +243,13 @@ def test_no_more_foreign_segments_are_kept_than_told(tmp_path: Path) -> None:
     more: dict[str, Any] = {"shared": True, "poll_interval_ms": 1 << 30}
     a = Driver(tmp_path, node="a", **more).recovered()
     a.write(range(14))
-    b = Driver(tmp_path, node="b", foreign_segments_max=1, **more).recovered()
+    disk = FaultyDisk()
+    b = Driver(tmp_path, node="b", foreign_segments_max=1, disk=disk, **more).recovered()
     b.tier.look_at_peers()
     b.take()
+    disk.calls.clear()
+    b.tier.look_at_peers()
+    assert ("open", 0) not in disk.calls, "what is too much is not opened again and again"
     assert len(list((tmp_path / "a").glob("seg-*.kv"))) == 2
     assert len({place >> 32 for place in b.known.values()}) == 1
     assert b.read(range(7, 14)) == [True] * 7, "the latest one"
