@@ -25,6 +25,8 @@ from kvstore.types import KEY_BYTES, SpaceId, Tier
 
 ENTRY_COUNT_MAX: Final = 1 << 29
 """Places in the flat memory are 32-bit numbers."""
+_SWEPT_TO_OPEN: Final = 100_000
+"""So many rows are swept at most for a slot when none is free: nobody is answered meanwhile."""
 _SWEPT_PER_TOLD: Final = 4
 """So many rows are swept for each key told, while there is something void."""
 
@@ -58,7 +60,7 @@ class Holdings:
         self._is_native = is_native
         self.slot_count_max = slot_count_max
         self.free_slots = list(range(slot_count_max, 0, -1))
-        self._free_scopes = list(range(slot_count_max, 0, -1))
+        self._free_scopes = self.free_slots.copy()
         self.scopes: dict[tuple[str, SpaceId], int] = {}
         self.scope_of: dict[int, tuple[str, SpaceId]] = {}
         """By slot, void ones included."""
@@ -94,9 +96,9 @@ class Holdings:
         return sum(array.nbytes for array in self.arrays.values())
 
     def open(self, tenant: str, space: SpaceId, *, is_hidden: bool) -> int | None:
-        """A new slot, empty. None: all are in use."""
-        while not self.free_slots and (self._void or self._sweeping):
-            self.sweep(self._meta[fields.ROW_FRESH])
+        """A new slot, empty. None: all are in use, or void and not swept yet."""
+        if not self.free_slots:
+            self.sweep(_SWEPT_TO_OPEN)
         if not self.free_slots:
             return None
         name = (tenant, space)

@@ -23,6 +23,11 @@ from kvstore.wire.load import Load
 
 SWEEP_ROWS: Final = 25_000
 """Rows that one `tick` looks at, while there is something void: about a millisecond."""
+_SLOT_COUNT_MIN: Final = 1 << 14
+SLOT_COUNT_MAX: Final = 1 << 17
+"""4096 nodes with eight engines, and all their snapshots again at the same time, find room."""
+_ENTRIES_PER_SLOT: Final = 16
+"""So that slots take a fifth of the memory at most."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -78,6 +83,11 @@ class Statistics(msgspec.Struct, frozen=True):
     """Blocks that left because the index was full."""
 
 
+def default_slot_count(entry_count_max: int) -> int:
+    """How many slots an index of so many entries has."""
+    return max(_SLOT_COUNT_MIN, min(entry_count_max // _ENTRIES_PER_SLOT, SLOT_COUNT_MAX))
+
+
 class _Node:
     """What the index keeps of a node beside its blocks, and its `Slots`."""
 
@@ -120,7 +130,8 @@ class Index:
     Args:
         entry_count_max: (block, holder) pairs at most.
         now_ms: it began now.
-        slot_count_max: (holder, tenant, space) at most, with those that are void and not yet swept.
+        slot_count_max: (holder, tenant, space) at most, with those that are void and not yet swept;
+            None: as `default_slot_count` says.
         node_count_max: nodes at most.
         seed: a random number, so that nobody can choose prompts whose keys collide in the table.
         is_native: compiled loops; None: if numba is there.
@@ -131,14 +142,16 @@ class Index:
         *,
         entry_count_max: int,
         now_ms: int,
-        slot_count_max: int = 1 << 14,
+        slot_count_max: int | None = None,
         node_count_max: int = 4096,
         seed: int = 1,
         is_native: bool | None = None,
     ) -> None:
         self.holdings = Holdings(
             entry_count_max=entry_count_max,
-            slot_count_max=slot_count_max,
+            slot_count_max=(
+                default_slot_count(entry_count_max) if slot_count_max is None else slot_count_max
+            ),
             seed=seed,
             is_native=is_native,
         )

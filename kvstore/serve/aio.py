@@ -1,7 +1,7 @@
 """A thread with an asyncio loop: where everything of a process that speaks gRPC to others runs.
 
 One per process, because gRPC's asyncio side has one poller per process. Covers: the thread, work
-without an end. Does not cover: what runs on it (`index`, `feed`).
+without an end, jitter. Does not cover: what runs on it (`index`, `feed`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 CLOSE_TIMEOUT_S: Final = 5.0
+_MILLI: Final = 1000
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -52,6 +54,11 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+
+
+def jitter() -> float:
+    """A random part of 1, so that processes do not keep step."""
+    return secrets.randbelow(_MILLI) / _MILLI
 
 
 async def persist(what: str, work: Callable[[], Awaitable[None]], *, pause_s: float) -> None:

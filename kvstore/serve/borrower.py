@@ -32,6 +32,7 @@ from kvstore.index.index import Answer
 from kvstore.obs.timings import Timings
 from kvstore.ports import Clock, Pieces
 from kvstore.proto import loans
+from kvstore.serve import aio
 from kvstore.serve.exchange import Exchange
 from kvstore.serve.mover_host import MoverHost
 from kvstore.serve.peer_session import Dial, PeerLost, PeerSession
@@ -43,6 +44,7 @@ from kvstore.wire.record import Scope
 
 LOCATE_TIMEOUT_S: Final = 0.25
 MEMBERS_EVERY_S: Final = 1.0
+"""About: nodes that ask in step would have an index answer all of them at once."""
 ASK_TIMEOUT_S: Final = 2.0
 MOVE_TIMEOUT_S: Final = 10.0
 """Whoever waits has given up long before; the mover of a peer that stopped is not waited for
@@ -131,9 +133,10 @@ class Borrower:
         clock: Clock,
         credentials: grpc.ChannelCredentials | None,
         dial: Dial | None = None,
+        jitter: Callable[[], float] | None = None,
     ) -> None:
         """`view`: bytes of a slot of this node's arena (`ports.Tier.view`). `dial`: see
-        `PeerSession.open`."""
+        `PeerSession.open`. `jitter`: a random part of 1."""
         self.counters = BorrowerCounters()
         self.timings = {kind: Timings() for kind in KINDS}
         """Of what went well."""
@@ -147,6 +150,7 @@ class Borrower:
         self._clock = clock
         self._credentials = credentials
         self._dial = dial
+        self._jitter = jitter or aio.jitter
         self._addresses: dict[str, str] = {}
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
         self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
@@ -242,7 +246,7 @@ class Borrower:
                     if member.address and member.node != self._who.node
                 }
                 self._forget_departed()
-            await asyncio.sleep(MEMBERS_EVERY_S)
+            await asyncio.sleep(MEMBERS_EVERY_S * (0.5 + self._jitter()))
 
     def _forget_departed(self) -> None:
         """Nodes that are no members any more, and sessions that have ended: who has left is not

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from kvstore.index.feed import BEAT_MS, Left
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.serve import aio
 from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.driver import NodeBusy
 from kvstore.types import KEY_BYTES, Incarnation
@@ -60,7 +60,6 @@ STEADY_S: Final = 30.0
 """A stream that lasted so long was well: what ends the next one is news again."""
 REASONS_MAX: Final = 8
 BUSY_RETRY_S: Final = 0.2
-_MILLI: Final = 1000
 
 Slice = tuple[list[Offered], int]
 """What peers can have of some rows, and the next row, -1 after the last."""
@@ -229,7 +228,7 @@ class Link:
         self._hello = hello
         self._counters = counters
         self._dial = dial or _channel
-        self._jitter = jitter or _jitter
+        self._jitter = jitter or aio.jitter
         self._queue: deque[Told] = deque()
         self.queued_keys = 0
         self._sequence = 0
@@ -412,10 +411,6 @@ def _channel(replica: str, credentials: grpc.ChannelCredentials | None) -> grpc.
     if credentials is None:
         return grpc.aio.insecure_channel(replica, options=options)
     return grpc.aio.secure_channel(replica, credentials, options=options)
-
-
-def _jitter() -> float:
-    return secrets.randbelow(_MILLI) / _MILLI
 
 
 async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:

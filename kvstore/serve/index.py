@@ -30,7 +30,7 @@ import grpc
 
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import Closed, Hello, Refused, Trust, Verdict
+from kvstore.index.feed import Beat, Closed, Delta, Event, Hello, Part, Refused, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.ports import IndexStore
 from kvstore.proto import feeds
@@ -46,7 +46,8 @@ WATCH_KEYS_MAX: Final = 1024
 TOKEN_QUESTIONS_MAX: Final = 16
 """Prompts of tokens that wait for their keys: a second of work and 32 MiB, or so."""
 WATCH_PERIOD_S: Final = 0.1
-"""A watcher is told at most this often; what came and went in between is left out."""
+"""A watcher is told at most this often; what came and went in between is left out. A
+list of the nodes is told to all who ask for so long."""
 READER_TIMEOUT_S: Final = 5.0
 """Who takes longer to read what he watches is hung up on."""
 HELLO_TIMEOUT_S: Final = 5.0
@@ -113,6 +114,8 @@ class IndexService(IndexServicer):
         self._token_questions = 0
         """Of that thread, those included whose callers have hung up."""
         self._sight = _Sight(store)
+        self._listed = pb.NodesReply()
+        self._listed_until_ms = 0
 
     @property
     def feed_count(self) -> int:
@@ -139,10 +142,15 @@ class IndexService(IndexServicer):
         return feeds.reply_of(await self._match(request, keys), blocks=len(keys) // KEY_BYTES)
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
-        # What it says of a prompt that nobody has is what it can say of itself.
-        trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
-        rows = [_row(member) for member in self.store.members(loop_ms())]
-        return pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
+        # Every node asks each second: a list for each of them would be the square of the nodes.
+        if loop_ms() >= self._listed_until_ms:
+            # What it says of a prompt that nobody has is what it can say of itself.
+            trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
+            now_ms = loop_ms()
+            rows = [_row(member) for member in self.store.members(now_ms)]
+            self._listed = pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
+            self._listed_until_ms = now_ms + int(WATCH_PERIOD_S * 1000)
+        return self._listed
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
         keys = b""
@@ -217,7 +225,7 @@ class IndexService(IndexServicer):
         self, words: AsyncIterator[pb.FeedWord], context: Context
     ) -> AsyncIterator[pb.FeedOrder]:
         hello = await self._hello(words, context)
-        verdict = await self.store.hear(hello, loop_ms())
+        verdict = await self._tell_store(hello)
         if verdict is Verdict.CLOSE:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
         # A stream that this one replaces is closed at its next word, or by keep-alive.
@@ -274,9 +282,19 @@ class IndexService(IndexServicer):
         counters = self.counters
         counters.words += 1
         counters.keys_told += feeds.key_count(word)
-        verdict = await self.store.hear(word, loop_ms())
+        verdict = await self._tell_store(word)
         if verdict is Verdict.CLOSE:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
+        return verdict
+
+    async def _tell_store(self, event: Event) -> Verdict:
+        """Who comes, goes or is whole again is in the next list of the nodes."""
+        verdict = await self.store.hear(event, loop_ms())
+        match event:
+            case Delta() | Beat() | Part(is_last=False) if verdict is Verdict.GO_ON:
+                pass
+            case _:
+                self._listed_until_ms = 0
         return verdict
 
     def _order(self) -> pb.FeedOrder:
@@ -285,7 +303,7 @@ class IndexService(IndexServicer):
 
     async def _ended(self, hello: Hello, peer: str) -> None:
         """Its stream is over: is the node?"""
-        await self.store.hear(Closed(hello.node, hello.incarnation, hello.stream), loop_ms())
+        await self._tell_store(Closed(hello.node, hello.incarnation, hello.stream))
         found = address_of(hello.address)
         if found is None or str(found[0]) != _host_of(peer) or hello.node in self._feeds:
             return
@@ -299,7 +317,7 @@ class IndexService(IndexServicer):
             except ConnectionRefusedError:
                 if hello.node not in self._feeds:
                     _log.info("node %s is gone: its address refuses connections", hello.node)
-                    await self.store.hear(Refused(hello.node), loop_ms())
+                    await self._tell_store(Refused(hello.node))
                 return
             except ConnectionResetError:
                 continue

@@ -40,7 +40,7 @@ from kvstore.index.feed import (
     Verdict,
     Word,
 )
-from kvstore.index.index import Answer, Holder, Match, Member, Statistics
+from kvstore.index.index import SLOT_COUNT_MAX, Answer, Holder, Match, Member, Statistics
 from kvstore.index.places import Place, Places
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
@@ -102,7 +102,7 @@ class RedisStore:
         config: StoreConfig,
         *,
         entry_count_max: int,
-        slot_count_max: int = 1 << 14,
+        slot_count_max: int = SLOT_COUNT_MAX,
         node_count_max: int = 4096,
         deadlines: Deadlines = DEADLINES,
     ) -> None:

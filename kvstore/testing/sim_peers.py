@@ -94,6 +94,7 @@ class SimPeers:
             clock=_Clock(machine),
             credentials=None,
             dial=self._dial_peer,
+            jitter=lambda: 0.5,
         )
         self.borrower.exchange = self  # type: ignore[assignment]
         self.borrower.index = SimIndexClient(self)

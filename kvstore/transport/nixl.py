@@ -5,7 +5,7 @@ read from, which may only be read. Peers are told the second one alone (ADR 23 h
 write does). A plugin that cannot register read-only memory gets one registration, and says so.
 
 A connection that works is kept when its peer is forgotten, for when it comes back: with each new
-one UCX leaves two sockets open.
+one UCX leaves two sockets open. Only FORGOTTEN_MAX are: some never come back.
 
 When a read ends with an error, the other requests of the same read may still be under way, and NIXL
 asks no more about them. Of one range there is one request, whose end is an end.
@@ -35,6 +35,8 @@ from kvstore.wire.mover import Descriptor, encode
 UNIT_BYTES: Final = 64 << 10
 PREPARED_MIN: Final = 16
 """Pieces from which on a list that was prepared is worth its indices."""
+FORGOTTEN_MAX: Final = 64
+"""Connections whose peers may come back."""
 PROGRESS_US: Final = 50_000
 """How long NIXL's progress thread sleeps at most; whatever arrives wakes it (nixl pull request 347:
 some transports of UCX want to be looked after now and then all the same)."""
@@ -96,6 +98,7 @@ class Nixl:
         )
         self._units = self._prepare("", arena.ctypes.data, len(arena))
         self._peers: dict[str, _Peer] = {}
+        """Those that are forgotten in the order in which they were."""
         self._reads: dict[int, _Read] = {}
         self._outcomes: list[Outcome] = []
 
@@ -174,6 +177,12 @@ class Nixl:
                 self._end(read, begun, "given up", End.UNKNOWN)
         if gone.is_broken:
             self._drop(peer)
+            return
+        del self._peers[peer]
+        self._peers[peer] = gone  # as the last
+        forgotten = [name for name, each in self._peers.items() if not each.is_connected]
+        if len(forgotten) > FORGOTTEN_MAX:
+            self._drop(forgotten[0])
 
     def close(self) -> None:
         for peer in list(self._peers):

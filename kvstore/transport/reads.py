@@ -76,7 +76,8 @@ class Reads:
         self._peers: dict[str, _Peer] = {}
         self._under_way: dict[int, _UnderWay] = {}
         self._turns: deque[str] = deque()
-        """Peers in the order of their turns."""
+        """Peers that have more to post, in the order of their turns: a mover asks every 100 µs,
+        whoever it ever read from."""
         self._next_read = 1
         self.read_bytes = 0
 
@@ -94,10 +95,10 @@ class Reads:
         """A transfer, whose pieces are joined and not empty unless it is."""
         if not len(pieces.length):
             return [Done(number, 0)]
-        if peer not in self._peers:
-            self._peers[peer] = _Peer()
+        known = self._peers.setdefault(peer, _Peer())
+        if not known.waiting:
             self._turns.append(peer)
-        self._peers[peer].waiting.append(_Transfer(number, peer, pieces, now_ns))
+        known.waiting.append(_Transfer(number, peer, pieces, now_ns))
         return []
 
     def next_post(self, now_ns: int) -> Post | None:
@@ -106,14 +107,14 @@ class Reads:
             name = self._turns[0]
             self._turns.rotate(-1)
             peer = self._peers[name]
-            if peer.waiting and (size := self._size(peer, now_ns)):
+            if size := self._size(peer, now_ns):
                 return self._post(name, peer, size, now_ns)
         return None
 
     def pause_ns(self, now_ns: int) -> int:
         """When to ask again although nothing ended; 0: no need to."""
-        waiting = [peer for peer in self._peers.values() if peer.waiting]
-        return min(filter(None, (peer.window.pause_ns(now_ns) for peer in waiting)), default=0)
+        pauses = (self._peers[name].window.pause_ns(now_ns) for name in self._turns)
+        return min(filter(None, pauses), default=0)
 
     def ended(self, outcome: Outcome, now_ns: int) -> list[Told]:
         """A post has."""
@@ -139,14 +140,14 @@ class Reads:
 
     def forget(self, name: str, now_ns: int) -> list[Told]:
         """Nothing more is posted to this peer; what is under way ends, or does not."""
-        peer = self._peers.pop(name, None)
+        peer = self._peers.get(name)
         if peer is None:
             return []
-        self._turns.remove(name)
         told: list[Told] = []
         for transfer in list(peer.waiting):
-            self._stop(transfer, "the peer was forgotten", peer)
+            self._stop(transfer, "the peer was forgotten")
             told += self._settle(transfer, now_ns)
+        del self._peers[name]
         return told
 
     def _size(self, peer: _Peer, now_ns: int) -> int:
@@ -168,7 +169,7 @@ class Reads:
             rest = Pieces(*(part[PIECES_PER_POST_MAX:] for part in transfer.rest))
         transfer.rest = rest if len(rest.length) else None
         if transfer.rest is None:
-            peer.waiting.popleft()
+            self._has_posted(transfer)
         size_bytes = total_bytes(pieces)
         transfer.posts += 1
         peer.under_way_bytes += size_bytes
@@ -176,12 +177,19 @@ class Reads:
         self._under_way[read] = _UnderWay(transfer, peer, size_bytes, peer.under_way_bytes, now_ns)
         return Post(read, name, pieces, size_bytes)
 
-    def _stop(self, transfer: _Transfer, why: str, peer: _Peer | None = None) -> None:
+    def _has_posted(self, transfer: _Transfer) -> None:
+        """All that is to be posted of it."""
+        peer = self._peers[transfer.peer]
+        peer.waiting.remove(transfer)
+        if not peer.waiting:
+            self._turns.remove(transfer.peer)
+
+    def _stop(self, transfer: _Transfer, why: str) -> None:
         """Post no more of it."""
         if transfer.failed is None:
             transfer.failed = why
         if transfer.rest is not None:
-            (peer or self._peers[transfer.peer]).waiting.remove(transfer)
+            self._has_posted(transfer)
             transfer.rest = None
 
     def _settle(self, transfer: _Transfer, now_ns: int) -> list[Told]:

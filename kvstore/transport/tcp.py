@@ -77,6 +77,8 @@ class Tcp:
         self._again: set[Reader | Owner] = set()
         self._guests: Guests[Reader] = Guests()
         self._owners: dict[str, Owner] = {}
+        self._dialled: set[Owner] = set()
+        """Those that may not be open yet."""
         self._outcomes: list[Outcome] = []
 
     @property
@@ -118,6 +120,7 @@ class Tcp:
                 owner.stream = self._dial(owner)
             except UNREACHABLE as error:
                 raise TransportError(f"{peer} cannot be reached: {error}") from None
+            self._dialled.add(owner)
         owner.waiting.append((read, pieces, places))
         self._turn(owner)
 
@@ -253,17 +256,14 @@ class Tcp:
 
     def _expire(self) -> None:
         now_ns = time.monotonic_ns()
-        ends: list[Reader | Owner] = [*self._guests.arriving, *self._owners.values()]
-        for end in ends:
-            if (
-                end.stream is not None
-                and end.stream.deadline_ns
-                and now_ns > end.stream.deadline_ns
-            ):
-                if isinstance(end, Owner):
-                    self._fail(end, "it does not answer")
-                else:
-                    self._end(end)
+        for reader in list(self._guests.arriving):
+            if reader.stream.deadline_ns and now_ns > reader.stream.deadline_ns:
+                self._end(reader)
+        for owner in list(self._dialled):
+            if owner.stream is None or not owner.stream.deadline_ns:
+                self._dialled.discard(owner)
+            elif now_ns > owner.stream.deadline_ns:
+                self._fail(owner, "it does not answer")
 
 
 def _contexts(options: Mapping[str, str]) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:

@@ -8,21 +8,54 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from kvstore.index import holdings
 from kvstore.index.check import check_holdings
 from kvstore.index.holdings import Holdings
+from kvstore.index.index import Index, default_slot_count
 from kvstore.index.rows import home_of_row
+from kvstore.serve.cluster import DEFAULT_ENTRIES, ENTRIES_MIN
 from kvstore.types import Tier
 from tests.unit.index.words import SPACE, keys
 
 BYTES_PER_ENTRY_MAX = 120
-SLOTS = 1 << 14
-"""As `Index` has them by default."""
+NODES_MAX = 4096
+HOLDERS = 9
+"""Of a node: its own memory and eight engines."""
 
 
 def test_an_entry_costs_no_more_than_its_budget() -> None:
     for entries in (1_000_000, 10_000_000):
-        flat = Holdings(entry_count_max=entries, slot_count_max=SLOTS, seed=1, is_native=False)
+        slots = default_slot_count(entries)
+        flat = Holdings(entry_count_max=entries, slot_count_max=slots, seed=1, is_native=False)
         assert flat.memory_bytes <= BYTES_PER_ENTRY_MAX * entries
+
+
+def test_all_nodes_find_slots_for_a_snapshot_beside_what_they_told() -> None:
+    index = Index(entry_count_max=DEFAULT_ENTRIES, now_ms=0, is_native=False)
+    assert len(index.holdings.free_slots) >= 2 * HOLDERS * NODES_MAX
+
+
+def test_the_smallest_index_has_room_for_its_slots() -> None:
+    assert default_slot_count(ENTRIES_MIN) < ENTRIES_MIN
+
+
+def test_to_find_a_slot_it_sweeps_some_rows_and_goes_on_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holdings, "_SWEPT_TO_OPEN", 10)
+    flat = Holdings(entry_count_max=100, slot_count_max=2, seed=1, is_native=False)
+    full, other = (flat.open("t", SPACE, is_hidden=False) for _ in range(2))
+    assert full is not None
+    assert other is not None
+    flat.stored(full, Tier.DRAM, keys(*range(30)))
+    assert flat.open("t", SPACE, is_hidden=False) is None
+    flat.void(full)
+    for left in (20, 10):
+        assert flat.open("t", SPACE, is_hidden=False) is None
+        assert flat.entry_count == left
+    assert flat.open("t", SPACE, is_hidden=False) == full
+    assert flat.entry_count == 0
+    check_holdings(flat)
 
 
 def test_a_prompt_on_many_nodes_costs_little_more_than_on_one() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Coroutine, Iterator
+from typing import Any, Final, TypeVar, cast
 
 import grpc
 import msgspec
 import pytest
 
-from kvstore.index.feed import Trust
+from kvstore.index.feed import Beat, Closed, Delta, Event, Hello, Part, Refused, Trust, Verdict
 from kvstore.index.index import Answer, Member
 from kvstore.ports import IndexStore
 from kvstore.proto import index_pb2 as pb
@@ -26,6 +26,8 @@ WATCHERS = 20
 NODES = 50
 PERIOD_NS = int(WATCH_PERIOD_S * NS_PER_S)
 
+T = TypeVar("T")
+
 
 class Store:
     """Knows these nodes, who say something all the time, and holds nothing."""
@@ -36,6 +38,10 @@ class Store:
             for name in (f"n{number:02}" for number in range(NODES))
         }
         self.asked = 0
+        self.verdict = Verdict.GO_ON
+
+    async def hear(self, event: Event, now_ms: int) -> Verdict:
+        return self.verdict
 
     def members(self, now_ms: int) -> list[Member]:
         self.asked += 1
@@ -136,6 +142,68 @@ def test_watchers_look_together_and_only_at_what_has_changed(
     assert [row.node for row in late.told[0].nodes] == sorted(store.nodes)
     assert min(row.sequence for row in late.told[0].nodes) >= begin_ms - WATCH_PERIOD_S * 1000
     crowd.loop.end()
+
+
+class Asker:
+    """Of the list of the nodes, in virtual time."""
+
+    def __init__(self, service: IndexService) -> None:
+        self.now_ns = 0
+        self._loop = SimLoop(lambda: self.now_ns)
+        self._service = service
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        task: asyncio.Task[T] = self._loop.create_task(work)
+        self._loop.go_on()
+        return task.result()
+
+    def ask(self) -> list[str]:
+        reply = self.run(self._service.Nodes(pb.NodesRequest(), cast("Any", Caller())))
+        return [row.node for row in reply.nodes]
+
+
+def test_all_who_ask_for_the_nodes_are_told_the_same_list(
+    service: IndexService, store: Store
+) -> None:
+    asker = Asker(service)
+    assert [asker.ask() for _ in range(NODES)] == [sorted(store.nodes)] * NODES
+    assert store.asked == 1
+    asker.now_ns = PERIOD_NS - 1
+    assert asker.ask() == sorted(store.nodes)
+    assert store.asked == 1
+    del store.nodes["n03"]
+    asker.now_ns = PERIOD_NS
+    assert asker.ask() == sorted(store.nodes)
+    assert store.asked == 2
+
+
+OF_N1: Final[dict[str, Any]] = {"node": "n01", "incarnation": Incarnation(1), "stream": 1}
+LAST: Final = Part(**OF_N1, sequence=1, number=1, is_last=True, stored=())
+BEAT: Final = Beat(**OF_N1, sequence=1)
+
+
+@pytest.mark.parametrize(
+    ("event", "verdict", "is_news"),
+    [
+        (Hello(**OF_N1, sequence=0), Verdict.GO_ON, True),
+        (Closed(**OF_N1), Verdict.GO_ON, True),
+        (Refused("n01"), Verdict.GO_ON, True),
+        (LAST, Verdict.GO_ON, True),
+        (msgspec.structs.replace(LAST, is_last=False), Verdict.GO_ON, False),
+        (Delta(**OF_N1, sequence=1, changes=()), Verdict.GO_ON, False),
+        (BEAT, Verdict.GO_ON, False),
+        (BEAT, Verdict.ASK, True),
+    ],
+)
+def test_who_comes_or_goes_is_in_the_next_list_of_the_nodes(
+    service: IndexService, store: Store, event: Event, verdict: Verdict, *, is_news: bool
+) -> None:
+    asker = Asker(service)
+    before = asker.ask()
+    del store.nodes["n01"]
+    store.verdict = verdict
+    asker.run(service._tell_store(event))
+    assert (asker.ask() != before) is is_news
 
 
 def test_questions_by_tokens_that_are_too_many_are_refused_at_once(service: IndexService) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.ports import End, Outcome
+from kvstore.transport import reads as reads_module
 from kvstore.transport.pieces import make_pieces, total_bytes
 from kvstore.transport.reads import PIECES_PER_POST_MAX, Post, Reads, Told
 from kvstore.wire.mover import Done, Failed, Limbo
@@ -76,6 +77,50 @@ def test_peers_do_not_wait_for_each_other() -> None:
         if post.peer == "c":
             reads.ended(Outcome(post.read, End.DONE), 2)
     assert {post.peer for post in _posts(reads)} == {"c"}
+
+
+def test_peers_without_more_to_post_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mover asks every 100 µs; whom it read from once may be a thousand."""
+    looked: list[reads_module._Peer] = []
+
+    class Seen(reads_module._Peer):
+        def __getattribute__(self, name: str) -> object:
+            looked.append(self)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(reads_module, "_Peer", Seen)
+    reads = Reads()
+    for number in range(100):
+        begin(reads, number, 5, 1, f"peer-{number}")
+    posts = _posts(reads)
+    assert [post.peer for post in posts] == [f"peer-{number}" for number in range(100)]
+    for post in posts:
+        reads.ended(Outcome(post.read, End.DONE), 2)
+    begin(reads, 100, BIG, 3, "peer-7")
+    looked.clear()
+    assert _posts(reads, 3)
+    reads.pause_ns(3)
+    assert len(set(looked)) == 1
+    reads.forget("peer-7", 4)
+    looked.clear()
+    assert reads.next_post(4) is None
+    assert reads.pause_ns(4) == 0
+    assert not looked
+    assert reads.window_bytes
+
+
+def test_a_peer_whose_transfer_failed_takes_turns_again() -> None:
+    reads = Reads()
+    begin(reads, 1, BIG, 1)
+    first, *others = _posts(reads)
+    reads.ended(Outcome(first.read, End.FAILED, "why"), 2)
+    assert reads.next_post(10**12) is None
+    for post in others:
+        reads.ended(Outcome(post.read, End.DONE), 3)
+    begin(reads, 2, 5, 10**12)
+    begin(reads, 3, 5, 10**12, "c")
+    begin(reads, 4, 5, 10**12)
+    assert [post.peer for post in _posts(reads, 10**12)] == ["b", "c", "b"]
 
 
 def test_a_forgotten_peer_gets_nothing_more_and_its_transfers_end() -> None:

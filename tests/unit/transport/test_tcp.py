@@ -16,7 +16,7 @@ from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Outcome
 from kvstore.serve.certs import make_certificates
 from kvstore.testing.index_process import Lab
-from kvstore.transport import tcp
+from kvstore.transport import tcp, tcp_ends
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
 from kvstore.transport.tcp_ends import Address
@@ -151,3 +151,39 @@ def test_a_port_that_the_mover_before_still_has_is_waited_for(
     monkeypatch.setattr(tcp, "PORT_PATIENCE_S", LIMIT_S)
     monkeypatch.setattr("kvstore.transport.tcp.threading.Event", Pause)
     opened("after", options)
+
+
+def test_who_is_open_is_not_asked_whether_he_is_late(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[tcp_ends.Owner] = []
+
+    class Seen(tcp_ends.Owner):
+        def __getattribute__(self, name: str) -> object:
+            looked.append(self)
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(tcp, "Owner", Seen)
+    owner, reader = opened("b", INSECURE), opened("a", INSECURE)
+    for name in "bcd":
+        reader.connect(name, named(owner.describe(), name))
+        assert read(reader, owner, name).end is End.DONE
+    reader.poll()
+    looked.clear()
+    assert reader.poll() == []
+    assert not looked
+
+
+def test_who_does_not_answer_is_given_up(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_ends, "HELLO_NS", -1)
+    lab = Lab(tmp_path)
+    silent = opened("b.node.kvstore", options_of(lab.files("node", "b")))
+    reader = opened("a", options_of(lab.files("node", "a")))
+    reader.connect("b.node.kvstore", silent.describe())
+    for number in (1, 2):
+        reader.post_read(number, "b.node.kvstore", ALL)
+        (outcome,) = reader.poll()
+        assert outcome.end is End.FAILED
+        assert "it does not answer" in outcome.reason
