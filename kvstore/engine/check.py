@@ -50,7 +50,10 @@ def _check_slots(state: State) -> None:
     slots = state.slots
     writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
     assert bool(((slots.writer != 0) == writable).all()), "a writer without a grant, or reverse"
-    writers = set(np.unique(slots.writer[writable]).tolist())
+    named, counts = np.unique(slots.writer[writable], return_counts=True)
+    writers = set(named.tolist())
+    counted = dict(zip(named.tolist(), counts.tolist(), strict=True))
+    assert counted == slots.writable, "what writers may write is miscounted"
     ours = {FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER}
     assert writers <= {*ours, *state.connections}, "a slot is granted to nobody"
     for writer in writers - ours:
