@@ -11,8 +11,9 @@ from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Command, Offered, OffersUntold
 from kvstore.engine.offers import Offers, _cover
 from kvstore.engine.residency import Change, Residency
+from kvstore.engine.table import BlockTable
 from kvstore.types import Shard, SpaceId, Tier
-from tests.unit.engine.disk import DiskNode, known
+from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, key
 
 
@@ -123,6 +124,22 @@ def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> No
 )
 def test_what_covers(shards: list[Shard], *, whole: bool) -> None:
     assert _cover(frozenset(shards), (SMALL.layer_count, SMALL.kv_head_count)) is whole
+
+
+def test_whether_a_space_holds_anything_takes_no_look_at_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked whenever a session opens."""
+    node = DiskNode()
+    node.step(known(1))
+    Peer(node, "other", tenant="u")
+    offers = node.engine._state.offers
+    mine, none = (("t", SPACE), ("u", SPACE))
+    with monkeypatch.context() as context:
+        context.delattr(BlockTable, "used_scopes")
+        assert [offers.any_held(address) for address in (mine, none)] == [True, False]
+    node.step(Clear(None, None))
+    assert not offers.any_held(mine)
 
 
 def test_an_offer_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
