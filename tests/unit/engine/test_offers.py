@@ -40,11 +40,11 @@ def test_half_a_block_is_no_offer() -> None:
     peer.store(1, 2)
     (first, second) = sorted(set(peer_scopes(node)))
     residency = node.engine._state.residency
-    words = residency.words(residency.rows_in({second}))
+    words = residency.words(residency.rows_in({second}, 2))
     node.engine._state.empty(words[:1], 0)
     node.tick()
     assert len(node.offered) == 1
-    node.engine._state.empty(residency.words(residency.rows_in({first})), 0)
+    node.engine._state.empty(residency.words(residency.rows_in({first}, 2)), 0)
     node.tick()
     assert not node.offered
 
@@ -59,7 +59,7 @@ def test_a_block_that_two_kinds_of_engines_stored_stays_while_either_is_whole() 
     Peer(node, "two", shards=HALVES).store(1)
     residency = node.engine._state.residency
     whole = residency.scopes()[("t", next(iter(node.offered))[2], WHOLE)]
-    node.engine._state.empty(residency.words(residency.rows_in({whole})), 0)
+    node.engine._state.empty(residency.words(residency.rows_in({whole}, 9)), 0)
     node.tick()
     assert len(node.offered) == 1
 
