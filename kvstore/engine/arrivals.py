@@ -102,12 +102,17 @@ class Arrivals:
     def _advance(self, session: int, wait: Wait) -> bool:
         """Lease what has arrived and say so. False: nothing more will come."""
         state, owner = self._state, wait.connection.owner
+        # Most of what arrives is for others: while the first block is on its way, the rest cannot
+        # be leased, and is not looked at.
+        first = wait.keys[:1]
+        if not leading_run(state, owner.scopes, first).count and self.on_their_way(
+            owner.scopes, first
+        ):
+            return True
         run = leading_run(state, owner.scopes, wait.keys)
         count = run.count
         rest = wait.keys[count:]
         promoting = self.on_their_way(owner.scopes, rest)
-        if count == 0 and promoting:
-            return True
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest

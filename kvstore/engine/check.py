@@ -50,7 +50,10 @@ def _check_slots(state: State) -> None:
     slots = state.slots
     writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
     assert bool(((slots.writer != 0) == writable).all()), "a writer without a grant, or reverse"
-    writers = set(np.unique(slots.writer[writable]).tolist())
+    named, counts = np.unique(slots.writer[writable], return_counts=True)
+    writers = set(named.tolist())
+    counted = dict(zip(named.tolist(), counts.tolist(), strict=True))
+    assert counted == slots.writable, "what writers may write is miscounted"
     ours = {FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER}
     assert writers <= {*ours, *state.connections}, "a slot is granted to nobody"
     for writer in writers - ours:
@@ -72,6 +75,9 @@ def _check_blocks(state: State) -> None:
     table = residency.table
     used = table.used_rows()
     assert len(used) == len(table), "row counts differ"
+    named, counts = np.unique(table.scopes[used], return_counts=True)
+    counted = dict(zip(named.tolist(), counts.tolist(), strict=True))
+    assert counted == table.count_of, "rows of scopes are miscounted"
     held = (residency.words(used) >= 0) | (residency.file[used] != 0)
     assert bool(held.all()), "a row whose block no tier holds"
     sealed = np.flatnonzero(slots.state == SlotState.SEALED)
@@ -81,7 +87,7 @@ def _check_blocks(state: State) -> None:
     assert int((residency.row_of_word >= 0).sum()) == len(sealed), "a block in an unsealed slot"
     assert residency.spare_rows >= 0, "a slot has no row for its next block"
     assert residency.dram_count == len(sealed), "blocks in dram are miscounted"
-    for scope in np.unique(table.scopes[used]).tolist():
+    for scope in counted:
         mine = used[table.scopes[used] == scope]
         found = residency.find(scope, table.keys[mine])
         assert bool((found == mine).all()), "the table does not find a row"

@@ -122,6 +122,8 @@ class Engine:
         )
         self._switches = Switches(self._state, self._findings, self._files)
         self._scrubs = Scrubs(self._state)
+        self._clear_from = 0
+        """Row behind the last one that was cleared."""
         self.explain = Explain(self._state, self._findings)
         """Why recent requests hit or missed."""
 
@@ -291,7 +293,10 @@ class Engine:
         """Forget up to CLEAR_ROWS_MAX blocks in every tier. Credits stay out; readers see
         generations change."""
         residency = self._state.residency
-        rows = residency.rows_in(residency.scopes_of(tenant, space))[:CLEAR_ROWS_MAX]
+        scopes = residency.scopes_of(tenant, space)
+        rows = residency.rows_in(scopes, CLEAR_ROWS_MAX, begin=self._clear_from)
+        if len(rows):
+            self._clear_from = int(rows[-1]) + 1
         in_file = rows[residency.file[rows] != 0]
         words = residency.words(rows)
         stamp = self._state.stamp(why)

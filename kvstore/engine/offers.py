@@ -57,8 +57,8 @@ class Offers:
 
     def any_held(self, address: Address) -> bool:
         """Whether a tier holds anything of a space."""
-        scopes = set(self._residency.shards(*address).values())
-        return len(self._residency.rows_in(scopes)) > 0
+        count_of = self._residency.table.count_of
+        return any(scope in count_of for scope in self._residency.shards(*address).values())
 
     def _judge(self, change: Change) -> Iterator[Offered]:
         tenant, space, shard = change.scope

@@ -287,12 +287,9 @@ def spaces(state: State) -> list[SpaceReport]:
 def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
     """Up to `limit` blocks whose space begins with the hex digits `space`."""
     residency, slots = state.residency, state.slots
-    rows = residency.table.used_rows()
-    if space:
-        wanted = {n for (_, s, _), n in residency.scopes().items() if s.hex().startswith(space)}
-        rows = residency.rows_in(wanted)
+    wanted = {n for (_, s, _), n in residency.scopes().items() if s.hex().startswith(space)}
     out = []
-    for row in rows[: min(limit, ROWS_MAX)].tolist():
+    for row in residency.rows_in(wanted, min(limit, ROWS_MAX)).tolist():
         tenant, its_space, shard = residency.address(int(residency.table.scopes[row]))
         word = int(residency.words(np.array([row]))[0])
         held = [(word >= 0, "dram"), (int(residency.file[row]) != 0, "file")]

@@ -11,12 +11,14 @@ Everything that changes where a block lives is here. Does not cover: slots (`slo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.journal import Journal
-from kvstore.engine.table import BlockTable, Keys, Rows
+from kvstore.engine.table import NO_ROWS, BlockTable, Keys, Rows
 from kvstore.engine.tombstones import Tombstones, Why, restamp
 from kvstore.types import Shard, SpaceId, Tier
 
@@ -24,6 +26,8 @@ Scope = tuple[str, SpaceId, Shard]
 
 NOT_IN_FILE = 0
 SCOPE_COUNT_MAX = 4096
+SCAN_ROWS = 262_144
+"""Looked at together: about 1 ms."""
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
@@ -281,8 +285,26 @@ class Residency:
             return int((self.file != NOT_IN_FILE).sum())
         return 0
 
-    def rows_in(self, scopes: set[int]) -> Rows:
-        """All rows of these scopes, ascending."""
+    def rows_in(self, scopes: set[int], count_max: int, *, begin: int = 0) -> Rows:
+        """Rows of these scopes, from row `begin` on and then from the first: all, or so many.
+
+        Who takes them slice by slice begins each behind the one before: all other rows on the way
+        are then looked at once, not each time."""
+        missing = min(count_max, sum(self.table.count_of[scope] for scope in scopes))
         wanted = np.zeros(self._next_scope, dtype=bool)
         wanted[sorted(scopes)] = True
-        return np.flatnonzero(wanted[self.table.used_scopes])
+        used, found = self.table.used_scopes, [NO_ROWS]
+        for window in _windows(begin, len(used)):
+            if not missing:
+                break
+            found.append(np.flatnonzero(wanted[used[window]])[:missing] + window.start)
+            missing -= len(found[-1])
+        assert not missing, "rows of scopes are miscounted"
+        return np.concatenate(found)
+
+
+def _windows(begin: int, end: int) -> Iterator[slice]:
+    """All up to `end`, once, from `begin` on and then from the first."""
+    for first, last in ((begin, end), (0, begin)):
+        for start in range(first, last, SCAN_ROWS):
+            yield slice(start, min(start + SCAN_ROWS, last))

@@ -17,7 +17,7 @@ Does not cover: which block is in a slot (`residency`), when to free (`engine`, 
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -129,6 +129,9 @@ class Slots:
         self._journal = journal
         self.writer = np.zeros(word_count, dtype=np.int64)
         """Connection that may write, while GRANTED or QUARANTINED."""
+        self.writable: Counter[int] = Counter()
+        """How many slots each writer may write, of those who may write any: a look at the whole
+        column for nothing takes 12 ms with 1 TiB."""
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
         """Whose quota a slot counts for, unless it is FREE."""
@@ -218,7 +221,17 @@ class Slots:
 
     def _name_writer(self, words: Words, writer: int) -> None:
         self._journal.name_writer(words, writer)
+        self._count_writers(self.writer[words], -1)
         self.writer[words] = writer
+        self._count_writers(self.writer[words], 1)
+
+    def _count_writers(self, writers: NDArray[np.int64], sign: int) -> None:
+        """Slots have, or lose with -1, these writers."""
+        named, counts = np.unique(writers[writers != 0], return_counts=True)
+        for writer, count in zip(named.tolist(), counts.tolist(), strict=True):
+            self.writable[writer] += sign * count
+            if not self.writable[writer]:
+                del self.writable[writer]
 
     def _sealed(self, words: Words, cause: int) -> Pool:
         self._change(words, SlotEvent.SEAL, cause)
@@ -435,7 +448,7 @@ class Slots:
 
     def of_writer(self, writer: int) -> Words:
         """Slots that this connection may still write."""
-        return np.flatnonzero(self.writer == writer) if writer else NONE
+        return np.flatnonzero(self.writer == writer) if writer in self.writable else NONE
 
     # ── taken over ───────────────────────────────────────────────────────────────────────────────
 
@@ -460,6 +473,7 @@ class Slots:
         # Not in the journal: what it says of a writer whom it cannot name, it is to say again.
         self.writer[found.held] = found.writers
         self.writer[found.doubtful] = UNKNOWN_WRITER
+        self._count_writers(self.writer, 1)
         self.stamps[self.state != SlotState.SEALED] = 0
         # A slot may have been sealed just before it was given its stamp.
         self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1

@@ -7,6 +7,8 @@ seal of a (space, shard, key) wins, the other slot is free again.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -141,13 +143,14 @@ class Stores:
         sessions = [owner for owner in self._state.owners.values() if owner.open_session]
         active = {size for owner in sessions for size in owner.slot_sizes}
         self._state.slots.forget_pools(keep=active)
+        # Hundreds of sessions have few kinds of slots, and this runs on nearly every step.
+        kinds = Counter(frozenset(owner.slot_sizes) for owner in sessions)
         for owner in sessions:
             if owner.known and self._state.is_off(*owner.known):
                 continue
             pools = [self._state.slots.pools[size] for size in owner.slot_sizes]
-            sharing = sum(
-                set(other.slot_sizes) & set(owner.slot_sizes) != set() for other in sessions
-            )
+            mine = frozenset(owner.slot_sizes)
+            sharing = sum(count for kind, count in kinds.items() if kind & mine)
             target = self._admission.credit_target(pools, sessions=sharing)
             if self._state.slots.quotas.any:
                 target = min(target, self._credit_limit(owner, sessions))

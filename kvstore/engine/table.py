@@ -13,6 +13,7 @@ Cost per row: key 32, scope 4, cell number 4, cells 16 bytes. Callers insert abs
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,8 @@ class BlockTable:
         self._fresh = 0
         """Rows from here on were never used."""
         self.row_count_max = row_count_max
+        self.count_of: Counter[int] = Counter()
+        """Rows of each scope that has any."""
         # Single cells are read through views: a tenth of the cost of indexing an array.
         self._cell_view = self._cells.data
         self._scope_view = self.scopes.data
@@ -135,11 +138,14 @@ class BlockTable:
     def insert(self, scope: int, keys: Keys) -> Rows:
         """New rows for absent, distinct keys; the caller checked `free_count`."""
         n = len(keys)
+        if n == 0:
+            return NO_ROWS
         assert scope > 0, "scope 0 marks free rows"
         assert n <= self.free_count, "the table is full"
         rows = self._take_rows(n)
         self.keys[rows] = keys
         self.scopes[rows] = scope
+        self.count_of[scope] += n
         self._place(rows)
         return rows
 
@@ -175,7 +181,12 @@ class BlockTable:
         """Forget these rows, which must be in use and distinct."""
         if len(rows) == 0:
             return
-        assert bool((self.scopes[rows] != 0).all()), "a row is deleted twice"
+        scopes, counts = np.unique(self.scopes[rows], return_counts=True)
+        assert scopes[0] != 0, "a row is deleted twice"
+        for scope, count in zip(scopes.tolist(), counts.tolist(), strict=True):
+            self.count_of[scope] -= count
+            if not self.count_of[scope]:
+                del self.count_of[scope]
         cells = self._cell_of[rows].astype(np.int64)
         self._cells[cells] = _EMPTY
         self.scopes[rows] = 0

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvstore.engine import fetches as fetches_module
 from kvstore.engine.arrivals import Arrivals, Wait
 from kvstore.engine.events import Clear, Fetched, Locate, Located
-from kvstore.engine.fetches import ABSENT_NS, AVOID_FIRST_NS, AVOID_MOST_NS, UNANSWERED_MAX
+from kvstore.engine.fetches import (
+    ABSENT_NS,
+    AVOID_FIRST_NS,
+    AVOID_MOST_NS,
+    UNANSWERED_MAX,
+    Fetches,
+)
 from kvstore.engine.state import Off
+from kvstore.engine.table import Keys, Rows
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease, LeaseReply, Measured
 from tests.unit.engine.disk import SPACE, DiskNode, known
@@ -337,6 +346,31 @@ def test_waits_are_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -
     fetched = [Fetched(fetch.job, bytes(1), peer_failed=False) for fetch in node.fetches]
     node.step(*fetched)
     assert sorted(looks) == list(range(1, 9))
+
+
+def test_who_waits_for_the_first_looks_at_no_other_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives is mostly for others, and hundreds of requests may wait."""
+    looks = []
+    coming = Fetches.coming
+
+    def counted(its: Fetches, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        looks.append(len(keys))
+        return coming(its, scope, keys, rows)
+
+    node, peer = attached(slots=64)
+    other = Peer(node, "f")
+    other.lease(1, 8, 9)
+    peer.lease(1, *range(1, 8))
+    node.locate(("far", 2))
+    node.locate(("far", 7))
+    with monkeypatch.context() as context:
+        context.setattr(Fetches, "coming", counted)
+        node.arrive()
+    assert len(pairs(more(node, other))) == 2
+    assert not node.count(peer.scheduler, LeaseMore)
+    assert max(looks) == 1, "of the seven"
+    node.arrive()
+    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (7, 0)
 
 
 def test_no_more_than_a_quarter_of_the_arena_is_fetched_at_a_time(

@@ -11,8 +11,9 @@ from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Command, Offered, OffersUntold
 from kvstore.engine.offers import Offers, _cover
 from kvstore.engine.residency import Change, Residency
+from kvstore.engine.table import BlockTable
 from kvstore.types import Shard, SpaceId, Tier
-from tests.unit.engine.disk import DiskNode, known
+from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, key
 
 
@@ -39,11 +40,11 @@ def test_half_a_block_is_no_offer() -> None:
     peer.store(1, 2)
     (first, second) = sorted(set(peer_scopes(node)))
     residency = node.engine._state.residency
-    words = residency.words(residency.rows_in({second}))
+    words = residency.words(residency.rows_in({second}, 2))
     node.engine._state.empty(words[:1], 0)
     node.tick()
     assert len(node.offered) == 1
-    node.engine._state.empty(residency.words(residency.rows_in({first})), 0)
+    node.engine._state.empty(residency.words(residency.rows_in({first}, 2)), 0)
     node.tick()
     assert not node.offered
 
@@ -58,7 +59,7 @@ def test_a_block_that_two_kinds_of_engines_stored_stays_while_either_is_whole() 
     Peer(node, "two", shards=HALVES).store(1)
     residency = node.engine._state.residency
     whole = residency.scopes()[("t", next(iter(node.offered))[2], WHOLE)]
-    node.engine._state.empty(residency.words(residency.rows_in({whole})), 0)
+    node.engine._state.empty(residency.words(residency.rows_in({whole}, 9)), 0)
     node.tick()
     assert len(node.offered) == 1
 
@@ -123,6 +124,22 @@ def test_what_a_space_lost_is_taken_back_though_its_scopes_are_forgotten() -> No
 )
 def test_what_covers(shards: list[Shard], *, whole: bool) -> None:
     assert _cover(frozenset(shards), (SMALL.layer_count, SMALL.kv_head_count)) is whole
+
+
+def test_whether_a_space_holds_anything_takes_no_look_at_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked whenever a session opens."""
+    node = DiskNode()
+    node.step(known(1))
+    Peer(node, "other", tenant="u")
+    offers = node.engine._state.offers
+    mine, none = (("t", SPACE), ("u", SPACE))
+    with monkeypatch.context() as context:
+        context.delattr(BlockTable, "used_scopes")
+        assert [offers.any_held(address) for address in (mine, none)] == [True, False]
+    node.step(Clear(None, None))
+    assert not offers.any_held(mine)
 
 
 def test_an_offer_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

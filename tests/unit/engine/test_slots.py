@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,29 @@ def test_writers_are_known_while_they_may_write() -> None:
     slots.free(words[1:], 4)
     assert len(slots.of_writer(5)) == 0
     assert len(slots.of_writer(0)) == 0, "0 is nobody"
+
+
+def test_who_may_write_nothing_is_not_looked_for() -> None:
+    """The column is as long as the arena, and every end of a process asks several times."""
+
+    class Looked(np.ndarray):
+        looks = 0
+
+        def __eq__(self, other: object) -> Any:
+            Looked.looks += 1
+            return super().__eq__(other)
+
+    slots, pool = one_pool()
+    slots.writer = slots.writer.view(Looked)
+    mine = slots.grant(pool, 2, writer=5, session=9, cause=1)
+    others = slots.grant(pool, 2, writer=6, session=9, cause=2)
+    assert [len(slots.of_writer(writer)) for writer in (5, 6, 7)] == [2, 2, 0]
+    assert Looked.looks == 2
+    slots.free(np.concatenate([mine, others[:1]]), 3)
+    seal(slots, others[1:], 4)
+    assert [len(slots.of_writer(writer)) for writer in (5, 6, 7, 0)] == [0] * 4
+    assert Looked.looks == 2
+    assert not slots.writable, "connections come and go for years"
 
 
 def test_more_than_is_free_is_not_granted() -> None:

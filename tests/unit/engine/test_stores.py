@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
 from kvstore.engine import engine as engine_module
+from kvstore.engine.admission import Admission
 from kvstore.engine.events import Clear, Cleared, Ended, Exited, FileKnown, Received
+from kvstore.engine.slots import Pool
 from kvstore.types import ConnectionId, Shard
 from kvstore.wire.messages import Grant, LeaseAsk, LeaseRelease, LeaseReply, Quiesce, Quiet, Seal
 from kvstore.wire.space import fingerprint
@@ -295,6 +299,59 @@ def test_sessions_share_the_credits() -> None:
     for i in range(8):
         first.seal(i)
     assert len(first.unused()) == 4
+
+
+def test_who_shares_what_is_counted_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where two sessions have nothing in common but a third."""
+    node = Node(slots=64, slab_slots=16)
+    large = space("large", layer_bytes=32 << 10)
+    for name, shards, its_space in (
+        ("a", (WHOLE,), SMALL),
+        ("b", (WHOLE,), space("whole")),
+        ("c", UNEVEN, space("uneven")),
+        ("d", (WHOLE,), SMALL),
+        ("e", UNEVEN, large),
+        ("f", HALVES, large),
+    ):
+        Peer(node, name, shards=shards, space=its_space)
+    told: list[tuple[list[int], int]] = []
+    target = Admission.credit_target
+
+    def spy(admission: Admission, pools: list[Pool], *, sessions: int) -> int:
+        told.append(([pool.slot_bytes for pool in pools], sessions))
+        return target(admission, pools, sessions=sessions)
+
+    monkeypatch.setattr(Admission, "credit_target", spy)
+    node.tick()
+    owners = node.engine._state.owners.values()
+    kinds = [set(owner.slot_sizes) for owner in owners]
+    assert told == [
+        (list(owner.slot_sizes), sum(bool(kind & mine) for kind in kinds))
+        for owner, mine in zip(owners, kinds, strict=True)
+    ]
+    assert len({sharing for _, sharing in told}) > 1
+
+
+def test_topping_up_looks_at_each_session_as_often_however_many_there_are() -> None:
+    class Sizes(tuple[int, ...]):
+        __slots__ = ()
+        looks = 0
+
+        def __iter__(self) -> Iterator[int]:
+            Sizes.looks += 1
+            return super().__iter__()
+
+    def looks_of(count: int) -> int:
+        node = Node(slots=64)
+        for number in range(count):
+            Peer(node, f"e{number}")
+        for owner in node.engine._state.owners.values():
+            owner.slot_sizes = Sizes(owner.slot_sizes)
+        Sizes.looks = 0
+        node.tick()
+        return Sizes.looks
+
+    assert looks_of(8) == 2 * looks_of(4) > 0
 
 
 def test_credits_are_bounded_in_number() -> None:

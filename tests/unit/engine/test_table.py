@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -58,6 +60,7 @@ class Checked:
             one_by_one = [self.table.find(scope, words(n)).tolist()[0] for n in numbers]
             assert one_by_one == expected
         assert len(self.table) == len(self.model)
+        assert dict(self.table.count_of) == Counter(scope for scope, _ in self.model)
         assert self.table.free_count == self.table.row_count_max - len(self.model)
         assert self.table.used_rows().tolist() == sorted(self.model.values())
         assert np.count_nonzero(self.table._cells) == len(self.model)
