@@ -40,7 +40,7 @@ FULL: Final[dict[str, Part]] = {
     "index": lambda: index.measure(entries=10_000_000, matches=2000),
     "index_grpc": lambda: index.measure_served(rounds=3),
     "fetch": lambda: fetch.measure(bytes_a_round=64 * MIB, rounds=9),
-    "ttft": lambda: ttft.measure(prompts=20, size="bench"),
+    "ttft": lambda: ttft.measure(prompts=12, size="bench"),
     "congestion": lambda: congestion.measure(flow_bytes=GIB, read_bytes=GIB, rounds=4),
     "scale": lambda: scale.measure(entries=100_000_000, nodes=1000),
 }
