@@ -15,6 +15,7 @@ Pure: bytes are seen through memoryviews. Does not cover: moving them (`kvstore.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import xxhash
@@ -50,6 +51,16 @@ class Assembly:
             and _fill(targets, runs.targets, runs.target_offsets, runs.lengths)
         ):
             raise ValueError("shards that do not cover the same layers and heads, each once")
+        self._prefixes = [scope.prefix() for scope in sources]
+        self._same = [sources.index(scope) if scope in sources else None for scope in targets]
+        """Of each target, the source that is the same."""
+
+    @cached_property
+    def _ranges(self) -> list[tuple[int, int, int, int]]:
+        """(source, target, offset, length) of each run, when blocks are looked at."""
+        runs = self.runs
+        parts = (runs.sources, runs.targets, runs.target_offsets, runs.lengths)
+        return list(zip(*(part.tolist() for part in parts), strict=True))
 
     def moves(
         self, source_offsets: NDArray[np.int64], target_offsets: NDArray[np.int64]
@@ -77,17 +88,15 @@ class Assembly:
             checksums: as the peer told them, by source.
         """
         assert len(key) == KEY_BYTES
-        digests = [xxhash.xxh3_128(header(scope.prefix(), key)) for scope in self.sources]
-        runs = self.runs
-        ranges = (runs.sources, runs.targets, runs.target_offsets, runs.lengths)
-        for source, target, begin, length in zip(*(r.tolist() for r in ranges), strict=True):
+        digests = [xxhash.xxh3_128(header(prefix, key)) for prefix in self._prefixes]
+        for source, target, begin, length in self._ranges:
             digests[source].update(slots[target][begin : begin + length])
         if any(d.digest() != told for d, told in zip(digests, checksums, strict=True)):
             return None
         made = []
-        for number, scope in enumerate(self.targets):
-            if scope in self.sources:
-                made.append(checksums[self.sources.index(scope)])
+        for number, (scope, same) in enumerate(zip(self.targets, self._same, strict=True)):
+            if same is not None:
+                made.append(checksums[same])
                 continue
             digest = xxhash.xxh3_128(header(scope.prefix(), key))
             digest.update(slots[number][: scope.block_bytes])
