@@ -10,10 +10,14 @@ over tcp, as between machines.
 from __future__ import annotations
 
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Literal
+
+import psutil
 
 from bench import record
 from bench.cluster.fetch import UCX, environment
@@ -36,6 +40,9 @@ TRANSPORT: Final = "nixl"
 GOAL: Final = 1.6
 GOAL_CAME: Final = 0.95
 """Of prompts: what did not come wholly is in no median."""
+PATIENCE_S: Final = 30.0
+LOOK_S, REST = 0.3, 0.1
+"""An engine is at rest that takes less than this part of a core, for so long."""
 
 
 def measure(*, prompts: int, size: Size) -> dict[str, Any]:
@@ -56,6 +63,7 @@ def measure(*, prompts: int, size: Size) -> dict[str, Any]:
             computed_ms, *_ = _ask(there, prompt)
             # A prompt is stored, and told to the index, when the node has it in whole blocks.
             settled(there, pair.a, _holds(number * HIT_TOKENS // BLOCK_TOKENS))
+            _wait_for_rest(there)
             fetched_ms, own, external, from_peer = _ask(here, prompt)
             own_ms, again, *_ = _ask(here, prompt)
             if number == 1:
@@ -81,6 +89,21 @@ def measure(*, prompts: int, size: Size) -> dict[str, Any]:
             "samples_ms": times,
         },
     }
+
+
+def _wait_for_rest(engine: Engine) -> None:
+    """Until it does nothing: vLLM's processes look for more work for a second without a pause, on
+    cores that are the other engine's here, and would not be on a machine of their own."""
+    root = psutil.Process(engine.server_pid)
+    processes = [root, *root.children(recursive=True)]
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        before_s = sum(sum(each.cpu_times()[:2]) for each in processes)
+        threading.Event().wait(LOOK_S)
+        if sum(sum(each.cpu_times()[:2]) for each in processes) - before_s < REST * LOOK_S:
+            return
+        if time.monotonic() > deadline_s:
+            raise NotMeasured("the engine that has nothing to do does not rest")
 
 
 def _holds(blocks: int) -> Callable[[int, int], bool]:
