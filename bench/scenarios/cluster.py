@@ -9,8 +9,8 @@ scale       an index of 1,000 nodes and 100,000,000 blocks, simulated; and the p
 
 What a machine cannot measure is in the record as "not_measured", and why. Only a run of all parts
 at full size writes bench/results/cluster.json and cluster.png, and meanwhile what it has so far to
-build/cluster.json; `--only` and `--quick` print. Judges
-nothing: goals stand beside the figures, and whether they were met.
+build/cluster.json; `--only` and `--quick` print, and `--again` measures one part of the last record
+anew. Judges nothing: goals stand beside the figures, and whether they were met.
 """
 
 from __future__ import annotations
@@ -96,11 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Nodes as one cache, in numbers.")
     parser.add_argument("--only", choices=list(FULL), help="one part, which is printed")
+    parser.add_argument("--again", choices=list(FULL), help="one part anew, in the last record")
     parser.add_argument("--quick", action="store_true", help="tiny amounts, which say nothing")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("The benchmark was terminated."))
     console = Console()
     parts = QUICK if options.quick else FULL
+    if options.again:
+        return _again(console, options.again)
     results: dict[str, Any] = {}
     for name, part in parts.items():
         if options.only in (None, name):
@@ -116,6 +119,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "figures" in results["scale"]:
         picture.draw(results, path.with_suffix(".png"))
     console.print(f"wrote {path.relative_to(record.ROOT)}", highlight=False)
+    return 0
+
+
+def _again(console: Console, name: str) -> int:
+    """One part of the last record replaced; of what machine and commit, it says itself."""
+    path = record.RESULTS / "cluster.json"
+    before = json.loads(path.read_text())
+    console.print(f"{name} …", highlight=False)
+    before[name] = {**measured(FULL[name]), "measured_later": record.environment()}
+    console.print(table({name: before[name]}), highlight=False)
+    path.write_text(json.dumps(before, indent=1) + "\n")
     return 0
 
 
