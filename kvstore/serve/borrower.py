@@ -151,7 +151,10 @@ class Borrower:
         self._credentials = credentials
         self._dial = dial
         self._jitter = jitter or aio.jitter
+        self._members = {who.node}
+        """All that the index named the last time."""
         self._addresses: dict[str, str] = {}
+        """Of those who can be asked."""
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
         self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
         self._askers = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix="ask-index")
@@ -202,14 +205,16 @@ class Borrower:
         try:
             begin_ns = self._clock.now_ns()
             answer = await _on(self._askers, lambda: self._match(command, begin_ns))
-            candidates = tuple(
-                Candidate(match.holder.node, match.file_blocks)
+            # What an engine has in its own memory, nobody lends.
+            found = {
+                match.holder.node: match.file_blocks
                 for match in answer.matches
-                if match.holder.node != self._who.node
-                # What an engine has in its own memory, nobody lends.
-                and not match.holder.engine
-                and match.file_blocks
-                and match.holder.node in self._addresses
+                if match.file_blocks and not match.holder.engine
+            }
+            if not found.keys() <= self._members:  # it has just joined
+                await self._look()
+            candidates = tuple(
+                Candidate(node, blocks) for node, blocks in found.items() if node in self._addresses
             )
             located = Located(command.locate, candidates)
         except (IndexUnavailable, ValueError) as error:  # away, or it refuses the question
@@ -231,22 +236,27 @@ class Borrower:
         )
 
     async def _follow_members(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(MEMBERS_EVERY_S * (0.5 + self._jitter()))
+
+    async def _look(self) -> None:
+        """Who is a member now."""
         assert self.index is not None
         index = self.index
-        while True:
-            try:
-                members = await _on(self._askers, lambda: index.nodes(timeout_s=MEMBERS_EVERY_S))
-            except (IndexUnavailable, ValueError) as error:
-                self._note("the index", str(error))
-            else:
-                self._note("the index", "")
-                self._addresses = {
-                    member.node: member.address
-                    for member in members.nodes
-                    if member.address and member.node != self._who.node
-                }
-                self._forget_departed()
-            await asyncio.sleep(MEMBERS_EVERY_S * (0.5 + self._jitter()))
+        try:
+            members = await _on(self._askers, lambda: index.nodes(timeout_s=MEMBERS_EVERY_S))
+        except (IndexUnavailable, ValueError) as error:
+            self._note("the index", str(error))
+            return
+        self._note("the index", "")
+        self._members = {self._who.node, *(member.node for member in members.nodes)}
+        self._addresses = {
+            member.node: member.address
+            for member in members.nodes
+            if member.address and member.node != self._who.node
+        }
+        self._forget_departed()
 
     def _forget_departed(self) -> None:
         """Nodes that are no members any more, and sessions that have ended: who has left is not

@@ -347,6 +347,23 @@ def test_of_who_is_no_member_any_more_nothing_is_kept() -> None:
     run(body)
 
 
+def test_who_has_just_joined_is_fetched_from_at_once() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        address = two.index.addresses.pop("b")
+        two.a.borrower._members.discard("b")
+        two.a.borrower._addresses.pop("b", None)
+        two.index.holders["b"] = 1
+        two.index.addresses["b"] = address
+        engine = Stored(two.a, "ea")
+        more = await two.lease(engine, 1, 1)
+        assert more.from_peer == 1
+        two.a.hear(engine.scheduler, release(1))
+        await two.at_rest()
+
+    run(body)
+
+
 async def _read_to_its_end(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
