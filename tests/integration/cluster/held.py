@@ -47,6 +47,8 @@ from tests.integration.node.conftest import eventually
 BLOCKS: Final = 256
 """16 MiB: one fetch."""
 DRAM: Final = "128MiB"
+SLICE_S: Final = 200e-6
+"""How long a mover is let go that is to be stopped while it moves."""
 ANSWER_S: Final = 2.5
 """Promise P2: recompute is decided on within 250 ms; a busy machine is given ten times that."""
 ENDS_S: Final = 60.0
@@ -384,10 +386,14 @@ class Scene:
                 request.ask()
                 there = comes(lambda now: now.lent > before.lent)
                 arrived, deadline_s = self.arrivals(keys), time.monotonic() + STAGE_S
-                self.go("mover there")
+                sender = self.stopped["mover there"].pid
                 while not arrived() and time.monotonic() < deadline_s:
-                    pass  # all of it takes no longer than a pause here would
-                self.stop("mover there")
+                    # A little at a time: all of it would have come before it is seen to begin.
+                    os.kill(sender, signal.SIGCONT)
+                    until_s = time.monotonic() + SLICE_S
+                    while time.monotonic() < until_s:
+                        pass
+                    os.kill(sender, signal.SIGSTOP)
                 there &= 0 < arrived() < BLOCKS
             case _:
                 self.stop("mover there")
