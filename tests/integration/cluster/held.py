@@ -387,13 +387,9 @@ class Scene:
                 there = comes(lambda now: now.lent > before.lent)
                 arrived, deadline_s = self.arrivals(keys), time.monotonic() + STAGE_S
                 sender = self.stopped["mover there"].pid
-                while not arrived() and time.monotonic() < deadline_s:
-                    # A little at a time: all of it would have come before it is seen to begin.
-                    os.kill(sender, signal.SIGCONT)
-                    until_s = time.monotonic() + SLICE_S
-                    while time.monotonic() < until_s:
-                        pass
-                    os.kill(sender, signal.SIGSTOP)
+                with contextlib.suppress(ProcessLookupError):  # stopped for too long, it was killed
+                    while not arrived() and time.monotonic() < deadline_s:
+                        _let_go_for_a_moment(sender)
                 there &= 0 < arrived() < BLOCKS
             case _:
                 self.stop("mover there")
@@ -444,3 +440,12 @@ class Scene:
 
     def _supervisors_open(self) -> list[Counter[str]]:
         return [open_now(node.supervisor_pid) for node in (self.pair.a, self.pair.b)]
+
+
+def _let_go_for_a_moment(pid: int) -> None:
+    """All of a fetch would have come before it is seen to begin. Raises ProcessLookupError."""
+    os.kill(pid, signal.SIGCONT)
+    until_s = time.monotonic() + SLICE_S
+    while time.monotonic() < until_s:
+        pass  # a pause would take longer
+    os.kill(pid, signal.SIGSTOP)
