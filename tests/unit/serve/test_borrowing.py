@@ -355,11 +355,8 @@ def test_who_has_just_joined_is_fetched_from_at_once() -> None:
         two.a.borrower._addresses.pop("b", None)
         two.index.holders["b"] = 1
         two.index.addresses["b"] = address
-        engine = Stored(two.a, "ea")
-        more = await two.lease(engine, 1, 1)
+        more = await two.lease(Stored(two.a, "ea"), 1, 1)
         assert more.from_peer == 1
-        two.a.hear(engine.scheduler, release(1))
-        await two.at_rest()
 
     run(body)
 
