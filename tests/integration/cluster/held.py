@@ -196,8 +196,11 @@ class Scene:
         self.heal(self.stored(next(self._seeds)))
         self._rest()
         self._machinery = [*machinery(pair.a), *machinery(pair.b)]
+        # Two pipes more while a child is on its way to its program.
         assert eventually(
-            lambda: all(found["children"] == 2 for found in self._supervisors_open()),
+            lambda: all(
+                found["children"] == 2 and found["pipe"] == 1 for found in self._supervisors_open()
+            ),
             timeout_s=P3_S,
         )
         self._supervisors = self._supervisors_open()
