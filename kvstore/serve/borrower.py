@@ -15,6 +15,7 @@ Does not cover: what is worth it (`engine.fetches`), sessions (`peer_session`), 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -212,7 +213,9 @@ class Borrower:
                 if match.file_blocks and not match.holder.engine
             }
             if not found.keys() <= self._members:  # it has just joined
-                await self._look()
+                with contextlib.suppress(TimeoutError):  # who waits has no time for more
+                    async with asyncio.timeout(LOCATE_TIMEOUT_S):
+                        await self._look()
             candidates = tuple(
                 Candidate(node, blocks) for node, blocks in found.items() if node in self._addresses
             )

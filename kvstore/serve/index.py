@@ -46,8 +46,8 @@ WATCH_KEYS_MAX: Final = 1024
 TOKEN_QUESTIONS_MAX: Final = 16
 """Prompts of tokens that wait for their keys: a second of work and 32 MiB, or so."""
 WATCH_PERIOD_S: Final = 0.1
-"""A watcher is told at most this often; what came and went in between is left out. A
-list of the nodes is told to all who ask for so long."""
+"""A watcher is told at most this often; what came and went in between is left out. All who ask for
+the nodes are told one list for so long."""
 READER_TIMEOUT_S: Final = 5.0
 """Who takes longer to read what he watches is hung up on."""
 HELLO_TIMEOUT_S: Final = 5.0

@@ -165,6 +165,10 @@ class MoverParty:
     def arena(self) -> NDArray[np.uint8]:
         return self._arena.array
 
+    @property
+    def has_huge_pages(self) -> bool:
+        return self._arena.huge_pages
+
     def descriptor(self) -> bytes:
         assert self.registered is not None
         return self.registered.descriptor

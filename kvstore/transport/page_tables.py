@@ -38,15 +38,15 @@ class PageTables:
         begin = self.filled_bytes
         if begin >= self._size_bytes:
             return False
-        # Never what is not there: its pages would be this process's to take.
-        end = min(begin + PART_BYTES, os.lseek(self._fd, begin, os.SEEK_HOLE))
-        if end == begin:
-            return False
         try:
+            # Never what is not there: its pages would be this process's to take.
+            end = min(begin + PART_BYTES, os.lseek(self._fd, begin, os.SEEK_HOLE))
+            if end == begin:
+                return False
             for mapped in self._mappings:
                 fill_page_tables(mapped, begin, end)
         except OSError:
-            # No memory for tables: reads will fault them in, one by one.
+            # No memory for tables, or a kernel that does not say: reads fault them in, one by one.
             end = self._size_bytes
         self.filled_bytes = end
         return True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 
 from kvstore.transport import nixl
-from kvstore.transport.nixl import FORGOTTEN_MAX, Nixl
+from kvstore.transport.nixl import FORGOTTEN_MAX, PROGRESS_US, Nixl, sleeping_progress
 from kvstore.wire.mover import decode_descriptor, encode
 
 SIZE = 1 << 16
@@ -108,3 +111,33 @@ def test_all_that_are_connected_stay(transport: Nixl, agent: Agent) -> None:
     transport.forget(names[0])
     transport.forget("nobody")
     assert agent.remote == names
+
+
+class Config:
+    """As in 1.5: whoever makes an agent sets a delay of 0."""
+
+    def __init__(self) -> None:
+        self.us = -1
+
+    @property
+    def pthrDelay(self) -> int:
+        return self.us
+
+    @pthrDelay.setter
+    def pthrDelay(self, us: int) -> None:
+        self.us = us
+
+
+class OtherConfig:
+    """Of a release that has no such delay."""
+
+
+@pytest.mark.parametrize(("made", "us"), [(Config, PROGRESS_US), (OtherConfig, 0)])
+def test_progress_threads_sleep_where_that_can_be_said(made: type[Any], us: int) -> None:
+    bindings = SimpleNamespace(nixlAgentConfig=made)
+    with sleeping_progress(bindings):
+        config = bindings.nixlAgentConfig()
+        config.pthrDelay = 0
+    assert isinstance(config, made)
+    assert config.pthrDelay == us
+    assert bindings.nixlAgentConfig is made

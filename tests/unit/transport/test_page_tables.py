@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 
@@ -88,13 +89,16 @@ def test_it_goes_on_where_it_was(mapped: Mapped) -> None:
     assert resident_bytes(mapped.writable) == ARENA_BYTES
 
 
-def test_without_memory_for_tables_it_leaves_off(
-    mapped: Mapped, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("call", "code"), [("fill_page_tables", errno.ENOMEM), ("os.lseek", errno.EINVAL)]
+)
+def test_what_the_kernel_refuses_is_left_to_faults(
+    mapped: Mapped, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
+        raise OSError(code, os.strerror(code))
 
     mapped.arena.populate(0, ARENA_BYTES)
-    monkeypatch.setattr(page_tables, "fill_page_tables", refuse)
+    monkeypatch.setattr(f"{page_tables.__name__}.{call}", refuse)
     assert mapped.fill() == 1
     assert resident_bytes(mapped.writable) == 0
