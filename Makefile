@@ -23,11 +23,14 @@ PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check
 # Python itself would find ./kvstore before the installed one; both are the same files, but only the
 # installed one knows kvstore.connector and kvstore.kernels from everywhere.
 PYTEST := $(BIN)/python -m pytest $(if $(SEED),--randomly-seed=$(SEED))
+# Processes that share the tests: more than cores, since many wait for something most of the time.
+WORKERS ?= 3
+SIDE_BY_SIDE := -n $(WORKERS)
 NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it: \
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint coverage mutation rdma-check upstream proto clean distclean bench-cluster bench-index \
+.PHONY: help demo test nightly check lint coverage mutation rdma-check upstream proto clean distclean bench-cluster bench-index \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
@@ -38,10 +41,13 @@ demo: $(VENV)/.engine ## a real vLLM without and with kvstore: table, plot, benc
 	$(BIN)/python bench/scenarios/demo.py
 
 test: $(VENV)/.engine lint ## everything: style, types, import rules, all tests with the real engine
-	$(PYTEST) --steps-min 45000
+	$(PYTEST) $(SIDE_BY_SIDE) --steps-min 15000
+
+nightly: $(VENV)/.engine lint ## `make test` with all of what it takes a part of: hours
+	KVSTORE_AMOUNTS=nightly $(PYTEST) $(SIDE_BY_SIDE) --steps-min 45000
 
 check: $(VENV)/.base lint ## the same without the engine and without slow tests
-	$(PYTEST) -m "not engine and not gpu and not slow"
+	$(PYTEST) $(SIDE_BY_SIDE) -m "not engine and not gpu and not slow"
 
 coverage: $(VENV)/.base ## lines and branches of the core that the fast tests reach, with a floor
 	mkdir -p build/coverage

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import steps
+from tests import side_by_side
 from tests.integration.engine.fixtures import (
     encode,
     medium_model,
@@ -37,34 +37,13 @@ hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000
 hypothesis.settings.load_profile(os.environ.get("KVSTORE_HYPOTHESIS_PROFILE", "fixed"))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     prepare()
+    side_by_side.configure(config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--steps-min",
-        type=int,
-        default=0,
-        metavar="N",
-        help="fail a run whose state machines took fewer steps than this",
-    )
-
-
-def _steps_missing(config: pytest.Config) -> bool:
-    return bool(steps.TAKEN.total() < config.getoption("--steps-min"))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for line in steps.summary():
-        terminalreporter.write_line(line)
-    if _steps_missing(terminalreporter.config):
-        terminalreporter.write_line("fewer property steps than --steps-min", red=True)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if _steps_missing(session.config):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    side_by_side.add_options(parser)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""200,000 bad inputs to everything that reads what others wrote: typed refusals and nothing else.
+"""Bad inputs (200,000 in `make nightly`) to all that reads what others wrote: typed refusals only.
 
 Each test counts its own. Hostile shared memory is in `test_hostile_memory.py`, real sockets of a
 real node in `tests/integration/node/test_bad_input.py`.
@@ -71,6 +71,7 @@ from kvstore.wire.segment import (
     segment_page,
     store_page,
 )
+from tests.amounts import amount, covered
 from tests.faults.door import Door, Guest, Line
 from tests.faults.mutate import Mutator, no_growth
 from tests.faults.words import answers, hellos, words
@@ -89,7 +90,7 @@ def quiet() -> Iterator[None]:
 
 # ── attach socket ────────────────────────────────────────────────────────────────────────────────
 
-DATAGRAMS = 80_000
+DATAGRAMS = amount(10_000, nightly=80_000)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +116,11 @@ def test_datagrams_are_decoded_or_refused(
                 outcomes["refused"] += 1
     assert outcomes["refused"] > DATAGRAMS // 10
     assert outcomes.keys() >= {type(message).__name__ for message in said}
+    covered("bad inputs", DATAGRAMS // 2)
 
 
-STRANGERS = 12_000
-INSIDERS = 15_000
+STRANGERS = amount(2_000, nightly=12_000)
+INSIDERS = amount(3_000, nightly=15_000)
 PARTS = 3
 
 
@@ -142,6 +144,7 @@ def test_strangers_at_the_door(tmp_path: Path) -> None:
                 door.tick()
         assert len(bystander.read(bystander.lease(1, 1, 2))) == 2
         assert door.attach.socket_count == 2
+    covered("bad inputs", STRANGERS)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -178,11 +181,12 @@ def test_insiders_that_talk_nonsense(tmp_path: Path, part: int) -> None:
         insider.close()
         assert bystander.read(bystander.lease(2, 1, 2)) == expected
         door.engine.check()
+    covered("bad inputs", sent)
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────
 
-PAGE_INPUTS = 60_000
+PAGE_INPUTS = amount(8_000, nightly=60_000)
 _SCOPE = Scope("t", b"s" * 32, Shard(0, 4, 0, 2), 5_000)
 _HEAD = SegmentHead(b"d" * 16, b"i" * 16, 7)
 
@@ -240,6 +244,7 @@ def test_pages_of_a_segment_are_parsed_or_none() -> None:
     assert parsed["head"]
     assert parsed["store"]
     assert parsed["footer"]
+    covered("bad inputs", PAGE_INPUTS)
 
 
 def _with_checksum(place: Any, body: bytes) -> Any:
@@ -253,7 +258,7 @@ def _with_checksum(place: Any, body: bytes) -> Any:
     )
 
 
-NOTES = 10_000
+NOTES = amount(2_000, nightly=10_000)
 
 
 def test_a_note_is_learned_or_not(tmp_path: Path) -> None:
@@ -280,11 +285,12 @@ def test_a_note_is_learned_or_not(tmp_path: Path) -> None:
             assert len(found.spaces) <= SPACES_MAX
             assert 0 <= found.disk_ns_per_mib <= DISK_NS_PER_MIB_MAX
     assert learned > 100
+    covered("bad inputs", NOTES)
 
 
 # ── gRPC and ZeroMQ ──────────────────────────────────────────────────────────────────────────────
 
-REQUESTS = 30_000
+REQUESTS = amount(5_000, nightly=30_000)
 
 
 class Aborted(Exception):
@@ -345,9 +351,10 @@ def test_requests_are_answered_or_refused() -> None:
                 assert reply.ByteSize() < 1 << 20
     assert outcomes["answered"] > REQUESTS // 10
     assert {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT} <= set(outcomes)
+    covered("bad inputs", REQUESTS)
 
 
-REPLAYS = 10_000
+REPLAYS = amount(2_000, nightly=10_000)
 
 
 def test_replay_requests_are_bounded() -> None:
@@ -375,11 +382,12 @@ def test_replay_requests_are_bounded() -> None:
                 assert told[-1] == (kv_events.END, b"")
     assert publisher.counters.replays > 100
     assert publisher.counters.requests_refused > 100
+    covered("bad inputs", REPLAYS)
 
 
 # ── files and flags of the operator ──────────────────────────────────────────────────────────────
 
-CONFIGS = 4_000
+CONFIGS = amount(1_000, nightly=4_000)
 CONFIG_TEXT = b"""\
 dram: 64MiB
 slab: 1MiB
@@ -415,6 +423,7 @@ def test_configuration_files_load_or_say_why(tmp_path: Path) -> None:
                 continue
             loaded += 1
     assert loaded > CONFIGS // 50
+    covered("bad inputs", CONFIGS)
 
 
 def test_values_of_flags_are_taken_or_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -432,9 +441,10 @@ def test_values_of_flags_are_taken_or_refused_in_one_sentence(tmp_path: Path) ->
             refused += 1
     assert CONFIGS // 4 < refused < CONFIGS
     assert not [text for text in said if not text or "\n" in text]
+    covered("bad inputs", CONFIGS)
 
 
-TOKEN_FILES = 2_000
+TOKEN_FILES = amount(500, nightly=2_000)
 
 
 def test_token_files_are_read_or_refused(tmp_path: Path) -> None:
@@ -449,4 +459,5 @@ def test_token_files_are_read_or_refused(tmp_path: Path) -> None:
             continue
         assert min(tokens) >= 0
         read += 1
-    assert read > 50
+    assert read > TOKEN_FILES // 40
+    covered("bad inputs", TOKEN_FILES)

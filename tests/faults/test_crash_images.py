@@ -1,4 +1,4 @@
-"""Every crash of every short life of the file tier: 200,000 directories, none of which lies.
+"""Every crash of each short life of the file tier (200,000 directories nightly): none of them lies.
 
 For the mass the functions that recover and read are called as the tier calls them, on bytes in
 memory; a sample is opened by the whole tier, with its threads, on real files.
@@ -27,6 +27,7 @@ from kvstore.types import PAGE_BYTES
 from kvstore.wire.learned import Learned, encode_learned
 from kvstore.wire.record import Void
 from kvstore.wire.segment import PAGE_SHIFT, SegmentHead, Table, store_page
+from tests.amounts import amount, covered
 from tests.faults.crash_images import Image, Model, images
 from tests.faults.crash_life import LETTERS, OTHERS, OURS, SLOT_PAGES, Address, Life, words
 from tests.unit.tiers.file import kit
@@ -34,9 +35,11 @@ from tests.unit.tiers.file.kit import Driver, key, payload
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-IMAGES_MIN = 200_000
-OPENED_MIN = 2_000
-PARTS = 8
+REST = amount(1, nightly=2)
+"""Letters of a life after its first."""
+IMAGES_MIN = amount(15_000, nightly=200_000)
+OPENED_MIN = amount(500, nightly=2_000)
+PARTS = amount(2, nightly=8)
 LIVES_SAMPLED = 15
 IMAGE_SHARE = 0.06
 """Of the images of these lives, opened by the whole tier, in each part."""
@@ -186,13 +189,14 @@ def tally() -> Iterator[Tally]:
     yield made
     if len(made.letters) == len(LETTERS):
         assert len(made.different) >= IMAGES_MIN
+        covered("different crash images", len(made.different))
         assert made.owed >= IMAGES_MIN
 
 
 @pytest.mark.usefixtures("few_mappings")
 @pytest.mark.parametrize("letter", LETTERS)
 def test_no_crash_of_a_short_life_costs_a_byte(tmp_path: Path, letter: str, tally: Tally) -> None:
-    for word, store_id, image in every_image(tmp_path, (letter + rest for rest in words(2))):
+    for word, store_id, image in every_image(tmp_path, (letter + rest for rest in words(REST))):
         verify(image, served(image.files, store_id), word)
         tally.different.add(hash(frozenset(image.files.items())))
         tally.owed += len(image.owed)
@@ -256,6 +260,7 @@ def test_the_whole_tier_agrees_on_a_sample(
         assert handed_out <= served(image.files, store_id), word
         count += 1
     assert count >= OPENED_MIN // PARTS
+    covered("crash images opened by the whole tier", count)
 
 
 @pytest.mark.parametrize("cut", range(0, PAGE_BYTES + 1, 512))

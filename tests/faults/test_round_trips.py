@@ -1,4 +1,4 @@
-"""100,000 blocks to a real node and back through real processes, every byte compared."""
+"""Blocks go to a real node and come back through real processes, every byte compared."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from kvstore.testing.gauges import look
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.trips import RoundTrips
 from kvstore.testing.troupe import Troupe
+from tests.amounts import amount, covered
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SEED = 7
-BLOCKS = 100_000
-FROM_DISK = 20_000
+BLOCKS = amount(20_000, nightly=100_000)
+FROM_DISK = amount(4_000, nightly=20_000)
 
 
-def test_a_hundred_thousand_blocks_come_back_as_they_were_stored(tmp_path: Path) -> None:
+def test_blocks_come_back_as_they_were_stored(tmp_path: Path) -> None:
     flags = ("--file", f"{tmp_path / 'store'}:{trips.FILE}")
     with NodeProcess.start(tmp_path, dram=trips.DRAM, flags=flags) as node, Troupe() as troupe:
         running = RoundTrips(node, troupe, seed=SEED)
@@ -31,5 +32,6 @@ def test_a_hundred_thousand_blocks_come_back_as_they_were_stored(tmp_path: Path)
         gauges = look(node)
     logging.getLogger(__name__).info("seed %d: %s, %s", SEED, done, gauges)
     assert done.verified_blocks >= BLOCKS
+    covered("blocks stored and read back by real processes", done.verified_blocks)
     assert gauges.blocks_read >= FROM_DISK
     assert gauges.failures == 0

@@ -18,12 +18,16 @@ from kvstore.testing.sim_parts import CLUSTER_FAULTS, FAULTS, LAYOUTS, Knobs
 from kvstore.testing.sim_world import folded
 from kvstore.testing.world import LIVES, Totals, World, draw_steps, main, run_case, run_seeds
 from kvstore.types import Shard
+from tests.amounts import amount, covered
 from tests.sim.catalogue import CATALOGUE
 
 STEPS = 1000
 FEW = range(1, 16)
-MANY_FROM, MANY_EACH, EVENTS_MIN, TIMES_MIN = 1001, 260, 400_000, 30
-BETWEEN_NODES_MIN = 2
+MANY_FROM = 1001
+MANY_EACH = amount(70, nightly=260)
+EVENTS_MIN = amount(100_000, nightly=400_000)
+TIMES_MIN = amount(6, nightly=30)
+BETWEEN_NODES_MIN = amount(1, nightly=2)
 MANY_STEPS = 700
 """Two processes run so many seeds each."""
 REPEATED = range(6, 16)
@@ -75,7 +79,10 @@ def test_many_seeds_hold_and_every_fault_happens(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), min(tmp_path.iterdir()).read_text()
     for part in parts:
         check(part, seeds=MANY_EACH)
-    assert sum(part.events for part in parts) >= EVENTS_MIN
+    events = sum(part.events for part in parts)
+    assert events >= EVENTS_MIN
+    covered("seeds of the world", 2 * MANY_EACH)
+    covered("events of the world", events)
     faults = sum((Counter(part.faults) for part in parts), Counter[str]())
     names = {name for row in CATALOGUE.values() for name in row}
     rare = {name for name in names if faults[name] < _times_min(name)}

@@ -19,18 +19,19 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.units import MIB
 from kvstore.wire.messages import encode
+from tests.amounts import amount
 from tests.faults.mutate import Mutator
 from tests.faults.words import answers, hellos, words
 from tests.integration.node.conftest import eventually, peer_descriptors, resident_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-DATAGRAMS = 6_500
-CALLS = 2_000
-STREAMS = 500
+DATAGRAMS = amount(1_500, nightly=6_500)
+CALLS = amount(500, nightly=2_000)
+STREAMS = amount(150, nightly=500)
 """Bytes that are no gRPC at all."""
-PAGES = 500
-REPLAYS = 500
+PAGES = amount(150, nightly=500)
+REPLAYS = amount(150, nightly=500)
 GROWTH_BYTES_MAX = 32 * MIB
 SERVICE = "/kvstore.inspect.v1.Inspect/"
 # Not Clear, of which a mutation may well be one that clears all: `tests/faults/test_bad_input.py`.

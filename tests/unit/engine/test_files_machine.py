@@ -33,6 +33,7 @@ from kvstore.engine.events import (
 from kvstore.engine.files import Files
 from kvstore.engine.writes import Writes
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
+from tests.amounts import amount
 from tests.steps import CountedMachine
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import WHOLE, Peer, key, keys, pairs
@@ -262,7 +263,7 @@ def test_whatever_is_written_is_paid_for() -> None:
 
 @pytest.mark.slow
 def test_many_orders_of_stores_lookups_and_disk_keep_the_promises() -> None:
-    verify_machine(500)
+    verify_machine(amount(120, nightly=500))
 
 
 def _trust_every_read(original: Callable[..., None]) -> Callable[..., None]:

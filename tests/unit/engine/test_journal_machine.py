@@ -21,6 +21,7 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.journal import Found, Journal
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes, slot_bytes
+from tests.amounts import amount
 from tests.unit.engine.harness import Node, keys
 from tests.unit.engine.machine_owner import Content, Owner, Place
 from tests.unit.engine.mortal import Died, MortalNode
@@ -150,7 +151,7 @@ def test_whenever_the_process_dies_another_goes_on() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_many_deaths() -> None:
-    verify_machine(examples=150, steps=50)
+    verify_machine(examples=amount(60, nightly=150), steps=50)
 
 
 # ── the machine can see ──────────────────────────────────────────────────────────────────────────

@@ -45,6 +45,7 @@ from kvstore.wire.messages import (
     SessionClosed,
     SessionOpen,
 )
+from tests.amounts import amount
 from tests.steps import CountedMachine
 from tests.unit.engine.broken import ENGINES, Patch
 from tests.unit.engine.harness import Node, arrays, checksum, keys, pairs
@@ -441,7 +442,7 @@ def test_any_order_of_events_keeps_the_promises() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_many_orders_of_events_keep_the_promises() -> None:
-    verify_machine(examples=250, steps=80)
+    verify_machine(examples=amount(100, nightly=250), steps=80)
 
 
 @pytest.mark.parametrize("broken", ENGINES, ids=lambda patch: patch.__name__)

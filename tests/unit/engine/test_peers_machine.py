@@ -19,6 +19,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from kvstore.engine.events import Candidate, Fetched, Lend, Lent, LoanReturned, Located, PeerGone
 from kvstore.engine.fetches import Fetches
 from kvstore.engine.loans import Loans
+from tests.amounts import amount
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import checksum, key, keys
 from tests.unit.engine.peers import PeerNode
@@ -159,7 +160,7 @@ def test_any_order_of_what_other_nodes_do_keeps_the_promises() -> None:
 
 @pytest.mark.slow
 def test_many_orders_of_what_other_nodes_do_keep_the_promises() -> None:
-    verify_machine(500, machine=PeersMachine)
+    verify_machine(amount(120, nightly=500), machine=PeersMachine)
 
 
 def _trust_every_fetch(original: Callable[..., None]) -> Callable[..., None]:

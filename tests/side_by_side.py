@@ -1,0 +1,235 @@
+"""Tests in several processes (`pytest -n N`): who stays together, who runs alone, and the summary.
+
+Every process has fixtures of its own. What shares one that is dear stays in one process: the tests
+of the engine that all share, those of a class or a module with a fixture of that scope, and modules
+of unit tests. The longest begin first, by their time limits; unit tests fill the gaps at the end.
+
+A test marked `alone` measures time or processor: it waits until all others pause. A lock on a file
+does it, which every test takes shared and such a test takes exclusively.
+
+Covers: order, processes, the summary. Does not cover: amounts (`amounts`), leaks (`leaks`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.amounts import COVERED
+from tests.steps import STEPS
+
+LONGEST: Final = 10
+SHARED_ENGINES: Final = ("plain", "reference")
+"""Session fixtures with an engine: one of each in a run, not one in each process."""
+SHARED: Final = "engine"
+GROUPS: Final = "groups.json"
+_TIMEOUT_S: Final = 300.0
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """`--steps-min`."""
+    parser.addoption(
+        "--steps-min",
+        type=int,
+        default=0,
+        metavar="N",
+        help="fail a run whose state machines took fewer steps than this",
+    )
+
+
+# ── who goes where ───────────────────────────────────────────────────────────────────────────────
+
+
+class Order:
+    """Groups, for the process that hands out tests, and the order in which they begin."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        """After the tests were shuffled."""
+        yield
+        groups = {item: _group(item) for item in items}
+        limits: dict[str, float] = defaultdict(float)
+        turns: dict[str, int] = {}
+        for item, group in groups.items():
+            limits[group] = max(limits[group], _time_limit_s(item))
+            turns.setdefault(group, len(turns))
+
+        def place(item: pytest.Item) -> tuple[bool, bool, float, int]:
+            group = groups[item]
+            return (is_alone(item), group != SHARED, -limits[group], turns[group])
+
+        items.sort(key=place)
+        if self._directory is not None:
+            draft = self._directory / f"groups.{os.getpid()}"
+            draft.write_bytes(msgspec.json.encode({i.nodeid: groups[i] for i in items}))
+            draft.rename(self._directory / GROUPS)
+
+
+class Scheduler(LoadScopeScheduling):
+    """Hands out whole groups. That of xdist itself reads a group's name from a test's, which pytest
+    no longer lets it change."""
+
+    directory: Path
+
+    @functools.cached_property
+    def _groups(self) -> dict[str, str]:
+        """By test; all processes have written the same."""
+        return msgspec.json.decode((self.directory / GROUPS).read_bytes(), type=dict[str, str])
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self._groups[nodeid]
+
+
+def _group(item: pytest.Item) -> str:
+    if _is_of_a_shared_engine(item):
+        return SHARED
+    module = item.nodeid.split("::")[0]
+    scopes = set()
+    if isinstance(item, pytest.Function):
+        scopes = {found[-1].scope for found in item._fixtureinfo.name2fixturedefs.values()}
+    suffix = "-alone" if is_alone(item) else ""
+    if "module" in scopes or module.startswith("tests/unit/"):
+        return module + suffix
+    if "class" in scopes:
+        return item.nodeid.rsplit("::", 1)[0] + suffix
+    return item.nodeid
+
+
+def _is_of_a_shared_engine(item: pytest.Item) -> bool:
+    return not set(SHARED_ENGINES).isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def is_alone(item: pytest.Item) -> bool:
+    """Whether nothing else may run meanwhile."""
+    return item.get_closest_marker("alone") is not None
+
+
+def _time_limit_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0]) if marker else _TIMEOUT_S
+
+
+class Turns:
+    """One file, locked shared by each test and exclusively by one that runs alone. A second file is
+    the queue: without it new tests would overtake who waits for all to pause."""
+
+    def __init__(self, directory: Path) -> None:
+        self._room = os.open(directory / "room", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._queue = os.open(directory / "queue", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Before the timeout of the test begins."""
+        how = fcntl.LOCK_EX if is_alone(item) else fcntl.LOCK_SH
+        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        fcntl.flock(self._room, how)
+        fcntl.flock(self._queue, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(self._room, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Leave, whatever is locked."""
+        os.close(self._room)
+        os.close(self._queue)
+
+
+# ── what a run says in the end ───────────────────────────────────────────────────────────────────
+
+
+class Summary:
+    """Seconds by test and by folder, and what was covered, of all processes together."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._seconds = Counter[str]()
+        self._steps_min = config.getoption("--steps-min")
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def _shared(self) -> tempfile.TemporaryDirectory[str]:
+        """What all processes read and write."""
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="kvstore-turns-")
+        return self._directory
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Before a process starts."""
+        node.workerinput["turns"] = self._shared().name
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Scheduler:
+        """Before a process starts, too."""
+        config.option.loadscopereorder = False  # as they were collected
+        scheduler = Scheduler(config, log)
+        scheduler.directory = Path(self._shared().name)
+        return scheduler
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A process has ended."""
+        COVERED.update(getattr(node, "workeroutput", {}).get("covered", {}))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    @property
+    def _steps_are_missing(self) -> bool:
+        return bool(COVERED[STEPS] < self._steps_min)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._steps_are_missing:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        write = terminalreporter.write_line
+        folders = Counter[str]()
+        for name, seconds in self._seconds.items():
+            folders["/".join(name.split("::")[0].split("/")[1:3]).removesuffix(".py")] += seconds
+        if self._seconds.total() > LONGEST:
+            write(f"the {LONGEST} longest, in seconds:")
+            for name, seconds in self._seconds.most_common(LONGEST):
+                write(f"{seconds:8.1f}  {name}")
+            write("by folder, in seconds of all processes:")
+            for name, seconds in folders.most_common():
+                write(f"{seconds:8.1f}  tests/{name}")
+        for what, count in sorted(COVERED.items()):
+            write(f"covered: {count:,} {what}")
+        if self._steps_are_missing:
+            write(f"fewer property steps than {self._steps_min:,}", red=True)
+
+
+class Worker:
+    """One of several processes: it tells what it covered."""
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        session.config.workeroutput["covered"] = dict(COVERED)  # type: ignore[attr-defined]
+
+
+def configure(config: pytest.Config) -> None:
+    """Register what this process needs."""
+    told: Mapping[str, Any] | None = getattr(config, "workerinput", None)
+    directory = Path(told["turns"]) if told else None
+    config.pluginmanager.register(Order(directory), "kvstore-order")
+    if directory is None:
+        config.pluginmanager.register(Summary(config), "kvstore-summary")
+        return
+    turns = Turns(directory)
+    config.add_cleanup(turns.close)
+    config.pluginmanager.register(turns, "kvstore-turns")
+    config.pluginmanager.register(Worker(), "kvstore-worker")
