@@ -20,9 +20,8 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import grpc
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
@@ -34,6 +33,9 @@ from cryptography.hazmat.primitives.serialization import (
 
 from kvstore.errors import ConfigError
 from kvstore.wire.identity import ROLES, Identity, Role, identities_of, is_name
+
+if TYPE_CHECKING:
+    import grpc
 
 __all__ = [
     "ANY_INDEX",
@@ -77,6 +79,8 @@ class Tls(NamedTuple):
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Of a client that shows its certificate and demands one of the same CA."""
+        import grpc  # only here: `kvstore certs` needs none
+
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 

@@ -38,7 +38,7 @@ from kvstore.proto.convert import (
     from_message,
 )
 from kvstore.proto.inspect_pb2_grpc import InspectStub
-from kvstore.serve.inspect import REPLY_BYTES_MAX
+from kvstore.serve.defaults import REPLY_BYTES_MAX
 from kvstore.serve.listener import INSPECT_SUFFIX
 from kvstore.serve.upgrade import no_node_at, not_yours
 from kvstore.units import format_size
@@ -47,7 +47,6 @@ from kvstore.wire.load import Load
 TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 1.0
 """Of what is asked again and again."""
-TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
 SUMMARY: Final = ("nodes", "members", "engines", "tiers", "quotas", "spaces", "leases", "jobs")
 """Members and engines come with nodes, quotas with tiers, where there are any."""
 OPTIONAL: Final = ("members", "engines", "quotas")

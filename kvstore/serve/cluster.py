@@ -5,7 +5,7 @@ cover: the rest of a node (`config`), what files of certificates must be (`kvsto
 
 Ways to be wrong, each a ConfigError that says how to mend it: an address that is none; some of the
 three files but not all; neither files nor --insecure; a certificate that does not name what this
-component is; a name that cannot be one; a limit that is no number; a package that is missing.
+component is; a name that cannot be one; a limit that is no number.
 """
 
 from __future__ import annotations
@@ -24,21 +24,13 @@ from kvstore.client.tls import Tls, TlsFiles, is_name, load
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.serve.addresses import HttpConfig, address_of
+from kvstore.serve.defaults import DEFAULT_ENTRIES, DEFAULT_LISTEN, FETCH_WHEN
 from kvstore.serve.engine_sources import EngineSource, parse_sources
 from kvstore.serve.transports import TransportConfig, parse_transport
 from kvstore.stores.address import StoreConfig
 
-DEFAULT_LISTEN: Final = "127.0.0.1:9470"
-DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
-DEFAULT_ENTRIES: Final = 10_000_000
 ENTRIES_MIN: Final = 1 << 16
 INDEX_COUNT_MAX: Final = 16
-FETCH_WHEN: Final = ("auto", "always")
-_REPLICA_NEEDS: Final = {
-    "grpc_health": "grpcio-health-checking",
-    "grpc_reflection": "grpcio-reflection",
-}
-"""Modules that only a replica imports, and what they are in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,14 +200,6 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
 
 def resolve_replica(listen: str, entries: int | str | None, *, option: str) -> ReplicaConfig:
     """Raises ConfigError."""
-    # An environment that was updated without its dependencies: said here, not by a traceback of a
-    # process that is started later.
-    lacks = [package for name, package in _REPLICA_NEEDS.items() if not is_installed(name)]
-    if lacks:
-        raise ConfigError(
-            f"{option} needs {' and '.join(lacks)}, not installed here: pip install"
-            f" {' '.join(lacks)}"
-        )
     found = address_of(listen)
     if found is None:
         raise ConfigError(

@@ -39,17 +39,15 @@ from kvstore.serve.addresses import (
     tcp_endpoints,
 )
 from kvstore.serve.cluster import ClusterConfig, TlsSettings, resolve_cluster
+from kvstore.serve.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
 from kvstore.serve.machine import available_memory, file_system_bytes
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import KIB, MIB, format_size, parse_size
 
-DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
 DEFAULT_POLICY: Final = "lru"
 DEFAULT_ADMISSION: Final = AdmissionMode.ALL
-HASH_FORMS: Final = ("int", "bytes")
-"""The first is the default."""
 UID_MAX: Final = (1 << 32) - 2
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
@@ -66,7 +64,6 @@ KIND_NAMES: Final = {
     "null": "empty",
 }
 """What msgspec's types are called in a configuration file."""
-LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 

@@ -10,10 +10,10 @@ import contextlib
 import os
 import socket
 from collections import deque
-from importlib.metadata import version
 from types import TracebackType
 from typing import Self
 
+from kvstore import __version__
 from kvstore.engine.journal import LAYOUT_VERSION
 from kvstore.serve import control
 
@@ -40,7 +40,7 @@ class Handover:
         """The same of `control.PLACES`."""
         self.writers: list[tuple[control.Writer, int]] = []
         """Ranks of earlier processes, with their pidfds."""
-        self._say(control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, version("kvstore")))
+        self._say(control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, __version__))
         while True:
             message, fd = self._hear()
             match message:

@@ -13,22 +13,19 @@ from pathlib import Path
 
 import click
 
+from kvstore import __version__
 from kvstore.errors import AttachError, ConfigError
 from kvstore.serve.addresses import DEFAULT_METRICS, EXAMPLE_EVENTS
-from kvstore.serve.begin import supervise
 from kvstore.serve.cluster_commands import certs, cluster_options, index
 from kvstore.serve.commands import SOCKET_OPTION, fail, node_client
-from kvstore.serve.config import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS, load_config, read_settings
-from kvstore.serve.fsck import fsck as check_directory
-from kvstore.serve.fsck import reports_as_json, stores_in
+from kvstore.serve.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
 from kvstore.serve.look_commands import explain, inspect, top
-from kvstore.serve.upgrade import UpgradeRefused, ask_for_upgrade
 
 DEMO_NEEDS = ("vllm", "psutil")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="kvstore", prog_name="kvstore", message="%(prog)s %(version)s")
+@click.version_option(__version__, prog_name="kvstore", message="%(prog)s %(version)s")
 def cli() -> None:
     """A shared, verified KV cache for LLM engines.
 
@@ -161,6 +158,9 @@ def node(
       allow-uid: [1000, 1001]
       quota: {llama: 30%, team-a: 20GiB}
     """
+    from kvstore.serve.begin import supervise
+    from kvstore.serve.config import load_config, read_settings
+
     settings: dict[str, object] = {name.replace("_", "-"): value for name, value in flags.items()}
     settings["allow-uid"] = list(allow_uid) or None
     settings["index"] = list(index) or None
@@ -215,8 +215,10 @@ def upgrade(socket: Path) -> None:
 
     \b
     Example:
-      pip install --upgrade kvstore && kvstore upgrade
+      pip install --upgrade kvstore_llm-*.whl && kvstore upgrade
     """
+    from kvstore.serve.upgrade import UpgradeRefused, ask_for_upgrade
+
     try:
         click.echo(ask_for_upgrade(socket))
     except (AttachError, UpgradeRefused) as error:
@@ -245,6 +247,9 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
       kvstore fsck /var/lib/kvstore --quarantine
       kvstore fsck /mnt/shared --json | jq '.directories[] | select(.status > 0)'
     """
+    from kvstore.serve.fsck import fsck as check_directory
+    from kvstore.serve.fsck import reports_as_json, stores_in
+
     stores = stores_in(directory)
     try:
         reports = [check_directory(store, quarantine=quarantine) for store in stores]

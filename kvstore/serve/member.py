@@ -224,8 +224,8 @@ def _open_memory(config: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineM
     except ImportError:
         if config.engines:
             raise ConfigError(
-                "--engine-events needs pyzmq: pip install 'kvstore[events]'"
+                "--engine-events needs pyzmq: pip install 'kvstore-llm[events]'"
             ) from None
-        _log.info("KV events of engines are not read: pip install 'kvstore[events]'")
+        _log.info("KV events of engines are not read: pip install 'kvstore-llm[events]'")
         return None
     return EngineMemory(config.engines, clock=clock, tell=feeder.put)

@@ -20,9 +20,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvstore import __version__
 from kvstore.arena import Arena
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
@@ -193,7 +193,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         attach=attach,
         tier=tier,
         incarnation=incarnation,
-        version=version("kvstore"),
+        version=__version__,
         events=publisher.counters if publisher else EventCounters(),
         member=member,
     )
@@ -321,7 +321,7 @@ def _open_publisher(
         # Only here: a node without --events needs no ZeroMQ.
         from kvstore.serve.publish import Publisher
     except ImportError:
-        raise ConfigError("--events needs pyzmq: pip install 'kvstore[events]'") from None
+        raise ConfigError("--events needs pyzmq: pip install 'kvstore-llm[events]'") from None
     if config.events.beyond_loopback:
         _log.warning(
             "--insecure: whoever reaches %s reads, without TLS, which blocks this node holds",

@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Final
 
 import grpc
@@ -26,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from kvstore import __version__
 from kvstore.client.tls import Tls
 from kvstore.errors import ConfigError
 from kvstore.index import native
@@ -209,7 +209,7 @@ class IndexCollector(Collector):
 
     def __init__(self, replica: Replica, tls: Tls | None) -> None:
         self._replica, self._tls = replica, tls
-        self._version = version("kvstore")
+        self._version = __version__
 
     def collect(self) -> Iterator[Family]:
         """Raises TimeoutError when the loop does not answer."""

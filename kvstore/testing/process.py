@@ -38,7 +38,12 @@ class NodeFailed(Exception):
 
 
 def start_ready(
-    arguments: Sequence[str], *, log: Path, says: str, timeout_s: float
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    says: str,
+    timeout_s: float,
+    python: str | Path = sys.executable,
 ) -> tuple[subprocess.Popen[str], str]:
     """Start Python with these; the process and its ready line, which begins as it `says`.
 
@@ -47,7 +52,7 @@ def start_ready(
     """
     with log.open("a", encoding="utf-8") as stderr:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [python, *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
             stdin=subprocess.DEVNULL,
@@ -84,11 +89,12 @@ class NodeProcess:
         flags: Sequence[str] = (),
         timeout_s: float = READY_TIMEOUT_S,
         program: Sequence[str] = ("-m", "kvstore.serve.main"),
+        python: str | Path = sys.executable,
     ) -> NodeProcess:
         """Start a node with its log in `directory`, its socket too, and wait for its ready line.
 
         /metrics is on a port that the kernel chooses. `flags` come last, so they win, that of
-        another socket too. `program`: what Python runs as `kvstore`.
+        another socket too. `program`: what `python` runs as `kvstore`.
 
         Raises:
             NodeFailed: it exited, or was not ready within `timeout_s`.
@@ -101,6 +107,7 @@ class NodeProcess:
             log=directory / "node.log",
             says="kvstore node ready:",
             timeout_s=timeout_s,
+            python=python,
         )
         return cls(process, directory, line)
 

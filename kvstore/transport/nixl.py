@@ -265,7 +265,7 @@ def _open_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
         with sleeping_progress(api.nixlBind):
             agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
         return agent, (*raised, RuntimeError, ValueError, TypeError)
-    raise ConfigError("NIXL is not installed: pip install 'kvstore[nixl]'")
+    raise ConfigError("NIXL is not installed: pip install 'kvstore-llm[nixl]'")
 
 
 @contextlib.contextmanager

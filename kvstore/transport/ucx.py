@@ -89,7 +89,7 @@ class Ucx:
             self._lib: Any = importlib.import_module("ucxx._lib.libucxx")
             self._array: Any = importlib.import_module("ucxx._lib.arr").Array
         except ModuleNotFoundError:
-            raise ConfigError("ucxx is not installed: pip install 'kvstore[ucx]'") from None
+            raise ConfigError("ucxx is not installed: pip install 'kvstore-llm[ucx]'") from None
         self._name, self._arena, self._source = name, arena, source
         feature = self._lib.Feature
         try:

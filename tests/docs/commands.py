@@ -51,7 +51,7 @@ def node_config(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> config.Nod
     monkeypatch.setattr(config, "available_memory", lambda: (TIB, "the test"))
     monkeypatch.setattr(config, "file_system_bytes", lambda _: 4 * TIB)
     seen: list[config.NodeConfig] = []
-    monkeypatch.setattr("kvstore.serve.main.supervise", lambda made, _: seen.append(made))
+    monkeypatch.setattr("kvstore.serve.begin.supervise", lambda made, _: seen.append(made))
     try:
         cli.main(["node", *flags], prog_name="kvstore", standalone_mode=False)
     except click.ClickException as error:
