@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import grpc
 
+from kvstore.client.reasons import plain_reason
 from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles, load
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.index.feed import Trust
@@ -333,4 +334,4 @@ def _members(rows: Sequence[pb.Node]) -> list[Member]:
 def _sentence(error: grpc.RpcError) -> str:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "the index did not answer in time"
-    return f"the index did not answer: {error.details()}"
+    return f"the index did not answer: {plain_reason(error.details())}"

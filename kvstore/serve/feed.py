@@ -30,6 +30,7 @@ import grpc
 import msgspec
 
 from kvstore.client.index import channel_options
+from kvstore.client.reasons import plain_reason
 from kvstore.engine.events import Offered
 from kvstore.index.feed import BEAT_MS, Left
 from kvstore.proto import feeds
@@ -289,9 +290,7 @@ class Link:
 
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
         async with self._dial(self.replica, self._credentials) as channel:
-            # Without it a first write would wait as long as nobody is there.
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await channel.channel_ready()
+            await _connect(channel)
             call = IndexStub(channel).Feed()
             try:
                 await self._feed(call, ask)
@@ -481,6 +480,15 @@ def _pieces(offers: Sequence[Offered]) -> Iterator[list[Offered]]:
             yield [first]
 
 
+async def _connect(channel: grpc.aio.Channel) -> None:
+    """Without it a first write would wait as long as nobody is there. Raises RpcError."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await channel.channel_ready()
+    except TimeoutError:  # a call that does not wait is told why
+        await IndexStub(channel).Nodes(pb.NodesRequest(), timeout=CONNECT_TIMEOUT_S)
+
+
 def _reason(error: grpc.RpcError) -> str:
     details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-    return " ".join(str(details).split())[:300]
+    return " ".join(plain_reason(details).split())[:300]

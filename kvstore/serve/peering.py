@@ -119,7 +119,8 @@ class Peering:
                 port = self._server.add_secure_port(address, server_credentials(self._tls))
         except RuntimeError:
             raise ConfigError(
-                f"peers cannot be listened for on {address}: choose another --peer-listen"
+                f"peers cannot be listened for on {address}: the address is in use or not of this"
+                " machine; choose another --peer-listen"
             ) from None
         return f"{host}:{port}"
 
