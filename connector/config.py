@@ -9,13 +9,14 @@ import msgspec
 
 from kvstore.client.core.config import Store
 from kvstore.wire.messages import NAME_BYTES_MAX
+from kvstore.wording import why_not
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys of `kv_connector_extra_config`. All but `socket` have defaults that suit most."""
+    """Keys of `kv_connector_extra_config`, with defaults that suit most."""
 
-    socket: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
-    """The node's attach socket, such as /run/kvstore/node.sock."""
+    socket: Annotated[str, msgspec.Meta(min_length=1, max_length=100)] = "/run/kvstore/node.sock"
+    """The node's attach socket; the default is the node's own."""
     tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES_MAX)] = "default"
     store: Store = "all"
     min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 128
@@ -34,19 +35,13 @@ def parse_config(extra: Mapping[str, object]) -> ConnectorConfig:
     """The configuration of one engine.
 
     Raises:
-        ValueError: a key is unknown, missing, or its value cannot be; the sentence names it.
+        ValueError: a key is unknown, or its value cannot be; the sentence names it.
     """
-    if "socket" not in extra:
-        raise ValueError(
-            'KVStoreConnector needs to know its node: add "kv_connector_extra_config":'
-            '{"socket":"/run/kvstore/node.sock"} to --kv-transfer-config'
-        )
     try:
         config = msgspec.convert(dict(extra), ConnectorConfig)
     except msgspec.ValidationError as error:
-        known = ", ".join(ConnectorConfig.__struct_fields__)
         raise ValueError(
-            f"kv_connector_extra_config in --kv-transfer-config: {error}; known keys are {known}"
+            f"kv_connector_extra_config in --kv-transfer-config: {why_not(error, ConnectorConfig)}"
         ) from None
     size = len(config.tenant.encode())
     if size > NAME_BYTES_MAX:

@@ -45,9 +45,16 @@ def main() -> None:
             f"kvstore: commands need {', '.join(missing)}, not installed here:"
             " pip install 'kvstore-llm[node]'"
         )
-    from kvstore.serve.main import main as run
+    try:
+        from kvstore.serve.main import main as run
 
-    run()
+        run()
+    except PermissionError as error:
+        if not str(error.filename).endswith((".py", ".pyc")):
+            raise
+        sys.exit(
+            f"kvstore: {error.filename} cannot be read: install it so that this user can read it"
+        )
 
 
 if __name__ == "__main__":

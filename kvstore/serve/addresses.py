@@ -62,15 +62,14 @@ def address_of(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address
     return (address, number) if colon and 0 <= number <= PORT_MAX else None
 
 
-def http_config(text: str | bool, *, beyond_loopback: bool) -> HttpConfig | None:
+def http_config(text: str | int | bool, *, beyond_loopback: bool) -> HttpConfig | None:
     """Where pages are; None: nowhere. Raises ConfigError."""
     if text is False or text == "off":  # YAML reads a bare off as false
         return None
     found = address_of(str(text))
     if found is None:
-        raise ConfigError(
-            f"metrics {text!r} must be an IP address and a port, such as {DEFAULT_METRICS}, or off"
-        )
+        port = f"127.0.0.1:{text}" if str(text).isdigit() else DEFAULT_METRICS
+        raise ConfigError(f"metrics {text!r} must be an IP address and a port: {port}, say, or off")
     address, number = found
     if not address.is_loopback and not beyond_loopback:
         raise ConfigError(

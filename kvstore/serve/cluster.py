@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from kvstore.serve.transports import TransportConfig, parse_transport
 from kvstore.stores.address import StoreConfig
 
 ENTRIES_MIN: Final = 1 << 16
+_THOUSANDS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 INDEX_COUNT_MAX: Final = 16
 
 
@@ -205,16 +207,19 @@ def resolve_replica(listen: str, entries: int | str | None, *, option: str) -> R
         raise ConfigError(
             f"{option} {listen!r} must be an IP address and a port, such as {DEFAULT_LISTEN}"
         )
-    try:
-        count = DEFAULT_ENTRIES if entries is None else int(entries)
-    except ValueError:
-        count = 0
+    count = DEFAULT_ENTRIES if entries is None else _count(str(entries))
     if not ENTRIES_MIN <= count <= ENTRY_COUNT_MAX:
         raise ConfigError(
             f"entries {entries!r} must be a number from {ENTRIES_MIN} to {ENTRY_COUNT_MAX}, such as"
-            f" {DEFAULT_ENTRIES}"
+            f" {DEFAULT_ENTRIES} or 10M"
         )
     return ReplicaConfig(host=str(found[0]), port=found[1], entry_count_max=count, option=option)
+
+
+def _count(text: str) -> int:
+    """Of 10000000, 10_000_000 or 10M; 0: it is none."""
+    found = re.fullmatch(r"(\d[\d_]*)([kKMG]?)", text, re.ASCII)
+    return int(found[1].replace("_", "")) * _THOUSANDS[found[2].upper()] if found else 0
 
 
 def _indexes(texts: Sequence[str]) -> tuple[str, ...]:

@@ -36,7 +36,6 @@ _NODE_OPTIONS: Final = (
     ),
     click.option(
         "--index-entries",
-        type=int,
         metavar="N",
         help=f"Blocks, by holder, that the replica keeps.  [default: {DEFAULT_ENTRIES}]",
     ),
@@ -89,7 +88,6 @@ def _tls_options(command: _F) -> _F:
 @click.option("--listen", metavar="ADDR", help=f"Where it listens.  [default: {DEFAULT_LISTEN}]")
 @click.option(
     "--entries",
-    type=int,
     metavar="N",
     help="Blocks, by holder, that it keeps; what was longest not asked for and not told leaves. "
     f" [default: {DEFAULT_ENTRIES}]",

@@ -33,7 +33,7 @@ class IndexSettings(
     store: str | None = None
     store_password_file: str | None = None
     store_ca: str | None = None
-    metrics: str | bool = DEFAULT_INDEX_METRICS
+    metrics: str | int | bool = DEFAULT_INDEX_METRICS
     metrics_beyond_loopback: bool = False
     ca: str | None = None
     cert: str | None = None

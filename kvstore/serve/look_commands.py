@@ -18,8 +18,17 @@ from kvstore.serve.defaults import (
 )
 
 
+def _topic(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
+    if given is not None and given not in TOPICS:
+        from kvstore.wording import did_you_mean
+
+        near = did_you_mean(given, TOPICS) or f": use one of {', '.join(TOPICS)}"
+        raise click.UsageError(f"there is no topic {given!r}{near}")
+    return given
+
+
 @click.command()
-@click.argument("topic", type=click.Choice(TOPICS), required=False, metavar="[TOPIC]")
+@click.argument("topic", required=False, metavar="[TOPIC]", callback=_topic)
 @SOCKET_OPTION
 @click.option("--json", "json_", is_flag=True, help="One JSON object, a list per topic.")
 @click.option(

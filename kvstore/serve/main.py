@@ -6,6 +6,7 @@ no node to talk to.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -22,6 +23,7 @@ from kvstore.serve.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
 from kvstore.serve.look_commands import explain, inspect, top
 
 DEMO_NEEDS = ("vllm", "psutil")
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -120,7 +122,6 @@ def cli() -> None:
 @click.option(
     "--allow-uid",
     multiple=True,
-    type=click.IntRange(min=0),
     metavar="UID",
     help="User whose engines may attach; repeatable.  [default: own uid and 0]",
 )
@@ -133,7 +134,7 @@ def cli() -> None:
 )
 def node(
     config_path: Path | None,
-    allow_uid: tuple[int, ...],
+    allow_uid: tuple[str, ...],
     quota: tuple[str, ...],
     index: tuple[str, ...],
     **flags: str | bool | None,
@@ -294,7 +295,30 @@ def demo(arguments: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the program."""
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        _discard_output()
+        fail(f"the output cannot be written: {error.strerror}", code=1)
+
+
+def _discard_output() -> None:
+    """Python flushes at its end, and would complain of what cannot be written once more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def _run() -> None:
     try:
         cli(prog_name="kvstore", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -306,7 +330,7 @@ def main() -> None:
         fail(f"{message[0].lower()}{message[1:]}: see '{path} --help'", code=2)
     except click.ClickException as error:
         fail(error.format_message(), code=2)
-    except (click.Abort, BrokenPipeError):
+    except click.Abort:
         sys.exit(1)
 
 

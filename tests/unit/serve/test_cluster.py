@@ -136,3 +136,9 @@ def test_a_client_says_whom_it_believes() -> None:
         IndexClient(["127.0.0.1:1"])
     with pytest.raises(ConfigError, match="name at least one replica"):
         IndexClient([], insecure=True)
+
+
+@pytest.mark.parametrize("text", ["10M", "10000k", "10_000_000", 10_000_000])
+def test_entries_are_counted_in_millions_too(text: str | int) -> None:
+    settings = {"insecure": True, "entries": text}
+    assert load_index_config(None, settings).replica.entry_count_max == 10_000_000

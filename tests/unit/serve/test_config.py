@@ -132,7 +132,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"dram": "-1"}, "is not a size"),
         ({"dram": "9" * 400}, "is more than any machine has"),
         ({"dram": [1]}, "configuration: dram must be a number or a text, not a list"),
-        ({"allow-uid": ["root"]}, "allow-uid[0] must be a number, not a text"),
+        ({"allow-uid": ["vllm"]}, "allow-uid 'vllm' must be a numeric user id, such as 1000: 'id"),
         ({"socket": ""}, "socket must be a path, such as /run/kvstore/node.sock"),
         ({"metrics-beyond-loopback": 1.5}, "must be true or false, not a fraction"),
         ({"slab": "2MiB"}, "must be a multiple of 64 KiB and at most dram, 1 MiB"),
@@ -199,11 +199,11 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"quota": {str(n): "1%" for n in range(65)}}, "65 quotas are more than 64: give fewer"),
         ({"quota": ["llama"]}, "quota must be a mapping or empty, not a list"),
         ({"log-level": "loud"}, "use one of debug, info, warning, error"),
-        ({"allow-uid": [-1]}, "must name numeric user ids"),
-        ({"allow-uid": [0xFFFF_FFFF]}, "must name numeric user ids"),
+        ({"allow-uid": [-1]}, "allow-uid '-1' must be a numeric user id"),
+        ({"allow-uid": 0xFFFF_FFFF}, "allow-uid '4294967295' must be a numeric user id"),
         ({"allow-uid": []}, "must name numeric user ids"),
         ({"socket": "/" + "x" * 110}, "choose a shorter one"),
-        ({"sokcet": "/x"}, "unknown key 'sokcet'; known keys are socket, dram,"),
+        ({"sokcet": "/x"}, "unknown key 'sokcet': did you mean 'socket'?"),
     ],
 )
 def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:

@@ -54,7 +54,7 @@ def _names(requirements: list[str]) -> set[str]:
         ("--version", set[str]()),
         *((f"{name} --help", set[str]()) for name in ("node", "index", "inspect", "explain")),
         *((f"{name} --help", set[str]()) for name in ("top", "clear", "upgrade", "fsck", "certs")),
-        ("inspect everything", set[str]()),
+        ("inspect everything", {"msgspec"}),
         ("certs /none", set[str]()),
         ("certs /none --node A!", {"cryptography"}),
         ("explain --socket /none/node.sock", {"grpc", "msgspec", "numpy", "rich"}),
@@ -112,3 +112,34 @@ def test_what_is_printed_names_our_distribution() -> None:
     pages = [ROOT / "README.md", *(ROOT / "deploy").rglob("*.*")]
     files = [*pages, *(ROOT / "kvstore").rglob("*.py"), *(ROOT / "connector").rglob("*.py")]
     assert [file for file in files if told.search(file.read_text())] == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["inspect", "--help"], ["--version"]])
+def test_output_that_cannot_be_written_is_one_sentence(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvstore", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "kvstore: the output cannot be written: No space left on device\n"
+
+
+def test_a_module_that_cannot_be_read_is_one_sentence() -> None:
+    code = """
+import importlib.machinery as machinery, sys
+real = machinery.SourceFileLoader.get_data
+def get_data(loader, path):
+    if "/serve/addresses." in path or "addresses.cpython" in path:
+        raise PermissionError(13, "Permission denied", path)
+    return real(loader, path)
+machinery.SourceFileLoader.get_data = get_data
+from kvstore.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"kvstore: \S+/addresses\.py cannot be read: install it .*\n", done.stderr)
