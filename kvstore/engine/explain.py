@@ -399,10 +399,13 @@ def _not_from_elsewhere(row: RangeReport, span: Span, blocks_before: int) -> Ran
     if search is None:
         return row
     place = span.place + blocks_before
-    text = f"{row.text}; {_printable(search.of_what_did_not(place))}"
     is_its = search.node and place < search.known
+    is_late = is_its and search.is_late and not row.tier
+    why = _printable(search.of_what_did_not(place))
+    text = why if is_late else f"{row.text}; {why}"
     return msgspec.structs.replace(
         row,
+        reason="too late (peer)" if is_late else row.reason,
         text=text,
         node=search.node if is_its else "",
         sought=(search.sought if is_its or not search.known else Sought.NOBODY).value,

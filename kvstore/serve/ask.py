@@ -178,13 +178,12 @@ _SIZES = (
 MS_PER_HOUR: Final = 3_600_000
 _OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
 _OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
-_EMPTY = {
-    "spaces": "no engine has stored anything yet",
-    "blocks": "no blocks",
-    "leases": "nobody is reading",
-    "jobs": "nobody may write",
-    "transfers": "nothing was fetched from another node",
+_BREAKERS = {
+    "closed": "ok",
+    "half-open": "being tried again",
+    "open": "off: errors",
 }
+"""Of a disk, after failures."""
 
 
 def as_json(found: Mapping[str, list[Row] | str]) -> str:
@@ -202,7 +201,7 @@ def show(found: dict[str, list[Row]]) -> None:
         if rows:
             out.print(_columns(topic, rows) if topic == "tiers" else _table(topic, rows))
         else:
-            out.print(Text(topic, style="bold"), Text(_EMPTY.get(topic, "none"), style="dim"))
+            out.print(Text(topic, style="bold"), Text("none", style="dim"))
 
 
 def console() -> Console:
@@ -261,6 +260,8 @@ def _cell(name: str, value: object) -> Text:
         return Text("-" if value == NO_PASS else f"{value / MS_PER_HOUR:.1f} h")
     if name == "space" and isinstance(value, str):
         return printable(value[:SPACE_DIGITS])
+    if name in ("reads", "writes") and isinstance(value, str):
+        return printable(f"breaker {_BREAKERS.get(value, value)}")
     if name == "quota" and not value:
         return Text("(all others)")
     if name in _SIZES and isinstance(value, int):

@@ -17,7 +17,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +26,7 @@ from kvstore.arena import Arena
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
 from kvstore.errors import ConfigError
+from kvstore.obs import logs
 from kvstore.ports import Clock
 from kvstore.serve import control
 from kvstore.serve.attach import TURN_WAKE, Attach, Source
@@ -91,7 +91,8 @@ class Running(NamedTuple):
         """The line that tells an operator, and a script, that the node is ready."""
         note = f" ({self.dram_note})" if self.dram_note else ""
         return (
-            f"kvstore node ready: socket={self.socket} metrics={self.metrics_url or 'off'}"
+            f"kvstore node ready: version={__version__} socket={self.socket}"
+            f" metrics={self.metrics_url or 'off'}"
             f" events={self.events or 'off'} index={self.replica or 'off'}"
             f" tells={self.tells or 'off'} peers={self.peers or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
@@ -116,8 +117,7 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
         gc.freeze()
         handover.serving(node.serving)
         if handover.begin.life == 0:
-            sys.stdout.write(node.running.line() + "\n")
-            sys.stdout.flush()
+            logs.say(__name__, node.running.line())
         else:
             away_ms = (time.monotonic_ns() - handover.begin.died_ns) // NS_PER_MS
             node.collector.away_ns = away_ms * NS_PER_MS
@@ -128,7 +128,6 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
         # Last: threads that are made before have the place of any other.
         prefer_this_thread()
         node.driver.run()
-    _log.info("stopped")
 
 
 class _Node(NamedTuple):

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import secrets
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -30,6 +29,7 @@ from kvstore.client.tls import Tls
 from kvstore.errors import ConfigError
 from kvstore.index import native
 from kvstore.index.index import Index
+from kvstore.obs import logs
 from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore
 from kvstore.proto import feeds
@@ -264,12 +264,13 @@ def run_index(config: IndexConfig) -> None:
         store = config.replica.store
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: asked_to_stop.set())
-        sys.stdout.write(
-            f"kvstore index ready: listen={replica.address} metrics={url or 'off'}"
+        logs.say(
+            __name__,
+            f"kvstore index ready: version={__version__} listen={replica.address}"
+            f" metrics={url or 'off'}"
             f" tls={'off' if replica.insecure else 'on'}"
             f" entries={config.replica.entry_count_max}"
-            f" store={store.place if store is not None else 'memory'}\n"
+            f" store={store.place if store is not None else 'memory'}",
         )
-        sys.stdout.flush()
         asked_to_stop.wait()
     _log.info("stopped")

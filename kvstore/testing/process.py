@@ -45,7 +45,7 @@ def start_ready(
     timeout_s: float,
     python: str | Path = sys.executable,
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start Python with these; the process and its ready line, which begins as it `says`.
+    """Start Python with these; the process and its ready line, which has what it `says` in it.
 
     Raises:
         NodeFailed: it exited, said something else, or was not ready in time.
@@ -62,7 +62,7 @@ def start_ready(
         )
     try:
         line = read_line(process, timeout_s)
-        if not line.startswith(says):
+        if says not in line:
             process.kill()
             raise NodeFailed(process.wait(STOP_TIMEOUT_S), log.read_text(encoding="utf-8"))
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvstore import __version__
 from kvstore.client.link import Lost
 from kvstore.obs.metrics import METRICS
 from kvstore.serve.priority import prefer_this_thread
@@ -351,6 +353,10 @@ def test_a_config_file_starts_a_node(tmp_path: Path) -> None:
     file.write_text("slab: 128KiB\nallow-uid: 0\nlog-level: warning\n")
     with NodeProcess.start(tmp_path, dram="1MiB", flags=["--config", str(file)]) as node:
         assert "slab=128 KiB file=off dram=1 MiB" in node.ready_line
+        stamp, _, line = node.ready_line.partition(" INFO kvstore.serve.node: ")
+        assert datetime.datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f")
+        assert line.startswith(f"kvstore node ready: version={__version__} socket=")
+        assert node.log == "", "a start in which nothing is wrong says nothing at this level"
 
 
 def test_a_tiny_dram_serves(tmp_path: Path) -> None:
