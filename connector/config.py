@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from kvstore.client.core.config import Store
+from kvstore.connector.media import Images
 from kvstore.wire.messages import NAME_BYTES_MAX
 from kvstore.wording import why_not
 
@@ -19,6 +20,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The node's attach socket; the default is the node's own."""
     tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES_MAX)] = "default"
     store: Store = "all"
+    images: Images = "hashed"
+    """Requests with images and the like: those whose items are named by a hash; or none."""
     min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 128
     """Shorter hits are computed."""
     lookup_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20

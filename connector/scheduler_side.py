@@ -20,6 +20,7 @@ import msgspec
 from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
+from kvstore.connector.media import why_left_out
 from kvstore.errors import AttachError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Hint, Message, Story
@@ -151,11 +152,12 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Hint the node. LoRA requests are left out: adapters have no digest yet."""
         self.poll()
-        if request.lora_request is not None:
+        reason = self._why_left_out(request)
+        if reason:
             self._core.left_out(
                 request.request_id,
                 prompt_tokens=request.num_prompt_tokens,
-                reason="adapter",
+                reason=reason,
                 now_ns=time.monotonic_ns(),
             )
             self._flush(time.monotonic_ns())
@@ -170,11 +172,18 @@ class SchedulerSide:
         )
         self._flush(time.monotonic_ns())
 
+    def _why_left_out(self, request: Request) -> str:
+        if request.lora_request is not None:
+            return "adapter"
+        return why_left_out(request, self._config.images)
+
     def get_num_new_matched_tokens(
         self, request: Request, local_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local ones; None: ask again next step."""
         if request.request_id not in self._requests or request.skip_reading_prefix_cache:
+            return 0, False
+        if self._why_left_out(request):  # a session may get images after its first prompt
             return 0, False
         self.poll()
         outcome = self._match(request, local_tokens)
@@ -279,6 +288,8 @@ class SchedulerSide:
 
     def _store(self, request: Request, computed: int, state: KVConnectorBlockState) -> None:
         """Store the blocks that this step completes, as far as there is room for them."""
+        if self._why_left_out(request):
+            return
         request_id = request.request_id
         full = self._core.full_blocks(
             request_id, computed_tokens=computed, known_tokens=request.num_tokens

@@ -114,6 +114,9 @@ _OUTCOMES: Final = {
     "load failed": "the load failed and the rest was computed",
     "shadow check": "a hit, computed all the same to compare it with the cache (shadow_every)",
     "adapter": "requests with a LoRA adapter are neither stored nor loaded",
+    "image uuid": "an image was named by its client (uuid), not by a hash of its content: neither "
+    "stored nor loaded",
+    "images off": "requests with images are neither stored nor loaded (images: none)",
     "not asked": "the engine never asked: it ended early, or must not read a cache",
 }
 _LEFT: Final = {
