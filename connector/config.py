@@ -26,8 +26,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shorter hits are computed."""
     lookup_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=100, le=10_000)] = 250
-    verify_every: Annotated[int, msgspec.Meta(ge=0)] = 64
-    """Every n-th load is checked against its checksums; 1 checks every load, 0 none."""
+    verify_every: Annotated[int, msgspec.Meta(ge=0)] = 1
+    """Every n-th load is checked against its checksums: 1 every load, 0 none."""
     shadow_every: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Every n-th hit is computed all the same and compared with what the cache holds; 0: none."""
     log_requests: bool = False

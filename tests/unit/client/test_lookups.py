@@ -367,7 +367,8 @@ def test_a_node_that_leases_nothing_or_too_much_harms_nobody(
     arrive(node, "r", keys)
     ask(node, "r", keys)
     (asked,) = [s for s in node.core.take_outbox() if isinstance(s, m.LeaseAsk)]
-    node.give(m.LeaseReply(lease=asked.lease, ttl_ms=1000, slots=lie, generations=lie + lie))
+    sums = b"x" * 4 * len(lie)
+    node.give(m.LeaseReply(asked.lease, 1000, slots=lie, generations=lie + lie, checksums=sums))
     outcome = ask(node, "r", keys)
     assert outcome in (Miss("not stored"), Hit(3 * BLOCK_TOKENS))
 
