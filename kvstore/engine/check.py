@@ -53,7 +53,10 @@ def _check_slots(state: State) -> None:
     named, counts = np.unique(slots.writer[writable], return_counts=True)
     writers = set(named.tolist())
     counted = dict(zip(named.tolist(), counts.tolist(), strict=True))
-    assert counted == slots.writable, "what writers may write is miscounted"
+    assert counted == slots.writers.counts, "what writers may write is miscounted"
+    for writer in writers:
+        its = np.flatnonzero(slots.writer == writer)
+        assert np.array_equal(slots.of_writer(writer), its), "a writer's slots are listed wrongly"
     ours = {FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER}
     assert writers <= {*ours, *state.connections}, "a slot is granted to nobody"
     for writer in writers - ours:

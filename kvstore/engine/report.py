@@ -335,15 +335,10 @@ def leases(state: State, loans: Mapping[tuple[int, int], int]) -> list[LeaseRepo
 def jobs(state: State) -> list[JobReport]:
     """Ranks that hold slots they may write."""
     slots, out = state.slots, []
-    # One pass for all ranks.
-    words = np.flatnonzero(slots.writer > 0)
-    numbers, which = np.unique(slots.writer[words], return_inverse=True)
-    counts = np.zeros((len(numbers), len(SlotState)), dtype=np.int64)
-    np.add.at(counts, (which, slots.state[words]), 1)
-    held = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
     for connection in state.connections.values():
-        if isinstance(connection.hello, HelloRank) and connection.id in held:
-            by_state = held[connection.id]
+        words = slots.of_writer(connection.id)
+        if isinstance(connection.hello, HelloRank) and len(words):
+            by_state = np.bincount(slots.state[words], minlength=len(SlotState)).tolist()
             out.append(
                 JobReport(
                     engine_id=connection.hello.engine_id,

@@ -148,7 +148,11 @@ class Sessions:
         """
         if session > connection.asked_session:
             return "a Quiet for a session that nobody asked for"
+        if session <= connection.quiet_session:
+            return "a Quiet for a session that it was quiet for already"
         connection.quiet_session = session
+        if session < connection.asked_session:
+            return ""  # it was asked again meanwhile: its slots come back with that answer
         mine = self._state.slots.of_writer(connection.id)
         self._state.free(mine[self._state.slots.session[mine] < session])
         owner = connection.owner

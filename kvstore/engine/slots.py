@@ -17,7 +17,7 @@ Does not cover: which block is in a slot (`residency`), when to free (`engine`, 
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,6 +28,7 @@ from kvstore.engine.policy.choose import maker
 from kvstore.engine.policy.expected import Expected
 from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Stamps, Words
 from kvstore.engine.quotas import OTHERS, GroupId, Quotas
+from kvstore.engine.writers import Writers
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
 FILE_WRITER = -1
@@ -127,11 +128,9 @@ class Slots:
         self.state = np.zeros(word_count, dtype=np.uint8)
         self.generation = np.full(word_count, first_generation, dtype=np.uint64)
         self._journal = journal
-        self.writer = np.zeros(word_count, dtype=np.int64)
+        self.writers = Writers(word_count)
+        self.writer = self.writers.column
         """Connection that may write, while GRANTED or QUARANTINED."""
-        self.writable: Counter[int] = Counter()
-        """How many slots each writer may write, of those who may write any: a look at the whole
-        column for nothing takes 12 ms with 1 TiB."""
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
         """Whose quota a slot counts for, unless it is FREE."""
@@ -221,17 +220,7 @@ class Slots:
 
     def _name_writer(self, words: Words, writer: int) -> None:
         self._journal.name_writer(words, writer)
-        self._count_writers(self.writer[words], -1)
-        self.writer[words] = writer
-        self._count_writers(self.writer[words], 1)
-
-    def _count_writers(self, writers: NDArray[np.int64], sign: int) -> None:
-        """Slots have, or lose with -1, these writers."""
-        named, counts = np.unique(writers[writers != 0], return_counts=True)
-        for writer, count in zip(named.tolist(), counts.tolist(), strict=True):
-            self.writable[writer] += sign * count
-            if not self.writable[writer]:
-                del self.writable[writer]
+        self.writers.name(words, writer)
 
     def _sealed(self, words: Words, cause: int) -> Pool:
         self._change(words, SlotEvent.SEAL, cause)
@@ -448,7 +437,7 @@ class Slots:
 
     def of_writer(self, writer: int) -> Words:
         """Slots that this connection may still write."""
-        return np.flatnonzero(self.writer == writer) if writer in self.writable else NONE
+        return self.writers.of(writer)
 
     # ── taken over ───────────────────────────────────────────────────────────────────────────────
 
@@ -471,9 +460,8 @@ class Slots:
         self.state[found.words] = SlotState.SEALED
         self.state[found.held] = self.state[found.doubtful] = SlotState.QUARANTINED
         # Not in the journal: what it says of a writer whom it cannot name, it is to say again.
-        self.writer[found.held] = found.writers
-        self.writer[found.doubtful] = UNKNOWN_WRITER
-        self._count_writers(self.writer, 1)
+        self.writers.adopt(found.held, found.writers)
+        self.writers.adopt(found.doubtful, np.full(len(found.doubtful), UNKNOWN_WRITER))
         self.stamps[self.state != SlotState.SEALED] = 0
         # A slot may have been sealed just before it was given its stamp.
         self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1
