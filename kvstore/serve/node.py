@@ -29,7 +29,7 @@ from kvstore.errors import ConfigError
 from kvstore.obs import logs
 from kvstore.ports import Clock
 from kvstore.serve import control
-from kvstore.serve.attach import TURN_WAKE, Attach, Source
+from kvstore.serve.attach import Attach
 from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.control import Places, Serving
@@ -44,6 +44,7 @@ from kvstore.serve.listener import Door
 from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
 from kvstore.serve.priority import prefer_this_thread
 from kvstore.serve.scrub import DramScrub
+from kvstore.serve.turns import TURN_WAKE, Source
 from kvstore.serve.warm import Memory, take_memory
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file import FileTier

@@ -285,7 +285,7 @@ def test_a_directory_that_cannot_be_read_at_a_restart_costs_no_memory(
             stack.callback(memory.arena.close)
             files = _open_files(config, memory.arena, MonotonicClock(), handover, stack)
             assert files is not None
-            files.read(0)
+            list(files.read(0))
             return files.trouble
 
     def fail(_directory: Directory, *, keep_bytes: int) -> dict[int, int]:
