@@ -8,7 +8,7 @@ sockets and memory (`kvstore.serve`, `kvstore.tiers`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from kvstore.engine import check, report
 from kvstore.engine.admission import Admission
@@ -132,8 +132,9 @@ class Engine:
         """Counts since the start."""
         return self._state.counters
 
-    def step(self, events: Sequence[Event], now_ns: int) -> list[Command]:
-        """Take events in order; returns what to do, in order."""
+    def step(self, events: Iterable[Event], now_ns: int) -> list[Command]:
+        """Take events in order; returns what to do, in order. An iterator is asked for the next
+        event when the one before is done with: it ends when the caller has no more time."""
         state = self._state
         state.now_ns = now_ns
         state.commands = []

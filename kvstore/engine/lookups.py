@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.engine.arrivals import Arrivals, Wait, count_of
 from kvstore.engine.askers import engine_asks
@@ -11,7 +12,7 @@ from kvstore.engine.files import REPEATED, Files
 from kvstore.engine.findings import Finding, Findings, Origin
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.port import prints
-from kvstore.engine.runs import Run, leading_run
+from kvstore.engine.runs import LOOKED_UP_MAX, Run, leading_run
 from kvstore.engine.searches import Wanted
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys
@@ -133,20 +134,20 @@ class Lookups:
         return ""
 
     def hint(self, connection: Connection, hint: Hint) -> None:
-        """Touch what is held, and say what is known."""
+        """Touch what is held, and say what is known: of what lies behind LOOKED_UP_MAX nothing."""
         state, owner = self._state, connection.owner
-        keys = keys_array(hint.keys)
+        whole_bytes = LOOKED_UP_MAX // max(len(owner.scopes), 1) // 8 * 8
+        keys = keys_array(hint.keys)[:whole_bytes]
         is_off = bool(owner.known and state.is_off(*owner.known))
         present = np.full(len(keys), bool(owner.open_session) and not is_off)
         if owner.open_session and not is_off:
             space = owner.rank_hellos()[0].space
-            for size, scope in zip(owner.slot_sizes, owner.scopes, strict=True):
-                rows = state.residency.find(scope, keys)
-                present &= rows >= 0
-                words = state.residency.words(rows)
-                state.slots.use(state.slots.pools[size], words, prints(scope, keys))
+            rows = state.residency.find_all(owner.scopes, keys)
+            present &= (rows >= 0).all(axis=0)
+            self._use(owner, keys, state.residency.words(rows))
+            for scope, its in zip(owner.scopes, rows, strict=True):
                 block_bytes = shard_bytes(space, state.residency.address(scope)[2])
-                self._files.writes.asked_again(scope, rows, block_bytes=block_bytes)
+                self._files.writes.asked_again(scope, its, block_bytes=block_bytes)
             if self._brings:
                 asker = engine_asks(owner)
                 self._files.promote(asker, keys)
@@ -154,3 +155,12 @@ class Lookups:
                 self._fetches.want(asker, keys[held:])
         bits = np.packbits(present, bitorder="little").tobytes()
         state.send(connection, HintReply(request=hint.request, present=bits))
+
+    def _use(self, owner: Owner, keys: Keys, words: NDArray[np.int64]) -> None:
+        """A request names these blocks; words are [S][n]. Pool by pool, its shards side by side."""
+        sizes, scopes = np.array(owner.slot_sizes), np.array(owner.scopes)
+        for size in dict.fromkeys(owner.slot_sizes):
+            its = np.flatnonzero(sizes == size)
+            named = np.stack([prints(scope, keys) for scope in scopes[its].tolist()], axis=1)
+            pool = self._state.slots.pools[size]
+            self._state.slots.use(pool, words[its].T.reshape(-1), named.reshape(-1))

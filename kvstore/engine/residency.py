@@ -11,7 +11,7 @@ Everything that changes where a block lives is here. Does not cover: slots (`slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -142,6 +142,10 @@ class Residency:
     def find(self, scope: int, keys: Keys) -> Rows:
         """Rows of keys, -1 where no tier holds the block."""
         return self.table.find(scope, keys)
+
+    def find_all(self, scopes: Sequence[int], keys: Keys) -> Rows:
+        """The same of several scopes; shape [S, n]."""
+        return self.table.find_all(scopes, keys)
 
     def words(self, rows: Rows) -> NDArray[np.int64]:
         """Slot words of rows, -1 where there is none (also for row -1)."""

@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 
 from kvstore.engine.policy.port import NONE, Words
 from kvstore.engine.state import State
-from kvstore.engine.table import NO_ROWS, Keys, Rows
+from kvstore.engine.table import FEW_SCOPES, NO_ROWS, Keys, Rows
+from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX
+
+LOOKED_UP_MAX = ASKS_PER_LOOKUP_MAX * KEYS_PER_DATAGRAM_MAX
+"""Blocks, times shards, that one message is answered about: what a lookup with all its asks can
+lease. Of the many keys and many shards that fit a message, a look at each would take 0.1 s."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -66,6 +71,8 @@ def has_repeats(rows: Rows) -> bool:
 def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:
     """The longest run of these keys, from the first on, that is in dram in all of `scopes`."""
     rows_by_shard, words_by_shard, count = [], [], len(keys)
+    if len(scopes) > FEW_SCOPES:
+        return run_of(state, state.residency.find_all(scopes, keys))
     for scope in scopes:
         rows = state.residency.find(scope, keys[:count])
         words = state.residency.words(rows)
@@ -74,6 +81,17 @@ def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:
         rows_by_shard.append(rows)
         words_by_shard.append(words)
     return Run(count if scopes else 0, rows_by_shard, words_by_shard)
+
+
+def run_of(state: State, rows: Rows) -> Run:
+    """The same of rows that are known, [S][n]."""
+    words = state.residency.words(rows)
+    return Run(leading((words >= 0).all(axis=0)), list(rows), list(words))
+
+
+def leading(flags: NDArray[np.bool_]) -> int:
+    """How many are set, from the first on."""
+    return len(flags) if bool(flags.all()) else int(np.argmin(flags))
 
 
 def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int64]:

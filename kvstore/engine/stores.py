@@ -148,8 +148,9 @@ class Stores:
         for owner in sessions:
             if owner.known and self._state.is_off(*owner.known):
                 continue
-            pools = [self._state.slots.pools[size] for size in owner.slot_sizes]
-            mine = frozenset(owner.slot_sizes)
+            counts = Counter(owner.slot_sizes)
+            pools = {self._state.slots.pools[size]: count for size, count in counts.items()}
+            mine = frozenset(counts)
             sharing = sum(count for kind, count in kinds.items() if kind & mine)
             target = self._admission.credit_target(pools, sessions=sharing)
             if self._state.slots.quotas.any:

@@ -317,8 +317,9 @@ def test_who_shares_what_is_counted_by_size(monkeypatch: pytest.MonkeyPatch) -> 
     told: list[tuple[list[int], int]] = []
     target = Admission.credit_target
 
-    def spy(admission: Admission, pools: list[Pool], *, sessions: int) -> int:
-        told.append(([pool.slot_bytes for pool in pools], sessions))
+    def spy(admission: Admission, pools: dict[Pool, int], *, sessions: int) -> int:
+        sizes = [pool.slot_bytes for pool, count in pools.items() for _ in range(count)]
+        told.append((sizes, sessions))
         return target(admission, pools, sessions=sessions)
 
     monkeypatch.setattr(Admission, "credit_target", spy)
