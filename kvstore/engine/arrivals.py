@@ -20,7 +20,7 @@ from kvstore.engine.findings import Brought, Finding, Origin
 from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection
 from kvstore.engine.policy.port import Words
-from kvstore.engine.runs import Run, leading_run
+from kvstore.engine.runs import Run, leading, leading_run
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys, Rows
 from kvstore.wire.messages import LeaseMore
@@ -29,8 +29,8 @@ from kvstore.wire.messages import LeaseMore
 class Source(Protocol):
     """What brings blocks to dram."""
 
-    def coming(self, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Which of these keys of a scope, whose rows are given, are on their way, or may be."""
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these keys, whose rows are given, are on their way, or may be; [S][n]."""
         ...
 
 
@@ -138,16 +138,12 @@ class Arrivals:
 
     def on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
         """Leading keys that are in dram or coming in every shard, at least one of them coming."""
-        residency, count, moving = self._state.residency, len(keys), False
-        for scope in scopes:
-            rows = residency.find(scope, keys[:count])
-            coming = np.zeros(len(rows), dtype=bool)
-            for source in self._sources:
-                coming |= source.coming(scope, keys[:count], rows)
-            there = (residency.words(rows) >= 0) | coming
-            count = len(rows) if bool(there.all()) else int(np.argmin(there))
-            moving |= bool(coming[:count].any())
-        return count if moving else 0
+        rows = self._state.residency.find_all(scopes, keys)
+        coming = np.zeros(rows.shape, dtype=bool)
+        for source in self._sources:
+            coming |= source.coming(scopes, keys, rows)
+        count = leading(((self._state.residency.words(rows) >= 0) | coming).all(axis=0))
+        return count if coming[:, :count].any() else 0
 
 
 def count_of(brought: Brought | None, origin: Origin) -> int:

@@ -15,7 +15,7 @@ promotion takes (`pace`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -248,7 +248,7 @@ class Files:
         mine = job.rows[self._reading[job.rows] == number]
         self._reading[mine] = 0
 
-    def coming(self, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         """Which of these rows are being read (`arrivals.Source`)."""
         being_read: NDArray[np.bool_] = self._reading[rows] != 0
         return being_read

@@ -8,18 +8,28 @@ from numpy.typing import NDArray
 
 from kvstore.engine import fetches as fetches_module
 from kvstore.engine.arrivals import Arrivals, Wait
-from kvstore.engine.events import Clear, Fetched, Locate, Located
+from kvstore.engine.events import Clear, Fetched, Locate, Located, Received
 from kvstore.engine.fetches import (
     ABSENT_NS,
     AVOID_FIRST_NS,
     AVOID_MOST_NS,
+    COMING_BYTES,
+    COMING_BYTES_PER_ENGINE,
     UNANSWERED_MAX,
     Fetches,
 )
 from kvstore.engine.state import Off
 from kvstore.engine.table import Keys, Rows
-from kvstore.types import SLOT_BYTES_MIN
-from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease, LeaseReply, Measured
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    Hint,
+    LeaseAsk,
+    LeaseMore,
+    LeaseRelease,
+    LeaseReply,
+    Measured,
+)
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, key, keys, pairs
 from tests.unit.engine.peers import PeerNode
@@ -439,3 +449,25 @@ def test_the_estimate_follows_the_quickest_peer() -> None:
     node.now_ns += 10**10
     node.arrive()
     assert peer.lease(2, *range(11, 19)).promoting_ms > 100 * first
+
+
+def test_what_an_engine_asks_for_takes_a_bounded_share_whatever_its_shards() -> None:
+    """475 MiB, before: 256 hints of 2,048 keys with 8 shards."""
+    node = PeerNode()
+    peer = Peer(node, shards=HALVES)
+    per_engine = COMING_BYTES_PER_ENGINE // COMING_BYTES
+    full = np.arange(KEYS_PER_DATAGRAM_MAX * 4, dtype="<u8").reshape(-1, 4)
+    for number in range(per_engine // KEYS_PER_DATAGRAM_MAX + 5):
+        hinted = (full + np.uint64(number << 32)).tobytes()
+        commands = node.engine.step(
+            [Received(ConnectionId(peer.scheduler), Hint(request=number, keys=hinted))],
+            node.now_ns,
+        )
+        asked = any(isinstance(command, Locate) for command in commands)
+        assert asked == ((number + 1) * KEYS_PER_DATAGRAM_MAX <= per_engine)
+    fetches = node.engine._fetches
+    assert sum(map(len, fetches._coming.values())) <= per_engine, "one entry a key, not a shard"
+    fetches.check()
+    other = Peer(node, "other", shards=HALVES)
+    commands = node.hear(other.scheduler, Hint(request=1, keys=keys(77)))
+    assert any(isinstance(command, Locate) for command in commands), "another has its own share"
