@@ -66,6 +66,10 @@ class NodeBusy(KVStoreError):
     """The loop did not get to a query in time, or too many wait already. Ask again later."""
 
 
+class NodeFailed(KVStoreError):
+    """The loop could not do what it was told, logged why, and goes on."""
+
+
 class NotDurable(KVStoreError):
     """Blocks were forgotten, but a restart of the node may bring those on disk back."""
 
@@ -149,8 +153,14 @@ class Driver:
 
         Raises:
             NodeBusy: it was not taken within `timeout_s`, or it is not known whether it was.
+            NodeFailed: the step failed.
         """
-        self._on_loop(lambda: self._step([event]), timeout_s, steps=True)
+        try:
+            self._on_loop(lambda: self._step([event]), timeout_s, steps=True)
+        except NodeBusy:
+            raise
+        except Exception as error:
+            raise NodeFailed("the node failed at an event") from error
 
     def clear(self, *, space: bytes | None, tenant: str | None, timeout_s: float) -> int:
         """Forget blocks: of a space, a tenant, both, or all. Returns how many.
