@@ -110,15 +110,18 @@ class Arrivals:
         ):
             return True
         run = leading_run(state, owner.scopes, wait.keys)
-        count = run.count
-        rest = wait.keys[count:]
-        promoting = self.on_their_way(owner.scopes, rest)
+        count = state.slots.pins.fitting(wait.held.account, run.words(), len(owner.scopes))
+        refused = run.count - count
+        run, rest = run.cut(count), wait.keys[count:]
+        promoting = 0 if refused else self.on_their_way(owner.scopes, rest)
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
         brought = self.take_origins(run)
         wait.finding.brought(wait.finding.held + wait.finding.arrived, brought)
         wait.finding.arrived += count
+        wait.finding.refused = (wait.finding.arrived, refused)
+        state.counters.pins_refused += refused
         state.counters.blocks_hit += count
         state.counters.leased_bytes += count * sum(owner.slot_sizes)
         state.counters.blocks_missed += 0 if promoting else len(rest)

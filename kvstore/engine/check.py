@@ -22,6 +22,7 @@ def check(state: State, files: Files, fetches: Fetches, loans: Loans) -> None:
     _check_blocks(state)
     _check_journal(state)
     _check_leases(state, files, loans)
+    _check_pins(state)
     _check_files(state, files)
     _check_fetches(state, fetches)
     _check_owners(state)
@@ -119,10 +120,43 @@ def _check_leases(state: State, files: Files, loans: Loans) -> None:
     sessions = {owner.open_session for owner in state.owners.values()} | loans.sessions()
     for session, _, lease in state.leases.items():
         assert session in sessions, "a lease outlived its session"
-        for words in lease.pieces:
-            expected[words] += 1
+        for words, generations in lease.pieces:
+            expected[words[state.slots.generation[words] == generations]] += 1
     np.add.at(expected, files.writes.pinned_words(), 1)
     assert bool((expected == state.slots.leases).all()), "lease counts differ"
+
+
+def _check_pins(state: State) -> None:
+    """What is pinned is counted, and no more than it may be."""
+    slots = state.slots
+    pins, quotas = slots.pins, slots.quotas
+    writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
+    assert not (slots.leases[slots.state != SlotState.SEALED]).any(), "a lease without a block"
+    pinned = slots.weigh(np.flatnonzero(writable | (slots.leases > 0)))
+    assert pinned.tolist() == quotas.pinned.tolist(), "what is pinned is miscounted"
+    most = np.maximum(np.maximum(quotas.share, quotas.floor), pins.block_bytes_max)
+    assert bool((pinned <= most).all()), "more is pinned than the share of a group"
+    counts = {name: np.zeros_like(slots.leases) for name in pins.accounts}
+    for _, _, lease in state.leases.items():
+        for words, generations in lease.pieces:
+            held = words[slots.generation[words] == generations]
+            assert lease.account is not None
+            for account in lease.account.line():
+                assert pins.accounts[account.name] is account, "an account that left has a lease"
+                counts[account.name][held] += 1
+    its = {name: [np.flatnonzero(counts[name])] for name in counts}
+    for connection in state.connections:
+        for account in pins.account(connection).line():
+            its[account.name].append(slots.of_writer(connection))
+    for name, account in pins.accounts.items():
+        assert np.array_equal(account.counts, counts[name]), "leases of an account are miscounted"
+        held = slots.weigh(np.concatenate(its[name]))
+        assert held.tolist() == account.held.tolist(), "pins of an account are miscounted"
+        limit = np.maximum(quotas.share, quotas.floor)
+        for _ in account.line():
+            limit = limit * account.part[0] // account.part[1]
+        most = np.maximum(limit, quotas.floor) + pins.block_bytes_max
+        assert bool((held <= most).all()), f"{name} pins more than its part"
 
 
 def _check_files(state: State, files: Files) -> None:

@@ -76,6 +76,8 @@ class Found(enum.IntEnum):
     """Nobody looked: the space is switched off."""
     PEER = 15
     """Came to dram from another node, for this lookup."""
+    NOT_PINNED = 16
+    """In dram; its engine may pin no more."""
 
 
 class Origin(enum.IntEnum):
@@ -129,6 +131,7 @@ class Finding:
         "owner",
         "present",
         "promoting",
+        "refused",
         "scopes",
         "search_begin",
         "searched",
@@ -152,6 +155,8 @@ class Finding:
         self.search_begin = 0
         """Where the first block that it asked about would be among those that were not held."""
         self.promoting = promoting
+        self.refused = (0, 0)
+        """Of what was not held: the first that was in dram and not pinned, and how many were."""
         self.keys: Keys | None = keys if len(keys) else None
         """What was not held; None once examined."""
         self.present, self.in_dram = NO_FLAGS, NO_FLAGS
@@ -290,6 +295,8 @@ class Findings:
             promoting=finding.promoting,
             asked_ns=finding.asked_ns,
         )
+        begin, count = finding.refused
+        codes[begin : begin + count], stamps[begin : begin + count] = Found.NOT_PINNED, 0
         _close(finding, spans(codes, stamps))
 
     def check(self) -> None:

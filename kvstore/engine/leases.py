@@ -1,30 +1,39 @@
 """Leases: sealed slots promised to a reader until it lets go, its session ends or time is up.
 
-Rule: only this class changes a slot's lease count, and each lease is counted exactly once.
+Rules. 1: each lease is counted exactly once in the counts of `pins`, and no more when its block has
+left. 2: a lease is renewed for LEASE_LIVES_MAX of its lives at most: a request that loads nothing
+asks again, and gets what its engine's share of pins allows then.
 """
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.pins import Account
 from kvstore.engine.policy.port import Words
 from kvstore.engine.slots import Slots
+from kvstore.wire.messages import LEASE_LIVES_MAX
 
 
 class Lease:
     """One LeaseAsk that was answered with at least one block."""
 
-    __slots__ = ("expires_ns", "granted_ns", "pieces")
+    __slots__ = ("account", "expires_ns", "granted_ns", "pieces")
 
-    def __init__(self, words: Words, *, granted_ns: int, expires_ns: int) -> None:
-        self.pieces = [words]
-        """Slots, as they were pinned: distinct within a piece. A slot whose block was cleared may
-        come a second time, with another block, when the lease grows."""
+    def __init__(self, account: Account | None, *, granted_ns: int, expires_ns: int) -> None:
+        self.account = account
+        """That pins its slots."""
+        self.pieces: list[tuple[Words, NDArray[np.uint64]]] = []
+        """Slots and generations, as they were pinned: distinct within a piece. A slot whose block
+        was cleared may come a second time, with another block, when the lease grows."""
         self.granted_ns = granted_ns
         self.expires_ns = expires_ns
 
     @property
     def slot_count(self) -> int:
         """Slots pinned."""
-        return sum(len(words) for words in self.pieces)
+        return sum(len(words) for words, _ in self.pieces)
 
 
 class Leases:
@@ -44,11 +53,13 @@ class Leases:
         held = self._by_session.get(session, {})
         return lease not in held and len(held) < self._count_max
 
-    def add(self, session: int, lease: int, words: Words, now_ns: int) -> Lease:
-        """Pin these slots, which are distinct."""
-        self._slots.leases[words] += 1
-        made = Lease(words, granted_ns=now_ns, expires_ns=now_ns + self._ttl_ns)
+    def add(
+        self, session: int, lease: int, words: Words, now_ns: int, account: Account | None = None
+    ) -> Lease:
+        """Pin these slots, which are distinct, for an account that may (`Pins.fitting`)."""
+        made = Lease(account, granted_ns=now_ns, expires_ns=now_ns + self._ttl_ns)
         self._by_session.setdefault(session, {})[lease] = made
+        self._pin(made, words)
         return made
 
     def get(self, session: int, lease: int) -> Lease | None:
@@ -57,17 +68,16 @@ class Leases:
 
     def extend(self, session: int, lease: int, words: Words) -> None:
         """Pin more slots under a held lease; these are distinct."""
-        found = self._by_session[session][lease]
-        self._slots.leases[words] += 1
-        found.pieces.append(words)
+        self._pin(self._by_session[session][lease], words)
 
     def renew(self, session: int, leases: list[int], now_ns: int) -> None:
-        """Let these last a whole life from now; unknown ones are ignored."""
+        """Let these last a whole life from now, if they may; unknown ones are ignored."""
         held = self._by_session.get(session, {})
         for lease in leases:
             found = held.get(lease)
             if found is not None:
-                found.expires_ns = now_ns + self._ttl_ns
+                last_ns = found.granted_ns + LEASE_LIVES_MAX * self._ttl_ns
+                found.expires_ns = min(now_ns + self._ttl_ns, last_ns)
 
     def release(self, session: int, leases: list[int]) -> None:
         """Let go; unknown ones are ignored."""
@@ -104,7 +114,12 @@ class Leases:
             for number, lease in held.items()
         ]
 
+    def _pin(self, lease: Lease, words: Words) -> None:
+        self._slots.pins.pin(words, lease.account)
+        lease.pieces.append((words, self._slots.generation[words]))
+
     def _unpin(self, lease: Lease) -> None:
-        for words in lease.pieces:
-            self._slots.leases[words] -= 1
+        for words, generations in lease.pieces:
+            held = self._slots.generation[words] == generations
+            self._slots.pins.unpin(words[held], lease.account)
         self._slots.retry_starved()

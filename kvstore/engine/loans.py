@@ -5,7 +5,8 @@
 
 Rules. 1: a loan is a lease of a session of its own, negative, so that time ends it like any other.
 2: a peer only reads: giving a slot up early is never unsafe here, and `intact` tells it so. 3: what
-a block was lent with is what it must still be at the end: slot and generation.
+a block was lent with is what it must still be at the end: slot and generation. 4: a peer is lent as
+much as its share of pins allows (`pins`); the run ends there.
 Does not cover: who may ask (`kvstore.serve`), what is fetched from others (`fetches`).
 """
 
@@ -118,8 +119,16 @@ class Loans:
         return asker, rows[[place[shard] for shard in best], :count]
 
     def _answer(self, peer: int, loan: int, asker: Asker, run: Run) -> None:
-        state, words = self._state, run.words()
-        held = state.leases.add(-peer, loan, words, state.now_ns)
+        state = self._state
+        account = state.slots.pins.join_node(peer)
+        fits = state.slots.pins.fitting(account, run.words(), len(asker.scopes))
+        state.counters.pins_refused += run.count - fits
+        if not fits:
+            self._say_nothing(peer, loan)
+            return
+        run = run.cut(fits)
+        words = run.words()
+        held = state.leases.add(-peer, loan, words, state.now_ns, account)
         generations = state.slots.generation[words]
         self._loans[peer, loan] = _Loan(held, words, generations, run.count)
         for words_of_shard in run.words_by_shard:
@@ -188,6 +197,7 @@ class Loans:
     def gone(self, event: PeerGone) -> None:
         """Nobody reads these any more, or nobody will believe what it read."""
         self._state.leases.end_session(-event.peer)
+        self._state.slots.pins.leave(-event.peer)
         self._loans = {name: loan for name, loan in self._loans.items() if name[0] != event.peer}
         for name in [name for name in self._waiting if name[0] == event.peer]:
             del self._waiting[name]

@@ -60,17 +60,24 @@ class Lookups:
         run = leading_run(state, owner.scopes, keys)
         if run.repeats():
             return "a LeaseAsk that names a key twice"
+        account = state.slots.pins.account(connection.id)
+        fits = state.slots.pins.fitting(account, run.words(), max(len(owner.scopes), 1))
+        refused = run.count - fits
+        run = run.cut(fits)
         words = run.words()
         rest = keys[run.count :]
         if run.count:
             for size, shard_words in zip(owner.slot_sizes, run.words_by_shard, strict=True):
                 state.slots.touch(state.slots.pools[size], shard_words[: run.count])
             # Before anything makes room for what is promoted.
-            held = state.leases.add(session, ask.lease, words, state.now_ns)
-        promoting, estimate_ms, wanted = self._bring(owner, rest, run)
+            held = state.leases.add(session, ask.lease, words, state.now_ns, account)
+        # What lies behind a block that may not be pinned could not be used.
+        behind = keys[:0] if refused else rest
+        promoting, estimate_ms, wanted = self._bring(owner, behind, run)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
         brought = self._arrivals.take_origins(run)
+        state.counters.pins_refused += refused
         state.counters.blocks_hit += run.count
         state.counters.leased_bytes += run.count * sum(owner.slot_sizes)
         state.counters.blocks_missed += len(rest) - promoting
@@ -92,11 +99,12 @@ class Lookups:
             return ""
         finding = Finding(connection, run, rest, promoting, state.now_ns)
         finding.brought(0, brought)
+        finding.refused = (0, refused)
         finding.wants(wanted, behind=promoting - wanted.coming)
         self._findings.add(session, ask.lease, finding)
         if promoting:
             if not run.count:
-                held = state.leases.add(session, ask.lease, words, state.now_ns)
+                held = state.leases.add(session, ask.lease, words, state.now_ns, account)
             rest = rest[:promoting]
             self._arrivals.wait(
                 Wait(connection, ask.lease, held, rest, ask.with_checksums, finding)

@@ -29,6 +29,10 @@ class Run(msgspec.Struct, frozen=True):
     rows_by_shard: list[Rows]
     words_by_shard: list[Words]
 
+    def cut(self, count: int) -> Run:
+        """Only the first so many."""
+        return self if count == self.count else msgspec.structs.replace(self, count=count)
+
     def words(self) -> Words:
         """Slot words, [n][S]."""
         return _interleave(self.words_by_shard, self.count) if self.count else NONE

@@ -52,6 +52,7 @@ class Sessions:
         owner = self._state.owners.setdefault(key, Owner(key))
         connection = Connection(id, hello, owner)
         self._state.connections[id] = connection
+        self._state.slots.pins.join_engine(id, key)
         if isinstance(hello, HelloRank):
             self._replace(owner.ranks.get(hello.rank), "the rank attached again")
             self._rank_is_quiet_again(owner, hello)
@@ -259,6 +260,7 @@ class Sessions:
 
     def _forget(self, connection: Connection) -> None:
         del self._state.connections[connection.id]
+        self._state.slots.pins.leave(connection.id)
         self._state.say(Release(connection.id))
 
     def _forget_if_empty(self, owner: Owner) -> None:

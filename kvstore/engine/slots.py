@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.journal import UNREADABLE, Found, Journal
+from kvstore.engine.pins import Pins
 from kvstore.engine.policy.choose import maker
 from kvstore.engine.policy.expected import Expected
 from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Stamps, Words
@@ -136,6 +137,7 @@ class Slots:
         """Whose quota a slot counts for, unless it is FREE."""
         self.quotas = Quotas(quotas, arena_bytes=arena_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
+        self.pins = Pins(self)
         self.stamps = journal.stamps
         self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
         """Slot id of the slot that begins in a word: slots are packed at 4 KiB."""
@@ -164,6 +166,18 @@ class Slots:
         pool = self._pool_of_slab[word // self._words_per_slab]
         assert pool is not None, f"word {word} is in no pool"
         return pool
+
+    def sizes(self, words: Words) -> NDArray[np.int64]:
+        """Bytes of these slots."""
+        return self._slot_bytes_of_slab[words // self._words_per_slab]
+
+    def weigh(self, words: Words) -> NDArray[np.int64]:
+        """Bytes of these slots, by group."""
+        sizes = self.sizes(words)
+        if not self.quotas.any:
+            return sizes.sum(keepdims=True)
+        shape = len(self.quotas.share)
+        return np.bincount(self.group[words], weights=sizes, minlength=shape).astype(np.int64)
 
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
 
@@ -197,9 +211,9 @@ class Slots:
         assert len(words) == count, "more granted than free"
         del pool.free[-count:]
         self._change(words, SlotEvent.GRANT, cause)
+        self.group[words] = group
         self._name_writer(words, writer)
         self.session[words] = session
-        self.group[words] = group
         self.quotas.held[group] += count * pool.slot_bytes
         return words
 
@@ -220,7 +234,9 @@ class Slots:
 
     def _name_writer(self, words: Words, writer: int) -> None:
         self._journal.name_writer(words, writer)
+        self.pins.written(words, -1)
         self.writers.name(words, writer)
+        self.pins.written(words, 1)
 
     def _sealed(self, words: Words, cause: int) -> Pool:
         self._change(words, SlotEvent.SEAL, cause)
@@ -238,7 +254,9 @@ class Slots:
         if len(words) == 0:
             return
         self._change(words, SlotEvent.FREE, cause)
+        self.quotas.held -= self.weigh(words)
         self._name_writer(words, 0)
+        self.pins.freed(words)
         self.session[words] = 0
         self.generation[words] += np.uint64(1)
         self.raised.append(words)
@@ -249,8 +267,6 @@ class Slots:
             its = words[sizes == size]
             pool.policy.forget(its)
             pool.free += its.tolist()
-            counts = np.bincount(self.group[its], minlength=len(self.quotas.held))
-            self.quotas.held -= counts * size
             pool.is_starved = False
 
     # ── order of use ─────────────────────────────────────────────────────────────────────────────
@@ -348,7 +364,7 @@ class Slots:
     @property
     def any_starved(self) -> bool:
         """Whether a pool waits for something to be let go."""
-        return any(pool.is_starved for pool in self.pools.values())
+        return self.pins.is_short or any(pool.is_starved for pool in self.pools.values())
 
     @property
     def slabs_ready(self) -> int:
@@ -462,16 +478,16 @@ class Slots:
         # Not in the journal: what it says of a writer whom it cannot name, it is to say again.
         self.writers.adopt(found.held, found.writers)
         self.writers.adopt(found.doubtful, np.full(len(found.doubtful), UNKNOWN_WRITER))
+        self.pins.written(np.flatnonzero(self.writer), 1)
+        self.quotas.floor = self.quotas.pinned.copy()
         self.stamps[self.state != SlotState.SEALED] = 0
         # A slot may have been sealed just before it was given its stamp.
         self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1
         self._next_stamp = int(self.stamps.max(initial=0)) + 1
+        self.quotas.held += self.weigh(in_use)
         sizes = self._slot_bytes_of_slab
         for size, pool in self.pools.items():
             words = self._words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)
             pool.free = words[self.state[words] == SlotState.FREE][::-1].tolist()
-            its = in_use[sizes[in_use // self._words_per_slab] == size]
-            counts = np.bincount(self.group[its], minlength=len(self.quotas.held))
-            self.quotas.held += counts * size
             mine = np.flatnonzero(sizes[found.words // self._words_per_slab] == size)
             pool.policy.resume(found.words[mine], prints[mine])

@@ -144,7 +144,7 @@ class Stores:
         """Top up credits of sessions that used half of theirs."""
         if not self._state.credits_due:
             return
-        self._state.credits_due = False
+        self._state.credits_due = self._state.slots.pins.is_short = False
         sessions = [owner for owner in self._state.owners.values() if owner.open_session]
         active = {size for owner in sessions for size in owner.slot_sizes}
         self._state.slots.forget_pools(keep=active)
@@ -180,6 +180,13 @@ class Stores:
         shards = len(owner.scopes)
         wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // shards)
         sizes = owner.slot_sizes
+        assert owner.scheduler is not None
+        pins, block_bytes = self._state.slots.pins, sum(sizes)
+        room = pins.room(pins.account(owner.scheduler.id), block_bytes)[owner.group]
+        # Credits and what is left are halves: blocks are to stay in it, and to be leased.
+        may = max(0, (int(room) // block_bytes - owner.granted_blocks + 1) // 2)
+        pins.is_short |= may < wanted
+        wanted = min(wanted, may)
         pools = {size: self._state.slots.pools[size] for size in sizes}
         self._state.make_room_for(Why.STORES, owner.title)
         for size, pool in pools.items():
@@ -203,7 +210,6 @@ class Stores:
         words = np.stack(columns, axis=1).reshape(-1)
         owner.granted_slots += len(words)
         self._state.counters.blocks_granted += count
-        assert owner.scheduler is not None
         self._state.send(
             owner.scheduler,
             Grant(

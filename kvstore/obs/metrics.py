@@ -265,6 +265,7 @@ METRICS: Final = (
             ("grants_refused", "Times no credit could be given: everything is leased or granted."),
             ("lease_asks", "Lookups."),
             ("leases_expired", "Leases that ran out unreleased."),
+            ("pins_refused", "Blocks held and not leased or lent: the asker pins all that it may."),
             ("protocol_refusals", "Peers refused or hung up on by the engine core."),
             ("sessions_opened", "Sessions opened."),
             ("shadow_blocks", "Blocks that engines computed again to compare with what was held."),

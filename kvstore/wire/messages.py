@@ -61,6 +61,8 @@ DATAGRAM_BYTES_MAX: Final = 160 << 10
 HELLO_BYTES_MAX: Final = 48 << 10
 """That of a rank is passed on to the node's supervisor, in a datagram of `serve.control`."""
 LEASES_PER_DATAGRAM_MAX: Final = 4096
+LEASE_LIVES_MAX: Final = 6
+"""So many times its `ttl_ms` a lease is kept by renewing it."""
 ASKS_PER_LOOKUP_MAX: Final = 8
 """What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
 ERROR_CHARS_MAX: Final = 200
@@ -142,7 +144,7 @@ class LeaseAsk(Message, frozen=True):
 
 
 class LeaseRenew(Message, frozen=True):
-    """Scheduler: these leases last `ttl_ms` from now."""
+    """Scheduler: these leases last `ttl_ms` from now, but LEASE_LIVES_MAX times that in all."""
 
     leases: LeaseList
 
