@@ -106,7 +106,7 @@ def load(files: TlsFiles) -> Tls:
             " certificates of one CA, such as 'kvstore certs' makes"
         )
     ends_s = int(own.not_valid_after_utc.timestamp())
-    return Tls(ca, cert, key, identities_of(_dns_names(own)), ends_s)
+    return Tls(ca, cert, key, identities_of(_names(own)), ends_s)
 
 
 def _read(option: str, path: Path) -> bytes:
@@ -161,9 +161,9 @@ def _is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bo
     return True
 
 
-def _dns_names(certificate: x509.Certificate) -> list[str]:
+def _names(certificate: x509.Certificate) -> list[tuple[str, str]]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    return names.get_values_for_type(x509.DNSName)
+    return [("DNS", name) for name in names.get_values_for_type(x509.DNSName)]

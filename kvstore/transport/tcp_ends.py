@@ -137,8 +137,8 @@ class Stream:
 
 def _names_node(certificate: dict[str, Any]) -> bool:
     """Clients and indexes have certificates of the same authority, and no business here."""
-    names = (name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
-    return any(identity.role == "node" for identity in identities_of(names))
+    names = identities_of(certificate.get("subjectAltName", ()))
+    return any(identity.role == "node" for identity in names)
 
 
 class _Incoming:
