@@ -299,6 +299,7 @@ INDEX_METRICS: Final = (
             ("words_refused", "Words of nodes that were malformed."),
             ("feeds_refused", "Streams whose certificate is of another node, or none."),
             ("watchers_dropped", "Callers that did not read what they watch."),
+            ("calls_refused", "Calls whose caller had as many open as it may."),
         )
     ),
 )

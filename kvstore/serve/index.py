@@ -3,9 +3,8 @@
     Feed ─▶ checked words ─▶ IndexStore.hear ─▶ go on, ask for a snapshot, or close
     Match, Nodes, Watch ─▶ IndexStore.match, .members
 
-One asyncio loop owns the store, so nothing is locked. Bounded:
-messages of 1 MiB, calls, watchers and questions by tokens by number, what a caller does not read by
-time.
+One asyncio loop owns the store, so nothing is locked. Bounded: messages of 1 MiB, calls, watchers
+and questions by tokens by number, what a caller does not read by time, each caller by `shares`.
 
 When a stream breaks, the node's peer address is dialled once: refused means that nobody is there,
 and it is out of every answer at once. Only an address at the host that the stream came from is
@@ -72,6 +71,7 @@ class IndexCounters:
         self.words_refused = 0
         self.feeds_refused = 0
         self.watchers_dropped = 0
+        self.calls_refused = 0
 
 
 class _Sight:
@@ -124,6 +124,10 @@ class IndexService(IndexServicer):
     @property
     def watcher_count(self) -> int:
         return self._watchers
+
+    def call_refused(self) -> None:
+        """Its caller had too many (`shares`)."""
+        self.counters.calls_refused += 1
 
     async def tick(self) -> None:
         """What time alone brings about, for as long as it is not cancelled."""

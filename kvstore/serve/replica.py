@@ -40,6 +40,7 @@ from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.cluster import IndexConfig, ReplicaConfig
 from kvstore.serve.http import HttpServer, Page, text_page
 from kvstore.serve.index import TICK_S, IndexService, now_ms
+from kvstore.serve.shares import Shares
 from kvstore.serve.tls import (
     INSECURE,
     INSECURE_NOTE,
@@ -52,6 +53,7 @@ from kvstore.stores.local import LocalStore
 CALL_COUNT_MAX: Final = 8192
 """Feeds and watchers included."""
 CALLS_PER_CONNECTION_MAX: Final = 64
+UNREAD_BYTES_MAX: Final = (64 << 10) - 1
 DRAIN_S: Final = 1.0
 START_TIMEOUT_S: Final = 10.0
 PAGE_TIMEOUT_S: Final = 1.0
@@ -72,6 +74,9 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", feeds.MESSAGE_BYTES_MAX),
     ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION_MAX),
+    # Of what nobody reads yet no more than this is taken in, of each call.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", UNREAD_BYTES_MAX),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.keepalive_time_ms", PING_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
@@ -124,7 +129,9 @@ class Replica:
 
     async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
         self._server = grpc.aio.server(
-            options=[*_OPTIONS, *callers.limits()], maximum_concurrent_rpcs=CALL_COUNT_MAX
+            interceptors=[Shares(self._service.call_refused)],
+            options=[*_OPTIONS, *callers.limits()],
+            maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
         add_IndexServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
