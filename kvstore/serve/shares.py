@@ -75,6 +75,20 @@ class _Share:
         self._has_room.set()
 
 
+class _Written:
+    """Writes a reply once that is given to one caller after the other: the list of the nodes."""
+
+    def __init__(self, write: Callable[[Any], bytes]) -> None:
+        self._write = write
+        self._reply: Any = None
+        self._bytes = b""
+
+    def __call__(self, reply: Any) -> bytes:
+        if reply is not self._reply:
+            self._reply, self._bytes = reply, self._write(reply)
+        return self._bytes
+
+
 class Shares(grpc.aio.ServerInterceptor):
     """Stands before all calls of one server. On its loop."""
 
@@ -111,6 +125,7 @@ class Shares(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             its_watch = self._watch(handler.unary_stream)
             return grpc.stream_stream_rpc_method_handler(its_watch, *forms)
+        forms = (forms[0], _Written(forms[1]))
         return grpc.stream_unary_rpc_method_handler(self._question(handler.unary_unary), *forms)
 
     def _question(self, behavior: Behavior) -> Behavior:

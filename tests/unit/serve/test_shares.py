@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,8 +20,8 @@ from kvstore.index.index import Answer, Member
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.feeds import KEYS_MAX
 from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.serve import index, shares
 from kvstore.serve import replica as replica_module
-from kvstore.serve import shares
 from kvstore.serve.aio import LoopThread
 from kvstore.serve.cluster import ReplicaConfig
 from kvstore.serve.replica import Replica
@@ -151,6 +151,22 @@ def test_one_caller_does_not_take_the_places_of_watchers(served: Served) -> None
     next(served.dial("b").Watch(pb.WatchRequest(nodes=True), timeout=WAIT_S))
     for watcher in watchers:
         watcher.cancel()
+
+
+def test_the_list_of_the_nodes_is_written_once_for_all_who_ask(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "WATCH_PERIOD_S", 600.0)
+    written = []
+
+    class Written(shares._Written):
+        def __init__(self, write: Callable[[Any], bytes]) -> None:
+            super().__init__(lambda reply: written.append(reply) or write(reply))
+
+    monkeypatch.setattr(shares, "_Written", Written)
+    for name in ("a", "b", "a"):
+        served.dial(name).Nodes(pb.NodesRequest(), timeout=WAIT_S)
+    assert len(written) == 1
 
 
 def test_a_message_that_does_not_come_keeps_its_caller_waiting_only(
