@@ -131,6 +131,11 @@ class Transport(Protocol):
     """
 
     @property
+    def refused_count(self) -> int:
+        """Reads or readers that were turned away since it was opened, because others are here."""
+        ...
+
+    @property
     def capabilities(self) -> TransportCapabilities:
         """What was found when it was opened."""
         ...

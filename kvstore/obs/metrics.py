@@ -186,6 +186,7 @@ METRICS: Final = (
             ("lent_bytes", "bytes", "Bytes lent to other nodes."),
             ("stored_bytes", "bytes", "Bytes that engines stored."),
             ("mover_restarts", "", "Movers that ended and were started again."),
+            ("mover_refused", "", "Times a peer that would read from here found no room."),
         )
     ),
     Metric(

@@ -91,7 +91,14 @@ class Ended(NamedTuple):
     took_ns: int = 0
 
 
-MoverEvent = Up | Down | Unusable | PeerLost | Ended
+class Crowded(NamedTuple):
+    """Peers that would read from here found no room; told at the first, and when they doubled."""
+
+    refused: int
+    """Of this mover."""
+
+
+MoverEvent = Up | Down | Unusable | PeerLost | Ended | Crowded
 
 
 class MoverChild:
@@ -205,6 +212,10 @@ class Mover:
         self._unusable = False
         self._has_served = False
         self.restarts = 0
+        self.refused = 0
+        """Peers that would read from here and found no room, by all movers."""
+        self._refused = 0
+        """By this one."""
 
     @property
     def is_ready(self) -> bool:
@@ -330,7 +341,7 @@ class Mover:
     def _take(self, message: wire.FromMover) -> list[MoverEvent]:
         match message:
             case wire.Registered():
-                self._ready, self._has_served = not self._killed, True
+                self._ready, self._has_served, self._refused = not self._killed, True, 0
                 return [Up(message)]
             case wire.Done(transfer=transfer, took_ns=took_ns):
                 return self._end(Ended(transfer, good=True, took_ns=took_ns))
@@ -346,9 +357,16 @@ class Mover:
                     return []
                 self._unusable = True
                 return [Unusable(reason)]
-            case wire.Connected() | wire.Beat():
+            case wire.Beat(refused=refused):
+                return self._count_refused(refused)
+            case wire.Connected():
                 pass
         return []
+
+    def _count_refused(self, refused: int) -> list[MoverEvent]:
+        before, self._refused = self._refused, refused
+        self.refused += refused - before
+        return [Crowded(refused)] if refused.bit_length() > before.bit_length() else []
 
     def _end(self, ended: Ended) -> list[MoverEvent]:
         return [ended] if self._watch.ended(ended.transfer) else []

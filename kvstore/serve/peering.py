@@ -193,6 +193,7 @@ class Peering:
             family("kvstore_fetch_not_kept_total", [((), counters.not_kept)]),
             family("kvstore_fetched_bytes_total", [((), counters.fetched_bytes)]),
             family("kvstore_mover_restarts_total", [((), self.mover.restarts)]),
+            family("kvstore_mover_refused_total", [((), self.mover.refused)]),
             histograms(
                 "kvstore_transfer_seconds",
                 bounds=[bound / NS_PER_S for bound in BOUNDS_NS[:-1]],

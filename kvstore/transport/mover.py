@@ -210,8 +210,8 @@ class MoverLoop:
     def _beat(self) -> None:
         self._next_beat_ns = self._now_ns() + BEAT_NS
         if not self._outbox:  # otherwise it does not read, and beats say nothing to it
-            reads = self._reads
-            self._tell(wire.Beat(reads.under_way, reads.read_bytes, reads.window_bytes))
+            reads, refused = self._reads, self._transport.refused_count
+            self._tell(wire.Beat(reads.under_way, reads.read_bytes, reads.window_bytes, refused))
 
     def _flush(self) -> None:
         while self._outbox:

@@ -102,6 +102,9 @@ class Nixl:
         self._reads: dict[int, _Read] = {}
         self._outcomes: list[Outcome] = []
 
+    refused_count = 0
+    """Who reads from here is not known here."""
+
     @property
     def capabilities(self) -> TransportCapabilities:
         return TransportCapabilities(one_sided=True, read_only_source=self._read_only, secure=False)

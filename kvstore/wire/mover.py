@@ -151,6 +151,8 @@ class Beat(MoverMessage, frozen=True):
     read_bytes: U64
     window_bytes: U64
     """The narrowest of all peers; 0 without any."""
+    refused: U64 = 0
+    """Peers that would read from here and found no room."""
 
 
 FromNode = Begin | Connect | Read | Forget
