@@ -71,6 +71,7 @@ class ClusterMember:
                     loop,
                     who=Who(config.node, incarnation),
                     arena_fd=arena.arena_fd,
+                    hold_fd=arena.hold_fd,
                     arena_bytes=tier.capacity_bytes,
                     view=tier.view,
                     clock=clock,

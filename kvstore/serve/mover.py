@@ -1,6 +1,6 @@
 """The node's end of its mover: starts, watches and kills it, and tells each transfer's end once.
 
-    mover = Mover(arena_fd, arena_bytes, settings, clock)
+    mover = Mover(arena_fd, hold_fd, arena_bytes, settings, clock)
     mover.start()                                  # from the loop's own thread: it dies with it
     selector.register(mover.fileno(), EVENT_READ)  # and call `read` at `mover.next_ns()`, too
     mover.connect("node-b", descriptor)            # of b's mover, from b
@@ -107,6 +107,7 @@ class MoverChild:
     def __init__(
         self,
         arena_fd: int,
+        hold_fd: int,
         arena_bytes: int,
         settings: MoverSettings,
         *,
@@ -138,7 +139,7 @@ class MoverChild:
             options=settings.options,
             paced=settings.paced,
         )
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena_fd]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena_fd, hold_fd]))]
         with contextlib.suppress(OSError):  # its pidfd tells the rest
             self.socket.sendmsg([wire.encode(begin)], rights, socket.MSG_NOSIGNAL)
 
@@ -195,10 +196,15 @@ class Mover:
     """One mover child after the other. One thread; no call waits but `close` and a kill's end."""
 
     def __init__(
-        self, arena_fd: int, arena_bytes: int, settings: MoverSettings, clock: Clock
+        self,
+        arena_fd: int,
+        hold_fd: int,
+        arena_bytes: int,
+        settings: MoverSettings,
+        clock: Clock,
     ) -> None:
-        """`arena_fd` stays the caller's, open as long as this."""
-        self._arena_fd, self._arena_bytes = arena_fd, arena_bytes
+        """Both descriptors (of `arena.Arena`) stay the caller's, open as long as this."""
+        self._arena = arena_fd, hold_fd, arena_bytes
         self._settings, self._clock = settings, clock
         self._watch = Watch(arena_bytes=arena_bytes)
         self._child: MoverChild | None = None
@@ -249,7 +255,7 @@ class Mover:
         now_ns = self._clock.now_ns()
         self._watch.began(now_ns)
         try:
-            child = MoverChild(self._arena_fd, self._arena_bytes, self._settings)
+            child = MoverChild(*self._arena, self._settings)
         except OSError:
             _, pause_ns = self._watch.died(now_ns)
             self._again_ns = now_ns + max(pause_ns, NS_PER_S)

@@ -57,6 +57,7 @@ class Peering:
         *,
         who: loans.Who,
         arena_fd: int,
+        hold_fd: int,
         arena_bytes: int,
         view: Callable[[SlotId, int], memoryview],
         clock: Clock,
@@ -72,7 +73,7 @@ class Peering:
         settings = MoverSettings(
             transport.name, name, _options(cluster, peers), paced=transport.is_paced
         )
-        self.mover = MoverHost(Mover(arena_fd, arena_bytes, settings, clock), clock)
+        self.mover = MoverHost(Mover(arena_fd, hold_fd, arena_bytes, settings, clock), clock)
         self._who, self._view = who, view
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""

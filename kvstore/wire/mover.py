@@ -54,7 +54,7 @@ class MoverMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class Begin(MoverMessage, frozen=True):
-    """First datagram. With the arena's descriptor."""
+    """First datagram. With the arena's descriptor, and the one to hold it by (`arena.Arena`)."""
 
     backend: Label
     name: Name

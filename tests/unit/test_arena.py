@@ -8,9 +8,9 @@ import fcntl
 import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from kvstore.arena import (
     ArenaView,
     GenerationView,
     generation_page_bytes,
-    hold_arena,
     huge_page_pool,
     wait_for_holders,
 )
@@ -336,54 +335,52 @@ def test_huge_pages_are_used_when_the_pool_has_room() -> None:
 
 HOLDER = """
 import sys
-from kvstore.arena import hold_arena
-hold_arena(int(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
+def ended(arena: Arena) -> bool:
+    return wait_for_holders(arena.holders_fd, timeout_s=0)
+
+
+def let_go(arena: Arena) -> None:
+    """As the end of the node process does."""
+    os.close(arena.hold_fd)
+    arena.hold_fd = os.dup(arena.holders_fd)
+
+
 def test_who_holds_an_arena_is_waited_for_until_it_has_ended(arena: Arena) -> None:
-    fd = arena.arena_fd
-    wait_for_holders(fd)
+    assert not ended(arena), "this process may write to it"
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(fd)],
-        pass_fds=[fd],
+        [sys.executable, "-c", HOLDER],
+        pass_fds=[arena.hold_fd],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as holder:
         try:
+            let_go(arena)
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
-            waited = threading.Event()
-
-            def wait() -> None:
-                wait_for_holders(fd)
-                waited.set()
-
-            thread = threading.Thread(target=wait)
-            thread.start()
             holder.send_signal(signal.SIGSTOP)
-            assert not waited.wait(0.2), "it only stands still"
+            assert not ended(arena), "it only stands still"
         finally:
             holder.kill()
-        thread.join(30)
-        assert waited.is_set()
+    assert wait_for_holders(arena.holders_fd, timeout_s=30)
 
 
 def test_several_may_hold_an_arena(arena: Arena) -> None:
-    held = [hold_arena(arena.arena_fd) for _ in range(2)]
-    waited = threading.Event()
-
-    def wait() -> None:
-        wait_for_holders(arena.arena_fd)
-        waited.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
+    held = [os.dup(arena.hold_fd) for _ in range(2)]
+    let_go(arena)
     os.close(held[0])
-    assert not waited.wait(0.2), "one of them holds it still"
+    assert not ended(arena), "one of them holds it still"
     os.close(held[1])
-    thread.join(30)
-    assert waited.is_set()
+    assert ended(arena)
+
+
+def test_a_lock_on_the_arena_says_nothing(arena: Arena) -> None:
+    whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.fcntl(arena.arena_fd, fcntl.F_OFD_SETLK, whole)
+    let_go(arena)
+    assert ended(arena)
