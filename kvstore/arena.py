@@ -112,6 +112,9 @@ class Arena:
     """Node side: makes, maps and seals both memories. Not thread safe, but for `set_ready`.
 
     `array` is the arena, shape [arena_bytes] u8; nobody may touch bytes that are not populated.
+    Engines can give pages back to the kernel (FALLOC_FL_PUNCH_HOLE): no seal forbids that and still
+    lets them map the arena writable. Whoever touches such a page takes another, or dies of SIGBUS
+    where there is none, so this process looks at blocks by `read` alone.
     """
 
     def __init__(
@@ -194,6 +197,21 @@ class Arena:
                 raise
             # Kernels before 5.14. Like populate it reports want of memory instead of signalling.
             os.posix_fallocate(self.arena_fd, begin, end - begin)
+
+    def read(self, begin: int, into: memoryview) -> None:
+        """Copy bytes of the arena. It takes no page and never faults: what is not there, or cannot
+        be read, is 0."""
+        try:
+            done = os.preadv(self.arena_fd, [into], begin)
+        except OSError:  # memory that failed
+            done = 0
+        if done < len(into):
+            into[done:] = bytes(len(into) - done)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the arena whose pages exist, swapped ones included."""
+        return os.fstat(self.arena_fd).st_blocks * 512
 
     def close(self) -> None:
         """Close the descriptors. Engines that mapped the memory keep theirs."""

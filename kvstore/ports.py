@@ -74,8 +74,9 @@ class Tier(Protocol):
         """Publish that the driver was alive at `now_ns`."""
         ...
 
-    def view(self, slot: SlotId, length_bytes: int) -> memoryview:
-        """The bytes of a slot, without a copy; valid until `close`."""
+    def read(self, slot: SlotId, into: memoryview) -> None:
+        """Copy the bytes of a slot, as many as there is room for; whatever engines do to the memory
+        meanwhile, it does not fail."""
         ...
 
     def close(self) -> None:

@@ -73,7 +73,7 @@ class ClusterMember:
                     arena_fd=arena.arena_fd,
                     hold_fd=arena.hold_fd,
                     arena_bytes=tier.capacity_bytes,
-                    view=tier.view,
+                    read=tier.read,
                     clock=clock,
                 )
                 stack.callback(self.peering.close)

@@ -41,6 +41,7 @@ from kvstore.serve.http import HttpServer, Page
 from kvstore.serve.inspect import InspectServer
 from kvstore.serve.late import LateTier
 from kvstore.serve.listener import Door
+from kvstore.serve.machine import available_memory
 from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
 from kvstore.serve.priority import prefer_this_thread
 from kvstore.serve.scrub import DramScrub
@@ -166,7 +167,10 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     memory = take_memory(config, incarnation, handover)
     arena = memory.arena
     tier = DramTier(
-        arena, ready_bytes=memory.journal.ready_bytes, on_ready=memory.journal.set_ready
+        arena,
+        ready_bytes=memory.journal.ready_bytes,
+        on_ready=memory.journal.set_ready,
+        room_bytes=lambda: available_memory()[0],
     )
     stack.callback(tier.close)
     attach = _make_attach(config, door, handover, clock)
@@ -390,7 +394,9 @@ def _open_files(
 
     def open_tier(outbox: Outbox | None) -> FileTier:
         held_fd = os.dup(lock_fd) if lock_fd >= 0 else -1
-        tier = FileTier.open(where, arena.array, clock, lock_fd=held_fd, outbox=outbox)
+        tier = FileTier.open(
+            where, arena.array, clock, lock_fd=held_fd, outbox=outbox, look=arena.read
+        )
         handover.keep(control.STORE, tier.lock_fd)
         return tier
 

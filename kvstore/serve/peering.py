@@ -59,10 +59,10 @@ class Peering:
         arena_fd: int,
         hold_fd: int,
         arena_bytes: int,
-        view: Callable[[SlotId, int], memoryview],
+        read: Callable[[SlotId, memoryview], None],
         clock: Clock,
     ) -> None:
-        """`view`: bytes of a slot of this node's arena (`ports.Tier.view`).
+        """`read`: copies bytes of a slot of this node's arena (`ports.Tier.read`).
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -74,7 +74,7 @@ class Peering:
             transport.name, name, _options(cluster, peers), paced=transport.is_paced
         )
         self.mover = MoverHost(Mover(arena_fd, hold_fd, arena_bytes, settings, clock), clock)
-        self._who, self._view = who, view
+        self._who, self._read = who, read
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
         if transport.is_plain:
@@ -86,7 +86,7 @@ class Peering:
         self.borrower = Borrower(
             who=self._who,
             mover=self.mover,
-            view=self._view,
+            read=self._read,
             clock=self._clock,
             credentials=self._tls.channel_credentials() if self._tls else None,
         )

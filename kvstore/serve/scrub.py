@@ -2,7 +2,7 @@
 
     the loop ──Engine.sealed──▶ list of blocks ──hashed here, slowly──▶ Scrubbed ──▶ the loop
 
-One thread. A block is hashed where it lies, without the interpreter's lock; its generation is read
+One thread. A block is copied and hashed without the interpreter's lock; its generation is read
 after that, so a slot that was reused meanwhile is nobody's fault. The loop is asked for lists of
 some hundred blocks and answers when it gets to it: a busy node is scrubbed later.
 
@@ -45,6 +45,7 @@ class DramScrub:
         self._tier = tier
         self._rate = rate
         self._log = PassLog("dram")
+        self._buffer = memoryview(b"")
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
 
@@ -118,7 +119,10 @@ class DramScrub:
         """True too where nothing can be said: the slot was given to another block meanwhile."""
         slot = SlotId(int(batch.slots[row]))
         key = batch.keys[row].tobytes()
-        payload = self._tier.view(slot, block_bytes)
+        if len(self._buffer) < block_bytes:
+            self._buffer = memoryview(bytearray(block_bytes))
+        payload = self._buffer[:block_bytes]
+        self._tier.read(slot, payload)
         found = block_checksum(prefixes[int(batch.scope_of[row])], key, payload)
         if found == batch.checksums[row].tobytes():
             return True

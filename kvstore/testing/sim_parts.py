@@ -252,9 +252,9 @@ class SimMemory:
         """What lies there now."""
         return bytes(self.bytes[slot * PAGE_BYTES : slot * PAGE_BYTES + length])
 
-    def view(self, slot: SlotId, size: int) -> memoryview:
-        """What lies there, now and later."""
-        return self.bytes[slot * PAGE_BYTES :][:size]
+    def copy(self, slot: SlotId, into: memoryview) -> None:
+        """What lies there now, as a tier reads."""
+        into[:] = self.bytes[slot * PAGE_BYTES :][: len(into)]
 
     def begin_write(self, slot: int, pages: int, length: int) -> int:
         """Somebody begins to write there: what lies there is torn. Returns a ticket."""

@@ -33,6 +33,8 @@ from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation
 
 INCARNATION = Incarnation(0x1234)
 ARENA_BYTES = 16 * SLOT_BYTES_MIN
+KEEP_SIZE_PUNCH_HOLE = 3
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture
@@ -331,6 +333,49 @@ def test_huge_pages_are_used_when_the_pool_has_room() -> None:
     on_huge_pages = os.fstat(arena.arena_fd).st_blksize == page_bytes
     arena.close()
     assert on_huge_pages == (free_bytes >= page_bytes)
+
+
+def punch(arena: Arena, begin: int, length: int) -> None:
+    """Give pages back to the kernel, as every engine can."""
+    where = ctypes.c_long(begin), ctypes.c_long(length)
+    assert _libc.fallocate(arena.arena_fd, KEEP_SIZE_PUNCH_HOLE, *where) == 0
+
+
+def read(arena: Arena, begin: int, length: int) -> bytes:
+    into = bytearray(b"x" * length)
+    arena.read(begin, memoryview(into))
+    return bytes(into)
+
+
+def test_reading_takes_no_page_that_was_given_back(arena: Arena) -> None:
+    arena.populate(0, ARENA_BYTES)
+    arena.array[:] = 7
+    punch(arena, SLOT_BYTES_MIN, SLOT_BYTES_MIN)
+    assert read(arena, 0, 4) == b"\7" * 4
+    left_bytes = arena.taken_bytes
+    assert left_bytes == ARENA_BYTES - SLOT_BYTES_MIN
+    assert read(arena, SLOT_BYTES_MIN - 2, 4) == b"\7\7\0\0"
+    assert read(arena, SLOT_BYTES_MIN, SLOT_BYTES_MIN) == bytes(SLOT_BYTES_MIN)
+    assert arena.taken_bytes == left_bytes, "there may be none: a touch would be SIGBUS then"
+
+
+def test_what_cannot_be_read_is_zero_and_no_signal(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = os.memfd_create("empty")  # a touch beyond its end is SIGBUS
+    with monkeypatch.context() as patch:
+        for fd in (empty, arena.hold_fd):
+            patch.setattr(arena, "arena_fd", fd)
+            assert read(arena, 0, 8) == bytes(8)
+    os.close(empty)
+
+
+def test_a_seal_that_forbids_holes_forbids_engines_to_map_it_writable(arena: Arena) -> None:
+    page = arena.generation_fd  # it has that seal
+    assert _libc.fallocate(page, KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(4096)) < 0
+    assert ctypes.get_errno() == errno.EPERM
+    with pytest.raises(PermissionError):
+        mmap.mmap(page, PAGE_BYTES)
 
 
 HOLDER = """

@@ -35,9 +35,7 @@ from tests.unit.engine.harness import (
 )
 from tests.unit.serve.two_nodes import (
     Stored,
-    Together,
     Two,
-    Whereabouts,
     checksum,
     cut,
     release,
@@ -489,10 +487,3 @@ def test_a_restarted_peer_voids_what_it_had_lent() -> None:
         assert two.a.borrower.counters.not_kept == 1
 
     run(body)
-
-
-def test_a_slot_is_seen_where_it_is() -> None:
-    node = Together("a", Whereabouts())
-    view = node.borrower._view(SlotId(16), 8)
-    node.memory[16 * PAGE_BYTES] = 9
-    assert view[0] == 9
