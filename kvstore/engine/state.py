@@ -212,11 +212,13 @@ class State:
         if self.config.tell_offers and not was_known and self.offers.any_held(address):
             self.say(OffersUntold())
         self.known[address] = known
+        shards = [self.residency.address(scope)[2] for scope in known.scopes]
+        self.journal.spaces.remember(address, known.label, shards, known.space)
         if len(self.known) > KNOWN_SPACES_MAX:
             del self.known[next(iter(self.known))]
 
     def geometry(self, address: tuple[str, SpaceId]) -> tuple[int, int] | None:
-        """Layers and heads of a space's model; None before there was an engine of it."""
+        """Layers and heads of a space's model; None if no engine said it to any process."""
         known = self.known.get(address)
         return (known.space.layer_count, known.space.kv_head_count) if known else None
 
