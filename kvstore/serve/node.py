@@ -127,6 +127,8 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
                 "serves again after %d ms: %d blocks (%s) were kept in memory",
                 *(away_ms, node.serving.blocks, format_size(node.serving.size_bytes)),
             )
+            if trouble := handover.code.trouble():
+                _log.warning("%s", trouble)
         # Last: threads that are made before have the place of any other.
         prefer_this_thread()
         node.driver.run()
@@ -197,11 +199,14 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         attach=attach,
         tier=tier,
         incarnation=incarnation,
-        version=__version__,
+        version=handover.code.version,
         events=publisher.counters if publisher else EventCounters(),
         member=member,
     )
-    pages = make_pages(collector, driver, door, files, publisher, member)
+    pages = make_pages(
+        *(collector, driver, door, files, publisher, member),
+        code_trouble=handover.code.trouble,
+    )
     http = _serve_pages(config, pages, handover, stack)
     rpc = InspectServer(config.socket, driver, member, incarnation)
     stack.callback(rpc.close)

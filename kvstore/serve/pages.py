@@ -215,6 +215,8 @@ def make_pages(
     files: FileEnd | None = None,
     publisher: Publisher | None = None,
     member: ClusterMember | None = None,
+    *,
+    code_trouble: Callable[[], str] = str,
 ) -> dict[str, Callable[[], Page]]:
     """The pages of a node by path. A node whose disk or events are in trouble serves from memory:
     it is healthy, and says what it lacks."""
@@ -233,6 +235,7 @@ def make_pages(
                 driver.query(lambda engine: _trouble(engine, files), timeout_s=HEALTH_TIMEOUT_S),
                 publisher.trouble if publisher else "",
                 member.trouble if member else "",
+                code_trouble(),
             ]
         except NodeBusy as error:
             return text_page(503, str(error))

@@ -1,4 +1,4 @@
-"""What a node kept over a crash of its process is lent to others, with no engine there to ask for it."""
+"""What a node kept over a crash of its process is lent to others before any engine attaches."""
 
 from __future__ import annotations
 
