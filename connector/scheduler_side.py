@@ -4,7 +4,8 @@ Translates only. Runs on the engine's scheduler thread and never waits for the n
 exception that is bounded: after a lease was asked for it may watch the socket for the answer for up
 to `_SPIN_NS_PER_STEP` a step, because the answer usually takes less than the extra engine step that
 "ask again" costs. For anything else, as blocks that come from disk, only an engine that has nothing
-to compute watches: a step of others is never late for it.
+to compute watches: a step of others is never late for it. While the engine is idle a thread looks
+instead (`attendant.py`), never both at once.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ and sending keys takes the scheduler's time (2 ms for so many, at the most)."""
 _UNREAD_NS_MAX = 250_000_000
 """A node that takes nothing from a full socket for so long is as good as stopped."""
 _SELECT_FD_END = 1024
+_IDLE_NS = 100_000_000
+"""An engine that has not looked at the socket for so long is idle, or in a long step."""
 
 
 class SchedulerSide:
@@ -73,13 +76,23 @@ class SchedulerSide:
         """A load that the core may not have planned yet."""
         self._unreturned: StepPlan | None = None
         """A plan that the engine may not have got yet."""
+        self._polled_ns = 0
+        self._closed = False
         self.poll()
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────
 
+    def attend(self) -> None:
+        """What steps do otherwise, while the engine makes none."""
+        if time.monotonic_ns() - self._polled_ns >= _IDLE_NS:
+            self.poll()
+
     def poll(self) -> None:
         """Take what the node sent, notice when it is gone, send what is due. Never waits."""
         core, now_ns = self._core, time.monotonic_ns()
+        self._polled_ns = now_ns
+        if self._closed:
+            return
         if self._link is None and core.attachment.wants_connection(now_ns):
             self._connect(now_ns)
         if self._link is not None:
@@ -344,7 +357,8 @@ class SchedulerSide:
         return self._core.stats.take()
 
     def close(self) -> None:
-        """Detach."""
+        """Detach, for ever."""
+        self._closed = True
         self._drop("the engine is shutting down", time.monotonic_ns())
 
 

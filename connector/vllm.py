@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import secrets
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -27,6 +28,7 @@ from vllm.v1.metrics.stats import CacheHitSource
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.checks import check_engine
 from kvstore.connector.config import ConnectorConfig, parse_config
 from kvstore.connector.events import event_endpoints
@@ -85,13 +87,14 @@ def _guarded(
     def wrap(method: F) -> F:
         @functools.wraps(method)
         def guarded(self: KVStoreConnector, *args: Any, **kwargs: Any) -> Any:
-            if self.is_off and not also_when_off:
-                return fallback(self)
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:
-                self.turn_off(method.__name__, error)
-                return fallback(self)
+            with TURN:
+                if self.is_off and not also_when_off:
+                    return fallback(self)
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception as error:
+                    self.turn_off(method.__name__, error)
+                    return fallback(self)
 
         return cast("F", guarded)
 
@@ -116,6 +119,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(config, _core_config(config, vllm_config))
+            self._attendant = Attendant(weakref.WeakMethod(self.attend))
+            self._attendant.start()
         else:
             self._worker = WorkerSide(config, vllm_config, kv_cache_config)
 
@@ -134,7 +139,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         with contextlib.suppress(Exception):
             self._detach()
 
+    _attendant: Attendant | None = None
+
     def _detach(self) -> None:
+        if self._attendant is not None:
+            self._attendant.stop()
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:
@@ -146,6 +155,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # ── scheduler side ───────────────────────────────────────────────────────────────────────────
+
+    @_guarded(lambda self: None)
+    def attend(self) -> None:
+        """On a thread of its own: stay attached while the engine is idle."""
+        assert self._scheduler is not None
+        self._scheduler.attend()
 
     @_guarded(lambda self: None)
     def on_new_request(self, request: Request) -> None:
@@ -309,9 +324,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts for vllm's metrics and log line."""
-        data = self._scheduler.take_stats() if self._scheduler is not None else {}
-        if self._errors:
-            data["connector_errors"], self._errors = self._errors, 0
+        with TURN:
+            data = self._scheduler.take_stats() if self._scheduler is not None else {}
+            if self._errors:
+                data["connector_errors"], self._errors = self._errors, 0
         return KVStoreStats(data=data) if data else None
 
     @classmethod
