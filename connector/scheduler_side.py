@@ -356,8 +356,16 @@ class SchedulerSide:
         """Counts since the last call."""
         return self._core.stats.take()
 
-    def close(self) -> None:
-        """Detach, for ever."""
+    def cannot_be_served(self, reason: str) -> None:
+        """A rank said that its cache cannot be shared."""
+        self._core.attachment.cannot_be_served(reason)
+        self.poll()
+
+    def close(self, unserved: str = "") -> None:
+        """Detach, for ever. `unserved`: the engine goes on, and its operator should know why it
+        goes on without a cache."""
+        if unserved:
+            self.cannot_be_served(unserved)
         self._closed = True
         self._drop("the engine is shutting down", time.monotonic_ns())
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvstore")
 
+BROKEN = "an error in its connector: see the engine's log"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -61,6 +64,13 @@ class KVStoreMetadata(KVConnectorMetadata):
     """A step's orders, on their way to the ranks."""
 
     plan: StepPlan
+
+
+@dataclass
+class KVStoreHandshake(KVConnectorHandshakeMetadata):
+    """A rank that cannot be served says so; the others say nothing."""
+
+    unserved: str
 
 
 @dataclass
@@ -137,15 +147,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             exc_info=error,
         )
         with contextlib.suppress(Exception):
-            self._detach()
+            self._detach(BROKEN)
 
     _attendant: Attendant | None = None
 
-    def _detach(self) -> None:
+    def _detach(self, unserved: str = "") -> None:
         if self._attendant is not None:
             self._attendant.stop()
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._scheduler.close(unserved)
         if self._worker is not None:
             self._worker.shutdown()
 
@@ -213,6 +223,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.rescue_plan() if self._scheduler is not None else StepPlan()
 
     @_guarded(lambda self: None)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Of ranks whose caches cannot be served, once at the start."""
+        assert self._scheduler is not None
+        for _, found in sorted(metadata.items(), key=lambda item: item[0]):
+            if isinstance(found, KVStoreHandshake):
+                self._scheduler.cannot_be_served(found.unserved)
+                return
+
+    @_guarded(lambda self: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the ranks did in the step."""
         assert self._scheduler is not None
@@ -263,6 +284,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """The paged cache exists; the rank starts to attach."""
         assert self._worker is not None
         self._worker.register_kv_caches(kv_caches)
+
+    @_guarded(lambda self: KVStoreHandshake(BROKEN))
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Why this rank is not served, for the scheduler, which has a way to say it to the node."""
+        assert self._worker is not None
+        return KVStoreHandshake(self._worker.unserved) if self._worker.unserved else None
 
     @_guarded(lambda self: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

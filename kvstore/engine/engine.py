@@ -60,6 +60,7 @@ from kvstore.engine.state import EngineConfig, State
 from kvstore.engine.stores import Stores
 from kvstore.engine.switches import Switches
 from kvstore.engine.tombstones import Why
+from kvstore.engine.unserved import UnservedReport, unserved
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.load import Load
@@ -78,6 +79,7 @@ from kvstore.wire.messages import (
     Quiet,
     Seal,
     Story,
+    Unserved,
     Verified,
 )
 
@@ -87,7 +89,7 @@ CLEAR_ROWS_MAX = 32_768
 """Rows of one Clear, about 10 ms: whoever clears asks again until fewer were there."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
-_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared)
+_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved)
 
 
 class Engine:
@@ -265,6 +267,8 @@ class Engine:
                 if session:
                     tenant, space, _ = state.residency.address(connection.owner.scopes[0])
                     state.paces.told(tenant, space, message)
+            case Unserved(reason=reason):
+                connection.owner.unserved = reason
             case Seal():
                 return self._stores.seal(connection, message)
             case Drop():
@@ -341,6 +345,11 @@ class Engine:
     def nodes(self) -> list[report.NodeReport]:
         """This node, in one row."""
         return report.nodes(self._state)
+
+    def unserved(self) -> list[UnservedReport]:
+        """Engines that get nothing from this node, and why."""
+        state = self._state
+        return unserved(state.owners.values(), state.refusals, state.now_ns)
 
     def load(self) -> Load:
         """What this node does, without what it does with others."""

@@ -44,11 +44,12 @@ class Sessions:
             )
         elif self._count_beside(hello) >= self._state.config.connection_count_max:
             reason = f"{self._state.config.connection_count_max} connections are attached already"
+        key = (hello.tenant, hello.engine_id, hello.nonce)
         if reason:
+            self._state.refusals.add(key, reason, self._state.now_ns)
             self._refuse(id, reason, permanent=permanent)
             self._state.say(Release(id))
             return
-        key = (hello.tenant, hello.engine_id, hello.nonce)
         owner = self._state.owners.setdefault(key, Owner(key))
         connection = Connection(id, hello, owner)
         self._state.connections[id] = connection
@@ -60,6 +61,7 @@ class Sessions:
         else:
             self._replace(owner.scheduler, "the scheduler attached again")
             owner.scheduler = connection
+            owner.unserved, owner.waits_since_ns = "", self._state.now_ns
         self._state.owners[key] = owner
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
@@ -117,6 +119,7 @@ class Sessions:
         assert isinstance(hello, HelloScheduler)
         reason = objection(owner, slab_bytes=self._state.config.slab_bytes)
         if reason:
+            self._state.refusals.add(owner.key, reason, self._state.now_ns)
             for connection in [scheduler, *owner.ranks.values()]:
                 self._refuse(connection.id, reason, permanent=True)
                 self.ended(connection.id)
@@ -185,7 +188,7 @@ class Sessions:
         self._state.know(owner.known, KnownSpace(hellos[0].space, owner.scopes, hello.label))
         self._follow(scheduler.id, hello, hellos[0].space, space)
         owner.group = self._state.slots.quotas.group(label=hello.label, tenant=owner.key[0])
-        owner.open_session, owner.forming = owner.forming, 0
+        owner.open_session, owner.forming, owner.unserved = owner.forming, 0, ""
         owner.opened_ns = self._state.now_ns
         owner.granted_slots = 0
         self._state.counters.sessions_opened += 1
@@ -278,6 +281,7 @@ class Sessions:
             self._state.send(owner.scheduler, closed)
         owner.open_session = 0
         owner.granted_slots = 0
+        owner.waits_since_ns = self._state.now_ns
 
     def hang_up(self, connection: Connection, reason: str) -> None:
         self._state.counters.protocol_refusals += 1

@@ -30,6 +30,7 @@ from kvstore.engine.residency import Change, Residency
 from kvstore.engine.searches import Searches
 from kvstore.engine.slots import Slots
 from kvstore.engine.tombstones import Names, Why, stamp
+from kvstore.engine.unserved import Refusals
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned
@@ -136,6 +137,7 @@ class State:
         self.paces = Paces(config.learned)
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
+        self.refusals = Refusals()
         self.known: dict[tuple[str, SpaceId], KnownSpace] = {}
         """By tenant and space, the latest session's; at most KNOWN_SPACES_MAX."""
         self.offers = Offers(self.residency, self.geometry)

@@ -228,6 +228,14 @@ METRICS: Final = (
         )
     ),
     Metric("kvstore_sessions", "gauge", "", (), "Engines whose ranks are all attached."),
+    Metric(
+        "kvstore_engines_unserved",
+        "gauge",
+        "",
+        (),
+        "Engines that get nothing from this node: their cache is on a GPU, they are refused, or"
+        " ranks are missing. 'kvstore inspect nodes' says why.",
+    ),
     Metric("kvstore_leases", "gauge", "", (), "Runs of blocks that engines are reading."),
     *(
         Metric(f"kvstore_{name}_total", "counter", "", (), text)

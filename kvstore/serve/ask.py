@@ -27,6 +27,7 @@ from kvstore.engine.report import (
     TierReport,
 )
 from kvstore.engine.scrubs import NO_PASS
+from kvstore.engine.unserved import UnservedReport
 from kvstore.errors import AttachError
 from kvstore.proto import feeds
 from kvstore.proto import inspect_pb2 as pb
@@ -47,9 +48,10 @@ from kvstore.wire.load import Load
 TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 1.0
 """Of what is asked again and again."""
-SUMMARY: Final = ("nodes", "members", "engines", "tiers", "quotas", "spaces", "leases", "jobs")
-"""Members and engines come with nodes, quotas with tiers, where there are any."""
-OPTIONAL: Final = ("members", "engines", "quotas")
+WITH_NODES: Final = ("nodes", "unserved", "members", "engines")
+SUMMARY: Final = (*WITH_NODES, "tiers", "quotas", "spaces", "leases", "jobs")
+"""What comes with nodes, and quotas with tiers, is left out where there is none."""
+OPTIONAL: Final = ("unserved", "members", "engines", "quotas")
 TITLE: Final[Any] = {
     "title_justify": "left",
     "title_style": "bold",
@@ -83,6 +85,7 @@ class NodeClient:
         stub = self._stub
         kinds: dict[str, tuple[Any, Any, type[Any]]] = {
             "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
+            "unserved": (stub.Unserved, pb.UnservedRequest(), UnservedReport),
             "members": (stub.Members, pb.MembersRequest(), MemberReport),
             "engines": (stub.Memories, pb.MemoriesRequest(), MemoryReport),
             "transfers": (stub.Transfers, pb.TransfersRequest(), TransferReport),

@@ -332,7 +332,7 @@ class Attach:
         self, connection: Connection, kind: str, reason: str, *, permanent: bool = True
     ) -> None:
         """Tell a newcomer why, as far as it listens, and hang up."""
-        self.counters.refused[kind] += 1
+        self.counters.refused.add(kind, reason, self._clock.now_ns())
         _log.info("connection refused: %s", reason)
         self.send(connection.number, encode(Refused(reason=reason, permanent=permanent)))
         self.hang_up(connection.number)

@@ -7,6 +7,7 @@ import socket
 from collections import deque
 
 from kvstore.engine.owners import OwnerKey
+from kvstore.serve.refused import Refusals
 from kvstore.serve.turns import NODE, Party
 from kvstore.types import ConnectionId
 
@@ -21,7 +22,7 @@ class AttachCounters:
         self.datagrams_received = 0
         self.datagrams_sent = 0
         self.accepted = 0
-        self.refused: dict[str, int] = {"uid": 0, "full": 0, "hello": 0, "late": 0}
+        self.refused = Refusals("uid", "full", "hello", "late")
         self.ended: dict[str, int] = dict.fromkeys(
             ("closed", "protocol", "overflow", "exited", "engine", "failure"), 0
         )

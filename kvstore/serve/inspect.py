@@ -105,6 +105,11 @@ class InspectService(InspectServicer):
     def Nodes(self, request: pb.NodesRequest, context: grpc.ServicerContext) -> pb.NodesReply:
         return pb.NodesReply(rows=self._rows(context, lambda engine: engine.nodes()))
 
+    def Unserved(
+        self, request: pb.UnservedRequest, context: grpc.ServicerContext
+    ) -> pb.UnservedReply:
+        return pb.UnservedReply(rows=self._rows(context, lambda engine: engine.unserved()))
+
     def Members(self, request: pb.MembersRequest, context: grpc.ServicerContext) -> pb.MembersReply:
         rows: list[Any] = [to_message(row) for row in self._cluster.members()]
         return pb.MembersReply(rows=rows)

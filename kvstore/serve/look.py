@@ -18,7 +18,7 @@ from kvstore.engine.explain import HashingReport
 from kvstore.errors import AttachError, ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto.convert import INDEX_IS_STALE, Row, member_report
-from kvstore.serve.ask import OPTIONAL, SUMMARY, as_json, console, show
+from kvstore.serve.ask import OPTIONAL, SUMMARY, WITH_NODES, as_json, console, show
 from kvstore.serve.commands import IndexFlags, fail, index_client, node_client
 from kvstore.serve.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.serve.engine_sources import DEFAULT_TENANT
@@ -77,7 +77,7 @@ def inspect_node(
     socket: Path, topic: str | None, *, limit: int | None, space: str | None, json_: bool
 ) -> None:
     """What one node holds. `topic` None: everything but single blocks."""
-    both = {"tiers": ("tiers", "quotas"), "nodes": ("nodes", "members", "engines")}
+    both = {"tiers": ("tiers", "quotas"), "nodes": WITH_NODES}
     topics = SUMMARY if topic is None else both.get(topic, (topic,))
     shown = limit or BLOCKS_LISTED
     with node_client(socket) as client:

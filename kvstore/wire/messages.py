@@ -11,6 +11,7 @@ Control only: the bytes of blocks never pass through a socket.
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
       │ Measured, Story, Compared ──▶│                                 │
+      │ Unserved ───────────────────▶│                                 │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
 
@@ -67,6 +68,7 @@ ASKS_PER_LOOKUP_MAX: Final = 8
 """What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
 ERROR_CHARS_MAX: Final = 200
 REQUEST_BYTES_MAX: Final = 255
+UNSERVED_LENGTH_MAX: Final = 255
 RANKS_MAX: Final = 1024
 """Of one engine; so are its shards."""
 
@@ -217,6 +219,12 @@ class Compared(Message, frozen=True):
     """The worst of them: its distance from what was computed, relative to either's size."""
 
 
+class Unserved(Message, frozen=True):
+    """Scheduler: no session of this engine can open, or will again. Not answered; for operators."""
+
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=UNSERVED_LENGTH_MAX)]
+
+
 class Seal(Message, frozen=True):
     """Rank that writes: these slots hold complete bytes of these keys and will not change."""
 
@@ -361,6 +369,7 @@ EngineMessage = (
     | Measured
     | Story
     | Compared
+    | Unserved
     | Seal
     | Drop
     | Distrust

@@ -24,8 +24,8 @@ class Broken:
 
         return fail
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, unserved: str = "") -> None:
+        self.closed = bool(unserved)
 
     def rescue_plan(self) -> object:
         return self.rescued
@@ -146,3 +146,25 @@ def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
     connector._connector_metadata = metadata
     connector.start_load_kv(SimpleNamespace(attn_metadata=None))
     assert connector.get_finished(set()) == (None, {"r"})
+
+
+def test_ranks_that_cannot_be_served_tell_the_node_by_the_scheduler() -> None:
+    from kvstore.connector.vllm import BROKEN, KVStoreConnector
+
+    def rank(unserved: str) -> Any:
+        connector: Any = object.__new__(KVStoreConnector)
+        connector.is_off, connector._errors, connector._scheduler = False, 0, None
+        connector._worker = SimpleNamespace(unserved=unserved)
+        return connector
+
+    broken = rank("")
+    broken._worker = SimpleNamespace(shutdown=lambda: None)  # it has no `unserved`: a bug of ours
+    told: list[str] = []
+    connector = scheduler_connector()
+    connector._scheduler = SimpleNamespace(cannot_be_served=told.append)
+    assert rank("").get_handshake_metadata() is None
+    found = {(0, 1): rank("its cache is on cuda").get_handshake_metadata()}
+    connector.set_xfer_handshake_metadata_pp_aware(found)
+    found[0, 0] = broken.get_handshake_metadata()
+    connector.set_xfer_handshake_metadata_pp_aware(found)
+    assert told == ["its cache is on cuda", BROKEN]
