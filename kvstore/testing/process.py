@@ -3,7 +3,8 @@
     with NodeProcess.start(tmp_path) as node:
         link = Link.connect(node.socket, hello)
 
-Ready means that it said so: nothing sleeps. Whatever happens, the processes are reaped.
+Ready means that it said so: nothing sleeps. Whatever happens, the processes are reaped; if this
+process is killed, so are they.
 
 A node is two processes: its supervisor, which is the one that is started, signalled and waited for,
 and the node process, whose pid is `pid` and which alone is stopped by `pause` or killed by `crash`.
@@ -23,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from kvstore.testing import tied
 
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
@@ -51,7 +54,7 @@ def start_ready(
         NodeFailed: it exited, said something else, or was not ready in time.
     """
     with log.open("a", encoding="utf-8") as stderr:
-        process = subprocess.Popen(
+        process = tied.popen(
             [python, *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -365,3 +365,22 @@ def test_a_tiny_dram_serves(tmp_path: Path) -> None:
         (key,) = make_keys(1)
         engine.store([key])
         assert len(engine.lease_stored([key]).slots) == 4
+
+
+def test_a_node_ends_with_the_run_that_started_it_however_that_ends(tmp_path: Path) -> None:
+    """Of a demo that was killed, a node stayed."""
+    run = f"""if True:
+        import pathlib, signal
+        from kvstore.testing.process import NodeProcess
+        node = NodeProcess.start(pathlib.Path({str(tmp_path)!r}))
+        print(node.supervisor_pid, node.pid, flush=True)
+        signal.pause()
+    """
+    with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pidfds = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
+        parent.kill()
+        assert len(pidfds) == 2
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], 30)[0], "a process of the node lives on"
+            os.close(pidfd)

@@ -6,9 +6,7 @@ import json
 import re
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 
 import pytest
 
@@ -17,6 +15,7 @@ from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine
+from tests.integration.node.conftest import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +33,6 @@ def unserved(node: NodeProcess) -> int:
     return int(float(found[1]))
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_a_cache_that_is_not_served_is_seen_by_the_operator(node: NodeProcess) -> None:
     config = SchedulerConfig(
         engine_id="gpu", nonce="n", process="p", tenant="t", rank_count=1, block_tokens=16
@@ -55,7 +47,7 @@ def test_a_cache_that_is_not_served_is_seen_by_the_operator(node: NodeProcess) -
             side.poll()
             return unserved(node) == 1
 
-        wait_for(told)
+        assert eventually(told)
         assert page(node, "/healthz") == f"ok, but engine gpu gets nothing: {REASON}\n"
         command = [sys.executable, "-m", "kvstore.serve.main", "inspect", "nodes", "--json"]
         done = subprocess.run(
@@ -65,5 +57,5 @@ def test_a_cache_that_is_not_served_is_seen_by_the_operator(node: NodeProcess) -
             {"engine": "gpu", "tenant": "t", "reason": REASON}
         ]
         side.close()
-        wait_for(lambda: unserved(node) == 0)
+        assert eventually(lambda: unserved(node) == 0)
         assert page(node, "/healthz") == "ok\n"
