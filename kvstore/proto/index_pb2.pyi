@@ -272,5 +272,7 @@ class FeedWord(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class FeedOrder(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("another",)
+    ANOTHER_FIELD_NUMBER: _ClassVar[int]
+    another: str
+    def __init__(self, another: _Optional[str] = ...) -> None: ...

@@ -39,6 +39,7 @@ from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.serve import aio
 from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.driver import NodeBusy
+from kvstore.serve.twins import Twin
 from kvstore.types import KEY_BYTES, Incarnation
 from kvstore.wire.load import Load
 
@@ -169,6 +170,8 @@ class Feeder:
     @property
     def trouble(self) -> str:
         """What a healthy node lacks; empty while all is well."""
+        if twins := [link.twin.text for link in self._links if link.twin.text]:
+            return twins[0]
         away = [link.replica for link in self._links if not link.is_connected]
         return f"the index at {', '.join(away)} is not reached" if away else ""
 
@@ -225,6 +228,7 @@ class Link:
         self.replica = replica
         self._load = load
         self.is_connected = False
+        self.twin = Twin()
         self._credentials = credentials
         self._hello = hello
         self._counters = counters
@@ -267,6 +271,9 @@ class Link:
                 await self._stream(ask)
             except grpc.RpcError as error:
                 reason = _reason(error)
+                if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+                    self.twin.told(reason, loop.time())
+                    reason = ""  # that is said
             except TimeoutError:
                 reason = f"it took nothing for {WRITE_TIMEOUT_S:.0f} s"
             except Exception:  # a bug, which may have kept what was taken to be told
@@ -276,7 +283,8 @@ class Link:
                 was_connected, self.is_connected = self.is_connected, False
             if was_connected and loop.time() - begin_s >= STEADY_S:
                 self._told.clear()
-            self._note(reason, was_connected=was_connected)
+            if reason:
+                self._note(reason, was_connected=was_connected)
             retry_s = RETRY_MIN_S if was_connected else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s * (0.5 + self._jitter()))
 
@@ -330,6 +338,7 @@ class Link:
                     beat = pb.Beat(sequence=self._sequence, load=self._load())
                     await _write(call, pb.FeedWord(beat=beat))
                     beat_s = loop.time()
+                    self.twin.look(beat_s)
         finally:
             listening.cancel()
             (ended,) = await asyncio.gather(listening, return_exceptions=True)
@@ -339,7 +348,11 @@ class Link:
     async def _listen(self, call: Any) -> None:
         """Orders of the replica, until its end of the stream. Raises grpc.RpcError."""
         try:
-            async for _ in call:
+            async for order in call:
+                if order.another:
+                    text = f"another process, at {order.another}, says it is {self._hello.node}"
+                    self.twin.told(text, asyncio.get_running_loop().time())
+                    continue
                 self._is_asked = True
                 self._wake.set()
         finally:

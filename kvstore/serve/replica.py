@@ -124,7 +124,7 @@ class Replica:
     @property
     def note(self) -> str:
         """What an operator should know of a replica that serves; empty when there is nothing."""
-        notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble)
+        notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble, self._service.trouble)
         return ", and ".join(filter(None, notes))
 
     async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
