@@ -40,7 +40,8 @@ from kvstore.serve.addresses import (
 )
 from kvstore.serve.cluster import ClusterConfig, TlsSettings, resolve_cluster
 from kvstore.serve.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
-from kvstore.serve.machine import available_memory, file_system_bytes
+from kvstore.serve.disk_room import refuse_what_cannot_hold
+from kvstore.serve.machine import available_memory
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate
 from kvstore.types import SLOT_BYTES_MIN
@@ -217,7 +218,7 @@ def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
         )
     file = _file(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub)
     if file is not None and arena is None:  # a later process has memory to serve without its disk
-        _refuse_what_cannot_hold(file)
+        refuse_what_cannot_hold(file)
     return NodeConfig(
         socket=_socket(settings.socket),
         dram_bytes=dram_bytes,
@@ -283,22 +284,6 @@ def _file(
         queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
         scrub=scrub,
     )
-
-
-def _refuse_what_cannot_hold(file: FileConfig) -> None:
-    directory = file.directory
-    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
-    if os.path.isfile(there):
-        raise ConfigError(
-            f"file tier in {directory}: {there} is a file, not a directory: give --file a directory"
-        )
-    size_bytes = file_system_bytes(directory)
-    if file.capacity_bytes > size_bytes:
-        raise ConfigError(
-            f"file of {format_size(file.capacity_bytes)} is more than the"
-            f" {format_size(size_bytes)} that the file system of {directory} has: choose a smaller"
-            " --file"
-        )
 
 
 def _scrub(text: str | int | bool) -> ScrubRate | None:

@@ -33,6 +33,7 @@ from kvstore.serve.attach import Attach
 from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.control import Places, Serving
+from kvstore.serve.disk_room import warn_of_too_little_room
 from kvstore.serve.driver import Driver
 from kvstore.serve.executor import Executor
 from kvstore.serve.files import FILE_ROW_BYTES, FileEnd
@@ -406,6 +407,8 @@ def _open_files(
         return tier
 
     tier: FileTier | LateTier
+    if handover.begin.life == 0:
+        warn_of_too_little_room(where)
     try:
         tier = open_tier(None)
     except ConfigError as error:

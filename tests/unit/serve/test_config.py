@@ -11,7 +11,7 @@ import pytest
 from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.serve import config as config_module
-from kvstore.serve import machine
+from kvstore.serve import disk_room, machine
 from kvstore.serve.addresses import HttpConfig
 from kvstore.serve.config import EventsConfig, load_config
 from kvstore.serve.machine import available_memory, file_system_bytes
@@ -25,7 +25,7 @@ LEAST = {"dram": "1MiB", "metrics": "off"}
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "available_memory", lambda: (8 * GIB, "the machine"))
     monkeypatch.setattr(config_module, "huge_page_pool", lambda: (0, 2 * MIB))
-    monkeypatch.setattr(config_module, "file_system_bytes", lambda _: 4 << 40)
+    monkeypatch.setattr(disk_room, "file_system_bytes", lambda _: 4 << 40)
 
 
 pytestmark = pytest.mark.usefixtures("plenty")
@@ -154,6 +154,10 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         (
             {"file": "/x:1GiB,shared", "node-name": "n" * 300},
             f"begins with '{'n' * 32}' has 300 characters, more than the 128",
+        ),
+        (
+            {"file": "/x/y:1GiB"},
+            "file tier in /x/y: /x does not exist: mount its disk, make it, or",
         ),
         ({"file": f"{__file__}:1GiB"}, f"{__file__} is a file, not a directory: give --file a"),
         ({"file": f"{__file__}/x:1GiB"}, f"{__file__} is a file, not a directory: give --file a"),
