@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from kvstore.errors import ConfigError
-from kvstore.serve.addresses import HttpConfig
+from kvstore.serve.addresses import HttpConfig, joined
 
 HEAD_BYTES_MAX: Final = 8 << 10
 HEAD_TIMEOUT_S: Final = 2.0
@@ -111,7 +111,7 @@ class HttpServer:
         # come too late.
         self._socket.setblocking(False)
         host, self.port = self._socket.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if family == socket.AF_INET6 else host}:{self.port}"
+        self.url = f"http://{joined(host, self.port)}"
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
         self._closing = False
@@ -295,7 +295,7 @@ def _listen(config: HttpConfig, family: socket.AddressFamily) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"metrics cannot listen on {config.host}:{config.port}: {error.strerror};"
+            f"metrics cannot listen on {joined(config.host, config.port)}: {error.strerror};"
             " choose another --metrics, such as 127.0.0.1:0, or off"
         ) from None
     return sock

@@ -398,4 +398,5 @@ def _keys_of_tokens(tokens: pb.Tokens) -> bytes:
 def _host_of(peer: str) -> str:
     """The IP address in gRPC's name of a peer: ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
     found = address_of(unquote(peer).partition(":")[2])
-    return str(found[0]) if found else ""
+    # Of one that listens on [::], callers over IPv4 have addresses such as ::ffff:10.0.0.1.
+    return str(getattr(found[0], "ipv4_mapped", None) or found[0]) if found else ""

@@ -36,6 +36,7 @@ from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
 from kvstore.serve import callers
+from kvstore.serve.addresses import joined
 from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.cluster import IndexConfig, ReplicaConfig
 from kvstore.serve.http import HttpServer, Page, text_page
@@ -106,20 +107,20 @@ class Replica:
         self.insecure = tls is None
         self.host = config.host
         if tls is None:
-            _log.warning(INSECURE, f"{config.host}:{config.port}")
+            _log.warning(INSECURE, joined(config.host, config.port))
         try:
             self.port = loop.call(self._listen(config, tls), timeout_s=START_TIMEOUT_S)
         except RuntimeError:
             self._service.close()
             raise ConfigError(
-                f"the index cannot listen on {config.host}:{config.port}: the address is in use or"
-                f" not of this machine; choose another {config.option}"
+                f"the index cannot listen on {joined(config.host, config.port)}: the address is in"
+                f" use or not of this machine; choose another {config.option}"
             ) from None
 
     @property
     def address(self) -> str:
         """Where it listens."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return joined(self.host, self.port)
 
     @property
     def note(self) -> str:
@@ -138,8 +139,7 @@ class Replica:
         reflection.enable_server_reflection(SERVICES, self._server)
         for service in ("", SERVICES[0]):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        place = f"{host}:{config.port}"
+        place = joined(config.host, config.port)
         if tls is None:
             port = self._server.add_insecure_port(place)
         else:
