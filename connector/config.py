@@ -9,7 +9,7 @@ import msgspec
 
 from kvstore.client.core.config import Store
 from kvstore.connector.media import Images
-from kvstore.wire.messages import NAME_BYTES_MAX
+from kvstore.wire.bounds import NAME_BYTES_MAX
 from kvstore.wording import why_not
 
 
