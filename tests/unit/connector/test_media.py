@@ -40,7 +40,7 @@ def identifier(image: Any, uuid: str | None, *, algorithm: Any = "blake3", **inp
     """How vllm names an image."""
     items = MultiModalDataItems({"image": ImageProcessorItems([image])})
     made = ProcessorInputs([1], items, {"image": [uuid]}, **inputs)
-    return made.get_mm_hashes("a/model", algorithm)["image"][0]
+    return str(made.get_mm_hashes("a/model", algorithm)["image"][0])
 
 
 def request(number: int, *identifiers: str) -> Request:

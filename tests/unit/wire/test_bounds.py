@@ -85,8 +85,9 @@ def test_every_field_of_a_struct_has_a_bound(struct: type[msgspec.Struct]) -> No
 
 def test_there_is_something_to_look_at_and_the_look_finds_it() -> None:
     assert len(structs()) > 40
-    rows = msgspec.defstruct("Rows", [("rows", list[dict[str, bytes]])])
-    outer = msgspec.defstruct("Outer", [("number", int | None), ("inner", tuple[rows, ...])])
+    inner = msgspec.defstruct("Rows", [("rows", list[dict[str, bytes]])])
+    fields = [("number", int | None), ("inner", tuple.__class_getitem__((inner, ...)))]
+    outer = msgspec.defstruct("Outer", fields)
     assert list(unbounded(inspect.type_info(outer), "Outer")) == [
         "Outer.number",
         "Outer.inner",
