@@ -11,6 +11,7 @@ from kvstore.engine.fetches import Fetches
 from kvstore.engine.files import REPEATED, Files
 from kvstore.engine.findings import Finding, Findings, Origin
 from kvstore.engine.owners import Connection, Owner
+from kvstore.engine.pins import Account
 from kvstore.engine.policy.port import prints
 from kvstore.engine.runs import LOOKED_UP_MAX, Run, leading_run
 from kvstore.engine.searches import Wanted
@@ -61,9 +62,7 @@ class Lookups:
         if run.repeats():
             return "a LeaseAsk that names a key twice"
         account = state.slots.pins.account(connection.id)
-        fits = state.slots.pins.fitting(account, run.words(), max(len(owner.scopes), 1))
-        refused = run.count - fits
-        run = run.cut(fits)
+        run, refused = self._may_pin(account, run)
         words = run.words()
         rest = keys[run.count :]
         if run.count:
@@ -71,13 +70,11 @@ class Lookups:
                 state.slots.touch(state.slots.pools[size], shard_words[: run.count])
             # Before anything makes room for what is promoted.
             held = state.leases.add(session, ask.lease, words, state.now_ns, account)
-        # What lies behind a block that may not be pinned could not be used.
-        behind = keys[:0] if refused else rest
-        promoting, estimate_ms, wanted = self._bring(owner, behind, run)
+        # Nothing is brought behind a block that may not be pinned.
+        promoting, estimate_ms, wanted = self._bring(owner, keys[:0] if refused else rest, run)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
         brought = self._arrivals.take_origins(run)
-        state.counters.pins_refused += refused
         state.counters.blocks_hit += run.count
         state.counters.leased_bytes += run.count * sum(owner.slot_sizes)
         state.counters.blocks_missed += len(rest) - promoting
@@ -110,6 +107,12 @@ class Lookups:
                 Wait(connection, ask.lease, held, rest, ask.with_checksums, finding)
             )
         return ""
+
+    def _may_pin(self, account: Account, run: Run) -> tuple[Run, int]:
+        """What of a run an account may pin, and how many blocks it may not."""
+        fits = self._state.slots.pins.fitting(account, run.words(), max(len(run.words_by_shard), 1))
+        self._state.counters.pins_refused += run.count - fits
+        return run.cut(fits), run.count - fits
 
     def _bring(self, owner: Owner, keys: Keys, run: Run) -> tuple[int, int, Wanted]:
         """Begin to bring what is not in dram, from disk and behind that from other nodes. Returns

@@ -126,7 +126,7 @@ class Pins:
     def room(self, account: Account | None, block_bytes: int) -> ByGroup:
         """Bytes that may be pinned by an account, or by the node itself, besides what is."""
         quotas = self._slots.quotas
-        room = quotas.share - quotas.pinned
+        room: ByGroup = quotas.share - quotas.pinned
         if account is not None:
             limit, held = quotas.share, quotas.pinned
             for each in reversed(list(account.line())):
@@ -136,7 +136,8 @@ class Pins:
             room = np.minimum(room, limit - held + block_bytes // 2)
         self.block_bytes_max = max(self.block_bytes_max, block_bytes)
         room[quotas.pinned == 0] = np.maximum(room[quotas.pinned == 0], block_bytes)
-        return np.maximum(room, 0)
+        room.clip(min=0, out=room)
+        return room
 
     def fitting(self, account: Account | None, words: Words, shards: int) -> int:
         """How many blocks, from the first on, may be pinned of these: [n][shards], sealed."""

@@ -175,7 +175,7 @@ class Slots:
         """Bytes of these slots, by group."""
         sizes = self.sizes(words)
         if not self.quotas.any:
-            return sizes.sum(keepdims=True)
+            return np.array([sizes.sum()])
         shape = len(self.quotas.share)
         return np.bincount(self.group[words], weights=sizes, minlength=shape).astype(np.int64)
 
