@@ -146,10 +146,12 @@ def test_those_who_do_not_take_their_answers_give_way(
 
 
 def test_a_page_is_made_once_for_all_who_wait_for_it() -> None:
-    begun, may_go_on, made = threading.Semaphore(0), threading.Event(), []
+    begun, may_go_on = threading.Semaphore(0), threading.Event()
+    made: list[int] = []
 
     def slow() -> Page:
-        made.append(begun.release())
+        made.append(len(made))
+        begun.release()
         may_go_on.wait(60)
         return text_page(200, str(len(made)))
 
