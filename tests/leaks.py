@@ -35,13 +35,20 @@ def prepare() -> None:
     Orphans of killed processes become children of this one, so that they can be seen. Python's own
     helpers, which live until this process ends, are started now and so belong to every baseline.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS) == 0:
-        libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None)
-        libc.mount(b"tmpfs", bytes(SHM), b"tmpfs", 0, b"mode=1777")
+    _take_own_shared_memory()
     resource_tracker.ensure_running()
     forkserver.ensure_running()
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _take_own_shared_memory() -> bool:
+    """An empty /dev/shm for this process and its descendants, if that is allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(
+        libc.unshare(_CLONE_NEWNS) == 0
+        and libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None) == 0
+        and libc.mount(b"tmpfs", bytes(SHM), b"tmpfs", ctypes.c_ulong(0), b"mode=1777") == 0
+    )
 
 
 class Baseline:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.leaks import SHM, Baseline
+from tests.style.tree import ROOT
 
 
 def test_a_clean_test_leaves_nothing() -> None:
@@ -110,6 +111,28 @@ def test_a_folder_that_another_program_works_in_is_not_ours(
     (path / "file").unlink()
     path.rmdir()
     assert baseline.wait() == []
+
+
+def test_a_run_of_root_sees_nobody_elses_names() -> None:
+    """Left-overs of another run, whose processes are gone."""
+    program = """if True:
+        import os
+        from tests.leaks import SHM, _take_own_shared_memory
+        print(_take_own_shared_memory(), os.listdir(SHM))
+        (SHM / "kvstore-test-inside").touch()
+    """
+    path = SHM / f"kvstore-test-{uuid.uuid4().hex}"
+    path.touch()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        if not done.stdout.startswith("True"):
+            pytest.skip("this user may not mount")
+        assert done.stdout == "True []\n"
+        assert not (SHM / "kvstore-test-inside").exists()
+    finally:
+        path.unlink()
 
 
 def test_a_name_that_comes_after_the_end_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:

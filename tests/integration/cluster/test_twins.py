@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ def health(process: NodeProcess | IndexProcess) -> str:
         return str(page.read().decode())
 
 
+def knows_of_another(process: NodeProcess) -> bool:
+    return "another process, at 127.0.0.1, " in health(process)
+
+
 def test_two_processes_with_one_name_are_told_apart(site: Site, index: IndexProcess) -> None:
     elsewhere = site.directory / "elsewhere"
     elsewhere.mkdir()
@@ -41,10 +46,7 @@ def test_two_processes_with_one_name_are_told_apart(site: Site, index: IndexProc
         assert eventually(lambda: health(one) == "ok\n", timeout_s=CONVERGES_S)
         with NodeProcess.start(elsewhere, dram="8MiB", flags=flags) as other:
             for process in (one, other):
-                assert eventually(
-                    lambda process=process: "another process, at 127.0.0.1, " in health(process),
-                    timeout_s=CONVERGES_S,
-                )
+                assert eventually(partial(knows_of_another, process), timeout_s=CONVERGES_S)
             assert "two processes say that they are node n1" in health(index)
             assert [node.log.count("another process, at") for node in (one, other)] == [1, 1]
             assert index.log.count("is node n1 already") == 1

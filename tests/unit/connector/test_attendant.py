@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -59,8 +60,13 @@ def lost(
     side = make_side(link)
     assert side._core.attachment.state is State.OPEN
     monkeypatch.setattr("kvstore.connector.scheduler_side.Link.connect", node.connect)
-    link.inbox.append(Lost("the node closed the connection"))
+    lost: Any = Lost("the node closed the connection")
+    link.inbox.append(lost)
     return side, node
+
+
+def is_open(side: SchedulerSide) -> bool:
+    return side._core.attachment.state is State.OPEN
 
 
 def idle(side: SchedulerSide, clock: SimpleNamespace, ns: int) -> None:
@@ -75,11 +81,11 @@ def test_an_idle_scheduler_attaches_again(
 ) -> None:
     side, node = lost
     idle(side, clock, 60 * NS_PER_S)
-    assert side._core.attachment.state is State.DOWN
+    assert is_open(side) is False
     assert 30 < node.knocks < 80, "about once a second"
     node.is_there = True
     idle(side, clock, 2 * NS_PER_S)
-    assert side._core.attachment.state is State.OPEN, "before any request"
+    assert is_open(side), "before any request"
 
 
 def test_steps_leave_nothing_to_look_at(
@@ -171,15 +177,3 @@ def test_a_fork_waits_for_a_look_and_the_child_has_its_turn() -> None:
         os._exit(0 if may_end.is_set() and TURN.acquire(blocking=False) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     attendant.stop()
-
-
-@pytest.mark.engine
-def test_an_error_of_a_look_turns_the_cache_off_and_ends_the_thread() -> None:
-    from tests.unit.connector.test_guard import scheduler_connector
-
-    connector = scheduler_connector()
-    connector._attendant = Attendant(weakref.WeakMethod(connector.attend), tick_s=0)
-    connector._attendant.start()
-    connector._attendant._thread.join(WAIT_S)
-    assert connector.is_off
-    assert connector._scheduler.closed

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from kvstore.connector.attendant import Attendant
 
 pytestmark = pytest.mark.engine
 
@@ -168,3 +171,12 @@ def test_ranks_that_cannot_be_served_tell_the_node_by_the_scheduler() -> None:
     found[0, 0] = broken.get_handshake_metadata()
     connector.set_xfer_handshake_metadata_pp_aware(found)
     assert told == ["its cache is on cuda", BROKEN]
+
+
+def test_an_error_of_a_look_turns_the_cache_off_and_ends_the_thread() -> None:
+    connector = scheduler_connector()
+    connector._attendant = Attendant(weakref.WeakMethod(connector.attend), tick_s=0)
+    connector._attendant.start()
+    connector._attendant._thread.join(30)
+    assert connector.is_off
+    assert connector._scheduler.closed

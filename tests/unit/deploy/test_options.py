@@ -1,4 +1,4 @@
-"""JSON patches of `deploy/options`: what they make is valid for Kubernetes, and what a node takes."""
+"""JSON patches of `deploy/options`: what they make is valid for Kubernetes and taken by a node."""
 
 from __future__ import annotations
 
