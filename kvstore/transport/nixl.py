@@ -280,12 +280,13 @@ def sleeping_progress(bindings: Any) -> Iterator[None]:
     """
     made = bindings.nixlAgentConfig
     its = getattr(made, "pthrDelay", None)
-    if not isinstance(its, property):  # another release, which may do without
+    change = its.fset if isinstance(its, property) else None
+    if change is None:  # another release, which may do without
         yield
         return
 
     def sleep(config: Any, _: int) -> None:
-        its.fset(config, PROGRESS_US)
+        change(config, PROGRESS_US)
 
     bindings.nixlAgentConfig = type("Config", (made,), {"pthrDelay": property(its.fget, sleep)})
     try:

@@ -24,9 +24,9 @@ from tests.sim.catalogue import CATALOGUE
 STEPS = 1000
 FEW = range(1, 16)
 MANY_FROM = 1001
-MANY_EACH = amount(70, nightly=260)
-EVENTS_MIN = amount(100_000, nightly=400_000)
-TIMES_MIN = amount(6, nightly=30)
+MANY_EACH = amount(50, nightly=260)
+EVENTS_MIN = amount(70_000, nightly=400_000)
+TIMES_MIN = amount(4, nightly=30)
 BETWEEN_NODES_MIN = amount(1, nightly=2)
 MANY_STEPS = 700
 """Two processes run so many seeds each."""

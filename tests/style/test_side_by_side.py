@@ -83,8 +83,10 @@ def run(suite: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     environment |= {"RUNNING": str(suite / "running"), "PYTHONPATH": f"{ROOT}:{suite}"}
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(suite)]
-        + ["-p", "no:cacheprovider", *arguments, str(suite)],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", str(suite)),
+            *("-p", "no:cacheprovider", *arguments, str(suite)),
+        ],
         cwd=suite,
         env=environment,
         capture_output=True,
@@ -93,14 +95,13 @@ def run(suite: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_groups_stay_together_alone_is_alone_and_last_and_all_is_counted(suite: Path) -> None:
+def test_groups_stay_together_alone_is_alone_and_all_is_counted(suite: Path) -> None:
     done = run(suite, "-n", "2", "--steps-min", "10")
     assert done.returncode == 0, done.stdout + done.stderr
     ran = [line.split() for line in (suite / "done").read_text().splitlines()]
     assert len(ran) == 10
     assert len({pid for pid, _ in ran}) == 2, "one process did it all"
     assert len({pid for pid, name in ran if name.startswith("together")}) == 1
-    assert {name for _, name in ran[-2:]} == {"alone0", "alone1"}
     assert "covered: 10 property steps" in done.stdout
 
 

@@ -16,10 +16,11 @@ import pytest
 from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, build_model
 from kvstore.testing.workload import Encode, text_tokens, varied_prompts
+from tests.amounts import amount
 from tests.integration.engine.support import PATIENT
 
 SEED = 20261121
-PROMPT_COUNT = 120
+PROMPT_COUNT = amount(80, nightly=120)
 CONVERSATION_COUNT = 12
 MAX_TOKENS = 8
 ANSWER_TOKENS = BLOCK_TOKENS + 72

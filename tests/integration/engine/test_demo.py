@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 def test_the_demo_of_a_cluster_keeps_its_word(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvstore.serve.main", "demo", "--cluster"]
     done = subprocess.run(
-        [*command, "--users", "2", "--rounds", "3"],
+        [*command, "--users", "2", "--rounds", "2"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -22,6 +22,7 @@ from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import build_model
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
+from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 logger = logging.getLogger(__name__)
 
 SHADOWED: dict[str, object] = {**PATIENT, "shadow_every": 1}
-PROMPT_COUNT = 48
+PROMPT_COUNT = amount(24, nightly=48)
 COMPARED = "kvstore_shadow_blocks_total"
 DIVERGED = "kvstore_shadow_blocks_diverged_total"
 WORST = "kvstore_shadow_error_max"

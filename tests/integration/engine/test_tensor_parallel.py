@@ -19,6 +19,7 @@ from kvstore.testing.engine import Engine, EngineConfig, EngineError
 from kvstore.testing.models import SHAPES, build_model
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
+from tests.amounts import amount
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
@@ -31,7 +32,7 @@ from tests.integration.engine.support import (
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 20261122
-PROMPT_COUNT = 60
+PROMPT_COUNT = amount(24, nightly=60)
 MAX_TOKENS = 4
 CONCURRENCY = 2
 """Fewer than the breaker's limit: ranks that wait for each other spin, and on two cores the node

@@ -18,6 +18,7 @@ from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import build_model
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
+from tests.amounts import amount
 from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, Reference
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
@@ -141,12 +142,12 @@ def _abandon(engine: Engine, prompt: Sequence[int], *, after_s: float) -> None:
     engine.abandon(prompt, max_tokens=ANSWER_TOKENS, until=lambda: time.monotonic() >= end)
 
 
-def test_a_prompt_of_4000_blocks_and_one_that_is_abandoned_half_way(tmp_path: Path) -> None:
+def test_a_prompt_of_thousands_of_blocks_and_one_that_is_abandoned_half_way(tmp_path: Path) -> None:
     model = build_model(tmp_path / "model", size="long")
     rng = random.Random(SEED + 12)
-    block_tokens, blocks = 32, 4000
+    block_tokens, blocks, few = 32, amount(2000, nightly=4000), amount(750, nightly=1500)
     long, half = (
-        [rng.randrange(256) for _ in range(count * block_tokens + 5)] for count in (blocks, 1500)
+        [rng.randrange(256) for _ in range(count * block_tokens + 5)] for count in (blocks, few)
     )
     with NodeProcess.start(tmp_path, dram="1GiB") as node:
         config = EngineConfig(
@@ -161,9 +162,9 @@ def test_a_prompt_of_4000_blocks_and_one_that_is_abandoned_half_way(tmp_path: Pa
             engine.abandon(half, max_tokens=4, until=lambda: blocks_in_dram(node) > before + 100)
             engine.forget()
             held = blocks_in_dram(node) - before
-            assert held < 1500, "it was computed to its end"
+            assert held < few, "it was computed to its end"
             resumed = engine.complete(half, max_tokens=4)
-            assert held * block_tokens <= resumed.cached_tokens < 1500 * block_tokens
+            assert held * block_tokens <= resumed.cached_tokens < few * block_tokens
             engine.forget(external=True)
             computed = engine.complete(half, max_tokens=4)
             assert computed.cached_tokens == 0

@@ -19,7 +19,7 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.units import MIB
 from kvstore.wire.messages import encode
-from tests.amounts import amount
+from tests.amounts import amount, covered
 from tests.faults.mutate import Mutator
 from tests.faults.words import answers, hellos, words
 from tests.integration.node.conftest import eventually, peer_descriptors, resident_bytes
@@ -123,7 +123,7 @@ def flood_replay(node: NodeProcess) -> int:
     return REPLAYS
 
 
-def test_ten_thousand_bad_inputs_and_a_good_engine(tmp_path: Path) -> None:
+def test_bad_inputs_and_a_good_engine(tmp_path: Path) -> None:
     flags = ["--file", f"{tmp_path / 'store'}:64MiB", "--events", f"ipc://{tmp_path / 'events'}"]
     with NodeProcess.start(tmp_path, flags=flags) as node:
         with RawEngine(node.socket, engine_id="bystander") as bystander:
@@ -135,7 +135,9 @@ def test_ten_thousand_bad_inputs_and_a_good_engine(tmp_path: Path) -> None:
             before, resident = peer_descriptors(node), resident_bytes(node)
             floods = [flood_attach, flood_rpc, flood_http, flood_replay]
             random.Random(6).shuffle(floods)
-            assert sum(flood(node) for flood in floods) >= 10_000
+            sent = sum(flood(node) for flood in floods)
+            assert sent >= amount(2_400, nightly=10_000)
+            covered("bad inputs", sent)
             assert eventually(lambda: peer_descriptors(node) <= before), "something is still open"
             assert resident_bytes(node) <= resident + GROWTH_BYTES_MAX
             assert bystander.read(bystander.lease(kept)) == [
