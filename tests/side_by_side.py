@@ -16,7 +16,7 @@ import fcntl
 import functools
 import os
 import tempfile
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -155,7 +155,7 @@ class Summary:
     """Seconds by test and by folder, and what was covered, of all processes together."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._seconds = Counter[str]()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._steps_min = config.getoption("--steps-min")
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -198,20 +198,24 @@ class Summary:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         write = terminalreporter.write_line
-        folders = Counter[str]()
+        folders: defaultdict[str, float] = defaultdict(float)
         for name, seconds in self._seconds.items():
             folders["/".join(name.split("::")[0].split("/")[1:3]).removesuffix(".py")] += seconds
-        if self._seconds.total() > LONGEST:
+        if sum(self._seconds.values()) > LONGEST:
             write(f"the {LONGEST} longest, in seconds:")
-            for name, seconds in self._seconds.most_common(LONGEST):
+            for name, seconds in _largest(self._seconds)[:LONGEST]:
                 write(f"{seconds:8.1f}  {name}")
             write("by folder, in seconds of all processes:")
-            for name, seconds in folders.most_common():
-                write(f"{seconds:8.1f}  tests/{name}")
-        for what, count in sorted(COVERED.items()):
-            write(f"covered: {count:,} {what}")
+            for folder, spent in _largest(folders):
+                write(f"{spent:8.1f}  tests/{folder}")
+        for what, number in sorted(COVERED.items()):
+            write(f"covered: {number:,} {what}")
         if self._steps_are_missing:
             write(f"fewer property steps than {self._steps_min:,}", red=True)
+
+
+def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])
 
 
 class Worker:

@@ -280,10 +280,10 @@ def sleeping_progress(bindings: Any) -> Iterator[None]:
     """
     made = bindings.nixlAgentConfig
     its = getattr(made, "pthrDelay", None)
-    change = its.fset if isinstance(its, property) else None
-    if change is None:  # another release, which may do without
+    if not isinstance(its, property) or its.fset is None:  # another release, which may do without
         yield
         return
+    change = its.fset
 
     def sleep(config: Any, _: int) -> None:
         change(config, PROGRESS_US)
