@@ -2,7 +2,8 @@
 
 Every process has fixtures of its own. What shares one that is dear stays in one process: the tests
 of the engine that all share, those of a class or a module with a fixture of that scope, and modules
-of unit tests. The longest begin first, by their time limits; unit tests fill the gaps at the end.
+of unit tests. The longest groups begin first, by the time limits of what is marked `slow` in them;
+the others fill the gaps at the end.
 
 A test marked `alone` measures time or processor: it waits until all others pause. A lock on a file
 does it, which every test takes shared and such a test takes exclusively.
@@ -64,7 +65,8 @@ class Order:
         limits: dict[str, float] = defaultdict(float)
         turns: dict[str, int] = {}
         for item, group in groups.items():
-            limits[group] = max(limits[group], _time_limit_s(item))
+            if item.get_closest_marker("slow"):
+                limits[group] += _time_limit_s(item)
             turns.setdefault(group, len(turns))
 
         def place(item: pytest.Item) -> tuple[bool, bool, float, int]:
