@@ -44,8 +44,8 @@ def adopt(state: State, event: Adopt) -> None:
             rows = residency.insert(numbers[id], keys[its])
             residency.adopt_dram(rows, words[its], checksums[its])
     for each in found.spaces:
-        scopes = tuple(residency.scope(*each.address, Shard(*shard)) for shard in each.shards)
-        state.known[each.address] = KnownSpace(each.space, scopes, each.label)
+        columns = tuple(residency.scope(*each.address, Shard(*shard)) for shard in each.shards)
+        state.known[each.address] = KnownSpace(each.space, columns, each.label)
     state.journal.settle(found, numbers)
     state.slots.adopt(found, named)
     state.counters.blocks_kept = len(found.words)

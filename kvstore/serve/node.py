@@ -169,12 +169,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     stack.callback(door.close)
     memory = take_memory(config, incarnation, handover)
     arena = memory.arena
-    tier = DramTier(
-        arena,
-        ready_bytes=memory.journal.ready_bytes,
-        on_ready=memory.journal.set_ready,
-        room_bytes=lambda: available_memory()[0],
-    )
+    tier = _make_tier(memory)
     stack.callback(tier.close)
     attach = _make_attach(config, door, handover, clock)
     stack.callback(attach.close)
@@ -204,10 +199,8 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         events=publisher.counters if publisher else EventCounters(),
         member=member,
     )
-    pages = make_pages(
-        *(collector, driver, door, files, publisher, member),
-        code_trouble=handover.code.trouble,
-    )
+    parts = collector, driver, door, files, publisher, member
+    pages = make_pages(*parts, code_trouble=handover.code.trouble)
     http = _serve_pages(config, pages, handover, stack)
     rpc = InspectServer(config.socket, driver, member, incarnation)
     stack.callback(rpc.close)
@@ -223,6 +216,15 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         _running(config, arena, incarnation, metrics_url, publisher, member),
         _serving(engine, http, publisher, member),
         collector,
+    )
+
+
+def _make_tier(memory: Memory) -> DramTier:
+    return DramTier(
+        memory.arena,
+        ready_bytes=memory.journal.ready_bytes,
+        on_ready=memory.journal.set_ready,
+        room_bytes=lambda: available_memory()[0],
     )
 
 

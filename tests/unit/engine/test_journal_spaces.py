@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 
 from kvstore.engine import journal_spaces
 from kvstore.engine.events import Lend, Lent
@@ -105,6 +106,8 @@ def test_what_is_there_already_is_not_written_again() -> None:
     remember(spaces, 1)
     spaces._entries.flags.writeable = False
     remember(spaces, 1)
+    with pytest.raises(ValueError, match="read-only"):
+        remember(spaces, 2)
 
 
 def test_an_entry_in_another_place_is_none() -> None:

@@ -129,9 +129,10 @@ class Driver:
         directory: Path,
         *,
         disk: PosixDisk | None = None,
-        look: Callable[[int, memoryview], None] | None = None,
         **settings: Any,
     ) -> None:
+        """`settings`: of the tier, and `look` (`FileTier.open`)."""
+        look = settings.pop("look", None)
         values = {"capacity_bytes": 8 * MIB, "segment_bytes": SEGMENT_BYTES, **settings}
         self.config = FileConfig(directory, **values)
         self.arena: NDArray[np.uint8] = np.frombuffer(

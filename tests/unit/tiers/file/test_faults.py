@@ -87,9 +87,8 @@ def test_what_was_read_is_verified_without_a_touch_of_the_arena(tmp_path: Path) 
     driver.close()
 
     def look(begin: int, into: memoryview) -> None:
-        looks.append((begin, len(into)))
-        is_there = begin == 0  # the other slot's pages were given back since
-        into[:] = driver.arena[begin:][: len(into)].tobytes() if is_there else bytes(len(into))
+        looks.append((begin, len(into)))  # the other slot's pages were given back since
+        into[:] = bytes(len(into)) if begin else driver.arena[: len(into)].tobytes()
 
     again = Driver(tmp_path / "store", look=look).recovered()
     driver.arena = again.arena
