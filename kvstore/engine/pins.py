@@ -79,7 +79,7 @@ class Pins:
         self.is_short = False
         """Credits were due that might not be pinned."""
         self.block_bytes_max = 0
-        """Of the blocks that were asked about: bounds are kept to half a block."""
+        """Of the blocks that were asked about: bounds of accounts are kept to one."""
 
     # ── who ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -132,8 +132,8 @@ class Pins:
             for each in reversed(list(account.line())):
                 limit = (limit - (held - each.held)) * each.part[0] // each.part[1]
                 held = each.held
-            # To the nearest block: of very few, the last would be nobody's.
-            room = np.minimum(room, limit - held + block_bytes // 2)
+            # What is left of a block is one: of very few, none would be left to lease.
+            room = np.minimum(room, limit - held + block_bytes - 1)
         self.block_bytes_max = max(self.block_bytes_max, block_bytes)
         room[quotas.pinned == 0] = np.maximum(room[quotas.pinned == 0], block_bytes)
         room.clip(min=0, out=room)

@@ -94,9 +94,11 @@ def test_credits_of_engines_that_hang_up_and_live_leave_something() -> None:
         gone = Peer(node, f"g{number}", tenant="u")
         node.end(gone.scheduler, *gone.ranks)
     assert 200 < node.quarantined() <= 241, "15/16"
-    modest = Peer(node, "modest")
-    fill(modest, 500, 20)
-    assert modest.hint(519) == [True]
+    modest, found = Peer(node, "modest"), 0
+    for number in range(500, 520):
+        fill(modest, number, 1)
+        found += modest.hint(number) == [True]
+    assert found > 10, "all but what its watermark takes at times"
 
 
 def test_a_lease_that_loads_nothing_is_not_renewed_for_ever() -> None:
