@@ -128,15 +128,16 @@ def test_a_prefix_that_many_requests_lease_is_pinned_once() -> None:
 
 
 def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() -> None:
-    node = Node(slots=32)
+    node = Node(slots=64)
     peer = Peer(node)
-    fill(peer, 0, 26)
-    hoard(peer, 0, 22)
-    got = len(peer.lease(1, *range(20, 26)).slots) // 4
-    assert 2 <= got < 6
-    assert not peer.lease(2, 25).slots
-    assert node.engine.counters.pins_refused >= 6 - got + 1
-    for request, lease, blocks, outcome in (("a", 1, 6, ""), ("b", 2, 1, "not stored")):
+    fill(peer, 0, 64)
+    there = [number for number in range(64) if peer.hint(number) == [True]]
+    node.engine._state.slots.quotas.share[:] //= 2  # as if others pinned the rest
+    got = len(peer.lease(1, *there).slots) // 4
+    assert 0 < got < len(there)
+    assert not peer.lease(2, there[-1]).slots
+    assert node.engine.counters.pins_refused == len(there) - got + 1
+    for request, lease, blocks, outcome in (("a", 1, len(there), ""), ("b", 2, 1, "not stored")):
         story = Story(
             request=request,
             prompt_tokens=16 * blocks,
