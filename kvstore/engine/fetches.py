@@ -307,7 +307,7 @@ class Fetches:
         block_bytes = sum(asker.slot_sizes)
         room = max(0, self._moving_bytes_max - self._moving_bytes) // block_bytes
         room = max(room, 0 if self._fetching else 1)
-        room = min(room, int(state.slots.pins.room(None, block_bytes)[asker.group]) // block_bytes)
+        room = min(room, state.slots.pins.room(None, asker.group, block_bytes) // block_bytes)
         state.make_room_for(Why.READS, asker.title)
         count = self._make_room(asker, min(len(keys), room))
         per_fetch = max(1, FETCH_BYTES // block_bytes)

@@ -147,7 +147,7 @@ class Files:
             self._moving_bytes_max, int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
         )
         room = max(0 if self._reads else 1, (limit - self._reading_bytes) // size)
-        room = min(room, int(state.slots.pins.room(None, size)[asker.group]) // size)
+        room = min(room, state.slots.pins.room(None, asker.group, size) // size)
         wanted = min(len(rows), room)
         if wanted == 0:
             return 0

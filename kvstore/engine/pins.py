@@ -33,7 +33,8 @@ ENGINE_PART: Final = (15, 16)
 NODE_PART: Final = (1, 2)
 """A quarter for a node that is alone: so much is in motion to it at most, if it is as large."""
 
-ByGroup = NDArray[np.int64]
+Weights = list[tuple[int, int]]
+"""(group, bytes)."""
 
 
 class Account:
@@ -57,8 +58,8 @@ class Account:
         """Connections or nodes; of the upper one: accounts."""
         self.counts = np.zeros(words, dtype=np.int32)
         """Leases of each slot. Pages of it that are never touched take no memory."""
-        self.held: ByGroup = np.zeros(groups, dtype=np.int64)
-        """Bytes pinned, each slot once."""
+        self.held = [0] * groups
+        """Bytes pinned, each slot once, by group."""
 
     def line(self) -> Iterator[Account]:
         """This one and those above."""
@@ -106,7 +107,7 @@ class Pins:
         account = self._of[id] = self.accounts[name]
         account.members += 1
         for each in account.line() if id > 0 else ():
-            each.held += self._slots.weigh(self._slots.of_writer(id))
+            _add(each.held, self._slots.weigh(self._slots.of_writer(id)), 1)
 
     def leave(self, id: int) -> None:
         """It pins nothing any more; so does an account without members."""
@@ -123,58 +124,70 @@ class Pins:
 
     # ── how much ─────────────────────────────────────────────────────────────────────────────────
 
-    def room(self, account: Account | None, block_bytes: int) -> ByGroup:
-        """Bytes that may be pinned by an account, or by the node itself, besides what is."""
+    def room(self, account: Account | None, group: int, block_bytes: int) -> int:
+        """Bytes of a group's slots that may be pinned by an account, or by the node itself."""
         quotas = self._slots.quotas
-        room: ByGroup = quotas.share - quotas.pinned
-        if account is not None:
-            limit, held = quotas.share, quotas.pinned
-            for each in reversed(list(account.line())):
-                limit = (limit - (held - each.held)) * each.part[0] // each.part[1]
-                held = each.held
-            # What is left of a block is one: of very few, none would be left to lease.
-            room = np.minimum(room, limit - held + block_bytes - 1)
+        share, pinned = int(quotas.share[group]), quotas.pinned[group]
         self.block_bytes_max = max(self.block_bytes_max, block_bytes)
-        room[quotas.pinned == 0] = np.maximum(room[quotas.pinned == 0], block_bytes)
-        room.clip(min=0, out=room)
-        return room
+        room = share - pinned
+        if account is not None:
+            limit, held = share, pinned
+            for each in reversed(list(account.line())):
+                limit = (limit - (held - each.held[group])) * each.part[0] // each.part[1]
+                held = each.held[group]
+            # What is left of a block is one: of very few, none would be left to lease.
+            room = min(room, limit - held + block_bytes - 1)
+        return max(room, 0) if pinned else max(room, block_bytes)
 
     def fitting(self, account: Account | None, words: Words, shards: int) -> int:
         """How many blocks, from the first on, may be pinned of these: [n][shards], sealed."""
-        slots = self._slots
         if not len(words):
             return 0
-        sizes = slots.sizes(words)
-        room = self.room(account, int(sizes[:shards].sum()))
-        sizes[slots.leases[words] != 0 if account is None else account.counts[words] != 0] = 0
-        count = len(words) // shards
-        if int(sizes.sum()) <= room.min():
+        slots, count = self._slots, len(words) // shards
+        # All blocks of a run are of one size.
+        block_bytes = int(slots.sizes(words[:shards]).sum())
+        if not slots.quotas.any and count * block_bytes <= self.room(account, 0, block_bytes):
             return count
+        leased = slots.leases if account is None else account.counts
+        sizes = np.where(leased[words] == 0, slots.sizes(words), 0)
         groups = slots.group[words]
         for group in np.unique(groups).tolist():
             its = np.where(groups == group, sizes, 0).reshape(-1, shards).sum(axis=1).cumsum()
-            count = min(count, int(np.searchsorted(its, room[group], side="right")))
+            room = self.room(account, group, block_bytes)
+            count = min(count, int(np.searchsorted(its, room, side="right")))
         return count
 
     # ── what ─────────────────────────────────────────────────────────────────────────────────────
 
     def pin(self, words: Words, account: Account | None = None) -> None:
         """Sealed slots, distinct, are leased once more."""
-        slots = self._slots
-        slots.quotas.pinned += slots.weigh(words[slots.leases[words] == 0])
-        slots.leases[words] += 1
-        for each in account.line() if account is not None else ():
-            each.held += slots.weigh(words[each.counts[words] == 0])
-            each.counts[words] += 1
+        self._count(words, account, 1)
 
     def unpin(self, words: Words, account: Account | None = None) -> None:
         """And once less. They hold the blocks that they held then."""
+        self._count(words, account, -1)
+
+    def _count(self, words: Words, account: Account | None, sign: int) -> None:
         slots = self._slots
-        slots.leases[words] -= 1
-        slots.quotas.pinned -= slots.weigh(words[slots.leases[words] == 0])
+        others = self._leased(slots.leases, words, sign)
+        weights = slots.weigh(words if others is None else words[others == 0])
+        _add(slots.quotas.pinned, weights, sign)
         for each in account.line() if account is not None else ():
-            each.counts[words] -= 1
-            each.held -= slots.weigh(words[each.counts[words] == 0])
+            if others is None:  # nobody leases any of them besides
+                each.counts[words] = max(sign, 0)
+            else:
+                its = self._leased(each.counts, words, sign)
+                weights = slots.weigh(words if its is None else words[its == 0])
+            _add(each.held, weights, sign)
+
+    @staticmethod
+    def _leased(counts: NDArray[np.int32], words: Words, sign: int) -> NDArray[np.int32] | None:
+        """Count each once more, or less; returns the counts without this one, None for none."""
+        before = counts[words]
+        after = before + np.int32(sign)
+        counts[words] = after
+        others = before if sign > 0 else after
+        return others if others.any() else None
 
     def freed(self, words: Words) -> None:
         """Their blocks are going: nobody leases them any more."""
@@ -182,11 +195,11 @@ class Pins:
         leased = words[slots.leases[words] != 0]
         if not len(leased):
             return
-        slots.quotas.pinned -= slots.weigh(leased)
+        _add(slots.quotas.pinned, slots.weigh(leased), -1)
         slots.leases[leased] = 0
         for account in self.accounts.values():
             its = leased[account.counts[leased] != 0]
-            account.held -= slots.weigh(its)
+            _add(account.held, slots.weigh(its), -1)
             account.counts[its] = 0
 
     def written(self, words: Words, sign: int) -> None:
@@ -195,11 +208,17 @@ class Pins:
         words = words[slots.writer[words] != 0]
         if not len(words):
             return
-        slots.quotas.pinned += sign * slots.weigh(words)
         writers, which = np.unique(slots.writer[words], return_inverse=True)
         for at, writer in enumerate(writers.tolist()):
-            its = words[which == at]
+            its = words if len(writers) == 1 else words[which == at]
+            weights = slots.weigh(its)
+            _add(slots.quotas.pinned, weights, sign)
             # Below 0 are writers of the node itself, and nodes that borrow.
             if writer > 0 and writer in self._of:
                 for each in self._of[writer].line():
-                    each.held += sign * slots.weigh(its)
+                    _add(each.held, weights, sign)
+
+
+def _add(held: list[int], weights: Weights, sign: int) -> None:
+    for group, size_bytes in weights:
+        held[group] += sign * size_bytes

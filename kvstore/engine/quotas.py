@@ -37,9 +37,9 @@ class Quotas:
         self.names = ["", *(name for name, _ in quotas)]
         self.share = np.array([arena_bytes - sum(promised), *promised], dtype=np.int64)
         self.held = np.zeros(len(self.share), dtype=np.int64)
-        self.pinned = np.zeros(len(self.share), dtype=np.int64)
+        self.pinned = [0] * len(self.share)
         """Of what is held: slots that nothing can be evicted from (`pins`)."""
-        self.floor = np.zeros(len(self.share), dtype=np.int64)
+        self.floor = [0] * len(self.share)
         """What was pinned when it was taken over from an earlier process."""
 
     @property

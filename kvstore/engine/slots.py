@@ -171,13 +171,14 @@ class Slots:
         """Bytes of these slots."""
         return self._slot_bytes_of_slab[words // self._words_per_slab]
 
-    def weigh(self, words: Words) -> NDArray[np.int64]:
-        """Bytes of these slots, by group."""
-        sizes = self.sizes(words)
+    def weigh(self, words: Words) -> list[tuple[int, int]]:
+        """(group, bytes) of these slots."""
         if not self.quotas.any:
-            return np.array([sizes.sum()])
-        shape = len(self.quotas.share)
-        return np.bincount(self.group[words], weights=sizes, minlength=shape).astype(np.int64)
+            if len(self.pools) == 1:  # as on most nodes: nothing to look up
+                return [(OTHERS, len(words) * next(iter(self.pools)))]
+            return [(OTHERS, int(self.sizes(words).sum()))]
+        totals = np.bincount(self.group[words], weights=self.sizes(words))
+        return [(group, int(total)) for group, total in enumerate(totals.tolist()) if total]
 
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
 
@@ -254,7 +255,8 @@ class Slots:
         if len(words) == 0:
             return
         self._change(words, SlotEvent.FREE, cause)
-        self.quotas.held -= self.weigh(words)
+        for group, size_bytes in self.weigh(words):
+            self.quotas.held[group] -= size_bytes
         self._name_writer(words, 0)
         self.pins.freed(words)
         self.session[words] = 0
@@ -484,7 +486,8 @@ class Slots:
         # A slot may have been sealed just before it was given its stamp.
         self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1
         self._next_stamp = int(self.stamps.max(initial=0)) + 1
-        self.quotas.held += self.weigh(in_use)
+        for group, size_bytes in self.weigh(in_use):
+            self.quotas.held[group] += size_bytes
         sizes = self._slot_bytes_of_slab
         for size, pool in self.pools.items():
             words = self._words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)

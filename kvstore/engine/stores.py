@@ -182,9 +182,9 @@ class Stores:
         sizes = owner.slot_sizes
         assert owner.scheduler is not None
         pins, block_bytes = self._state.slots.pins, sum(sizes)
-        room = pins.room(pins.account(owner.scheduler.id), block_bytes)[owner.group]
+        room = pins.room(pins.account(owner.scheduler.id), owner.group, block_bytes)
         # Credits and what is left are halves: blocks are to stay in it, and to be leased.
-        may = max(0, (int(room) // block_bytes - owner.granted_blocks + 1) // 2)
+        may = max(0, (room // block_bytes - owner.granted_blocks + 1) // 2)
         pins.is_short |= may < wanted
         wanted = min(wanted, may)
         pools = {size: self._state.slots.pools[size] for size in sizes}

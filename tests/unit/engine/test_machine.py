@@ -458,7 +458,7 @@ def test_many_orders_of_events_keep_the_promises() -> None:
 
 def test_pins_without_bounds_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pins, "fitting", lambda _, __, words, shards: len(words) // shards)
-    monkeypatch.setattr(Pins, "room", lambda pins, *_: pins._slots.quotas.share * 9)
+    monkeypatch.setattr(Pins, "room", lambda *_: 1 << 40)
     monkeypatch.setattr(Machine, "is_counted", False)
     with pytest.raises(AssertionError, match=r"is pinned than the share|pins more than its part"):
         verify_machine(examples=3_000, steps=50, shrink=False)

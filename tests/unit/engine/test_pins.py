@@ -31,12 +31,12 @@ def renew(peer: Peer, first: int, count: int) -> None:
 
 
 def pinned(node: Node) -> int:
-    return int(node.engine._state.slots.quotas.pinned.sum()) // SLOT_BYTES_MIN
+    return sum(node.engine._state.slots.quotas.pinned) // SLOT_BYTES_MIN
 
 
 def borrowed(node: Node) -> int:
     accounts = node.engine._state.slots.pins.accounts
-    return sum(int(accounts[name].held.sum()) for name in accounts if name == ("node",)) // (
+    return sum(sum(accounts[name].held) for name in accounts if name == ("node",)) // (
         SLOT_BYTES_MIN
     )
 
