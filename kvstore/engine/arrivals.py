@@ -145,7 +145,7 @@ class Arrivals:
         coming = np.zeros(rows.shape, dtype=bool)
         for source in self._sources:
             coming |= source.coming(scopes, keys, rows)
-        count = leading(((self._state.residency.words(rows) >= 0) | coming).all(axis=0))
+        count = leading((self._state.residency.words(rows) >= 0) | coming)
         return count if coming[:, :count].any() else 0
 
 

@@ -183,7 +183,7 @@ class Fetches:
 
     def _leading(self, scopes: Sequence[int], keys: Keys) -> int:
         """How many from the first on are on their way, or asked for."""
-        return leading(self.coming(scopes, keys, NO_ROWS).all(axis=0))
+        return leading(self.coming(scopes, keys, NO_ROWS))
 
     def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
         """Keys on their way in any of these."""
@@ -457,12 +457,14 @@ class Fetches:
         assert len(self._locating) <= LOCATES_MAX
         assert len(self._absent) <= ABSENT_MAX
         assert self._moving_bytes == sum(job.size_bytes for job in self._fetching.values())
-        jobs = {**self._locating, **self._fetching}
+        jobs = self._locating.keys() | self._fetching.keys()
         for its in self._coming.values():
             assert its.keys(), "scopes of nothing"
-            assert set(its.values()) <= jobs.keys(), "nobody brings a key"
+            assert set(its.values()) <= jobs, "nobody brings a key"
         told = Counter[str]()
-        for job in jobs.values():
+        for question in self._locating.values():
+            told[question.asker.engine] += len(question.keys)
+        for job in self._fetching.values():
             told[job.asker.engine] += len(job.keys)
         assert told == self._coming_of, "what engines are told of is miscounted"
         assert self._coming_of.total() * COMING_BYTES <= COMING_BYTES_MAX

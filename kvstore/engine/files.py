@@ -120,7 +120,7 @@ class Files:
             return 0
         keys = keys[: PROMOTED_BLOCKS_MAX // max(len(asker.scopes), 1)]
         rows = state.residency.find_all(asker.scopes, keys)
-        count = leading(self.there(rows).all(axis=0))
+        count = leading(self.there(rows))
         rows = rows[:, :count]
         if has_repeats(np.concatenate([held, rows[0]])):
             return REPEATED

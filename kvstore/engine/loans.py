@@ -108,7 +108,7 @@ class Loans:
 
         def length(cover: tuple[Shard, ...]) -> tuple[int, int]:
             its = [place[shard] for shard in cover]
-            return leading(there[its].all(axis=0)), leading(in_dram[its].all(axis=0))
+            return leading(there[its]), leading(in_dram[its])
 
         best = max(found, key=length, default=())
         count = length(best)[0] if best else 0

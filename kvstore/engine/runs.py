@@ -90,12 +90,13 @@ def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:
 def run_of(state: State, rows: Rows) -> Run:
     """The same of rows that are known, [S][n]."""
     words = state.residency.words(rows)
-    return Run(leading((words >= 0).all(axis=0)), list(rows), list(words))
+    return Run(leading(words >= 0), list(rows), list(words))
 
 
 def leading(flags: NDArray[np.bool_]) -> int:
-    """How many are set, from the first on."""
-    return len(flags) if bool(flags.all()) else int(np.argmin(flags))
+    """How many of n are set in every shard, from the first on; [S][n]."""
+    every: NDArray[np.bool_] = np.logical_and.reduce(flags, axis=0)
+    return len(every) if bool(every.all()) else int(np.argmin(every))
 
 
 def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int64]:

@@ -75,7 +75,7 @@ class Writers:
             self._tidied(writer)
 
     def _tidied(self, writer: int) -> Words:
-        words = np.unique(np.concatenate(self._given[writer].batches))
+        words: Words = np.unique(np.concatenate(self._given[writer].batches))
         words = words[self.column[words] == writer]
         tidy = self._given[writer] = _Given()
         tidy.add(words)

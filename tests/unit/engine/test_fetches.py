@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -363,9 +365,9 @@ def test_who_waits_for_the_first_looks_at_no_other_block(monkeypatch: pytest.Mon
     looks = []
     coming = Fetches.coming
 
-    def counted(its: Fetches, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+    def counted(its: Fetches, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         looks.append(len(keys))
-        return coming(its, scope, keys, rows)
+        return coming(its, scopes, keys, rows)
 
     node, peer = attached(slots=64)
     other = Peer(node, "f")

@@ -42,7 +42,6 @@ from kvstore.wire.messages import (
     LeaseRenew,
     LeaseReply,
     Quiesce,
-    Quiet,
     Seal,
     SessionClosed,
     SessionOpen,
@@ -224,7 +223,7 @@ class Machine(CountedMachine):
             session = self.node.last(connection, Quiesce).session
             held = self.writable.get(connection, {})
             self.writable[connection] = {p: h for p, h in held.items() if h[0] >= session}
-            self.node.hear(connection, Quiet(session))
+            self.node.be_quiet(connection)
             self.listen()
 
     def end_scheduler(self, owner: Owner) -> None:

@@ -16,6 +16,8 @@ class Watched(np.ndarray):
     """A column that counts the elements that functions of numpy are given of it."""
 
     elements = 0
+    whole: tuple[int, int] | None = None
+    """A look at so many elements or more counts for so many times as many."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         _count(inputs)
@@ -36,7 +38,10 @@ def _plain(value: Any) -> Any:
 
 
 def _count(inputs: Any) -> None:
-    Watched.elements += sum(value.size for value in inputs if isinstance(value, Watched))
+    for value in inputs:
+        if isinstance(value, Watched):
+            limit, times = Watched.whole or (value.size + 1, 1)
+            Watched.elements += value.size * (times if value.size >= limit else 1)
 
 
 def watch(engine: Engine) -> None:
