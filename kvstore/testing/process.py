@@ -55,7 +55,7 @@ def start_ready(
     """
     with log.open("a", encoding="utf-8") as stderr:
         process = tied.popen(
-            [python, *arguments],
+            [str(python), *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
             stdin=subprocess.DEVNULL,

@@ -150,7 +150,7 @@ def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
 def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    mover = Mover(-1, 0, MoverSettings(backend="ucx", name="a"), MonotonicClock())
+    mover = Mover(-1, -1, 0, MoverSettings(backend="ucx", name="a"), MonotonicClock())
     scripted = ScriptedMover()
 
     async def main() -> None:
