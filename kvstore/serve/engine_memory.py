@@ -40,8 +40,9 @@ from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase, Place
 from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.ports import Clock
 from kvstore.proto.convert import MemoryReport
+from kvstore.serve.changes import Told
 from kvstore.serve.engine_sources import ENGINE_COUNT_MAX, EngineSource, check_endpoint
-from kvstore.serve.feed import Slice, Told
+from kvstore.serve.feed import Slice
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES

@@ -22,12 +22,11 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import grpc
-import msgspec
 
 from kvstore.client.index import channel_options
 from kvstore.client.reasons import plain_reason
@@ -38,17 +37,23 @@ from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.serve import aio
 from kvstore.serve.aio import LoopThread, persist
+from kvstore.serve.changes import (
+    DELTA_KEYS_MAX,
+    Told,
+    head_bytes,
+    is_like,
+    joined,
+    key_count,
+    pieces,
+    split,
+)
 from kvstore.serve.driver import NodeBusy
 from kvstore.serve.twins import Twin
-from kvstore.types import KEY_BYTES, Incarnation
+from kvstore.types import Incarnation
 from kvstore.wire.load import Load
 
-DELTA_KEYS_MAX: Final = 4096
-"""Of one message: a replica takes it in within a millisecond or two."""
 MESSAGE_BYTES: Final = feeds.MESSAGE_BYTES_MAX // 4
 """Of one message, but for its last change, which is half of that and two names at most."""
-_CHANGE_BYTES: Final = 96
-"""Of a change, besides its keys and names: a space, numbers, lengths."""
 WAITING_KEYS_MAX: Final = 1 << 17
 """Of one link, and of those that no link has taken yet: 4 MiB of keys each."""
 BEAT_S: Final = BEAT_MS / 1000
@@ -65,7 +70,6 @@ BUSY_RETRY_S: Final = 0.2
 
 Slice = tuple[list[Offered], int]
 """What peers can have of some rows, and the next row, -1 after the last."""
-Told = Offered | Left
 
 Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(address, credentials) of a replica → a channel to it."""
@@ -116,7 +120,7 @@ class Feeder:
 
     def put(self, told: Told) -> None:
         """Tell soon, or see to it that replicas ask. Never blocks for long."""
-        count = _key_count(told)
+        count = key_count(told)
         with self._lock:
             if self._waiting_keys + count <= WAITING_KEYS_MAX:
                 self._waiting.append(told)
@@ -247,7 +251,7 @@ class Link:
     def put(self, told: Sequence[Told] | deque[Told]) -> None:
         """Queue; what is too much makes a gap."""
         self._queue.extend(told)
-        self.queued_keys += sum(map(_key_count, told))
+        self.queued_keys += sum(map(key_count, told))
         if self.queued_keys > WAITING_KEYS_MAX:
             self._counters.keys_lost += self.queued_keys
             self.lose()
@@ -378,19 +382,19 @@ class Link:
             told = self._queue.popleft()
             if isinstance(told, Left):
                 runs.append((told, []))
-                count, size = count + _key_count(told), size + _head_bytes(told)
+                count, size = count + key_count(told), size + head_bytes(told)
                 continue
-            first, rest = _split(told, DELTA_KEYS_MAX - count)
+            first, rest = split(told, DELTA_KEYS_MAX - count)
             if rest is not None:
                 self._queue.appendleft(rest)
-            if runs and _is_like(runs[-1][0], first):
+            if runs and is_like(runs[-1][0], first):
                 runs[-1][1].append(first.keys)
             else:
                 runs.append((first, [first.keys]))
-                size += _head_bytes(first)
-            count, size = count + _key_count(first), size + len(first.keys)
+                size += head_bytes(first)
+            count, size = count + key_count(first), size + len(first.keys)
         self.queued_keys -= count
-        return [feeds.change_of(_joined(told, keys)) for told, keys in runs]
+        return [feeds.change_of(joined(told, keys)) for told, keys in runs]
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
         """All that peers can have, in parts, with deltas between them."""
@@ -400,7 +404,7 @@ class Link:
         number, row = 1, 0
         while row >= 0:
             offers, row = await _slice(ask, row)
-            for piece in _pieces(offers):
+            for piece in pieces(offers):
                 await self._write_part(call, number, piece, is_last=False)
                 number += 1
             await self._write_waiting(call)
@@ -443,54 +447,6 @@ async def _write(call: Any, word: pb.FeedWord) -> None:
             raise grpc.aio.AioRpcError(
                 await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), await call.details()
             ) from None
-
-
-def _key_count(told: Told) -> int:
-    """What it takes of a queue, in keys."""
-    return 1 if isinstance(told, Left) else len(told.keys) // KEY_BYTES
-
-
-def _head_bytes(told: Told) -> int:
-    """Of a change in a message, without its keys: so much at most."""
-    names = [told.engine] if isinstance(told, Left) else [told.engine, told.tenant]
-    return _CHANGE_BYTES + sum(len(name.encode()) for name in names)
-
-
-def _is_like(one: Told, other: Offered) -> bool:
-    """Whether they differ in their keys only."""
-    return isinstance(one, Offered) and (
-        one.stored,
-        one.tier,
-        one.space,
-        one.tenant,
-        one.engine,
-        one.rank,
-    ) == (other.stored, other.tier, other.space, other.tenant, other.engine, other.rank)
-
-
-def _joined(told: Told, keys: Sequence[bytes]) -> Told:
-    """One change instead of several alike: engines store block by block."""
-    if len(keys) <= 1 or isinstance(told, Left):
-        return told
-    return msgspec.structs.replace(told, keys=b"".join(keys))
-
-
-def _split(offer: Offered, count: int) -> tuple[Offered, Offered | None]:
-    """The first `count` keys, and the others."""
-    if len(offer.keys) <= count * KEY_BYTES:
-        return offer, None
-    first, rest = offer.keys[: count * KEY_BYTES], offer.keys[count * KEY_BYTES :]
-    replace = msgspec.structs.replace
-    return replace(offer, keys=first), replace(offer, keys=rest)
-
-
-def _pieces(offers: Sequence[Offered]) -> Iterator[list[Offered]]:
-    """Of messages that a replica takes in quickly."""
-    for offer in offers:
-        rest: Offered | None = offer
-        while rest is not None:
-            first, rest = _split(rest, DELTA_KEYS_MAX)
-            yield [first]
 
 
 async def _connect(channel: grpc.aio.Channel) -> None:

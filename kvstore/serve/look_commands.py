@@ -70,8 +70,7 @@ def inspect(
 
     \b
     Topics:
-      nodes    who is attached, how much is cached; who gets nothing, and why; the cluster, by its
-               index; engines' own memory
+      nodes    who is attached, who gets nothing and why, the cluster, engines' own memory
       tiers    memory: capacity, in use, being written, leased; and quotas, if there are any
       spaces   models: what their engines share
       blocks   single blocks

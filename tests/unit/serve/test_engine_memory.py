@@ -23,6 +23,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import Left
 from kvstore.proto.convert import MemoryReport
 from kvstore.serve import engine_memory
+from kvstore.serve.changes import Told
 from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.engine_memory import FRAMES_MAX, EngineMemory
 from kvstore.serve.engine_sources import (
@@ -31,7 +32,6 @@ from kvstore.serve.engine_sources import (
     check_endpoint,
     parse_sources,
 )
-from kvstore.serve.feed import Told
 from kvstore.testing.engine_publisher import (
     BLOCK_TOKENS,
     CLEARED,
