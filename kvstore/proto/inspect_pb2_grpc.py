@@ -5,7 +5,7 @@ import warnings
 
 from kvstore.proto import inspect_pb2 as kvstore_dot_proto_dot_inspect__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class InspectStub:
+class InspectStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -121,7 +121,7 @@ class InspectStub:
                 _registered_method=True)
 
 
-class InspectServicer:
+class InspectServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Nodes(self, request, context):
@@ -333,7 +333,7 @@ def add_InspectServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Inspect:
+class Inspect(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
