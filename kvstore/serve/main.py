@@ -327,7 +327,8 @@ def _run() -> None:
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "kvstore"
         message = error.format_message().rstrip(".")
-        fail(f"{message[0].lower()}{message[1:]}: see '{path} --help'", code=2)
+        see = " See" if message.endswith("?") else ": see"
+        fail(f"{message[0].lower()}{message[1:]}{see} '{path} --help'", code=2)
     except click.ClickException as error:
         fail(error.format_message(), code=2)
     except click.Abort:

@@ -209,7 +209,7 @@ def test_its_memory_is_the_arena_and_little_more(node: NodeProcess) -> None:
 
 RUN_AS = """
 import os, signal, sys
-from kvstore.serve import control, main, node, process
+from kvstore.serve import begin, control, main, node, process
 from kvstore.serve.begin import start_of
 from kvstore.serve.child import Spawned
 from kvstore.serve.supervisor import Supervisor
@@ -225,7 +225,7 @@ def spawn():
     return Spawned(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), ours)
 def supervise(config, settings):
     sys.exit(Supervisor(start_of(config, settings), spawn=spawn).run())
-main.supervise = supervise
+begin.supervise = supervise
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
 main.main()
 """
@@ -247,7 +247,7 @@ def test_an_unprivileged_node_that_is_not_dumpable_still_checks_pidfds(
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("kvstore node ready")
+        assert "kvstore node ready" in process.stdout.readline()
         (pid, *_) = children_of(process.pid)
         assert psutil.Process(pid).uids().real == 65534
         assert os.stat(f"/proc/{pid}/fd").st_uid == 0, "not dumpable"
