@@ -164,7 +164,10 @@ def test_a_stopped_node_is_said_to_be_stopped(node: NodeProcess) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["inspect", "bloks"], "there is no topic 'bloks': did you mean 'blocks'? See 'kvstore inspect --help'"),
+        (
+            ["inspect", "bloks"],
+            "there is no topic 'bloks': did you mean 'blocks'? See 'kvstore inspect --help'",
+        ),
         (["inspect", "blocks", "--limit", "0"], "'--limit': 0 is not in the range"),
         (["inspect", "tiers", "--space", "ab"], "--limit and --space choose blocks"),
         (["inspect", "--limit", "5"], "--limit and --space choose blocks"),
