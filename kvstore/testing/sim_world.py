@@ -143,9 +143,10 @@ class World:
             self.cluster.end()
         if self._folder is None:
             return []
+        folder, self._folder = self._folder, None
         os.close(self._folder_fd)
-        left = open_below(self._folder.name)
-        self._folder.cleanup()
+        left = open_below(folder.name)
+        folder.cleanup()
         return left
 
     def pass_time(self) -> None:
