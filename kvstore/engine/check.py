@@ -64,7 +64,12 @@ def _check_slots(state: State) -> None:
         states = slots.state[slots.writer == writer]
         ended = state.connections[writer].ended
         assert not ended or bool((states == SlotState.QUARANTINED).all()), "granted after the end"
+    in_states = np.bincount(slots.state, minlength=len(SlotState))
+    assert slots.counts[1:].tolist() == in_states[1:].tolist(), "slots in states are miscounted"
     sealed = slots.state == SlotState.SEALED
+    weight = sum(size_bytes for _, size_bytes in slots.weigh(np.flatnonzero(sealed)))
+    assert slots.sealed_bytes == weight, "bytes of sealed slots are miscounted"
+    assert slots.pins.leased == (slots.leases > 0).sum(), "leased slots are miscounted"
     assert bool(((slots.stamps != 0) == sealed).all()), "a policy holds other slots than the sealed"
     held = np.zeros_like(slots.quotas.held)
     for word in np.flatnonzero(slots.state != SlotState.FREE).tolist():
@@ -91,6 +96,7 @@ def _check_blocks(state: State) -> None:
     assert int((residency.row_of_word >= 0).sum()) == len(sealed), "a block in an unsealed slot"
     assert residency.spare_rows >= 0, "a slot has no row for its next block"
     assert residency.dram_count == len(sealed), "blocks in dram are miscounted"
+    assert residency.file_count == (residency.file != 0).sum(), "blocks on disk are miscounted"
     for scope in counted:
         mine = used[table.scopes[used] == scope]
         found = residency.find(scope, table.keys[mine])

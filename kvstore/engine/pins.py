@@ -77,6 +77,8 @@ class Pins:
         self.accounts: dict[tuple[str, ...], Account] = {}
         self._of: dict[int, Account] = {}
         """Connections, and nodes by their number below 0."""
+        self.leased = 0
+        """Slots that are leased, by whom it may be."""
         self.is_short = False
         """Credits were due that might not be pinned."""
         self.block_bytes_max = 0
@@ -170,14 +172,16 @@ class Pins:
     def _count(self, words: Words, account: Account | None, sign: int) -> None:
         slots = self._slots
         others = self._leased(slots.leases, words, sign)
-        weights = slots.weigh(words if others is None else words[others == 0])
+        its = words if others is None else words[others == 0]
+        self.leased += sign * len(its)
+        weights = slots.weigh(its)
         _add(slots.quotas.pinned, weights, sign)
         for each in account.line() if account is not None else ():
             if others is None:  # nobody leases any of them besides
                 each.counts[words] = max(sign, 0)
             else:
-                its = self._leased(each.counts, words, sign)
-                weights = slots.weigh(words if its is None else words[its == 0])
+                besides = self._leased(each.counts, words, sign)
+                weights = slots.weigh(words if besides is None else words[besides == 0])
             _add(each.held, weights, sign)
 
     @staticmethod
@@ -196,6 +200,7 @@ class Pins:
         if not len(leased):
             return
         _add(slots.quotas.pinned, slots.weigh(leased), -1)
+        self.leased -= len(leased)
         slots.leases[leased] = 0
         for account in self.accounts.values():
             its = leased[account.counts[leased] != 0]

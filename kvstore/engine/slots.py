@@ -127,6 +127,9 @@ class Slots:
         self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
         self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
         self.state = np.zeros(word_count, dtype=np.uint8)
+        self.counts = np.zeros(len(SlotState), dtype=np.int64)
+        """Slots in each state, but for FREE: there it is what came less what went."""
+        self.sealed_bytes = 0
         self.generation = np.full(word_count, first_generation, dtype=np.uint64)
         self._journal = journal
         self.writers = Writers(word_count)
@@ -174,21 +177,33 @@ class Slots:
     def weigh(self, words: Words) -> list[tuple[int, int]]:
         """(group, bytes) of these slots."""
         if not self.quotas.any:
-            if len(self.pools) == 1:  # as on most nodes: nothing to look up
-                return [(OTHERS, len(words) * next(iter(self.pools)))]
-            return [(OTHERS, int(self.sizes(words).sum()))]
+            return [(OTHERS, self._bytes(words))]
         totals = np.bincount(self.group[words], weights=self.sizes(words))
         return [(group, int(total)) for group, total in enumerate(totals.tolist()) if total]
+
+    def _bytes(self, words: Words) -> int:
+        if len(self.pools) == 1:  # as on most nodes: nothing to look up
+            return len(words) * next(iter(self.pools))
+        return int(self.sizes(words).sum())
 
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
 
     def _change(self, words: Words, event: SlotEvent, cause: int) -> None:
-        target = _NEXT[event][self.state[words]]
-        if bool((target == _ILLEGAL).any()):
-            word = int(words[int(np.argmax(target == _ILLEGAL))])
-            raise AssertionError(self._story(word, event))
+        before = self.state[words]
+        target = _NEXT[event][before]
+        if bool((illegal := target == _ILLEGAL).any()):
+            raise AssertionError(self._story(int(words[illegal][0]), event))
         self.state[words] = target
         self._history.append((cause, event, words))
+        # An event has one state that it leads to.
+        self.counts[target[:1]] += len(words)
+        left = np.bincount(before, minlength=len(SlotState))
+        self.counts -= left
+        if event is SlotEvent.SEAL:
+            self.sealed_bytes += self._bytes(words)
+        elif sealed := int(left[SlotState.SEALED]):
+            its = words if sealed == len(words) else words[before == SlotState.SEALED]
+            self.sealed_bytes -= self._bytes(its)
 
     def _story(self, word: int, event: SlotEvent) -> str:
         past = [f"{c}:{e.value}" for c, e, words in self._history if word in words]
@@ -440,19 +455,6 @@ class Slots:
         self._cut(slab, 0)
         self._slabs_free.append(slab)
 
-    def sealed_bytes(self) -> int:
-        """Bytes in sealed slots, padding included."""
-        whole = self.slab_count * self._words_per_slab
-        sealed = (
-            self.state[:whole].reshape(self.slab_count, self._words_per_slab) == SlotState.SEALED
-        )
-        counts = np.count_nonzero(sealed, axis=1)
-        return sum(
-            int(counts[slab]) * pool.slot_bytes
-            for pool in self.pools.values()
-            for slab in pool.slabs
-        )
-
     def of_writer(self, writer: int) -> Words:
         """Slots that this connection may still write."""
         return self.writers.of(writer)
@@ -477,6 +479,8 @@ class Slots:
         self._slabs_free = deque(slab for slab in self._slabs_free if slab not in taken)
         self.state[found.words] = SlotState.SEALED
         self.state[found.held] = self.state[found.doubtful] = SlotState.QUARANTINED
+        self.counts += np.bincount(self.state[in_use], minlength=len(SlotState))
+        self.sealed_bytes = self._bytes(found.words)
         # Not in the journal: what it says of a writer whom it cannot name, it is to say again.
         self.writers.adopt(found.held, found.writers)
         self.writers.adopt(found.doubtful, np.full(len(found.doubtful), UNKNOWN_WRITER))

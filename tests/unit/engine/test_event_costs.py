@@ -107,8 +107,19 @@ def test_a_look_at_a_whole_column_is_seen() -> None:
     node, _ = attached(SLOTS)
     watch(node.engine)
     before = Watched.elements
-    node.engine._state.slots.sealed_bytes()
+    np.count_nonzero(node.engine._state.slots.state)
     assert Watched.elements - before >= SLOTS
+
+
+def test_what_a_scrape_and_the_index_ask_looks_at_no_column() -> None:
+    node, peer = attached(SLOTS)
+    peer.seal(1, 2, 3)
+    watch(node.engine)
+    before = Watched.elements
+    (dram, _), load = node.engine.tiers(), node.engine.load()
+    assert dram.slots_sealed == 3
+    assert dram.used_bytes == load.dram_used_bytes > 0
+    assert Watched.elements - before < SLOTS // TIMES
 
 
 def test_a_quiet_that_was_said_already_is_refused() -> None:
