@@ -70,6 +70,7 @@ def _check_slots(state: State) -> None:
     weight = sum(size_bytes for _, size_bytes in slots.weigh(np.flatnonzero(sealed)))
     assert slots.sealed_bytes == weight, "bytes of sealed slots are miscounted"
     assert slots.pins.leased == (slots.leases > 0).sum(), "leased slots are miscounted"
+    state.leases.check()
     assert bool(((slots.stamps != 0) == sealed).all()), "a policy holds other slots than the sealed"
     held = np.zeros_like(slots.quotas.held)
     for word in np.flatnonzero(slots.state != SlotState.FREE).tolist():

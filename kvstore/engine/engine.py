@@ -134,6 +134,11 @@ class Engine:
         """Counts since the start."""
         return self._state.counters
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a step is due though nothing happened."""
+        return self._arrivals.has_news
+
     def step(self, events: Iterable[Event], now_ns: int) -> list[Command]:
         """Take events in order; returns what to do, in order. An iterator is asked for the next
         event when the one before is done with: it ends when the caller has no more time."""
@@ -146,8 +151,7 @@ class Engine:
             self._take(event)
             state.publish_generations()
         if self._arrivals.has_news:
-            self._arrivals.has_news = False
-            self._arrivals.advance()  # once a step: it looks through all that wait
+            self._arrivals.advance()  # once a step, for all that happened in it
             if self._loans.any_waiting:
                 self._loans.advance()
         self._stores.grant_all()

@@ -240,7 +240,7 @@ class Fetches:
             self._remember_absent((asker.scopes[0], keys[0].tobytes()), Wanted(0, search))
         elif not state.is_off(asker.tenant, asker.space):
             self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
-        self._arrivals.has_news = True
+        self._arrivals.news()
 
     def _judge_index(self, *, is_known: bool) -> None:
         """Requests do not wait, one after the other, for an index that is away."""
@@ -401,7 +401,7 @@ class Fetches:
         state.counters.fetched_blocks += int(good.sum())
         state.counters.fetch_blocks_lost += int((~good).sum())
         state.credits_due = True
-        self._arrivals.has_news = True
+        self._arrivals.news()
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
         """What this says of the peer."""

@@ -234,7 +234,7 @@ class Files:
         state.counters.file_blocks_unread += int((~good).sum())
         self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
         state.credits_due = True
-        self._arrivals.has_news = True
+        self._arrivals.news()
 
     def late(self, event: FileLate) -> None:
         """Nobody waits for this read any more; its slots stay until it has ended."""
@@ -243,7 +243,7 @@ class Files:
             job.late = True
             self._state.counters.file_reads_late += 1
             self._no_more_reading(event.job, job)
-            self._arrivals.has_news = True
+            self._arrivals.news()
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]

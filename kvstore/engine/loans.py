@@ -121,7 +121,7 @@ class Loans:
     def _answer(self, peer: int, loan: int, asker: Asker, run: Run) -> None:
         state = self._state
         account = state.slots.pins.join_node(peer)
-        fits = state.slots.pins.fitting(account, run.words(), len(asker.scopes))
+        fits = state.leases.fitting(-peer, account, run.words(), len(asker.scopes))
         state.counters.pins_refused += run.count - fits
         if not fits:
             self._say_nothing(peer, loan)

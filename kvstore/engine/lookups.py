@@ -62,7 +62,7 @@ class Lookups:
         if run.repeats():
             return "a LeaseAsk that names a key twice"
         account = state.slots.pins.account(connection.id)
-        run, refused = self._may_pin(account, run)
+        run, refused = self._may_lease(session, account, run)
         words = run.words()
         rest = keys[run.count :]
         if run.count:
@@ -108,9 +108,10 @@ class Lookups:
             )
         return ""
 
-    def _may_pin(self, account: Account, run: Run) -> tuple[Run, int]:
-        """What of a run an account may pin, and how many blocks it may not."""
-        fits = self._state.slots.pins.fitting(account, run.words(), max(len(run.words_by_shard), 1))
+    def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
+        """What of a run a session may lease, and how many blocks it may not."""
+        shards = max(len(run.words_by_shard), 1)
+        fits = self._state.leases.fitting(session, account, run.words(), shards)
         self._state.counters.pins_refused += run.count - fits
         return run.cut(fits), run.count - fits
 

@@ -221,7 +221,7 @@ class Driver:
         self._tier.beat(self._beat_ns)
         while not self._stopping:
             now_ns = self._beat_if_due()
-            if now_ns - self._tick_ns >= TICK_NS:
+            if now_ns - self._tick_ns >= TICK_NS or self._engine.is_behind:
                 self._tick(now_ns)
             wait_ns = self._beat_ns + BEAT_NS - now_ns
             if now_ns < self._spin_until_ns:

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.engine import fetches as fetches_module
-from kvstore.engine.arrivals import Arrivals, Wait
-from kvstore.engine.events import Clear, Fetched, Locate, Located, Received
+from kvstore.engine.arrivals import WAITS_PER_STEP, Arrivals, Wait
+from kvstore.engine.events import Clear, Fetched, Locate, Located, Received, Tick
 from kvstore.engine.fetches import (
     ABSENT_NS,
     AVOID_FIRST_NS,
@@ -43,6 +43,10 @@ def short(number: int) -> str:
 
 def more(node: PeerNode, peer: Peer) -> LeaseMore:
     return node.last(peer.scheduler, LeaseMore)
+
+
+def told_of(node: PeerNode, peer: Peer) -> list[LeaseMore]:
+    return [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
 
 
 def attached(**config: int) -> tuple[PeerNode, Peer]:
@@ -143,6 +147,25 @@ def test_who_asks_for_what_is_coming_waits_for_the_same_fetch() -> None:
     node.arrive()
     assert len(pairs(more(node, peer))) == len(pairs(more(node, other))) == 2
     assert (more(node, peer).from_peer, more(node, other).from_peer) == (2, 0), "told once"
+
+
+def test_a_step_looks_at_some_who_wait_and_the_next_ones_at_the_others() -> None:
+    node, peer = attached(lease_count_max=4 * WAITS_PER_STEP)
+    leases = range(1, 2 * WAITS_PER_STEP + 2)
+    for lease in leases:
+        peer.lease(lease, 1)
+    node.locate(("far", 1))
+    while node.engine.is_behind:  # of where it is, which is news too
+        node.step(Tick())
+    node.sent[peer.scheduler].clear()
+    node.arrive()
+    told = []
+    while node.engine.is_behind:
+        told.append(len(told_of(node, peer)))
+        node.step(Tick())
+    told.append(len(told_of(node, peer)))
+    assert told == [WAITS_PER_STEP, 2 * WAITS_PER_STEP, 2 * WAITS_PER_STEP + 1]
+    assert {each.lease for each in told_of(node, peer)} == set(leases)
 
 
 def test_what_is_in_dram_is_leased_and_only_the_rest_fetched() -> None:
