@@ -32,6 +32,7 @@ from kvstore.ports import Clock, Tier
 from kvstore.serve.attach import Attach
 from kvstore.serve.executor import Executor, Poisoned
 from kvstore.serve.files import FileEnd
+from kvstore.serve.priority import Place
 from kvstore.serve.turns import TURN_FILES, TURN_WAKE, Source
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
@@ -121,6 +122,7 @@ class Driver:
         self._tick_ns = 0
         self._remember_ns = clock.now_ns()
         self._spin_until_ns = 0
+        self._slept_ns = 0
         self._stopping = False
         self._poisoned = False
         self._failed_places: set[str] = set()
@@ -211,8 +213,8 @@ class Driver:
         ready = Ready(self._ready_bytes)
         self._step([ready] if adopt is None else [ready, adopt])
 
-    def run(self) -> None:
-        """Serve until `stop`.
+    def run(self, place: Place | None = None) -> None:
+        """Serve until `stop`; `place` is the calling thread's.
 
         Raises:
             Poisoned: the tier and the engine disagree; no engine may trust this node any more.
@@ -223,16 +225,27 @@ class Driver:
             now_ns = self._beat_if_due()
             if now_ns - self._tick_ns >= TICK_NS or self._engine.is_behind:
                 self._tick(now_ns)
+                if place is not None:
+                    place.look(now_ns, self._slept_ns)
             wait_ns = self._beat_ns + BEAT_NS - now_ns
-            if now_ns < self._spin_until_ns:
+            if now_ns < self._spin_until_ns or self._engine.is_behind:
                 wait_ns = 0
-            self._round(self._attach.ready(max(0, wait_ns) / NS_PER_S))
+            self._round(self._sleep(wait_ns))
         with self._queries_lock:
             for query in self._queries:
                 query.future.cancel()
         self._remember(self._clock.now_ns())
         if self._poisoned:
             raise Poisoned("generations could not be published")
+
+    def _sleep(self, wait_ns: int) -> Sequence[tuple[int, int]]:
+        """Until something is ready, or so long."""
+        if wait_ns <= 0:
+            return self._attach.ready(0)
+        begin_ns = self._clock.now_ns()
+        ready = self._attach.ready(wait_ns / NS_PER_S)
+        self._slept_ns += self._clock.now_ns() - begin_ns
+        return ready
 
     def _round(self, ready: Sequence[tuple[int, int]]) -> None:
         """Serve what is ready, in order, as far as there is time for each kind."""

@@ -44,7 +44,7 @@ from kvstore.serve.late import LateTier
 from kvstore.serve.listener import Door
 from kvstore.serve.machine import available_memory
 from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
-from kvstore.serve.priority import prefer_this_thread
+from kvstore.serve.priority import Place
 from kvstore.serve.scrub import DramScrub
 from kvstore.serve.turns import TURN_WAKE, Source
 from kvstore.serve.warm import Memory, take_memory
@@ -131,8 +131,7 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
             if trouble := handover.code.trouble():
                 _log.warning("%s", trouble)
         # Last: threads that are made before have the place of any other.
-        prefer_this_thread()
-        node.driver.run()
+        node.driver.run(Place(time.monotonic_ns()))
 
 
 class _Node(NamedTuple):

@@ -22,7 +22,7 @@ import pytest
 from kvstore import __version__
 from kvstore.client.link import Lost
 from kvstore.obs.metrics import METRICS
-from kvstore.serve.priority import prefer_this_thread
+from kvstore.serve.priority import Place
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually
@@ -58,7 +58,7 @@ def preferred() -> tuple[int, int]:
     found = []
 
     def ask() -> None:
-        prefer_this_thread()
+        Place(0)
         found.append(place_of(threading.get_native_id()))
 
     asking = threading.Thread(target=ask)
