@@ -197,7 +197,7 @@ def test_an_engine_that_is_behind_is_stepped_without_a_wait() -> None:
     world = World()
     world.engine.behind = 1000
     begin_ns = world.clock.ns
-    took_ns = []
+    took_ns: list[int] = []
 
     def look() -> None:
         if world.engine.behind <= 0 and not took_ns:
