@@ -2,8 +2,8 @@
 
     python bench/micro/index_crowd.py
 
-An index of 1 million blocks with mTLS, plain and compiled. A crowd, all of one certificate, keeps 128
-calls of 16,384 keys open; another certificate asks for 32 keys, one after the other.
+An index of 1 million blocks with mTLS, plain and compiled. A crowd, all of one certificate, keeps
+128 calls of 16,384 keys open; another certificate asks for 32 keys, one after the other.
 Writes bench/results/index_crowd.json.
 """
 
