@@ -13,6 +13,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -78,7 +79,7 @@ def measure(lab: Lab, directory: Path, flags: tuple[str, ...]) -> dict[str, Any]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as crowd:
             assert crowd.stdout is not None
             crowd.stdout.readline()
-            time.sleep(3)  # until all of it is under way
+            threading.Event().wait(3)  # until all of it is under way
             found["beside_crowd"] = times_ms(client, keys)
             after = memory.memory_info().rss
             crowd.kill()

@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,7 +90,7 @@ def measure(node: NodeProcess, *, count: int, seconds: float) -> dict[str, objec
     with running([sys.executable, "-c", FLOOD, str(node.socket)]) as (flood,):
         assert flood.stdout is not None
         flood.stdout.readline()
-        time.sleep(2)  # until the node has seen what comes
+        threading.Event().wait(2)  # until the node has seen what comes
         result["counted_beside_flood"] = counted(seconds)
         result["place_in_flood"] = os.sched_getscheduler(node.pid)
     return result
