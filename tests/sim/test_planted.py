@@ -19,7 +19,7 @@ SEEDS = range(1, 201)
 SOONER = {
     planted.free_on_abort: 18,
     planted.lease_checked_before_the_copy_only: 21,
-    planted.batch_path_without_check: 184,
+    planted.batch_path_without_check: 83,
     planted.size_only_validation: 7,
     planted.stale_index_after_same_address_restart: 10,
     planted.stale_sessions_after_same_address_restart: 55,
