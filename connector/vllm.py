@@ -12,12 +12,14 @@ import contextlib
 import functools
 import logging
 import secrets
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -27,6 +29,7 @@ from vllm.v1.metrics.stats import CacheHitSource
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.checks import check_engine
 from kvstore.connector.config import ConnectorConfig, parse_config
 from kvstore.connector.events import event_endpoints
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvstore")
 
+BROKEN = "an error in its connector: see the engine's log"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -59,6 +64,13 @@ class KVStoreMetadata(KVConnectorMetadata):
     """A step's orders, on their way to the ranks."""
 
     plan: StepPlan
+
+
+@dataclass
+class KVStoreHandshake(KVConnectorHandshakeMetadata):
+    """A rank that cannot be served says so; the others say nothing."""
+
+    unserved: str
 
 
 @dataclass
@@ -85,13 +97,14 @@ def _guarded(
     def wrap(method: F) -> F:
         @functools.wraps(method)
         def guarded(self: KVStoreConnector, *args: Any, **kwargs: Any) -> Any:
-            if self.is_off and not also_when_off:
-                return fallback(self)
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as error:
-                self.turn_off(method.__name__, error)
-                return fallback(self)
+            with TURN:
+                if self.is_off and not also_when_off:
+                    return fallback(self)
+                try:
+                    return method(self, *args, **kwargs)
+                except Exception as error:
+                    self.turn_off(method.__name__, error)
+                    return fallback(self)
 
         return cast("F", guarded)
 
@@ -116,6 +129,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(config, _core_config(config, vllm_config))
+            self._attendant = Attendant(weakref.WeakMethod(self.attend))
+            self._attendant.start()
         else:
             self._worker = WorkerSide(config, vllm_config, kv_cache_config)
 
@@ -132,11 +147,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             exc_info=error,
         )
         with contextlib.suppress(Exception):
-            self._detach()
+            self._detach(BROKEN)
 
-    def _detach(self) -> None:
+    _attendant: Attendant | None = None
+
+    def _detach(self, unserved: str = "") -> None:
+        if self._attendant is not None:
+            self._attendant.stop()
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._scheduler.close(unserved)
         if self._worker is not None:
             self._worker.shutdown()
 
@@ -146,6 +165,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # ── scheduler side ───────────────────────────────────────────────────────────────────────────
+
+    @_guarded(lambda self: None)
+    def attend(self) -> None:
+        """On a thread of its own: stay attached while the engine is idle."""
+        assert self._scheduler is not None
+        self._scheduler.attend()
 
     @_guarded(lambda self: None)
     def on_new_request(self, request: Request) -> None:
@@ -198,6 +223,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.rescue_plan() if self._scheduler is not None else StepPlan()
 
     @_guarded(lambda self: None)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Of ranks whose caches cannot be served, once at the start."""
+        assert self._scheduler is not None
+        for _, found in sorted(metadata.items(), key=lambda item: item[0]):
+            if isinstance(found, KVStoreHandshake):
+                self._scheduler.cannot_be_served(found.unserved)
+                return
+
+    @_guarded(lambda self: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the ranks did in the step."""
         assert self._scheduler is not None
@@ -248,6 +284,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """The paged cache exists; the rank starts to attach."""
         assert self._worker is not None
         self._worker.register_kv_caches(kv_caches)
+
+    @_guarded(lambda self: KVStoreHandshake(BROKEN))
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Why this rank is not served, for the scheduler, which has a way to say it to the node."""
+        assert self._worker is not None
+        return KVStoreHandshake(self._worker.unserved) if self._worker.unserved else None
 
     @_guarded(lambda self: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -309,9 +351,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts for vllm's metrics and log line."""
-        data = self._scheduler.take_stats() if self._scheduler is not None else {}
-        if self._errors:
-            data["connector_errors"], self._errors = self._errors, 0
+        with TURN:
+            data = self._scheduler.take_stats() if self._scheduler is not None else {}
+            if self._errors:
+                data["connector_errors"], self._errors = self._errors, 0
         return KVStoreStats(data=data) if data else None
 
     @classmethod

@@ -79,6 +79,11 @@ class WorkerSide:
         )
         self._copier.start()
 
+    @property
+    def unserved(self) -> str:
+        """Why this rank's cache is not served; empty when it is."""
+        return self._reason if self._handoff is None else ""
+
     def _describe(
         self, kv_caches: dict[str, torch.Tensor]
     ) -> tuple[RankConfig, PagedCache] | NotServed:

@@ -5,8 +5,10 @@
     …
 
 The checksum is made piece by piece, while the piece is still in the core's own cache: over
-uncached memory it would cost as much as the copy. Layers that lie at equal distances, as vLLM lays
-them, are copied together; any other strides, orders, paddings and allocations work too.
+uncached memory it would cost as much as the copy. It is made of the engine's side of the copy,
+which no other process can write: what the slot held a moment before or after does not count. Layers
+that lie at equal distances, as vLLM lays them, are copied together; any other strides, orders,
+paddings and allocations work too.
 
 Measured (bench/micro/pack_speed.py, share of plain memcpy): pieces of 128 KiB 0.82, 256 KiB 0.83,
 512 KiB 0.78, whole blocks of 2 MiB 0.69; libc's memcpy through ctypes is no faster than numpy's
@@ -75,9 +77,9 @@ class PagedCache:
         self._check(block, slot)
         digest = xxhash.xxh3_128(header)
         for pages, begin, end in self._pieces:
-            part = slot[begin:end]
-            np.copyto(part.reshape(pages.shape[1:]), pages[block])
-            digest.update(part.data)
+            own = pages[block]
+            np.copyto(slot[begin:end].reshape(own.shape), own)
+            _hash(digest, own)
         return digest.digest()
 
     def load(self, slot: Bytes, block: int) -> None:
@@ -87,14 +89,14 @@ class PagedCache:
             np.copyto(pages[block], slot[begin:end].reshape(pages.shape[1:]))
 
     def load_checked(self, slot: Bytes, block: int, header: bytes) -> bytes:
-        """`load`, and return the checksum of what the slot held. The caller compares: on a
-        difference the block's bytes are of no use."""
+        """`load`, and return the checksum of what is in the block now. The caller compares: on a
+        difference its bytes are of no use."""
         self._check(block, slot)
         digest = xxhash.xxh3_128(header)
         for pages, begin, end in self._pieces:
-            part = slot[begin:end]
-            np.copyto(pages[block], part.reshape(pages.shape[1:]))
-            digest.update(part.data)
+            own = pages[block]
+            np.copyto(own, slot[begin:end].reshape(own.shape))
+            _hash(digest, own)
         return digest.digest()
 
     def error(self, block: int, slot: Bytes, *, values: str) -> float:
@@ -108,6 +110,12 @@ class PagedCache:
         assert 0 <= block < self.block_count, f"block {block} of {self.block_count}"
         assert slot.size >= self.block_bytes, f"a slot of {slot.size} bytes"
         assert slot.strides == (1,), "a slot is contiguous"
+
+
+def _hash(digest: xxhash.xxh3_128, pages: Bytes) -> None:
+    """Page by page, since they may lie apart; [pages, bytes]."""
+    for page in pages:
+        digest.update(page.data)
 
 
 def _runs(layers: Sequence[Bytes]) -> list[_Piece]:

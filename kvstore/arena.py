@@ -1,6 +1,7 @@
 """The shared memory of a node: the arena that holds slots, and the generation page beside it.
 
-    Arena            node side    makes both memfds, seals them, writes generations and heartbeat
+    Arena            node side    makes both memfds, seals them, writes generations and heartbeat;
+                                  and the pipe that tells which processes may write to the arena
     GenerationView   engine side  read-only: what a slot's generation is, whether the node lives
     ArenaView        engine side  the arena, writable, as one array of bytes
 
@@ -24,7 +25,7 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
+import select
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,9 @@ class Arena:
     """Node side: makes, maps and seals both memories. Not thread safe, but for `set_ready`.
 
     `array` is the arena, shape [arena_bytes] u8; nobody may touch bytes that are not populated.
+    Engines can give pages back to the kernel (FALLOC_FL_PUNCH_HOLE): no seal forbids that and still
+    lets them map the arena writable. Whoever touches such a page takes another, or dies of SIGBUS
+    where there is none, so this process looks at blocks by `read` alone.
     """
 
     def __init__(
@@ -143,6 +147,9 @@ class Arena:
         self.arena_fd, arena, self.huge_pages = (
             _make_arena(arena_bytes) if held_fd < 0 else _take_arena(held_fd, arena_bytes)
         )
+        self.holders_fd, self.hold_fd = os.pipe2(os.O_CLOEXEC)
+        """A process that may write to the arena keeps `hold_fd` open, this one included; the next
+        process of the node waits for all of them (`wait_for_holders`). No engine has either."""
         self.generation_fd = os.memfd_create(
             "kvstore-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         )
@@ -191,14 +198,29 @@ class Arena:
             # Kernels before 5.14. Like populate it reports want of memory instead of signalling.
             os.posix_fallocate(self.arena_fd, begin, end - begin)
 
+    def read(self, begin: int, into: memoryview) -> None:
+        """Copy bytes of the arena. It takes no page and never faults: what is not there, or cannot
+        be read, is 0."""
+        try:
+            done = os.preadv(self.arena_fd, [into], begin)
+        except OSError:  # memory that failed
+            done = 0
+        if done < len(into):
+            into[done:] = bytes(len(into) - done)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the arena whose pages exist, swapped ones included."""
+        return os.fstat(self.arena_fd).st_blocks * 512
+
     def close(self) -> None:
         """Close the descriptors. Engines that mapped the memory keep theirs."""
         if self._mapping is None:
             return
         self._mapping = None
         self.array = np.empty(0, np.uint8)
-        os.close(self.arena_fd)
-        os.close(self.generation_fd)
+        for fd in (self.arena_fd, self.generation_fd, self.holders_fd, self.hold_fd):
+            os.close(fd)
 
 
 def _make_arena(arena_bytes: int) -> tuple[int, _Mapping, bool]:
@@ -314,27 +336,16 @@ def fill_page_tables(mapped: NDArray[np.uint8], begin: int, end: int) -> None:
         mapped[begin:end:PAGE_BYTES].max()
 
 
-def hold_arena(fd: int) -> int:
-    """Say that this process may write to an arena, before it does. Returns a descriptor that must
-    stay open: the kernel takes the word back when the process has ended, however it ends."""
-    held = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    fcntl.fcntl(held, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK))
-    return held
+def wait_for_holders(holders_fd: int, *, timeout_s: float) -> bool:
+    """Wait until every process that may write to an arena has ended; one that was killed may take
+    a while to leave the kernel. False: it has not within this time.
 
-
-def wait_for_holders(fd: int) -> None:
-    """Return when every process that holds an arena has ended, which may take as long as one that
-    was killed takes to leave the kernel."""
-    mine = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(mine, fcntl.F_OFD_SETLKW, _whole_file(fcntl.F_WRLCK))
-    finally:
-        os.close(mine)
-
-
-def _whole_file(kind: int) -> bytes:
-    """A `struct flock`."""
-    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+    The kernel closes descriptors of a process after its mappings, however it ends. A lock on the
+    arena itself would not do: every engine can lock it, and its lock outlives it.
+    """
+    poll = select.poll()
+    poll.register(holders_fd, 0)  # only the end of all writers
+    return bool(poll.poll(timeout_s * 1000))
 
 
 # ── engine side ──────────────────────────────────────────────────────────────────────────────────

@@ -74,8 +74,9 @@ class Tier(Protocol):
         """Publish that the driver was alive at `now_ns`."""
         ...
 
-    def view(self, slot: SlotId, length_bytes: int) -> memoryview:
-        """The bytes of a slot, without a copy; valid until `close`."""
+    def read(self, slot: SlotId, into: memoryview) -> None:
+        """Copy the bytes of a slot, as many as there is room for; whatever engines do to the memory
+        meanwhile, it does not fail."""
         ...
 
     def close(self) -> None:
@@ -129,6 +130,11 @@ class Transport(Protocol):
     Of every read that was posted exactly one outcome is told, if ever. A peer that stopped gives
     none: deadlines are the caller's. Who may be read from, and when, is the caller's too.
     """
+
+    @property
+    def refused_count(self) -> int:
+        """Reads or readers that were turned away since it was opened, because others are here."""
+        ...
 
     @property
     def capabilities(self) -> TransportCapabilities:

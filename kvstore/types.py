@@ -7,7 +7,7 @@ name ends in another unit.
 from __future__ import annotations
 
 import enum
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
 
@@ -54,10 +54,13 @@ class Tier(enum.IntEnum):
     FILE = 2
 
 
+_Edge = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
 class Shard(msgspec.Struct, frozen=True, order=True):
     """A canonical piece of a block: layers [begin, end) of KV heads [begin, end)."""
 
-    layer_begin: int
-    layer_end: int
-    head_begin: int
-    head_end: int
+    layer_begin: _Edge
+    layer_end: _Edge
+    head_begin: _Edge
+    head_end: _Edge

@@ -1,4 +1,10 @@
-"""What a test may not leave behind: processes, names in /dev/shm, open descriptors."""
+"""What a test may not leave behind: processes, names in /dev/shm, open descriptors.
+
+Only of this run: others use the same machine, among them workers of one run side by side, each with
+children of its own. Processes are descendants, descriptors are this process's. Who made a name in
+/dev/shm nobody can tell afterwards, so a name counts that was there when the test ended, stays, and
+that no stranger uses: maps, has open, or has anything open below.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +35,20 @@ def prepare() -> None:
     Orphans of killed processes become children of this one, so that they can be seen. Python's own
     helpers, which live until this process ends, are started now and so belong to every baseline.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNS) == 0:
-        libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None)
-        libc.mount(b"tmpfs", bytes(SHM), b"tmpfs", 0, b"mode=1777")
+    _take_own_shared_memory()
     resource_tracker.ensure_running()
     forkserver.ensure_running()
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _take_own_shared_memory() -> bool:
+    """An empty /dev/shm for this process and its descendants, if that is allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(
+        libc.unshare(_CLONE_NEWNS) == 0
+        and libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None) == 0
+        and libc.mount(b"tmpfs", bytes(SHM), b"tmpfs", ctypes.c_ulong(0), b"mode=1777") == 0
+    )
 
 
 class Baseline:
@@ -46,14 +59,18 @@ class Baseline:
         self._shm = set(os.listdir(SHM))
         self._files = _open_files()
 
-    def leaks(self) -> list[str]:
-        """What is more than at the start, one line each."""
+    def leaks(self, names: set[str] | None = None) -> list[str]:
+        """What is more than at the start, one line each; of shared memory these names only."""
         new = [pid for pid in sorted(_children() - self._children) if not self._is_a_nodes(pid)]
         found = [f"process {pid}: {_command(pid)}" for pid in new]
-        names = sorted(set(os.listdir(SHM)) - self._shm)
-        found += [f"/dev/shm/{name}" for name in names if _is_ours(SHM / name)]
+        names = self.new_names() if names is None else names & self.new_names()
+        found += [f"/dev/shm/{name}" for name in sorted(names) if _is_ours(SHM / name)]
         more = _open_files() - self._files
         return found + [f"{count} more open: {kind}" for kind, count in sorted(more.items())]
+
+    def new_names(self) -> set[str]:
+        """In shared memory, whoever made them."""
+        return set(os.listdir(SHM)) - self._shm
 
     def _is_a_nodes(self, pid: int) -> bool:
         """Whether a node that was there before, and may live on, started it: a standby, say."""
@@ -66,9 +83,10 @@ class Baseline:
     def wait(self, deadline_s: float = DEADLINE_S) -> list[str]:
         """What is still more than at the start when the deadline has passed; empty is good."""
         end = time.monotonic() + deadline_s
+        names = self.new_names()
         while True:
             gc.collect()
-            found = self.leaks()
+            found = self.leaks(names)
             if not found or time.monotonic() >= end:
                 return found
             time.sleep(0.05)
@@ -97,12 +115,14 @@ def _reap(process: psutil.Process) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """False when a process that is not ours has it mapped, some other program of this machine; nor
-    is anybody's what is gone by now."""
+    """False when a stranger uses it, some other program of this machine; nor is anybody's what is
+    gone by now."""
     try:
         status = path.stat()
     except FileNotFoundError:
         return False
+    if os.geteuid() not in (0, status.st_uid):
+        return False  # whose processes this user cannot look at, and are not of this run
     # Not by its name: a semaphore is mapped under another one, before it gets its own.
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
     mapped = f" {device} {status.st_ino} "
@@ -110,11 +130,23 @@ def _is_ours(path: Path) -> bool:
     for pid in psutil.pids():
         if pid not in ours:
             try:
-                if mapped in Path(f"/proc/{pid}/maps").read_text():
+                if mapped in Path(f"/proc/{pid}/maps").read_text() or _has_open(pid, path):
                     return False
             except OSError:
                 continue  # ended meanwhile, or is not ours to look at
     return True
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """It, or anything below it. Raises OSError."""
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except FileNotFoundError:
+            continue
+        if target == str(path) or target.startswith(f"{path}/"):
+            return True
+    return False
 
 
 def _open_files() -> Counter[str]:

@@ -157,6 +157,7 @@ class Bench:
             num_tokens=tokens,
             num_computed_tokens=0,
             lora_request=None,
+            mm_features=[],
             skip_reading_prefix_cache=False,
             table=list(range(self._blocks - len(chain), self._blocks)),
             left=self.random.randrange(50, 400),

@@ -5,7 +5,7 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY kvstore /src/kvstore
 COPY connector /src/connector
 COPY kernels /src/kernels
-# Constrained by what the image already has, so that nothing of vLLM's is replaced.
+# Without the extra `node`: vLLM keeps its grpcio and protobuf. Constrained by what the image has.
 RUN pip freeze --exclude-editable > /tmp/have.txt \
  && pip install --no-cache-dir -c /tmp/have.txt /src \
  && rm -r /src /tmp/have.txt

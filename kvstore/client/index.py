@@ -6,8 +6,9 @@
         best = max(answer.matches, key=lambda match: match.dram_blocks, default=None)
 
 Every replica knows everything, so any of them answers: the one that answered last is asked first,
-and when it refuses, breaks or is silent, the next, all within one deadline. A call either answers
-or raises `IndexUnavailable`; it never waits longer than `timeout_s`. A question that makes no sense
+and when it refuses, breaks or is silent, the next, all within one deadline; when all refuse because
+this client has too many calls, they are asked again after a back-off. A call either answers or
+raises `IndexUnavailable`; it never waits longer than `timeout_s`. A question that makes no sense
 is a ValueError or TypeError. Any number of threads.
 
 Covers: Match, Nodes, Watch. Does not cover: what to make of an answer; how far it can be believed
@@ -16,6 +17,7 @@ is in it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -23,6 +25,7 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import grpc
 
+from kvstore.client.reasons import plain_reason
 from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles, load
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.index.feed import Trust
@@ -39,6 +42,10 @@ PING_MS: Final = 2000
 """A replica that is silent for so long is asked whether it is there; it allows once a second."""
 PING_TIMEOUT_MS: Final = 2000
 """One that does not answer in that time is away: no watcher or feed waits for it."""
+PAUSE_MIN_S: Final = 0.01
+"""After every replica has refused, which means that this client asks too much at a time …"""
+PAUSE_MAX_S: Final = 0.2
+"""… and twice as long each time, up to this."""
 PORT_MAX: Final = 65535
 _ELSEWHERE: Final = frozenset(
     {
@@ -122,7 +129,7 @@ class IndexClient:
         self._stubs = [IndexStub(each) for each in self._channels]
         self._first = 0
         """Whom to ask first."""
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def match(
         self, tenant: str, space: bytes, prompt: bytes | Tokens, *, timeout_s: float | None = None
@@ -195,7 +202,7 @@ class IndexClient:
 
     def close(self) -> None:
         """Hang up."""
-        self._is_closed = True
+        self._closed.set()
         for each in self._channels:
             each.close()
 
@@ -211,7 +218,7 @@ class IndexClient:
         self.close()
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._closed.is_set():
             raise ValueError("this client of the index is closed: make another one")
 
     def _ask(
@@ -219,26 +226,42 @@ class IndexClient:
     ) -> Any:
         self._check_open()
         deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        pause_s = PAUSE_MIN_S
+        while True:
+            reply, error = self._ask_each(call, request, deadline_s)
+            if error is None:
+                return reply
+            # It is too much that is asked at a time: less, then.
+            may_wait = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            if not may_wait or time.monotonic() + pause_s >= deadline_s:
+                raise IndexUnavailable(_sentence(error))
+            self._closed.wait(pause_s)
+            self._check_open()
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    def _ask_each(
+        self, call: Callable[[IndexStub], Callable[..., _R]], request: Any, deadline_s: float
+    ) -> tuple[_R | None, grpc.RpcError | None]:
+        """The first answer; or why there is none, which is that a replica refused if one did."""
         first, count = self._first, len(self._stubs)
-        told = "no time was left to ask"
+        told: grpc.RpcError | None = None
         for turn in range(count):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                break
+            left_s = max(0.0, deadline_s - time.monotonic())
             number = (first + turn) % count
             try:
                 # What is left is shared, so that a silent replica leaves time for the next.
                 reply = call(self._stubs[number])(request, timeout=left_s / (count - turn))
             except grpc.RpcError as error:
                 _check_understood(error)
-                told = _sentence(error)
+                if told is None or told.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    told = error
                 if error.code() not in _ELSEWHERE:
-                    break
+                    return None, error
             else:
                 self._first = number
-                return reply
+                return reply, None
             self._first = (number + 1) % count
-        raise IndexUnavailable(told)
+        return None, told
 
 
 def channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
@@ -333,4 +356,4 @@ def _members(rows: Sequence[pb.Node]) -> list[Member]:
 def _sentence(error: grpc.RpcError) -> str:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return "the index did not answer in time"
-    return f"the index did not answer: {error.details()}"
+    return f"the index did not answer: {plain_reason(error.details())}"

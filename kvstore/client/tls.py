@@ -20,9 +20,8 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import grpc
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
@@ -34,6 +33,9 @@ from cryptography.hazmat.primitives.serialization import (
 
 from kvstore.errors import ConfigError
 from kvstore.wire.identity import ROLES, Identity, Role, identities_of, is_name
+
+if TYPE_CHECKING:
+    import grpc
 
 __all__ = [
     "ANY_INDEX",
@@ -77,6 +79,8 @@ class Tls(NamedTuple):
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Of a client that shows its certificate and demands one of the same CA."""
+        import grpc  # only here: `kvstore certs` needs none
+
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
@@ -102,7 +106,7 @@ def load(files: TlsFiles) -> Tls:
             " certificates of one CA, such as 'kvstore certs' makes"
         )
     ends_s = int(own.not_valid_after_utc.timestamp())
-    return Tls(ca, cert, key, identities_of(_dns_names(own)), ends_s)
+    return Tls(ca, cert, key, identities_of(_names(own)), ends_s)
 
 
 def _read(option: str, path: Path) -> bytes:
@@ -157,9 +161,9 @@ def _is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bo
     return True
 
 
-def _dns_names(certificate: x509.Certificate) -> list[str]:
+def _names(certificate: x509.Certificate) -> list[tuple[str, str]]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    return names.get_values_for_type(x509.DNSName)
+    return [("DNS", name) for name in names.get_values_for_type(x509.DNSName)]

@@ -6,7 +6,7 @@ freed ahead of need, from the low watermark up to the high one, and never out of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from kvstore.engine.policy.port import Words
 from kvstore.engine.quotas import GroupId
@@ -36,12 +36,12 @@ class Admission:
         self._high = high_watermark
         self._evict = evict
 
-    def credit_target(self, pools: Sequence[Pool], *, sessions: int) -> int:
+    def credit_target(self, pools: Mapping[Pool, int], *, sessions: int) -> int:
         """Credits in blocks that a session should have out, at least one.
 
-        `pools` has one entry per shard: a block takes a slot of each, of some pools several.
+        `pools`: how many slots of each a block takes.
         """
-        capacity = min(self._reachable(pool) // pools.count(pool) for pool in pools)
+        capacity = min(self._reachable(pool) // count for pool, count in pools.items())
         share = int(capacity * self._credit_share) // max(sessions, 1)
         return max(1, min(share, self._credit_blocks_max))
 

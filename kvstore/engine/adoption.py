@@ -3,7 +3,8 @@
 Rows that are right are blocks in dram again, in the order in which they were used. A slot that a
 process may still write to is quarantined as if its socket had ended just now, until that process
 attaches again or is gone (ADR 3); one of which the journal cannot say who may, stays so. Every
-other slot is free, with a generation that it never had.
+other slot is free, with a generation that it never had. What engines said of their spaces is known:
+what was kept is offered, lent and scrubbed before any of them attaches again.
 
 Lost: leases and sessions, which nobody has any more; what was remembered of blocks that left, of
 requests, and of which blocks were used twice (`policy.reuse`). What is in a file is told by the
@@ -17,7 +18,8 @@ import numpy as np
 from kvstore.engine.events import Adopt, Release
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.port import prints
-from kvstore.engine.state import State
+from kvstore.engine.state import KnownSpace, State
+from kvstore.types import Shard
 
 CHUNK_BLOCKS = 1 << 13
 """So many are taken over at a time, in cache."""
@@ -41,6 +43,9 @@ def adopt(state: State, event: Adopt) -> None:
             named[begin + its] = prints(numbers[id], keys[its])
             rows = residency.insert(numbers[id], keys[its])
             residency.adopt_dram(rows, words[its], checksums[its])
+    for each in found.spaces:
+        columns = tuple(residency.scope(*each.address, Shard(*shard)) for shard in each.shards)
+        state.known[each.address] = KnownSpace(each.space, columns, each.label)
     state.journal.settle(found, numbers)
     state.slots.adopt(found, named)
     state.counters.blocks_kept = len(found.words)
@@ -52,6 +57,7 @@ def adopt(state: State, event: Adopt) -> None:
         connection.ended = True
         if len(state.slots.of_writer(connection.id)):
             state.connections[connection.id] = connection
+            state.slots.pins.join_engine(connection.id, owner.key)
         else:
             state.say(Release(connection.id))
     state.credits_due = True

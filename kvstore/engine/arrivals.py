@@ -9,8 +9,9 @@ Does not cover: bringing them (`files`, `fetches`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -20,17 +21,20 @@ from kvstore.engine.findings import Brought, Finding, Origin
 from kvstore.engine.leases import Lease
 from kvstore.engine.owners import Connection
 from kvstore.engine.policy.port import Words
-from kvstore.engine.runs import Run, leading_run
+from kvstore.engine.runs import Run, leading, leading_run
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys, Rows
 from kvstore.wire.messages import LeaseMore
+
+WAITS_PER_STEP: Final = 256
+"""A look takes 10 µs where the first block is still on its way, as mostly."""
 
 
 class Source(Protocol):
     """What brings blocks to dram."""
 
-    def coming(self, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Which of these keys of a scope, whose rows are given, are on their way, or may be."""
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these keys, whose rows are given, are on their way, or may be; [S][n]."""
         ...
 
 
@@ -61,9 +65,11 @@ class Arrivals:
         self._search = np.zeros(word_count, dtype=np.uint32)
         """That brought it from another node."""
         self.has_news = False
-        """Something arrived, or will not, since `advance` looked."""
+        """`advance` is to be called: something arrived, or will not."""
         self.waits: dict[tuple[int, int], Wait] = {}
         """By (session, lease)."""
+        self._to_look_at: dict[tuple[int, int], None] = {}
+        """Waits that `advance` looks at next, in order."""
 
     def add(self, source: Source) -> None:
         """Blocks come from there, too."""
@@ -92,12 +98,22 @@ class Arrivals:
         """Let a lease grow as its blocks arrive."""
         self.waits[wait.connection.owner.open_session, wait.lease] = wait
 
+    def news(self) -> None:
+        """Something arrived, or will not: look at all who wait, those not yet looked at first."""
+        self._to_look_at |= dict.fromkeys(self.waits)
+        self.has_news = True
+
     def advance(self) -> None:
-        """Something arrived, or will not: tell who waits for it."""
-        for key, wait in list(self.waits.items()):
+        """Tell who waits what arrived: WAITS_PER_STEP at most, one step is no longer for more."""
+        for key in list(itertools.islice(self._to_look_at, WAITS_PER_STEP)):
+            del self._to_look_at[key]
+            wait = self.waits.get(key)
+            if wait is None:
+                continue
             is_held = self._state.leases.get(*key) is wait.held
             if not (is_held and self._advance(key[0], wait)):
                 del self.waits[key]
+        self.has_news = bool(self._to_look_at)
 
     def _advance(self, session: int, wait: Wait) -> bool:
         """Lease what has arrived and say so. False: nothing more will come."""
@@ -110,15 +126,19 @@ class Arrivals:
         ):
             return True
         run = leading_run(state, owner.scopes, wait.keys)
-        count = run.count
-        rest = wait.keys[count:]
-        promoting = self.on_their_way(owner.scopes, rest)
+        account, shards = wait.held.account, len(owner.scopes)
+        count = state.leases.fitting(session, account, run.words(), shards)
+        refused = run.count - count
+        run, rest = run.cut(count), wait.keys[count:]
+        promoting = 0 if refused else self.on_their_way(owner.scopes, rest)
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
         brought = self.take_origins(run)
         wait.finding.brought(wait.finding.held + wait.finding.arrived, brought)
         wait.finding.arrived += count
+        wait.finding.refused = (wait.finding.arrived, refused)
+        state.counters.pins_refused += refused
         state.counters.blocks_hit += count
         state.counters.leased_bytes += count * sum(owner.slot_sizes)
         state.counters.blocks_missed += 0 if promoting else len(rest)
@@ -138,16 +158,12 @@ class Arrivals:
 
     def on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
         """Leading keys that are in dram or coming in every shard, at least one of them coming."""
-        residency, count, moving = self._state.residency, len(keys), False
-        for scope in scopes:
-            rows = residency.find(scope, keys[:count])
-            coming = np.zeros(len(rows), dtype=bool)
-            for source in self._sources:
-                coming |= source.coming(scope, keys[:count], rows)
-            there = (residency.words(rows) >= 0) | coming
-            count = len(rows) if bool(there.all()) else int(np.argmin(there))
-            moving |= bool(coming[:count].any())
-        return count if moving else 0
+        rows = self._state.residency.find_all(scopes, keys)
+        coming = np.zeros(rows.shape, dtype=bool)
+        for source in self._sources:
+            coming |= source.coming(scopes, keys, rows)
+        count = leading((self._state.residency.words(rows) >= 0) | coming)
+        return count if coming[:, :count].any() else 0
 
 
 def count_of(brought: Brought | None, origin: Origin) -> int:

@@ -30,6 +30,8 @@ class Asker(msgspec.Struct, frozen=True):
     block_bytes: tuple[int, ...]
     block_tokens: int
     group: GroupId
+    engine: str
+    """Whose share it takes of what is bounded."""
     title: str
     """For people: for whom room was made."""
 
@@ -48,6 +50,7 @@ def engine_asks(owner: Owner) -> Asker:
         block_bytes=tuple(shard_bytes(space, shard) for shard in shards),
         block_tokens=space.block_tokens,
         group=owner.group,
+        engine="/".join(owner.key),
         title=owner.title,
     )
 
@@ -66,5 +69,6 @@ def node_asks(
         block_bytes=sizes,
         block_tokens=space.block_tokens,
         group=OTHERS,
+        engine=ANOTHER_NODE,
         title=ANOTHER_NODE,
     )

@@ -22,6 +22,7 @@ def check(state: State, files: Files, fetches: Fetches, loans: Loans) -> None:
     _check_blocks(state)
     _check_journal(state)
     _check_leases(state, files, loans)
+    _check_pins(state)
     _check_files(state, files)
     _check_fetches(state, fetches)
     _check_owners(state)
@@ -53,14 +54,23 @@ def _check_slots(state: State) -> None:
     named, counts = np.unique(slots.writer[writable], return_counts=True)
     writers = set(named.tolist())
     counted = dict(zip(named.tolist(), counts.tolist(), strict=True))
-    assert counted == slots.writable, "what writers may write is miscounted"
+    assert counted == slots.writers.counts, "what writers may write is miscounted"
+    for writer in writers:
+        its = np.flatnonzero(slots.writer == writer)
+        assert np.array_equal(slots.of_writer(writer), its), "a writer's slots are listed wrongly"
     ours = {FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER}
     assert writers <= {*ours, *state.connections}, "a slot is granted to nobody"
     for writer in writers - ours:
         states = slots.state[slots.writer == writer]
         ended = state.connections[writer].ended
         assert not ended or bool((states == SlotState.QUARANTINED).all()), "granted after the end"
+    in_states = np.bincount(slots.state, minlength=len(SlotState))
+    assert slots.counts[1:].tolist() == in_states[1:].tolist(), "slots in states are miscounted"
     sealed = slots.state == SlotState.SEALED
+    weight = sum(size_bytes for _, size_bytes in slots.weigh(np.flatnonzero(sealed)))
+    assert slots.sealed_bytes == weight, "bytes of sealed slots are miscounted"
+    assert slots.pins.leased == (slots.leases > 0).sum(), "leased slots are miscounted"
+    state.leases.check()
     assert bool(((slots.stamps != 0) == sealed).all()), "a policy holds other slots than the sealed"
     held = np.zeros_like(slots.quotas.held)
     for word in np.flatnonzero(slots.state != SlotState.FREE).tolist():
@@ -87,6 +97,7 @@ def _check_blocks(state: State) -> None:
     assert int((residency.row_of_word >= 0).sum()) == len(sealed), "a block in an unsealed slot"
     assert residency.spare_rows >= 0, "a slot has no row for its next block"
     assert residency.dram_count == len(sealed), "blocks in dram are miscounted"
+    assert residency.file_count == (residency.file != 0).sum(), "blocks on disk are miscounted"
     for scope in counted:
         mine = used[table.scopes[used] == scope]
         found = residency.find(scope, table.keys[mine])
@@ -116,10 +127,45 @@ def _check_leases(state: State, files: Files, loans: Loans) -> None:
     sessions = {owner.open_session for owner in state.owners.values()} | loans.sessions()
     for session, _, lease in state.leases.items():
         assert session in sessions, "a lease outlived its session"
-        for words in lease.pieces:
-            expected[words] += 1
+        for words, generations in lease.pieces:
+            expected[words[state.slots.generation[words] == generations]] += 1
     np.add.at(expected, files.writes.pinned_words(), 1)
     assert bool((expected == state.slots.leases).all()), "lease counts differ"
+
+
+def _check_pins(state: State) -> None:
+    """What is pinned is counted, and no more than it may be."""
+    slots = state.slots
+    pins, quotas = slots.pins, slots.quotas
+    writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)
+    assert not (slots.leases[slots.state != SlotState.SEALED]).any(), "a lease without a block"
+    pinned = dict(slots.weigh(np.flatnonzero(writable | (slots.leases > 0))))
+    counted = dict.fromkeys(range(len(quotas.share)), 0) | pinned
+    assert list(counted.values()) == quotas.pinned, "what is pinned is miscounted"
+    most = np.maximum(np.maximum(quotas.share, quotas.floor), pins.block_bytes_max)
+    assert bool((np.array(quotas.pinned) <= most).all()), "more is pinned than the share of a group"
+    counts = {name: np.zeros_like(slots.leases) for name in pins.accounts}
+    for _, _, lease in state.leases.items():
+        for words, generations in lease.pieces:
+            held = words[slots.generation[words] == generations]
+            assert lease.account is not None
+            for account in lease.account.line():
+                assert pins.accounts[account.name] is account, "an account that left has a lease"
+                counts[account.name][held] += 1
+    its = {name: [np.flatnonzero(counts[name])] for name in counts}
+    for connection in state.connections:
+        for account in pins.account(connection).line():
+            its[account.name].append(slots.of_writer(connection))
+    for name, account in pins.accounts.items():
+        assert np.array_equal(account.counts, counts[name]), "leases of an account are miscounted"
+        counted = dict.fromkeys(range(len(quotas.share)), 0)
+        counted |= slots.weigh(np.concatenate(its[name]))
+        assert list(counted.values()) == account.held, "pins of an account are miscounted"
+        limit = np.maximum(quotas.share, quotas.floor)
+        for _ in account.line():
+            limit = limit * account.part[0] // account.part[1]
+        most = np.maximum(limit, quotas.floor) + pins.block_bytes_max
+        assert bool((np.array(account.held) <= most).all()), f"{name} pins more than its part"
 
 
 def _check_files(state: State, files: Files) -> None:

@@ -34,6 +34,7 @@ class Counters:
         "loaned_blocks",
         "loans_expired",
         "locates",
+        "pins_refused",
         "protocol_refusals",
         "sessions_opened",
         "shadow_blocks",
@@ -74,6 +75,7 @@ class Counters:
         self.loaned_blocks = 0
         self.loans_expired = 0
         self.locates = 0
+        self.pins_refused = 0
         self.protocol_refusals = 0
         self.sessions_opened = 0
         self.shadow_blocks = 0

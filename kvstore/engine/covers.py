@@ -18,57 +18,59 @@ COVERS_MAX = 16
 """Parallel sizes of one space on one node; what is beyond is not offered."""
 
 
+WORK_MAX = 1 << 15
+"""Gaps looked at, in one search: engines choose the shards, and may choose puzzles."""
+
+_Gap = tuple[int, int, int]
+"""First head, the head behind the last one, first layer: behind it nothing is covered."""
+_Chosen = tuple[Shard, "_Chosen | None"]
+
+
 def covers(
     shards: Collection[Shard], *, layer_count: int, head_count: int
 ) -> list[tuple[Shard, ...]]:
     """All sets of these shards that tile layers × heads, each in ascending order."""
     found: list[tuple[Shard, ...]] = []
-    ascending = sorted(shards)
-
-    def extend(chosen: tuple[Shard, ...]) -> None:
-        corner = _first_gap(chosen, layer_count, head_count)
-        if corner is None:
-            found.append(chosen)
-            return
-        for shard in ascending:
-            begins = (shard.layer_begin, shard.head_begin) == corner
-            inside = shard.layer_end <= layer_count and shard.head_end <= head_count
-            if len(found) < COVERS_MAX and begins and inside and not _overlaps(shard, chosen):
-                extend((*chosen, shard))
-
-    extend(())
+    at_corner: dict[tuple[int, int], list[Shard]] = {}
+    for shard in sorted(shards, reverse=True):
+        if shard.layer_end <= layer_count and shard.head_end <= head_count:
+            at_corner.setdefault((shard.layer_begin, shard.head_begin), []).append(shard)
+    # Where the cover ends, head by head; the first uncovered cell is where the next shard begins.
+    waiting: list[tuple[list[_Gap], _Chosen | None]] = [([(0, head_count, 0)], None)]
+    work = WORK_MAX
+    while waiting and work > 0 and len(found) < COVERS_MAX:
+        gaps, chosen = waiting.pop()
+        work -= len(gaps)
+        head, end, layer = min(gaps, key=lambda gap: (gap[2], gap[0]))
+        if layer == layer_count:
+            found.append(_unfold(chosen))
+            continue
+        for shard in at_corner.get((layer, head), ()):
+            work -= 1
+            if shard.head_end <= end:
+                waiting.append((_placed(gaps, shard, end), (shard, chosen)))
     return found
 
 
-def _first_gap(
-    chosen: tuple[Shard, ...], layer_count: int, head_count: int
-) -> tuple[int, int] | None:
-    """The first (layer, head) that no shard has; None: there is none."""
-    corners = {(0, 0)}
-    for shard in chosen:
-        corners |= {
-            (shard.layer_end, shard.head_begin),
-            (shard.layer_begin, shard.head_end),
-            (shard.layer_end, 0),
-        }
-    for layer, head in sorted(corners):
-        inside = layer < layer_count and head < head_count
-        if inside and not any(_has(shard, layer, head) for shard in chosen):
-            return layer, head
-    return None
+def _placed(gaps: list[_Gap], shard: Shard, end: int) -> list[_Gap]:
+    """The gaps when this shard lies at the start of the one that ends at `end`."""
+    new: list[_Gap] = []
+    for gap in gaps:
+        parts = [gap]
+        if gap[1] == end:
+            first = (shard.head_begin, shard.head_end, shard.layer_end)
+            rest = (shard.head_end, end, gap[2])
+            parts = [first, rest] if rest[0] < end else [first]
+        for part in parts:
+            if new and new[-1][2] == part[2]:
+                part = (new.pop()[0], part[1], part[2])
+            new.append(part)
+    return new
 
 
-def _has(shard: Shard, layer: int, head: int) -> bool:
-    return (
-        shard.layer_begin <= layer < shard.layer_end and shard.head_begin <= head < shard.head_end
-    )
-
-
-def _overlaps(shard: Shard, chosen: tuple[Shard, ...]) -> bool:
-    return any(
-        shard.layer_begin < other.layer_end
-        and other.layer_begin < shard.layer_end
-        and shard.head_begin < other.head_end
-        and other.head_begin < shard.head_end
-        for other in chosen
-    )
+def _unfold(chosen: _Chosen | None) -> tuple[Shard, ...]:
+    shards = []
+    while chosen is not None:
+        shard, chosen = chosen
+        shards.append(shard)
+    return tuple(reversed(shards))

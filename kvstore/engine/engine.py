@@ -8,7 +8,7 @@ sockets and memory (`kvstore.serve`, `kvstore.tiers`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from kvstore.engine import check, report
 from kvstore.engine.admission import Admission
@@ -60,6 +60,7 @@ from kvstore.engine.state import EngineConfig, State
 from kvstore.engine.stores import Stores
 from kvstore.engine.switches import Switches
 from kvstore.engine.tombstones import Why
+from kvstore.engine.unserved import UnservedReport, unserved
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.load import Load
@@ -78,6 +79,7 @@ from kvstore.wire.messages import (
     Quiet,
     Seal,
     Story,
+    Unserved,
     Verified,
 )
 
@@ -87,7 +89,7 @@ CLEAR_ROWS_MAX = 32_768
 """Rows of one Clear, about 10 ms: whoever clears asks again until fewer were there."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
-_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared)
+_FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved)
 
 
 class Engine:
@@ -132,8 +134,14 @@ class Engine:
         """Counts since the start."""
         return self._state.counters
 
-    def step(self, events: Sequence[Event], now_ns: int) -> list[Command]:
-        """Take events in order; returns what to do, in order."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether a step is due though nothing happened."""
+        return self._arrivals.has_news
+
+    def step(self, events: Iterable[Event], now_ns: int) -> list[Command]:
+        """Take events in order; returns what to do, in order. An iterator is asked for the next
+        event when the one before is done with: it ends when the caller has no more time."""
         state = self._state
         state.now_ns = now_ns
         state.commands = []
@@ -143,8 +151,7 @@ class Engine:
             self._take(event)
             state.publish_generations()
         if self._arrivals.has_news:
-            self._arrivals.has_news = False
-            self._arrivals.advance()  # once a step: it looks through all that wait
+            self._arrivals.advance()  # once a step, for all that happened in it
             if self._loans.any_waiting:
                 self._loans.advance()
         self._stores.grant_all()
@@ -264,6 +271,8 @@ class Engine:
                 if session:
                     tenant, space, _ = state.residency.address(connection.owner.scopes[0])
                     state.paces.told(tenant, space, message)
+            case Unserved(reason=reason):
+                connection.owner.unserved = reason
             case Seal():
                 return self._stores.seal(connection, message)
             case Drop():
@@ -340,6 +349,11 @@ class Engine:
     def nodes(self) -> list[report.NodeReport]:
         """This node, in one row."""
         return report.nodes(self._state)
+
+    def unserved(self) -> list[UnservedReport]:
+        """Engines that get nothing from this node, and why."""
+        state = self._state
+        return unserved(state.owners.values(), state.refusals, state.now_ns)
 
     def load(self) -> Load:
         """What this node does, without what it does with others."""

@@ -110,10 +110,14 @@ _OUTCOMES: Final = {
     "cost gate": "so few tokens are computed faster (min_load_tokens)",
     "no full block": "nothing behind the engine's own cache fills a block",
     "not stored": "the node did not hold the first block asked for",
+    "pinned share used up": "the node held it, and the engine's pins are as many as it may have",
     "deadline": "the node's answer took longer than lookup_deadline_ms",
     "load failed": "the load failed and the rest was computed",
     "shadow check": "a hit, computed all the same to compare it with the cache (shadow_every)",
     "adapter": "requests with a LoRA adapter are neither stored nor loaded",
+    "image uuid": "an image was named by its client (uuid), not by a hash of its content: neither "
+    "stored nor loaded",
+    "images off": "requests with images are neither stored nor loaded (images: none)",
     "not asked": "the engine never asked: it ended early, or must not read a cache",
 }
 _LEFT: Final = {
@@ -132,12 +136,17 @@ SWITCHED_OFF: Final = (
     "its space is switched off: a shadow check computed other values than were held; "
     "kvstore inspect spaces names it, kvstore clear --space switches it on again"
 )
+NOT_PINNED: Final = (
+    "held, but the engine's leases and credits are as much of dram as it may pin; leases end when"
+    " requests have loaded, and after a minute at most"
+)
 _ABSENT: Final = {
     Found.NOT_READ: ("file", "not read", "on disk; the disk was busy with other reads"),
     Found.BEHIND_DRAM: ("dram", "behind a gap", "held, but a block before it was not there"),
     Found.BEHIND_FILE: ("file", "behind a gap", "on disk, but a block before it was not there"),
     Found.SOME_SHARDS: ("", "not all shards", "some ranks' parts of it are there, others not"),
     Found.SWITCHED_OFF: ("", "switched off", SWITCHED_OFF),
+    Found.NOT_PINNED: ("dram", "pinned share used up", NOT_PINNED),
     Found.NEVER: ("", "never stored", "never stored since the node started"),
     Found.FORGOTTEN: ("", "never stored", "never stored, or gone for longer than is remembered"),
     Found.UNEXAMINED: ("", "not known", "not held; too many lookups at once to see why"),
@@ -253,7 +262,10 @@ class Explain:
 
     def _row(self, told: _Told) -> RequestReport:
         story = told.story
-        text = _OUTCOMES.get(story.outcome, story.outcome)
+        outcome, first = story.outcome, told.findings[0] if told.findings else None
+        if outcome == "not stored" and first and first.refused[1] and not first.held:
+            outcome = "pinned share used up"
+        text = _OUTCOMES.get(outcome, outcome)
         if story.detail:
             text = f"{text}: {story.detail}"
         return RequestReport(
@@ -270,7 +282,7 @@ class Explain:
             loaded_tokens=story.loaded_tokens,
             file_tokens=story.file_tokens,
             peer_tokens=story.peer_tokens,
-            outcome=_printable(story.outcome),
+            outcome=_printable(outcome),
             text=_printable(text),
             queued_us=story.queued_ns // NS_PER_US,
             lookup_us=story.lookup_ns // NS_PER_US,
@@ -399,10 +411,13 @@ def _not_from_elsewhere(row: RangeReport, span: Span, blocks_before: int) -> Ran
     if search is None:
         return row
     place = span.place + blocks_before
-    text = f"{row.text}; {_printable(search.of_what_did_not(place))}"
     is_its = search.node and place < search.known
+    is_late = is_its and search.is_late and not row.tier
+    why = _printable(search.of_what_did_not(place))
+    text = why if is_late else f"{row.text}; {why}"
     return msgspec.structs.replace(
         row,
+        reason="too late (peer)" if is_late else row.reason,
         text=text,
         node=search.node if is_its else "",
         sought=(search.sought if is_its or not search.known else Sought.NOBODY).value,

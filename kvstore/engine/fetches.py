@@ -15,7 +15,7 @@ compute. Does not cover: the index, loans, bytes and checksums (`kvstore.serve`)
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -29,10 +29,11 @@ from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
 from kvstore.engine.findings import Origin
 from kvstore.engine.pace import NS_PER_BYTE_GUESS, ReadPace
 from kvstore.engine.policy.port import Words, prints
+from kvstore.engine.runs import leading
 from kvstore.engine.searches import Search, Sought, Wanted
 from kvstore.engine.slots import PEER_WRITER
 from kvstore.engine.state import State
-from kvstore.engine.table import Keys, Rows
+from kvstore.engine.table import NO_ROWS, Keys, Rows
 from kvstore.engine.tombstones import Why
 from kvstore.engine.writes import MOVING_SHARE, Writes
 from kvstore.types import KEY_BYTES
@@ -40,6 +41,11 @@ from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
 
 LOCATES_MAX = 256
+COMING_BYTES = 192
+"""What is kept of one key while it is asked for or on its way, whatever the number of shards."""
+COMING_BYTES_MAX = 32 * MIB
+COMING_BYTES_PER_ENGINE = 4 * MIB
+"""Ten questions of 2,048 keys."""
 """Questions to the index under way."""
 LOCATE_MS = 2
 """What a question to the index is estimated at."""
@@ -110,8 +116,10 @@ class Fetches:
         self._numbers = numbers
         self._locating: dict[int, _Locating] = {}
         self._fetching: dict[int, _Fetching] = {}
-        self._coming: dict[tuple[int, bytes], int] = {}
-        """Question or fetch of each (scope, key)."""
+        self._coming: dict[tuple[int, ...], dict[bytes, int]] = {}
+        """Question or fetch of each key, by the scopes that it is wanted in, all together."""
+        self._coming_of: Counter[str] = Counter()
+        """Keys of these, by engine."""
         self._absent: OrderedDict[tuple[int, bytes], tuple[int, Wanted]] = OrderedDict()
         """Until when nobody is asked for a run that begins with this (scope, key), and why."""
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
@@ -134,19 +142,20 @@ class Fetches:
         coming = self._leading(asker.scopes, keys)
         first = (asker.scopes[0], keys[0].tobytes())
         if coming:
-            return Wanted(coming, *self._shared(first))
+            return Wanted(coming, *self._shared(*first))
         until_ns, known = self._absent.get(first, (0, Wanted()))
         if until_ns > state.now_ns:
             return known
-        if len(self._locating) >= LOCATES_MAX:
+        if len(self._locating) >= LOCATES_MAX or self._exceeds_share(asker.engine, len(keys)):
             return Wanted(0, Search(0, len(keys), Sought.BUSY))
         if state.now_ns < self._ask_from_ns:
             return Wanted(0, Search(0, len(keys), Sought.INDEX_AWAY))
         if len(set(_each(keys))) != len(keys):
             return Wanted()  # a chain names no key twice: who does is not served with more work
         number, search = next(self._numbers), state.searches.begin(len(keys))
+        keys = keys.copy()  # not the rest of the message
         self._locating[number] = _Locating(asker, keys, search)
-        self._expect(number, asker.scopes, keys)
+        self._expect(number, asker, keys)
         state.counters.locates += 1
         state.say(
             Locate(
@@ -159,42 +168,53 @@ class Fetches:
         )
         return Wanted(len(keys), search)
 
-    def _shared(self, first: tuple[int, bytes]) -> tuple[Search, int]:
-        """The search that brings this (scope, key), and its place there."""
-        number = self._coming[first]
+    def _exceeds_share(self, engine: str, more: int) -> bool:
+        """Whether so many more keys are more than this engine, or all together, may be told of."""
+        its = (self._coming_of[engine] + more) * COMING_BYTES
+        every = (self._coming_of.total() + more) * COMING_BYTES
+        return its > COMING_BYTES_PER_ENGINE or every > COMING_BYTES_MAX
+
+    def _shared(self, scope: int, key: bytes) -> tuple[Search, int]:
+        """The search that brings this key of a scope, and its place there."""
+        number = next(its[key] for its in self._with([scope]).values() if key in its)
         job = self._locating.get(number) or self._fetching[number]
-        at = next(n for n, key in enumerate(_each(job.keys)) if key == first[1])
+        at = next(n for n, its in enumerate(_each(job.keys)) if its == key)
         return job.search, int(job.places[at]) if isinstance(job, _Fetching) else at
 
     def _leading(self, scopes: Sequence[int], keys: Keys) -> int:
         """How many from the first on are on their way, or asked for."""
-        count = len(keys)
-        for scope in scopes:
-            coming = self.coming(scope, keys[:count], np.empty(0, dtype=np.int64))
-            count = count if bool(coming.all()) else int(np.argmin(coming))
-        return count
+        return leading(self.coming(scopes, keys, NO_ROWS))
 
-    def coming(self, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+    def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
+        """Keys on their way in any of these."""
+        wanted = set(scopes)
+        return {these: its for these, its in self._coming.items() if not wanted.isdisjoint(these)}
+
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         """Which of these keys are on their way, or asked for (`arrivals.Source`)."""
         del rows
-        if not self._coming:
-            return np.zeros(len(keys), dtype=bool)
-        raw, coming = keys.tobytes(), self._coming
-        flags = (
-            (scope, raw[at : at + KEY_BYTES]) in coming for at in range(0, len(raw), KEY_BYTES)
-        )
-        return np.fromiter(flags, dtype=bool, count=len(keys))
+        flags = np.zeros((len(scopes), len(keys)), dtype=bool)
+        for these, its in self._with(scopes).items() if self._coming else ():
+            found = np.fromiter((key in its for key in _each(keys)), dtype=bool, count=len(keys))
+            flags[np.isin(scopes, these)] |= found
+        return flags
 
-    def _expect(self, number: int, scopes: Sequence[int], keys: Keys) -> None:
+    def _expect(self, number: int, asker: Asker, keys: Keys) -> None:
+        its = self._coming.setdefault(asker.scopes, {})
         for key in _each(keys):
-            for scope in scopes:
-                self._coming.setdefault((scope, key), number)
+            its.setdefault(key, number)
+        self._coming_of[asker.engine] += len(keys)
 
-    def _expect_no_more(self, number: int, scopes: Sequence[int], keys: Keys) -> None:
+    def _expect_no_more(self, number: int, asker: Asker, keys: Keys) -> None:
+        its = self._coming.get(asker.scopes, {})
         for key in _each(keys):
-            for scope in scopes:
-                if self._coming.get((scope, key)) == number:
-                    del self._coming[scope, key]
+            if its.get(key) == number:
+                del its[key]
+        if not its:
+            self._coming.pop(asker.scopes, None)
+        self._coming_of[asker.engine] -= len(keys)
+        if not self._coming_of[asker.engine]:
+            del self._coming_of[asker.engine]
 
     def estimate_ms(self, asker: Asker, block_count: int) -> int:
         """How long so many blocks take to come from wherever they are, as far as anybody knows."""
@@ -210,7 +230,7 @@ class Fetches:
         state, question = self._state, self._locating.pop(event.locate, None)
         assert question is not None, f"question {event.locate} was answered twice"
         asker, keys = question.asker, question.keys
-        self._expect_no_more(event.locate, asker.scopes, keys)
+        self._expect_no_more(event.locate, asker, keys)
         self._judge_index(is_known=event.is_known)
         search = question.search
         chosen = self._choose(asker, event.candidates, search)
@@ -220,7 +240,7 @@ class Fetches:
             self._remember_absent((asker.scopes[0], keys[0].tobytes()), Wanted(0, search))
         elif not state.is_off(asker.tenant, asker.space):
             self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
-        self._arrivals.has_news = True
+        self._arrivals.news()
 
     def _judge_index(self, *, is_known: bool) -> None:
         """Requests do not wait, one after the other, for an index that is away."""
@@ -278,16 +298,16 @@ class Fetches:
     def _fetch_all(self, node: str, asker: Asker, keys: Keys, search: Search) -> None:
         """Fetch what of these is not here by now, as far as there is room."""
         state = self._state
-        missing = np.zeros(len(keys), dtype=bool)
-        for scope in asker.scopes:
-            rows = state.residency.find(scope, keys)
-            missing |= (state.residency.words(rows) < 0) & ~self.coming(scope, keys, rows)
+        rows = state.residency.find_all(asker.scopes, keys)
+        away = (state.residency.words(rows) < 0) & ~self.coming(asker.scopes, keys, rows)
+        missing = away.any(axis=0)
         keys, places = keys[missing], np.flatnonzero(missing)
         search.missing = len(keys)
         search.sought = Sought.NO_ROOM if len(keys) else Sought.HERE
         block_bytes = sum(asker.slot_sizes)
         room = max(0, self._moving_bytes_max - self._moving_bytes) // block_bytes
         room = max(room, 0 if self._fetching else 1)
+        room = min(room, state.slots.pins.room(None, asker.group, block_bytes) // block_bytes)
         state.make_room_for(Why.READS, asker.title)
         count = self._make_room(asker, min(len(keys), room))
         per_fetch = max(1, FETCH_BYTES // block_bytes)
@@ -326,7 +346,7 @@ class Fetches:
         self._fetching[number] = _Fetching(node, asker, keys, columns, size_bytes, search, places)
         search.begin(len(keys), state.now_ns)
         self._moving_bytes += size_bytes
-        self._expect(number, asker.scopes, keys)
+        self._expect(number, asker, keys)
         self._peer(node).pace.begun(number, size_bytes, state.now_ns)
         words = np.stack(columns, axis=1).reshape(-1)
         state.say(
@@ -358,7 +378,7 @@ class Fetches:
         state, job = self._state, self._fetching.pop(event.job, None)
         assert job is not None, f"fetch {event.job} ended twice"
         asker = job.asker
-        self._expect_no_more(event.job, asker.scopes, job.keys)
+        self._expect_no_more(event.job, asker, job.keys)
         self._moving_bytes -= job.size_bytes
         good = np.frombuffer(event.good, dtype=np.bool_)
         self._judge(job, event)
@@ -381,7 +401,7 @@ class Fetches:
         state.counters.fetched_blocks += int(good.sum())
         state.counters.fetch_blocks_lost += int((~good).sum())
         state.credits_due = True
-        self._arrivals.has_news = True
+        self._arrivals.news()
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
         """What this says of the peer."""
@@ -437,8 +457,17 @@ class Fetches:
         assert len(self._locating) <= LOCATES_MAX
         assert len(self._absent) <= ABSENT_MAX
         assert self._moving_bytes == sum(job.size_bytes for job in self._fetching.values())
-        for number in self._coming.values():
-            assert number in self._locating or number in self._fetching, "nobody brings a key"
+        jobs = self._locating.keys() | self._fetching.keys()
+        for its in self._coming.values():
+            assert its.keys(), "scopes of nothing"
+            assert set(its.values()) <= jobs, "nobody brings a key"
+        told = Counter[str]()
+        for question in self._locating.values():
+            told[question.asker.engine] += len(question.keys)
+        for job in self._fetching.values():
+            told[job.asker.engine] += len(job.keys)
+        assert told == self._coming_of, "what engines are told of is miscounted"
+        assert self._coming_of.total() * COMING_BYTES <= COMING_BYTES_MAX
 
 
 def _would_be(search: Search, candidate: Candidate, sought: Sought) -> None:

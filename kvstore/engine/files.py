@@ -40,7 +40,7 @@ from kvstore.engine.findings import Origin
 from kvstore.engine.pace import ReadPace
 from kvstore.engine.policy.port import Words, prints
 from kvstore.engine.quotas import GroupId
-from kvstore.engine.runs import has_repeats
+from kvstore.engine.runs import has_repeats, leading
 from kvstore.engine.slots import FILE_WRITER
 from kvstore.engine.state import State
 from kvstore.engine.table import NO_ROWS, Keys, Rows
@@ -119,36 +119,26 @@ class Files:
         if not self.enabled:
             return 0
         keys = keys[: PROMOTED_BLOCKS_MAX // max(len(asker.scopes), 1)]
-        count = len(keys)
-        for column, scope in enumerate(asker.scopes):
-            rows = state.residency.find(scope, keys[:count])
-            count = self._leading(rows)
-            rows = rows[:count]
-            if column == 0 and has_repeats(np.concatenate([held, rows])):
-                return REPEATED
-            self._asked_for[rows] = True
-            away = np.flatnonzero((state.residency.words(rows) < 0) & (self._reading[rows] == 0))
-            if len(away):
-                started = self._start(asker, column, keys[away], rows[away])
-                if started < len(away):
-                    count = int(away[started])
-            if count == 0:
-                break
+        rows = state.residency.find_all(asker.scopes, keys)
+        count = leading(self.there(rows))
+        rows = rows[:, :count]
+        if has_repeats(np.concatenate([held, rows[0]])):
+            return REPEATED
+        self._asked_for[rows] = True
+        away = (state.residency.words(rows) < 0) & (self._reading[rows] == 0)
+        for column in np.flatnonzero(away.any(axis=1)).tolist():
+            wanted = np.flatnonzero(away[column, :count])
+            started = self._start(asker, column, keys[wanted], rows[column, wanted])
+            if started < len(wanted):
+                count = int(wanted[started])
         return count
 
-    def leading(self, scopes: Sequence[int], keys: Keys) -> int:
-        """How many of these keys, from the first on, all shards have in dram or on disk."""
-        count = len(keys)
-        for scope in scopes:
-            count = self._leading(self._state.residency.find(scope, keys[:count]))
-        return count
-
-    def _leading(self, rows: Rows) -> int:
-        """How many from the first on are in dram, on their way, or could be read."""
+    def there(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which are in dram, on their way, or could be read."""
         residency = self._state.residency
-        there = (residency.words(rows) >= 0) | (self._reading[rows] != 0)
+        there: NDArray[np.bool_] = (residency.words(rows) >= 0) | (self._reading[rows] != 0)
         there |= (rows >= 0) & (residency.file[rows] != 0)
-        return len(rows) if bool(there.all()) else int(np.argmin(there))
+        return there
 
     def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
         """Issue reads for these rows of one shard as far as there is room. Returns for how many."""
@@ -157,6 +147,7 @@ class Files:
             self._moving_bytes_max, int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
         )
         room = max(0 if self._reads else 1, (limit - self._reading_bytes) // size)
+        room = min(room, state.slots.pins.room(None, asker.group, size) // size)
         wanted = min(len(rows), room)
         if wanted == 0:
             return 0
@@ -243,7 +234,7 @@ class Files:
         state.counters.file_blocks_unread += int((~good).sum())
         self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
         state.credits_due = True
-        self._arrivals.has_news = True
+        self._arrivals.news()
 
     def late(self, event: FileLate) -> None:
         """Nobody waits for this read any more; its slots stay until it has ended."""
@@ -252,13 +243,13 @@ class Files:
             job.late = True
             self._state.counters.file_reads_late += 1
             self._no_more_reading(event.job, job)
-            self._arrivals.has_news = True
+            self._arrivals.news()
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]
         self._reading[mine] = 0
 
-    def coming(self, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         """Which of these rows are being read (`arrivals.Source`)."""
         being_read: NDArray[np.bool_] = self._reading[rows] != 0
         return being_read

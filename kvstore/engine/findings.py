@@ -36,8 +36,10 @@ FINDINGS_MAX: Final = 4096
 SPANS_MAX: Final = 32
 """Of one lookup; what lies behind is not told apart."""
 PENDING_KEYS_MAX: Final = 1 << 16
-KEYS_PER_TICK: Final = 2048
-"""Less than half a millisecond of the loop."""
+LOOKS_PER_TICK: Final = 16_384
+"""At a key in a shard: some milliseconds of the loop."""
+LOOKS_OF_ONE: Final = 256
+"""That a lookup takes at least."""
 SPACE_DIGITS: Final = 16
 """Of a space, in rows for people."""
 OTHER_SCOPES_MAX: Final = 256
@@ -76,6 +78,8 @@ class Found(enum.IntEnum):
     """Nobody looked: the space is switched off."""
     PEER = 15
     """Came to dram from another node, for this lookup."""
+    NOT_PINNED = 16
+    """In dram; its engine may pin no more."""
 
 
 class Origin(enum.IntEnum):
@@ -129,6 +133,7 @@ class Finding:
         "owner",
         "present",
         "promoting",
+        "refused",
         "scopes",
         "search_begin",
         "searched",
@@ -152,7 +157,10 @@ class Finding:
         self.search_begin = 0
         """Where the first block that it asked about would be among those that were not held."""
         self.promoting = promoting
-        self.keys: Keys | None = keys if len(keys) else None
+        self.refused = (0, 0)
+        """Of what was not held: the first that was in dram and not pinned, and how many were."""
+        # A copy: these may be a few of a large message, all of which would be kept.
+        self.keys: Keys | None = keys.copy() if len(keys) else None
         """What was not held; None once examined."""
         self.present, self.in_dram = NO_FLAGS, NO_FLAGS
         """Of what was not held, by the first shard: in some tier, in dram."""
@@ -266,11 +274,11 @@ class Findings:
 
     def tick(self) -> None:
         """Examine some of what waits."""
-        budget = KEYS_PER_TICK
+        budget = LOOKS_PER_TICK
         while self._pending and budget > 0:
             finding = self._pending.popleft()
             if finding.keys is not None:
-                budget -= len(finding.keys)
+                budget -= max(len(finding.keys) * len(finding.scopes), LOOKS_OF_ONE)
                 self.examine(finding)
 
     def examine(self, finding: Finding) -> None:
@@ -290,6 +298,8 @@ class Findings:
             promoting=finding.promoting,
             asked_ns=finding.asked_ns,
         )
+        begin, count = finding.refused
+        codes[begin : begin + count], stamps[begin : begin + count] = Found.NOT_PINNED, 0
         _close(finding, spans(codes, stamps))
 
     def check(self) -> None:
@@ -358,13 +368,8 @@ def _in_other_shards(
     residency: Residency, scopes: Sequence[int], keys: Keys
 ) -> tuple[Flags, Flags]:
     """Which keys some of these shards know, and which all of them do."""
-    some = np.zeros(len(keys), dtype=bool)
-    every = np.ones(len(keys), dtype=bool)
-    for scope in scopes:
-        there = residency.find(scope, keys) >= 0
-        some |= there
-        every &= there
-    return some, every
+    there = residency.find_all(scopes, keys) >= 0
+    return np.logical_or.reduce(there, axis=0), np.logical_and.reduce(there, axis=0)
 
 
 def _absent(
@@ -398,11 +403,12 @@ def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
         for (tenant, space, _), number in scopes.items()
         if own is not None and tenant == own[0] and space != own[1]
     ]
-    for number, space in others[:OTHER_SCOPES_MAX]:
-        if residency.find(number, keys[:1])[0] >= 0:
-            name = state.names.number(space.hex()[:SPACE_DIGITS])
-            return residency.find(number, keys) >= 0, name
-    return np.zeros(len(keys), dtype=bool), 0
+    others = others[:OTHER_SCOPES_MAX]
+    there = np.flatnonzero(residency.find_all([n for n, _ in others], keys[:1]) >= 0)
+    if not len(there):
+        return np.zeros(len(keys), dtype=bool), 0
+    number, space = others[int(there[0])]
+    return residency.find(number, keys) >= 0, state.names.number(space.hex()[:SPACE_DIGITS])
 
 
 def spans(codes: NDArray[np.int64], stamps: NDArray[np.uint64]) -> list[Span]:

@@ -1,6 +1,6 @@
 """The journal: what a restarted node process must know of the arena, in memory that outlives it.
 
-    header │ slabs │ groups │ writers │ stamps │ rows │ scopes          (each from a page's start)
+    header │ slabs │ groups │ writers │ stamps │ rows │ scopes │ spaces (each from a page's start)
 
 Per slot: who may write it, whose quota it counts for, when it was used, and a row of eight words
 that says which block is in it: key, checksum, scope, and a check word over all of them. Groups and
@@ -19,8 +19,9 @@ What is half done is therefore a miss or a quarantined slot, never a wrong block
 One aligned word is written whole or not at all; a row need not be.
 
 Bytes, per slot: 64 for a row and 8 for the writer; 8 for the stamp and 1 for the group are the
-engine's anyway. Does not cover: what a found journal becomes (`adoption`), where the memory lies
-(`kvstore.arena`), payloads, which are verified by whoever reads them first.
+engine's anyway. Does not cover: spaces (`journal_spaces`), what a found journal becomes
+(`adoption`), where the memory lies (`kvstore.arena`), payloads, which are verified by whoever reads
+them first.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.engine.journal_spaces import SPACE_COUNT_MAX, SPACE_WORDS, Remembered, SpaceTable
 from kvstore.engine.policy.port import NONE, Words
 from kvstore.engine.table import Keys
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
 
-LAYOUT_VERSION: Final = 2
+LAYOUT_VERSION: Final = 3
 """Of all that is kept for the next process. Raise it with any change of what the words mean: code
 of another version starts with empty memory."""
 _MAGIC: Final = int.from_bytes(b"KVSJRN01", "little")
@@ -102,6 +104,8 @@ class Found(msgspec.Struct, frozen=True):
     """Slots that nobody knows the writer of: never to be used again."""
     slot_bytes: NDArray[np.int64]
     """Of each slab; 0: it is in no pool; UNREADABLE: it is not to be used again."""
+    spaces: tuple[Remembered, ...]
+    """Those that engines told of."""
 
 
 UNREADABLE: Final = -1
@@ -125,6 +129,7 @@ class Journal:
         """Order of use, by word."""
         self._rows = next(parts)[: word_count * _ROW_WORDS].reshape(-1, _ROW_WORDS)
         self._entries = next(parts)[: SCOPE_COUNT_MAX * _SCOPE_WORDS].reshape(-1, _SCOPE_WORDS)
+        self.spaces = SpaceTable(next(parts))
         self._ids: dict[int, int] = {}
         """The residency's number of a scope → the journal's."""
         self._indexes = list(range(SCOPE_COUNT_MAX - 1, -1, -1))
@@ -256,6 +261,7 @@ class Journal:
             writers=named[held],
             doubtful=np.flatnonzero(doubtful & starts),
             slot_bytes=slot_bytes,
+            spaces=self.spaces.found(),
         )
 
     def blocks(self, words: Words) -> tuple[Keys, Rows]:
@@ -354,6 +360,7 @@ def _part_words(word_count: int, slab_count: int) -> list[int]:
         word_count,
         word_count * _ROW_WORDS,
         SCOPE_COUNT_MAX * _SCOPE_WORDS,
+        SPACE_COUNT_MAX * SPACE_WORDS,
     ]
     return [-(-part // _WORDS_PER_PAGE) * _WORDS_PER_PAGE for part in parts]
 

@@ -5,7 +5,8 @@
 
 Rules. 1: a loan is a lease of a session of its own, negative, so that time ends it like any other.
 2: a peer only reads: giving a slot up early is never unsafe here, and `intact` tells it so. 3: what
-a block was lent with is what it must still be at the end: slot and generation.
+a block was lent with is what it must still be at the end: slot and generation. 4: a peer is lent as
+much as its share of pins allows (`pins`); the run ends there.
 Does not cover: who may ask (`kvstore.serve`), what is fetched from others (`fetches`).
 """
 
@@ -22,10 +23,10 @@ from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
 from kvstore.engine.files import REPEATED, Files
 from kvstore.engine.leases import Lease
 from kvstore.engine.policy.port import Words
-from kvstore.engine.runs import Run, leading_run
+from kvstore.engine.runs import LOOKED_UP_MAX, Run, leading, leading_run, run_of
 from kvstore.engine.state import State
-from kvstore.engine.table import Keys
-from kvstore.types import SpaceId
+from kvstore.engine.table import Keys, Rows
+from kvstore.types import Shard, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
@@ -67,13 +68,14 @@ class Loans:
         state, name = self._state, (event.peer, event.loan)
         keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
         is_new = name not in self._loans and name not in self._waiting
-        asker = self._best(event, keys)
-        count = self._files.leading(asker.scopes, keys) if asker else 0
-        if asker is None or not count or not is_new or not self._may_lend(event.peer, event.loan):
+        found = self._best(event, keys) if is_new else None
+        if found is None or not self._may_lend(event.peer, event.loan):
             self._say_nothing(*name)
             return
+        asker, rows = found
+        count = rows.shape[1]
         keys = keys[:count]
-        run = leading_run(state, asker.scopes, keys)
+        run = run_of(state, rows)
         if run.repeats():
             self._say_nothing(*name)
         elif run.count == count:
@@ -88,35 +90,45 @@ class Loans:
         waiting = sum(name[0] == peer for name in self._waiting)
         return waiting < WAITING_MAX and self._state.leases.may_add(-peer, loan)
 
-    def _best(self, event: Lend, keys: Keys) -> Asker | None:
-        """The cover that has the longest run; None: nothing of this space is to be lent."""
+    def _best(self, event: Lend, keys: Keys) -> tuple[Asker, Rows] | None:
+        """The cover that has the longest run, and its rows, [S][n]; None: nothing is to be lent."""
         state, space = self._state, SpaceId(event.space)
         known = state.known.get((event.tenant, space))
         if known is None or state.is_off(event.tenant, space) or not len(keys):
             return None
         scopes = state.residency.shards(event.tenant, space)
-        found = [
-            node_asks(
-                (event.tenant, space),
-                known.space,
-                tuple((shard, scopes[shard]) for shard in cover),
-            )
-            for cover in covers(
-                scopes,
-                layer_count=known.space.layer_count,
-                head_count=known.space.kv_head_count,
-            )
-        ]
+        found = covers(
+            scopes, layer_count=known.space.layer_count, head_count=known.space.kv_head_count
+        )
+        # Each shard is looked into once, and of many fewer keys than were asked for.
+        place = {shard: n for n, shard in enumerate({s: None for cover in found for s in cover})}
+        keys = keys[: LOOKED_UP_MAX // max(len(place), 1)]
+        rows = state.residency.find_all([scopes[shard] for shard in place], keys)
+        there, in_dram = self._files.there(rows), state.residency.words(rows) >= 0
 
-        def length(asker: Asker) -> tuple[int, int]:
-            in_dram = leading_run(state, asker.scopes, keys).count
-            return self._files.leading(asker.scopes, keys), in_dram
+        def length(cover: tuple[Shard, ...]) -> tuple[int, int]:
+            its = [place[shard] for shard in cover]
+            return leading(there[its]), leading(in_dram[its])
 
-        return max(found, key=length, default=None)
+        best = max(found, key=length, default=())
+        count = length(best)[0] if best else 0
+        if not count:
+            return None
+        columns = tuple((shard, scopes[shard]) for shard in best)
+        asker = node_asks((event.tenant, space), known.space, columns)
+        return asker, rows[[place[shard] for shard in best], :count]
 
     def _answer(self, peer: int, loan: int, asker: Asker, run: Run) -> None:
-        state, words = self._state, run.words()
-        held = state.leases.add(-peer, loan, words, state.now_ns)
+        state = self._state
+        account = state.slots.pins.join_node(peer)
+        fits = state.leases.fitting(-peer, account, run.words(), len(asker.scopes))
+        state.counters.pins_refused += run.count - fits
+        if not fits:
+            self._say_nothing(peer, loan)
+            return
+        run = run.cut(fits)
+        words = run.words()
+        held = state.leases.add(-peer, loan, words, state.now_ns, account)
         generations = state.slots.generation[words]
         self._loans[peer, loan] = _Loan(held, words, generations, run.count)
         for words_of_shard in run.words_by_shard:
@@ -185,6 +197,7 @@ class Loans:
     def gone(self, event: PeerGone) -> None:
         """Nobody reads these any more, or nobody will believe what it read."""
         self._state.leases.end_session(-event.peer)
+        self._state.slots.pins.leave(-event.peer)
         self._loans = {name: loan for name, loan in self._loans.items() if name[0] != event.peer}
         for name in [name for name in self._waiting if name[0] == event.peer]:
             del self._waiting[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstore.engine.arrivals import Arrivals, Wait, count_of
 from kvstore.engine.askers import engine_asks
@@ -10,8 +11,9 @@ from kvstore.engine.fetches import Fetches
 from kvstore.engine.files import REPEATED, Files
 from kvstore.engine.findings import Finding, Findings, Origin
 from kvstore.engine.owners import Connection, Owner
+from kvstore.engine.pins import Account
 from kvstore.engine.policy.port import prints
-from kvstore.engine.runs import Run, leading_run
+from kvstore.engine.runs import LOOKED_UP_MAX, Run, leading_run
 from kvstore.engine.searches import Wanted
 from kvstore.engine.state import State
 from kvstore.engine.table import Keys
@@ -59,14 +61,17 @@ class Lookups:
         run = leading_run(state, owner.scopes, keys)
         if run.repeats():
             return "a LeaseAsk that names a key twice"
+        account = state.slots.pins.account(connection.id)
+        run, refused = self._may_lease(session, account, run)
         words = run.words()
         rest = keys[run.count :]
         if run.count:
             for size, shard_words in zip(owner.slot_sizes, run.words_by_shard, strict=True):
                 state.slots.touch(state.slots.pools[size], shard_words[: run.count])
             # Before anything makes room for what is promoted.
-            held = state.leases.add(session, ask.lease, words, state.now_ns)
-        promoting, estimate_ms, wanted = self._bring(owner, rest, run)
+            held = state.leases.add(session, ask.lease, words, state.now_ns, account)
+        # Nothing is brought behind a block that may not be pinned.
+        promoting, estimate_ms, wanted = self._bring(owner, keys[:0] if refused else rest, run)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
         brought = self._arrivals.take_origins(run)
@@ -91,16 +96,24 @@ class Lookups:
             return ""
         finding = Finding(connection, run, rest, promoting, state.now_ns)
         finding.brought(0, brought)
+        finding.refused = (0, refused)
         finding.wants(wanted, behind=promoting - wanted.coming)
         self._findings.add(session, ask.lease, finding)
         if promoting:
             if not run.count:
-                held = state.leases.add(session, ask.lease, words, state.now_ns)
+                held = state.leases.add(session, ask.lease, words, state.now_ns, account)
             rest = rest[:promoting]
             self._arrivals.wait(
                 Wait(connection, ask.lease, held, rest, ask.with_checksums, finding)
             )
         return ""
+
+    def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
+        """What of a run a session may lease, and how many blocks it may not."""
+        shards = max(len(run.words_by_shard), 1)
+        fits = self._state.leases.fitting(session, account, run.words(), shards)
+        self._state.counters.pins_refused += run.count - fits
+        return run.cut(fits), run.count - fits
 
     def _bring(self, owner: Owner, keys: Keys, run: Run) -> tuple[int, int, Wanted]:
         """Begin to bring what is not in dram, from disk and behind that from other nodes. Returns
@@ -133,20 +146,20 @@ class Lookups:
         return ""
 
     def hint(self, connection: Connection, hint: Hint) -> None:
-        """Touch what is held, and say what is known."""
+        """Touch what is held, and say what is known: of what lies behind LOOKED_UP_MAX nothing."""
         state, owner = self._state, connection.owner
-        keys = keys_array(hint.keys)
+        whole_bytes = LOOKED_UP_MAX // max(len(owner.scopes), 1) // 8 * 8
+        keys = keys_array(hint.keys)[:whole_bytes]
         is_off = bool(owner.known and state.is_off(*owner.known))
         present = np.full(len(keys), bool(owner.open_session) and not is_off)
         if owner.open_session and not is_off:
             space = owner.rank_hellos()[0].space
-            for size, scope in zip(owner.slot_sizes, owner.scopes, strict=True):
-                rows = state.residency.find(scope, keys)
-                present &= rows >= 0
-                words = state.residency.words(rows)
-                state.slots.use(state.slots.pools[size], words, prints(scope, keys))
+            rows = state.residency.find_all(owner.scopes, keys)
+            present &= (rows >= 0).all(axis=0)
+            self._use(owner, keys, state.residency.words(rows))
+            for scope, its in zip(owner.scopes, rows, strict=True):
                 block_bytes = shard_bytes(space, state.residency.address(scope)[2])
-                self._files.writes.asked_again(scope, rows, block_bytes=block_bytes)
+                self._files.writes.asked_again(scope, its, block_bytes=block_bytes)
             if self._brings:
                 asker = engine_asks(owner)
                 self._files.promote(asker, keys)
@@ -154,3 +167,12 @@ class Lookups:
                 self._fetches.want(asker, keys[held:])
         bits = np.packbits(present, bitorder="little").tobytes()
         state.send(connection, HintReply(request=hint.request, present=bits))
+
+    def _use(self, owner: Owner, keys: Keys, words: NDArray[np.int64]) -> None:
+        """A request names these blocks; words are [S][n]. Pool by pool, its shards side by side."""
+        sizes, scopes = np.array(owner.slot_sizes), np.array(owner.scopes)
+        for size in dict.fromkeys(owner.slot_sizes):
+            its = np.flatnonzero(sizes == size)
+            named = np.stack([prints(scope, keys) for scope in scopes[its].tolist()], axis=1)
+            pool = self._state.slots.pools[size]
+            self._state.slots.use(pool, words[its].T.reshape(-1), named.reshape(-1))

@@ -9,7 +9,8 @@ that a tier holds of it cover all layers and heads of the space. Rules:
 1. Nothing is remembered but the tables: each change is judged by what is held when the step ends,
    so the last word about a key is the truth, whatever was said before it.
 2. To offer twice, and to take back what was never offered, is no error.
-3. Before an engine has said how many layers and heads a space has, nothing of it is offered.
+3. Before an engine has said how many layers and heads a space has, to this process or an earlier
+   one (`journal_spaces`), nothing of it is offered.
 
 Covers: what is whole. Does not cover: telling it (`kvstore.serve.feed`).
 """

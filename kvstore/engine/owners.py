@@ -54,6 +54,8 @@ class Owner:
         "scheduler",
         "scopes",
         "slot_sizes",
+        "unserved",
+        "waits_since_ns",
         "writers",
     )
 
@@ -64,6 +66,10 @@ class Owner:
         self.forming = 0
         """Session that the ranks were asked to be quiet for; 0 when none."""
         self.open_session = 0
+        self.unserved = ""
+        """Why its scheduler says that it cannot be served."""
+        self.waits_since_ns = 0
+        """Since when its scheduler has been attached without a session."""
         self.known: tuple[str, SpaceId] | None = None
         """Tenant and space of the last session."""
         self.opened_ns = 0

@@ -11,7 +11,7 @@ others together are the group OTHERS; what no quota promises is theirs.
 
 A group's slots are those that were granted to it and are not free again: written, being written or
 being read into. They are counted where slots are granted and freed (`slots`). Does not cover: which
-slots of a group go first (`policy`), leases, which may hold more than a share.
+slots of a group go first (`policy`), what can be pinned (`pins`): no more than a share.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Quotas:
         self.names = ["", *(name for name, _ in quotas)]
         self.share = np.array([arena_bytes - sum(promised), *promised], dtype=np.int64)
         self.held = np.zeros(len(self.share), dtype=np.int64)
+        self.pinned = [0] * len(self.share)
+        """Of what is held: slots that nothing can be evicted from (`pins`)."""
+        self.floor = [0] * len(self.share)
+        """What was pinned when it was taken over from an earlier process."""
 
     @property
     def any(self) -> bool:

@@ -154,21 +154,19 @@ def tiers(
     dram_scrub, file_scrub = scrubs[Tier.DRAM], scrubs[Tier.FILE]
     counters = state.counters
     slots = state.slots
-    # Whole columns at once: a scrape must not hold up the loop, however large the arena is.
-    held = np.bincount(slots.state, minlength=len(SlotState)).tolist()
-    leased = int((slots.leases > 0).sum())
-    used_bytes = slots.sealed_bytes()
+    # Counted as they change: a scrape looks at no column, however large the arena is.
+    held = slots.counts.tolist()
     return [
         TierReport(
             tier="dram",
             capacity_bytes=state.config.arena_bytes,
             ready_bytes=slots.slabs_ready * slots.slab_bytes,
-            used_bytes=used_bytes,
+            used_bytes=slots.sealed_bytes,
             blocks=state.residency.count(Tier.DRAM),
             slots_sealed=held[SlotState.SEALED],
             slots_granted=held[SlotState.GRANTED],
             slots_quarantined=held[SlotState.QUARANTINED],
-            slots_leased=leased,
+            slots_leased=slots.pins.leased,
             policy=state.config.policy,
             not_admitted=0,
             over_budget=0,
@@ -205,12 +203,12 @@ def tiers(
 
 
 def load(state: State) -> Load:
-    """What this node does. Told every few seconds: no pass over all blocks, one over all slots."""
+    """What this node does. Told every few seconds: no pass over anything."""
     counters, slots = state.counters, state.slots
     return Load(
         at_ms=state.now_ns // NS_PER_MS,
         dram_bytes=state.config.arena_bytes,
-        dram_used_bytes=slots.sealed_bytes(),
+        dram_used_bytes=slots.sealed_bytes,
         file_bytes=state.config.file_bytes,
         file_used_bytes=state.file_used_bytes,
         blocks_hit=counters.blocks_hit,
@@ -220,7 +218,7 @@ def load(state: State) -> Load:
         lent_bytes=counters.lent_bytes,
         leases=len(state.leases),
         engines=sum(bool(owner.open_session) for owner in state.owners.values()),
-        slots_quarantined=int(np.count_nonzero(slots.state == SlotState.QUARANTINED)),
+        slots_quarantined=int(slots.counts[SlotState.QUARANTINED]),
     )
 
 
@@ -335,15 +333,10 @@ def leases(state: State, loans: Mapping[tuple[int, int], int]) -> list[LeaseRepo
 def jobs(state: State) -> list[JobReport]:
     """Ranks that hold slots they may write."""
     slots, out = state.slots, []
-    # One pass for all ranks.
-    words = np.flatnonzero(slots.writer > 0)
-    numbers, which = np.unique(slots.writer[words], return_inverse=True)
-    counts = np.zeros((len(numbers), len(SlotState)), dtype=np.int64)
-    np.add.at(counts, (which, slots.state[words]), 1)
-    held = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
     for connection in state.connections.values():
-        if isinstance(connection.hello, HelloRank) and connection.id in held:
-            by_state = held[connection.id]
+        words = slots.of_writer(connection.id)
+        if isinstance(connection.hello, HelloRank) and len(words):
+            by_state = np.bincount(slots.state[words], minlength=len(SlotState)).tolist()
             out.append(
                 JobReport(
                     engine_id=connection.hello.engine_id,

@@ -11,7 +11,7 @@ Everything that changes where a block lives is here. Does not cover: slots (`slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -68,6 +68,7 @@ class Residency:
         self.unverified = np.zeros(word_count, dtype=bool)
         """Taken over from another process, and not compared with their checksum since."""
         self.dram_count = 0
+        self.file_count = 0
         """Blocks in dram."""
         self.tombstones = Tombstones(block_count_max=block_count_max)
         """Of blocks whose row is gone."""
@@ -143,6 +144,10 @@ class Residency:
         """Rows of keys, -1 where no tier holds the block."""
         return self.table.find(scope, keys)
 
+    def find_all(self, scopes: Sequence[int], keys: Keys) -> Rows:
+        """The same of several scopes; shape [S, n]."""
+        return self.table.find_all(scopes, keys)
+
     def words(self, rows: Rows) -> NDArray[np.int64]:
         """Slot words of rows, -1 where there is none (also for row -1)."""
         return self._word[rows] - 1
@@ -174,8 +179,7 @@ class Residency:
         assert bool((self.row_of_word[words] == -1).all()), "a slot is given two blocks"
         # The same key computed twice may differ in its last bits: the copy on disk is another one.
         differs = (self.file[rows] != NOT_IN_FILE) & (self.checksum[rows] != checksums).any(axis=1)
-        self._tell(Tier.FILE, rows[differs], stored=False)
-        self.file[rows[differs]] = NOT_IN_FILE
+        self._forget_file(rows[differs])
         self._tell(Tier.DRAM, rows, stored=True)
         self._word[rows] = words + 1
         self.row_of_word[words] = rows
@@ -212,14 +216,20 @@ class Residency:
     def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
         """The file tier holds these rows' blocks at these places, none of them 0."""
         assert bool((locations != NOT_IN_FILE).all()), "0 means: in no file"
-        self._tell(Tier.FILE, rows[self.file[rows] == NOT_IN_FILE], stored=True)
+        new = rows[self.file[rows] == NOT_IN_FILE]
+        self._tell(Tier.FILE, new, stored=True)
+        self.file_count += len(new)
         self.file[rows] = locations
 
     def drop_file(self, rows: Rows, stamp: int = 0) -> None:
         """The file tier holds these rows' blocks no more; `stamp` says why."""
-        self._tell(Tier.FILE, rows[self.file[rows] != NOT_IN_FILE], stored=False)
-        self.file[rows] = NOT_IN_FILE
+        self._forget_file(rows[self.file[rows] != NOT_IN_FILE])
         self._forget_absent(rows, stamp)
+
+    def _forget_file(self, rows: Rows) -> None:
+        self._tell(Tier.FILE, rows, stored=False)
+        self.file_count -= len(rows)
+        self.file[rows] = NOT_IN_FILE
 
     def insert(self, scope: int, keys: Keys) -> Rows:
         """Rows for absent, distinct keys; some tier must be put for each before anything else."""
@@ -282,7 +292,7 @@ class Residency:
         if tier is Tier.DRAM:
             return self.dram_count
         if tier is Tier.FILE:
-            return int((self.file != NOT_IN_FILE).sum())
+            return self.file_count
         return 0
 
     def rows_in(self, scopes: set[int], count_max: int, *, begin: int = 0) -> Rows:

@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 
 from kvstore.engine.policy.port import NONE, Words
 from kvstore.engine.state import State
-from kvstore.engine.table import NO_ROWS, Keys, Rows
+from kvstore.engine.table import FEW_SCOPES, NO_ROWS, Keys, Rows
+from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX
+
+LOOKED_UP_MAX = ASKS_PER_LOOKUP_MAX * KEYS_PER_DATAGRAM_MAX
+"""Blocks, times shards, that one message is answered about: what a lookup with all its asks can
+lease. Of the many keys and many shards that fit a message, a look at each would take 0.1 s."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -23,6 +28,10 @@ class Run(msgspec.Struct, frozen=True):
     count: int
     rows_by_shard: list[Rows]
     words_by_shard: list[Words]
+
+    def cut(self, count: int) -> Run:
+        """Only the first so many."""
+        return self if count == self.count else msgspec.structs.replace(self, count=count)
 
     def words(self) -> Words:
         """Slot words, [n][S]."""
@@ -66,6 +75,8 @@ def has_repeats(rows: Rows) -> bool:
 def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:
     """The longest run of these keys, from the first on, that is in dram in all of `scopes`."""
     rows_by_shard, words_by_shard, count = [], [], len(keys)
+    if len(scopes) > FEW_SCOPES:
+        return run_of(state, state.residency.find_all(scopes, keys))
     for scope in scopes:
         rows = state.residency.find(scope, keys[:count])
         words = state.residency.words(rows)
@@ -74,6 +85,18 @@ def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:
         rows_by_shard.append(rows)
         words_by_shard.append(words)
     return Run(count if scopes else 0, rows_by_shard, words_by_shard)
+
+
+def run_of(state: State, rows: Rows) -> Run:
+    """The same of rows that are known, [S][n]."""
+    words = state.residency.words(rows)
+    return Run(leading(words >= 0), list(rows), list(words))
+
+
+def leading(flags: NDArray[np.bool_]) -> int:
+    """How many of n are set in every shard, from the first on; [S][n]."""
+    every: NDArray[np.bool_] = np.logical_and.reduce(flags, axis=0)
+    return len(every) if bool(every.all()) else int(np.argmin(every))
 
 
 def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int64]:

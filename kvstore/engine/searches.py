@@ -89,6 +89,13 @@ class Search(msgspec.Struct):
         if not self.under_way:
             self.sought = Sought.FETCHED if self.fetched == self.wanted else Sought.FAILED
 
+    @property
+    def is_late(self) -> bool:
+        """Whether what was to be fetched comes, or came, after the request had stopped waiting."""
+        return self.sought is Sought.COMING or (
+            self.sought is Sought.FETCHED and self.wanted == self.missing
+        )
+
     def of_what_came(self) -> str:
         """The way of blocks that are here."""
         took = f"{_ms(self.ended_ns - self.begun_ns)}"
@@ -124,7 +131,7 @@ class Search(msgspec.Struct):
         if self.sought is Sought.COMING:
             return f"{came} so far: the others took longer than waiting for them pays"
         took = _ms(self.ended_ns - self.begun_ns)
-        if self.sought is Sought.FETCHED and self.wanted == self.missing:
+        if self.is_late:
             return f"{came} in {took}, which is longer than was waited for"
         counts = {
             "were not lent": self.not_lent,

@@ -44,14 +44,16 @@ class Sessions:
             )
         elif self._count_beside(hello) >= self._state.config.connection_count_max:
             reason = f"{self._state.config.connection_count_max} connections are attached already"
+        key = (hello.tenant, hello.engine_id, hello.nonce)
         if reason:
+            self._state.refusals.add(key, reason, self._state.now_ns)
             self._refuse(id, reason, permanent=permanent)
             self._state.say(Release(id))
             return
-        key = (hello.tenant, hello.engine_id, hello.nonce)
         owner = self._state.owners.setdefault(key, Owner(key))
         connection = Connection(id, hello, owner)
         self._state.connections[id] = connection
+        self._state.slots.pins.join_engine(id, key)
         if isinstance(hello, HelloRank):
             self._replace(owner.ranks.get(hello.rank), "the rank attached again")
             self._rank_is_quiet_again(owner, hello)
@@ -59,6 +61,7 @@ class Sessions:
         else:
             self._replace(owner.scheduler, "the scheduler attached again")
             owner.scheduler = connection
+            owner.unserved, owner.waits_since_ns = "", self._state.now_ns
         self._state.owners[key] = owner
         welcome = Welcome(
             protocol=PROTOCOL_VERSION,
@@ -116,6 +119,7 @@ class Sessions:
         assert isinstance(hello, HelloScheduler)
         reason = objection(owner, slab_bytes=self._state.config.slab_bytes)
         if reason:
+            self._state.refusals.add(owner.key, reason, self._state.now_ns)
             for connection in [scheduler, *owner.ranks.values()]:
                 self._refuse(connection.id, reason, permanent=True)
                 self.ended(connection.id)
@@ -148,7 +152,11 @@ class Sessions:
         """
         if session > connection.asked_session:
             return "a Quiet for a session that nobody asked for"
+        if session <= connection.quiet_session:
+            return "a Quiet for a session that it was quiet for already"
         connection.quiet_session = session
+        if session < connection.asked_session:
+            return ""  # it was asked again meanwhile: its slots come back with that answer
         mine = self._state.slots.of_writer(connection.id)
         self._state.free(mine[self._state.slots.session[mine] < session])
         owner = connection.owner
@@ -180,7 +188,7 @@ class Sessions:
         self._state.know(owner.known, KnownSpace(hellos[0].space, owner.scopes, hello.label))
         self._follow(scheduler.id, hello, hellos[0].space, space)
         owner.group = self._state.slots.quotas.group(label=hello.label, tenant=owner.key[0])
-        owner.open_session, owner.forming = owner.forming, 0
+        owner.open_session, owner.forming, owner.unserved = owner.forming, 0, ""
         owner.opened_ns = self._state.now_ns
         owner.granted_slots = 0
         self._state.counters.sessions_opened += 1
@@ -255,6 +263,7 @@ class Sessions:
 
     def _forget(self, connection: Connection) -> None:
         del self._state.connections[connection.id]
+        self._state.slots.pins.leave(connection.id)
         self._state.say(Release(connection.id))
 
     def _forget_if_empty(self, owner: Owner) -> None:
@@ -272,6 +281,7 @@ class Sessions:
             self._state.send(owner.scheduler, closed)
         owner.open_session = 0
         owner.granted_slots = 0
+        owner.waits_since_ns = self._state.now_ns
 
     def hang_up(self, connection: Connection, reason: str) -> None:
         self._state.counters.protocol_refusals += 1

@@ -17,17 +17,19 @@ Does not cover: which block is in a slot (`residency`), when to free (`engine`, 
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.journal import UNREADABLE, Found, Journal
+from kvstore.engine.pins import Pins
 from kvstore.engine.policy.choose import maker
 from kvstore.engine.policy.expected import Expected
 from kvstore.engine.policy.port import NONE, Mask, Policy, Prints, Stamps, Words
 from kvstore.engine.quotas import OTHERS, GroupId, Quotas
+from kvstore.engine.writers import Writers
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
 FILE_WRITER = -1
@@ -35,7 +37,7 @@ FILE_WRITER = -1
 process: the next one finds these slots free."""
 PEER_WRITER = -2
 """Writer of slots that are fetched into from another node, by the mover. It ends before the next
-process of the node begins (`arena.wait_for_holders`), which finds these slots free."""
+process of the node begins (`serve.warm`), which finds these slots free."""
 UNKNOWN_WRITER = -15
 """Writer of slots whose writer cannot be read in the journal. It never ends."""
 _HISTORY_BATCHES = 256
@@ -125,18 +127,20 @@ class Slots:
         self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
         self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
         self.state = np.zeros(word_count, dtype=np.uint8)
+        self.counts = np.zeros(len(SlotState), dtype=np.int64)
+        """Slots in each state, but for FREE: there it is what came less what went."""
+        self.sealed_bytes = 0
         self.generation = np.full(word_count, first_generation, dtype=np.uint64)
         self._journal = journal
-        self.writer = np.zeros(word_count, dtype=np.int64)
+        self.writers = Writers(word_count)
+        self.writer = self.writers.column
         """Connection that may write, while GRANTED or QUARANTINED."""
-        self.writable: Counter[int] = Counter()
-        """How many slots each writer may write, of those who may write any: a look at the whole
-        column for nothing takes 12 ms with 1 TiB."""
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
         """Whose quota a slot counts for, unless it is FREE."""
         self.quotas = Quotas(quotas, arena_bytes=arena_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
+        self.pins = Pins(self)
         self.stamps = journal.stamps
         self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
         """Slot id of the slot that begins in a word: slots are packed at 4 KiB."""
@@ -166,15 +170,40 @@ class Slots:
         assert pool is not None, f"word {word} is in no pool"
         return pool
 
+    def sizes(self, words: Words) -> NDArray[np.int64]:
+        """Bytes of these slots."""
+        return self._slot_bytes_of_slab[words // self._words_per_slab]
+
+    def weigh(self, words: Words) -> list[tuple[int, int]]:
+        """(group, bytes) of these slots."""
+        if not self.quotas.any:
+            return [(OTHERS, self._bytes(words))]
+        totals = np.bincount(self.group[words], weights=self.sizes(words))
+        return [(group, int(total)) for group, total in enumerate(totals.tolist()) if total]
+
+    def _bytes(self, words: Words) -> int:
+        if len(self.pools) == 1:  # as on most nodes: nothing to look up
+            return len(words) * next(iter(self.pools))
+        return int(self.sizes(words).sum())
+
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
 
     def _change(self, words: Words, event: SlotEvent, cause: int) -> None:
-        target = _NEXT[event][self.state[words]]
-        if bool((target == _ILLEGAL).any()):
-            word = int(words[int(np.argmax(target == _ILLEGAL))])
-            raise AssertionError(self._story(word, event))
+        before = self.state[words]
+        target = _NEXT[event][before]
+        if bool((illegal := target == _ILLEGAL).any()):
+            raise AssertionError(self._story(int(words[illegal][0]), event))
         self.state[words] = target
         self._history.append((cause, event, words))
+        # An event has one state that it leads to.
+        self.counts[target[:1]] += len(words)
+        left = np.bincount(before, minlength=len(SlotState))
+        self.counts -= left
+        if event is SlotEvent.SEAL:
+            self.sealed_bytes += self._bytes(words)
+        elif sealed := int(left[SlotState.SEALED]):
+            its = words if sealed == len(words) else words[before == SlotState.SEALED]
+            self.sealed_bytes -= self._bytes(its)
 
     def _story(self, word: int, event: SlotEvent) -> str:
         past = [f"{c}:{e.value}" for c, e, words in self._history if word in words]
@@ -198,9 +227,9 @@ class Slots:
         assert len(words) == count, "more granted than free"
         del pool.free[-count:]
         self._change(words, SlotEvent.GRANT, cause)
+        self.group[words] = group
         self._name_writer(words, writer)
         self.session[words] = session
-        self.group[words] = group
         self.quotas.held[group] += count * pool.slot_bytes
         return words
 
@@ -221,17 +250,9 @@ class Slots:
 
     def _name_writer(self, words: Words, writer: int) -> None:
         self._journal.name_writer(words, writer)
-        self._count_writers(self.writer[words], -1)
-        self.writer[words] = writer
-        self._count_writers(self.writer[words], 1)
-
-    def _count_writers(self, writers: NDArray[np.int64], sign: int) -> None:
-        """Slots have, or lose with -1, these writers."""
-        named, counts = np.unique(writers[writers != 0], return_counts=True)
-        for writer, count in zip(named.tolist(), counts.tolist(), strict=True):
-            self.writable[writer] += sign * count
-            if not self.writable[writer]:
-                del self.writable[writer]
+        self.pins.written(words, -1)
+        self.writers.name(words, writer)
+        self.pins.written(words, 1)
 
     def _sealed(self, words: Words, cause: int) -> Pool:
         self._change(words, SlotEvent.SEAL, cause)
@@ -249,7 +270,10 @@ class Slots:
         if len(words) == 0:
             return
         self._change(words, SlotEvent.FREE, cause)
+        for group, size_bytes in self.weigh(words):
+            self.quotas.held[group] -= size_bytes
         self._name_writer(words, 0)
+        self.pins.freed(words)
         self.session[words] = 0
         self.generation[words] += np.uint64(1)
         self.raised.append(words)
@@ -260,8 +284,6 @@ class Slots:
             its = words[sizes == size]
             pool.policy.forget(its)
             pool.free += its.tolist()
-            counts = np.bincount(self.group[its], minlength=len(self.quotas.held))
-            self.quotas.held -= counts * size
             pool.is_starved = False
 
     # ── order of use ─────────────────────────────────────────────────────────────────────────────
@@ -359,7 +381,7 @@ class Slots:
     @property
     def any_starved(self) -> bool:
         """Whether a pool waits for something to be let go."""
-        return any(pool.is_starved for pool in self.pools.values())
+        return self.pins.is_short or any(pool.is_starved for pool in self.pools.values())
 
     @property
     def slabs_ready(self) -> int:
@@ -433,22 +455,9 @@ class Slots:
         self._cut(slab, 0)
         self._slabs_free.append(slab)
 
-    def sealed_bytes(self) -> int:
-        """Bytes in sealed slots, padding included."""
-        whole = self.slab_count * self._words_per_slab
-        sealed = (
-            self.state[:whole].reshape(self.slab_count, self._words_per_slab) == SlotState.SEALED
-        )
-        counts = np.count_nonzero(sealed, axis=1)
-        return sum(
-            int(counts[slab]) * pool.slot_bytes
-            for pool in self.pools.values()
-            for slab in pool.slabs
-        )
-
     def of_writer(self, writer: int) -> Words:
         """Slots that this connection may still write."""
-        return np.flatnonzero(self.writer == writer) if writer in self.writable else NONE
+        return self.writers.of(writer)
 
     # ── taken over ───────────────────────────────────────────────────────────────────────────────
 
@@ -470,20 +479,22 @@ class Slots:
         self._slabs_free = deque(slab for slab in self._slabs_free if slab not in taken)
         self.state[found.words] = SlotState.SEALED
         self.state[found.held] = self.state[found.doubtful] = SlotState.QUARANTINED
+        self.counts += np.bincount(self.state[in_use], minlength=len(SlotState))
+        self.sealed_bytes = self._bytes(found.words)
         # Not in the journal: what it says of a writer whom it cannot name, it is to say again.
-        self.writer[found.held] = found.writers
-        self.writer[found.doubtful] = UNKNOWN_WRITER
-        self._count_writers(self.writer, 1)
+        self.writers.adopt(found.held, found.writers)
+        self.writers.adopt(found.doubtful, np.full(len(found.doubtful), UNKNOWN_WRITER))
+        self.pins.written(np.flatnonzero(self.writer), 1)
+        self.quotas.floor = self.quotas.pinned.copy()
         self.stamps[self.state != SlotState.SEALED] = 0
         # A slot may have been sealed just before it was given its stamp.
         self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1
         self._next_stamp = int(self.stamps.max(initial=0)) + 1
+        for group, size_bytes in self.weigh(in_use):
+            self.quotas.held[group] += size_bytes
         sizes = self._slot_bytes_of_slab
         for size, pool in self.pools.items():
             words = self._words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)
             pool.free = words[self.state[words] == SlotState.FREE][::-1].tolist()
-            its = in_use[sizes[in_use // self._words_per_slab] == size]
-            counts = np.bincount(self.group[its], minlength=len(self.quotas.held))
-            self.quotas.held += counts * size
             mine = np.flatnonzero(sizes[found.words // self._words_per_slab] == size)
             pool.policy.resume(found.words[mine], prints[mine])

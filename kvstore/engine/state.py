@@ -30,6 +30,7 @@ from kvstore.engine.residency import Change, Residency
 from kvstore.engine.searches import Searches
 from kvstore.engine.slots import Slots
 from kvstore.engine.tombstones import Names, Why, stamp
+from kvstore.engine.unserved import Refusals
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned
@@ -136,6 +137,7 @@ class State:
         self.paces = Paces(config.learned)
         self.owners: dict[OwnerKey, Owner] = {}
         self.connections: dict[ConnectionId, Connection] = {}
+        self.refusals = Refusals()
         self.known: dict[tuple[str, SpaceId], KnownSpace] = {}
         """By tenant and space, the latest session's; at most KNOWN_SPACES_MAX."""
         self.offers = Offers(self.residency, self.geometry)
@@ -212,11 +214,13 @@ class State:
         if self.config.tell_offers and not was_known and self.offers.any_held(address):
             self.say(OffersUntold())
         self.known[address] = known
+        shards = [self.residency.address(scope)[2] for scope in known.scopes]
+        self.journal.spaces.remember(address, known.label, shards, known.space)
         if len(self.known) > KNOWN_SPACES_MAX:
             del self.known[next(iter(self.known))]
 
     def geometry(self, address: tuple[str, SpaceId]) -> tuple[int, int] | None:
-        """Layers and heads of a space's model; None before there was an engine of it."""
+        """Layers and heads of a space's model; None if no engine said it to any process."""
         known = self.known.get(address)
         return (known.space.layer_count, known.space.kv_head_count) if known else None
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvstore.engine.admission import Admission
 from kvstore.engine.owners import Connection, Owner
 from kvstore.engine.policy.port import Words, prints
+from kvstore.engine.quotas import GroupId
 from kvstore.engine.slots import SlotState
 from kvstore.engine.state import State
 from kvstore.engine.tombstones import Why
@@ -42,6 +43,10 @@ class Stores:
         self._admission = admission
         self._writes = writes
         """What is stored is written through to it."""
+        self._counted: list[int] = []
+        self._sharing_slots: dict[frozenset[int], int] = {}
+        """Sessions with slots of one of these sizes; of the sessions that were counted."""
+        self._sharing_quota: Counter[GroupId] = Counter()
 
     def drop(self, connection: Connection, message: Drop) -> None:
         """Granted slots that were not written: free again."""
@@ -139,34 +144,49 @@ class Stores:
         """Top up credits of sessions that used half of theirs."""
         if not self._state.credits_due:
             return
-        self._state.credits_due = False
+        self._state.credits_due = self._state.slots.pins.is_short = False
         sessions = [owner for owner in self._state.owners.values() if owner.open_session]
         active = {size for owner in sessions for size in owner.slot_sizes}
         self._state.slots.forget_pools(keep=active)
-        # Hundreds of sessions have few kinds of slots, and this runs on nearly every step.
-        kinds = Counter(frozenset(owner.slot_sizes) for owner in sessions)
+        self._count_sharing(sessions)
         for owner in sessions:
             if owner.known and self._state.is_off(*owner.known):
                 continue
-            pools = [self._state.slots.pools[size] for size in owner.slot_sizes]
-            mine = frozenset(owner.slot_sizes)
-            sharing = sum(count for kind, count in kinds.items() if kind & mine)
+            counts = Counter(owner.slot_sizes)
+            pools = {self._state.slots.pools[size]: count for size, count in counts.items()}
+            sharing = self._sharing_slots[frozenset(counts)]
             target = self._admission.credit_target(pools, sessions=sharing)
             if self._state.slots.quotas.any:
-                target = min(target, self._credit_limit(owner, sessions))
+                limit = self._admission.credit_limit(owner.group, sum(owner.slot_sizes))
+                target = min(target, max(1, limit // self._sharing_quota[owner.group]))
             if owner.granted_blocks > target // 2:
                 continue
             self._grant(owner, target - owner.granted_blocks, active)
 
-    def _credit_limit(self, owner: Owner, sessions: list[Owner]) -> int:
-        """Of one of the engines that share a quota."""
-        sharing = sum(other.group == owner.group for other in sessions)
-        return max(1, self._admission.credit_limit(owner.group, sum(owner.slot_sizes)) // sharing)
+    def _count_sharing(self, sessions: list[Owner]) -> None:
+        """How many sessions share slots and quotas, anew when they are other sessions: credits are
+        looked at on nearly every step. Hundreds of sessions have few kinds of slots."""
+        numbers = [owner.open_session for owner in sessions]
+        if numbers == self._counted:
+            return
+        self._counted = numbers
+        kinds = Counter(frozenset(owner.slot_sizes) for owner in sessions)
+        self._sharing_slots = {
+            mine: sum(count for kind, count in kinds.items() if kind & mine) for mine in kinds
+        }
+        self._sharing_quota = Counter(owner.group for owner in sessions)
 
     def _grant(self, owner: Owner, wanted: int, active: set[int]) -> None:
         shards = len(owner.scopes)
         wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // shards)
         sizes = owner.slot_sizes
+        assert owner.scheduler is not None
+        pins, block_bytes = self._state.slots.pins, sum(sizes)
+        room = pins.room(pins.account(owner.scheduler.id), owner.group, block_bytes)
+        # Credits and what is left are halves: blocks are to stay in it, and to be leased.
+        may = max(0, (room // block_bytes - owner.granted_blocks + 1) // 2)
+        pins.is_short |= may < wanted
+        wanted = min(wanted, may)
         pools = {size: self._state.slots.pools[size] for size in sizes}
         self._state.make_room_for(Why.STORES, owner.title)
         for size, pool in pools.items():
@@ -190,7 +210,6 @@ class Stores:
         words = np.stack(columns, axis=1).reshape(-1)
         owner.granted_slots += len(words)
         self._state.counters.blocks_granted += count
-        assert owner.scheduler is not None
         self._state.send(
             owner.scheduler,
             Grant(

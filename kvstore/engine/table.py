@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _ALL_FOUR = 0x01010101
 _FEW = 24
 """So many keys are found faster one by one."""
+FEW_SCOPES = 8
+"""So many are looked into faster one by one: chains that were stored together lie together."""
 NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 
 
@@ -86,7 +89,17 @@ class BlockTable:
                 and np.count_nonzero(self.scopes[first:end] == scope) == n
             ):
                 return np.arange(first, end, dtype=np.int64)
-        return self._probe(scope, keys)
+        return self._probe(np.full(n, scope, dtype=np.uint32), keys)
+
+    def find_all(self, scopes: Sequence[int], keys: Keys) -> Rows:
+        """The same of each scope; shape [S, n]. Of many scopes all are probed for together: a call
+        for each costs more than what it finds."""
+        if len(scopes) <= FEW_SCOPES:
+            found = [self.find(scope, keys) for scope in scopes]
+            return np.stack(found) if found else np.empty((0, len(keys)), dtype=np.int64)
+        wanted = np.repeat(np.array(scopes, dtype=np.uint32), len(keys))
+        every = np.tile(keys, (len(scopes), 1))
+        return self._probe(wanted, every).reshape(len(scopes), len(keys))
 
     def _find_one(self, scope: int, key: list[int], cell: int) -> int:
         """Row of one key, given as four words and where its probe begins; -1 when there is none."""
@@ -99,9 +112,6 @@ class BlockTable:
                     return int(row)
             cell = (cell + 1) & self._mask
         return -1
-
-    def _home(self, scope: int, keys: Keys) -> NDArray[np.int64]:
-        return self._homes(np.uint64(scope * self._scope_secret & _U64), keys)
 
     def _homes(self, mixed: np.uint64 | NDArray[np.uint64], keys: Keys) -> NDArray[np.int64]:
         """Where probes begin: the highest bits of all words, each times its secret, summed up."""
@@ -116,23 +126,24 @@ class BlockTable:
         mixed = a * w + b * x + c * y + d * z + scope * self._scope_secret
         return mixed >> self._shift & self._mask
 
-    def _probe(self, scope: int, keys: Keys) -> Rows:
+    def _probe(self, scopes: NDArray[np.uint32], keys: Keys) -> Rows:
+        """Rows of keys, each of its own scope."""
         found = np.full(len(keys), -1, dtype=np.int64)
         pending = np.arange(len(keys))
-        homes = cells = self._home(scope, keys)
-        wanted = keys
+        homes = cells = self._homes(scopes * np.uint64(self._scope_secret), keys)
+        wanted, within = keys, scopes
         while len(pending) > _FEW:
             content = self._cells.take(cells)
             rows = np.maximum(content, 1) - 1
             # Four equal words are four bytes 1: one comparison instead of a reduction.
             same = (self.keys.take(rows, axis=0) == wanted).view(np.uint32)[:, 0] == _ALL_FOUR
-            same &= (self.scopes.take(rows) == scope) & (content > 0)
+            same &= (self.scopes.take(rows) == within) & (content > 0)
             found[pending[same]] = rows[same]
             going_on = np.flatnonzero(~same & (content != _EMPTY))
-            pending, wanted = pending[going_on], wanted[going_on]
+            pending, wanted, within = pending[going_on], wanted[going_on], within[going_on]
             cells = (cells[going_on] + 1) & self._mask
         for at in pending.tolist():
-            found[at] = self._find_one(scope, keys[at].tolist(), int(homes[at]))
+            found[at] = self._find_one(int(scopes[at]), keys[at].tolist(), int(homes[at]))
         return found
 
     def insert(self, scope: int, keys: Keys) -> Rows:

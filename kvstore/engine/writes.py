@@ -96,9 +96,10 @@ class Writes:
         words = state.residency.words(rows)
         size = state.slots.pool_of(int(words[0])).slot_bytes
         room = min(len(rows), max(0, (self._moving_bytes_max - self._moving_bytes) // size))
+        room = min(room, state.slots.pins.fitting(None, words, 1))
         state.counters.file_writes_dropped += len(rows) - room
         allowed = self.allow(room, block_bytes=block_bytes)
-        state.slots.leases[words[:allowed]] += 1
+        state.slots.pins.pin(words[:allowed])
         pieces = max(1, JOB_BYTES_MAX // size)
         for begin in range(0, allowed, pieces):
             piece = slice(begin, min(begin + pieces, allowed))
@@ -139,7 +140,8 @@ class Writes:
         state, job = self._state, self._jobs.pop(event.job, None)
         assert job is not None, f"write job {event.job} ended twice"
         locations = np.frombuffer(event.locations, dtype="<u8")
-        state.slots.leases[job.words] -= 1
+        stayed = state.slots.generation[job.words] == job.generations
+        state.slots.pins.unpin(job.words[stayed])
         self._job_of_word[job.words[self._job_of_word[job.words] == event.job]] = 0
         state.slots.retry_starved()
         state.credits_due = True
@@ -148,15 +150,16 @@ class Writes:
         state.counters.file_writes_dropped += unwritten
         self._admission.give_back(unwritten * job.record_bytes)
         # A slot that was emptied meanwhile held another block, or none, while it was copied.
-        same = (state.slots.generation[job.words] == job.generations) & (locations != 0)
+        same = stayed & (locations != 0)
         state.counters.file_blocks_written += int(same.sum())
         return state.residency.row_of_word[job.words[same]].astype(np.int64), locations[same]
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def pinned_words(self) -> Words:
-        """Slots that are being written from, each as often as it is."""
-        held = [job.words for job in self._jobs.values()]
+        """Slots that are being written from, each as often as it is, while their blocks stay."""
+        generation = self._state.slots.generation
+        held = [job.words[generation[job.words] == job.generations] for job in self._jobs.values()]
         return np.concatenate(held) if held else NONE
 
     def budget_left_bytes(self) -> int | None:

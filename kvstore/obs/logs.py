@@ -1,4 +1,4 @@
-"""Logging of the node: one line a record, on stderr, and never a flood.
+"""Logging of the node: one line a record, on stderr, and never a flood; `say` is for stdout.
 
 No prompt text, no tokens, and of a key at most 8 hex digits (`short`).
 """
@@ -6,12 +6,14 @@ No prompt text, no tokens, and of a key at most 8 hex digits (`short`).
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import Final
 
 PERIOD_S: Final = 10.0
 RECORDS_PER_PERIOD_MAX: Final = 20
 TEMPLATE_COUNT_MAX: Final = 1000
+_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MESSAGE_CHARACTERS_MAX: Final = 500
 
 
@@ -54,12 +56,20 @@ class OneLine(logging.Formatter):
 def setup(level: str) -> None:
     """Send the log of kvstore to stderr at `level` and above."""
     handler = logging.StreamHandler()
-    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(OneLine(_FORMAT))
     handler.addFilter(RateLimit())
     root = logging.getLogger("kvstore")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+
+
+def say(name: str, text: str) -> None:
+    """A line of the same form on stdout, whatever the level: that a program is ready. Scripts wait
+    for it there, and containers merge both into one log."""
+    record = logging.LogRecord(name, logging.INFO, "", 0, text, None, None)
+    sys.stdout.write(logging.Formatter(_FORMAT).format(record) + "\n")
+    sys.stdout.flush()
 
 
 def short(key: bytes) -> str:

@@ -186,6 +186,7 @@ METRICS: Final = (
             ("lent_bytes", "bytes", "Bytes lent to other nodes."),
             ("stored_bytes", "bytes", "Bytes that engines stored."),
             ("mover_restarts", "", "Movers that ended and were started again."),
+            ("mover_refused", "", "Times a peer that would read from here found no room."),
         )
     ),
     Metric(
@@ -227,6 +228,14 @@ METRICS: Final = (
         )
     ),
     Metric("kvstore_sessions", "gauge", "", (), "Engines whose ranks are all attached."),
+    Metric(
+        "kvstore_engines_unserved",
+        "gauge",
+        "",
+        (),
+        "Engines that get nothing from this node: their cache is on a GPU, they are refused, or"
+        " ranks are missing. 'kvstore inspect nodes' says why.",
+    ),
     Metric("kvstore_leases", "gauge", "", (), "Runs of blocks that engines are reading."),
     *(
         Metric(f"kvstore_{name}_total", "counter", "", (), text)
@@ -265,6 +274,7 @@ METRICS: Final = (
             ("grants_refused", "Times no credit could be given: everything is leased or granted."),
             ("lease_asks", "Lookups."),
             ("leases_expired", "Leases that ran out unreleased."),
+            ("pins_refused", "Blocks held and not leased or lent: the asker pins all that it may."),
             ("protocol_refusals", "Peers refused or hung up on by the engine core."),
             ("sessions_opened", "Sessions opened."),
             ("shadow_blocks", "Blocks that engines computed again to compare with what was held."),
@@ -298,6 +308,7 @@ INDEX_METRICS: Final = (
             ("words_refused", "Words of nodes that were malformed."),
             ("feeds_refused", "Streams whose certificate is of another node, or none."),
             ("watchers_dropped", "Callers that did not read what they watch."),
+            ("calls_refused", "Calls whose caller had as many open as it may."),
         )
     ),
 )

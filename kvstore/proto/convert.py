@@ -18,6 +18,7 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
+from kvstore.engine.unserved import UnservedReport
 from kvstore.index.feed import Trust
 from kvstore.index.index import Member
 from kvstore.proto import inspect_pb2 as pb
@@ -73,6 +74,7 @@ class MemoryReport(msgspec.Struct, frozen=True):
 
 Row = (
     NodeReport
+    | UnservedReport
     | MemoryReport
     | TransferReport
     | MemberReport
@@ -89,6 +91,7 @@ Row = (
 
 MESSAGES: Final[dict[type[Row], type[Message]]] = {
     NodeReport: pb.NodeReport,
+    UnservedReport: pb.UnservedReport,
     MemoryReport: pb.MemoryReport,
     MemberReport: pb.MemberReport,
     TransferReport: pb.TransferReport,

@@ -79,7 +79,7 @@ def word_of(word: pb.FeedWord, hello: Hello) -> Word:
             changes = tuple(_change(change) for change in _few(word.delta.changes))
             return Delta(*who, word.delta.sequence, changes)
         case "beat":
-            return Beat(*who, word.beat.sequence, load_of(word.beat))
+            return Beat(*who, word.beat.sequence, _bounded(load_of(word.beat)))
         case "part":
             part = word.part
             stored = tuple(_stored(each) for each in _few(part.stored))
@@ -260,6 +260,14 @@ def answer_of(reply: pb.MatchReply) -> Answer:
 def load_message(load: Load) -> pb.Load:
     """As it travels."""
     return pb.Load(**msgspec.structs.asdict(load))
+
+
+def _bounded(load: Load | None) -> Load | None:
+    """It is shown to all, and added to that of others."""
+    try:
+        return load and msgspec.convert(msgspec.structs.asdict(load), Load)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"a load that no node has: {error}") from None
 
 
 def load_of(message: pb.Beat | pb.Node | LoadReply) -> Load | None:

@@ -115,7 +115,7 @@ class WatchRequest(_message.Message):
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     nodes: bool
     prefix: MatchRequest
-    def __init__(self, nodes: _Optional[bool] = ..., prefix: _Optional[_Union[MatchRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, nodes: bool = ..., prefix: _Optional[_Union[MatchRequest, _Mapping]] = ...) -> None: ...
 
 class WatchReply(_message.Message):
     __slots__ = ("nodes", "gone", "prefix")
@@ -257,7 +257,7 @@ class Part(_message.Message):
     number: int
     is_last: bool
     stored: _containers.RepeatedCompositeFieldContainer[Stored]
-    def __init__(self, sequence: _Optional[int] = ..., number: _Optional[int] = ..., is_last: _Optional[bool] = ..., stored: _Optional[_Iterable[_Union[Stored, _Mapping]]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., number: _Optional[int] = ..., is_last: bool = ..., stored: _Optional[_Iterable[_Union[Stored, _Mapping]]] = ...) -> None: ...
 
 class FeedWord(_message.Message):
     __slots__ = ("hello", "delta", "beat", "part")
@@ -272,5 +272,7 @@ class FeedWord(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
 
 class FeedOrder(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("another",)
+    ANOTHER_FIELD_NUMBER: _ClassVar[int]
+    another: str
+    def __init__(self, another: _Optional[str] = ...) -> None: ...

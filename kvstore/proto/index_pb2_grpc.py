@@ -5,7 +5,7 @@ import warnings
 
 from kvstore.proto import index_pb2 as kvstore_dot_proto_dot_index__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class IndexStub:
+class IndexStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -56,7 +56,7 @@ class IndexStub:
                 _registered_method=True)
 
 
-class IndexServicer:
+class IndexServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Match(self, request, context):
@@ -118,7 +118,7 @@ def add_IndexServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Index:
+class Index(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -37,6 +37,26 @@ class NodeReport(_message.Message):
     blocks_kept: int
     def __init__(self, incarnation: _Optional[str] = ..., connections: _Optional[int] = ..., owners: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., blocks: _Optional[int] = ..., restarts: _Optional[int] = ..., blocks_kept: _Optional[int] = ...) -> None: ...
 
+class UnservedRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UnservedReply(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[UnservedReport]
+    def __init__(self, rows: _Optional[_Iterable[_Union[UnservedReport, _Mapping]]] = ...) -> None: ...
+
+class UnservedReport(_message.Message):
+    __slots__ = ("engine", "tenant", "reason")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    tenant: str
+    reason: str
+    def __init__(self, engine: _Optional[str] = ..., tenant: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class TransfersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -291,7 +311,7 @@ class JobReport(_message.Message):
     attached: bool
     slots_granted: int
     slots_quarantined: int
-    def __init__(self, engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., connection: _Optional[int] = ..., attached: _Optional[bool] = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ...) -> None: ...
+    def __init__(self, engine_id: _Optional[str] = ..., rank: _Optional[int] = ..., connection: _Optional[int] = ..., attached: bool = ..., slots_granted: _Optional[int] = ..., slots_quarantined: _Optional[int] = ...) -> None: ...
 
 class ClearRequest(_message.Message):
     __slots__ = ("space",)

@@ -5,7 +5,7 @@ import warnings
 
 from kvstore.proto import inspect_pb2 as kvstore_dot_proto_dot_inspect__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class InspectStub:
+class InspectStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -38,6 +38,11 @@ class InspectStub:
                 '/kvstore.inspect.v1.Inspect/Nodes',
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.NodesRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.NodesReply.FromString,
+                _registered_method=True)
+        self.Unserved = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Unserved',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.UnservedRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.UnservedReply.FromString,
                 _registered_method=True)
         self.Members = channel.unary_unary(
                 '/kvstore.inspect.v1.Inspect/Members',
@@ -116,11 +121,18 @@ class InspectStub:
                 _registered_method=True)
 
 
-class InspectServicer:
+class InspectServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Nodes(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unserved(self, request, context):
+        """Engines that get nothing from this node, and why. Rows mirror kvstore/engine/unserved.py.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -233,6 +245,11 @@ def add_InspectServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.NodesRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.NodesReply.SerializeToString,
             ),
+            'Unserved': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unserved,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.UnservedRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.UnservedReply.SerializeToString,
+            ),
             'Members': grpc.unary_unary_rpc_method_handler(
                     servicer.Members,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.MembersRequest.FromString,
@@ -316,7 +333,7 @@ def add_InspectServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Inspect:
+class Inspect(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -336,6 +353,33 @@ class Inspect:
             '/kvstore.inspect.v1.Inspect/Nodes',
             kvstore_dot_proto_dot_inspect__pb2.NodesRequest.SerializeToString,
             kvstore_dot_proto_dot_inspect__pb2.NodesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unserved(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.inspect.v1.Inspect/Unserved',
+            kvstore_dot_proto_dot_inspect__pb2.UnservedRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.UnservedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,7 +16,8 @@ from kvstore.engine.events import Lent
 from kvstore.errors import ProtocolError
 from kvstore.proto import peer_pb2 as pb
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Incarnation, Shard
-from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, NAME_BYTES_MAX, RANKS_MAX
+from kvstore.wire.bounds import NAME_BYTES_MAX
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, RANKS_MAX
 from kvstore.wire.record import PAYLOAD_BYTES_MAX
 
 MESSAGE_BYTES_MAX: Final = 1 << 20

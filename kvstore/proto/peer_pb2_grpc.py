@@ -5,7 +5,7 @@ import warnings
 
 from kvstore.proto import peer_pb2 as kvstore_dot_proto_dot_peer__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class PeersStub:
+class PeersStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -41,7 +41,7 @@ class PeersStub:
                 _registered_method=True)
 
 
-class PeersServicer:
+class PeersServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
@@ -67,7 +67,7 @@ def add_PeersServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class Peers:
+class Peers(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

@@ -51,26 +51,36 @@ def no_events_address(text: object) -> str:
 
 
 def address_of(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int] | None:
-    """(address, port) of HOST:PORT; None when it is none."""
+    """(address, port) of HOST:PORT; None when it is none.
+
+    [::1]:9464, or ::1:9464, as Kubernetes makes it of $(POD_IP):9464: the last colon is the port's.
+    """
     host, colon, port = text.rpartition(":")
-    host = host.strip("[]")
+    in_brackets = host[:1] == "[" and host[-1:] == "]"
+    if in_brackets:
+        host = host[1:-1]
+    if not colon or not (port.isascii() and port.isdigit()) or int(port) > PORT_MAX:
+        return None
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-        number = int(port)
     except ValueError:
         return None
-    return (address, number) if colon and 0 <= number <= PORT_MAX else None
+    return None if in_brackets and address.version == 4 else (address, int(port))
 
 
-def http_config(text: str | bool, *, beyond_loopback: bool) -> HttpConfig | None:
+def joined(host: str, port: int) -> str:
+    """HOST:PORT, for people and for whoever parses it again."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def http_config(text: str | int | bool, *, beyond_loopback: bool) -> HttpConfig | None:
     """Where pages are; None: nowhere. Raises ConfigError."""
     if text is False or text == "off":  # YAML reads a bare off as false
         return None
     found = address_of(str(text))
     if found is None:
-        raise ConfigError(
-            f"metrics {text!r} must be an IP address and a port, such as {DEFAULT_METRICS}, or off"
-        )
+        port = f"127.0.0.1:{text}" if str(text).isdigit() else DEFAULT_METRICS
+        raise ConfigError(f"metrics {text!r} must be an IP address and a port: {port}, say, or off")
     address, number = found
     if not address.is_loopback and not beyond_loopback:
         raise ConfigError(

@@ -27,6 +27,7 @@ from kvstore.engine.report import (
     TierReport,
 )
 from kvstore.engine.scrubs import NO_PASS
+from kvstore.engine.unserved import UnservedReport
 from kvstore.errors import AttachError
 from kvstore.proto import feeds
 from kvstore.proto import inspect_pb2 as pb
@@ -38,7 +39,7 @@ from kvstore.proto.convert import (
     from_message,
 )
 from kvstore.proto.inspect_pb2_grpc import InspectStub
-from kvstore.serve.inspect import REPLY_BYTES_MAX
+from kvstore.serve.defaults import REPLY_BYTES_MAX
 from kvstore.serve.listener import INSPECT_SUFFIX
 from kvstore.serve.upgrade import no_node_at, not_yours
 from kvstore.units import format_size
@@ -47,10 +48,10 @@ from kvstore.wire.load import Load
 TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 1.0
 """Of what is asked again and again."""
-TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
-SUMMARY: Final = ("nodes", "members", "engines", "tiers", "quotas", "spaces", "leases", "jobs")
-"""Members and engines come with nodes, quotas with tiers, where there are any."""
-OPTIONAL: Final = ("members", "engines", "quotas")
+WITH_NODES: Final = ("nodes", "unserved", "members", "engines")
+SUMMARY: Final = (*WITH_NODES, "tiers", "quotas", "spaces", "leases", "jobs")
+"""What comes with nodes, and quotas with tiers, is left out where there is none."""
+OPTIONAL: Final = ("unserved", "members", "engines", "quotas")
 TITLE: Final[Any] = {
     "title_justify": "left",
     "title_style": "bold",
@@ -84,6 +85,7 @@ class NodeClient:
         stub = self._stub
         kinds: dict[str, tuple[Any, Any, type[Any]]] = {
             "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
+            "unserved": (stub.Unserved, pb.UnservedRequest(), UnservedReport),
             "members": (stub.Members, pb.MembersRequest(), MemberReport),
             "engines": (stub.Memories, pb.MemoriesRequest(), MemoryReport),
             "transfers": (stub.Transfers, pb.TransfersRequest(), TransferReport),
@@ -179,13 +181,12 @@ _SIZES = (
 MS_PER_HOUR: Final = 3_600_000
 _OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
 _OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
-_EMPTY = {
-    "spaces": "no engine has stored anything yet",
-    "blocks": "no blocks",
-    "leases": "nobody is reading",
-    "jobs": "nobody may write",
-    "transfers": "nothing was fetched from another node",
+_BREAKERS = {
+    "closed": "ok",
+    "half-open": "being tried again",
+    "open": "off: errors",
 }
+"""Of a disk, after failures."""
 
 
 def as_json(found: Mapping[str, list[Row] | str]) -> str:
@@ -203,7 +204,7 @@ def show(found: dict[str, list[Row]]) -> None:
         if rows:
             out.print(_columns(topic, rows) if topic == "tiers" else _table(topic, rows))
         else:
-            out.print(Text(topic, style="bold"), Text(_EMPTY.get(topic, "none"), style="dim"))
+            out.print(Text(topic, style="bold"), Text("none", style="dim"))
 
 
 def console() -> Console:
@@ -262,6 +263,8 @@ def _cell(name: str, value: object) -> Text:
         return Text("-" if value == NO_PASS else f"{value / MS_PER_HOUR:.1f} h")
     if name == "space" and isinstance(value, str):
         return printable(value[:SPACE_DIGITS])
+    if name in ("reads", "writes") and isinstance(value, str):
+        return printable(f"breaker {_BREAKERS.get(value, value)}")
     if name == "quota" and not value:
         return Text("(all others)")
     if name in _SIZES and isinstance(value, int):

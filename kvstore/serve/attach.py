@@ -6,9 +6,13 @@ Turns sockets into engine events. Does not cover: what the messages mean (`kvsto
 turn it is (`kvstore.serve.driver`), the socket's files (`kvstore.serve.listener`).
 
 Order of one round: ranks, read until empty; then processes that ended; then one datagram of each
-scheduler; then newcomers. One datagram, because a second one may be younger than the look at the
-ranks: every datagram that is read from a scheduler was there when the ranks were looked at, so a
-seal sent before a lookup is seen by it.
+scheduler; then newcomers (`turns`). One datagram, because a second one may be younger than the look
+at the ranks: every datagram that is read from a scheduler was there when the ranks were looked at,
+so a seal sent before a lookup is seen by it. A scheduler waits for the next round while what its
+ranks sent is not read to the end.
+
+Events are read as they are taken, one at a time: what a step has no time for stays in its socket,
+where it holds up its sender and takes no memory of the node.
 """
 
 from __future__ import annotations
@@ -21,16 +25,27 @@ import os
 import select
 import socket
 import struct
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.client.link import received_descriptors
 from kvstore.engine.events import Ended, Event, Exited, Received
+from kvstore.engine.owners import OwnerKey
 from kvstore.errors import ProtocolError
 from kvstore.ports import Clock
+from kvstore.serve.connection import RANK_COUNT_MAX, AttachCounters, Connection
 from kvstore.serve.listener import Door
-from kvstore.serve.pidfd import vouches_for, why_no_descriptor
+from kvstore.serve.pidfd import process_of, vouches_for, why_no_descriptor
+from kvstore.serve.turns import (
+    TURN_LISTENER,
+    TURN_NEWCOMER,
+    TURN_PROCESS,
+    TURN_RANK,
+    TURN_SCHEDULER,
+    Party,
+    Read,
+    Source,
+    Turns,
+)
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (
@@ -45,7 +60,6 @@ from kvstore.wire.messages import (
 HELLO_DEADLINE_NS = 2 * NS_PER_S
 OUTBOX_COUNT_MAX = 512
 OUTBOX_BYTES_MAX = 512 << 10
-RANK_COUNT_MAX = 1024
 RANK_BYTES_MAX = 2 << 20
 """Most that one rank is read for in one round: what its socket can hold at once."""
 ACCEPT_COUNT_MAX = 64
@@ -70,62 +84,7 @@ class Sent(enum.Enum):
     """There is no such connection any more."""
 
 
-class AttachCounters:
-    """What the door saw since the start; read by /metrics."""
-
-    def __init__(self) -> None:
-        self.datagrams_received = 0
-        self.datagrams_sent = 0
-        self.accepted = 0
-        self.refused: dict[str, int] = {"uid": 0, "full": 0, "hello": 0, "late": 0}
-        self.ended: dict[str, int] = dict.fromkeys(
-            ("closed", "protocol", "overflow", "exited", "engine", "failure"), 0
-        )
-
-
-class Connection:
-    """One socket and, once it has introduced itself, the process behind it."""
-
-    def __init__(
-        self, number: ConnectionId, sock: socket.socket | None, *, deadline_ns: int
-    ) -> None:
-        self.number = number
-        self.socket = sock
-        self.pidfd: int | None = None
-        self.is_rank = False
-        self.engine = ""
-        """Of a scheduler: whose it is, as much as is logged."""
-        self.deadline_ns = deadline_ns
-        """By when it must have introduced itself."""
-        self.outbox: deque[bytes] = deque()
-        self.outbox_bytes = 0
-
-    @property
-    def introduced(self) -> bool:
-        return self.pidfd is not None
-
-
-Read = Callable[[int], list[Event]]
 Register = Callable[[ConnectionId, bytes, int], bool]
-
-
-class Source(NamedTuple):
-    """Something in epoll: its turn in the round, whom it belongs to, how to read it."""
-
-    turn: int
-    connection: ConnectionId | None
-    read: Read
-
-
-(
-    TURN_WAKE,
-    TURN_RANK,
-    TURN_PROCESS,
-    TURN_FILES,
-    TURN_SCHEDULER,
-    TURN_NEWCOMER,
-    TURN_LISTENER,
-) = range(7)
 
 
 class Attach:
@@ -158,6 +117,9 @@ class Attach:
         self._clock = clock
         self._epoll = select.epoll()
         self._sources: dict[int, Source] = {}
+        self._turns = Turns()
+        self._unread: dict[OwnerKey, set[ConnectionId]] = {}
+        """Ranks of an engine that were ready when the round began and are not read to the end."""
         self._connections: dict[ConnectionId, Connection] = {}
         """Everyone with an open socket or a pidfd that the engine still needs."""
         self._socket_count = 0
@@ -177,9 +139,14 @@ class Attach:
     def ready(self, timeout_s: float) -> list[tuple[int, int]]:
         """(descriptor, epoll mask) of what is ready, in the order in which to `read` it."""
         found = self._epoll.poll(timeout_s)
-        if len(found) > 1:
-            sources = self._sources
-            found.sort(key=lambda item: sources[item[0]].turn)
+        self._turns.order(found, self._sources)
+        self._unread.clear()
+        for fd, _ in found:
+            source = self._sources[fd]
+            if source.turn == TURN_RANK and source.connection is not None:
+                owner = self._connections[source.connection].owner
+                if owner is not None:
+                    self._unread.setdefault(owner, set()).add(source.connection)
         return found
 
     def owner(self, fd: int) -> ConnectionId | None:
@@ -187,13 +154,23 @@ class Attach:
         source = self._sources.get(fd)
         return None if source is None else source.connection
 
-    def read(self, fd: int, mask: int) -> list[Event]:
-        """The events of one ready descriptor; none if it was closed earlier in this round."""
+    def source(self, fd: int) -> Source | None:
+        """What this descriptor is; None if it was closed earlier in this round."""
+        return self._sources.get(fd)
+
+    def charge(self, fd: int, party: Party, duration_ns: int) -> None:
+        """To serve this descriptor took so long."""
+        self._turns.charge(fd, party, duration_ns)
+
+    def read(self, fd: int, mask: int) -> Iterable[Event]:
+        """The events of one ready descriptor; none if it was closed earlier in this round. Those
+        that are not taken are there in the next round."""
         source = self._sources.get(fd)
-        return [] if source is None else source.read(mask)
+        return () if source is None else source.read(mask)
 
     def expire(self, now_ns: int) -> None:
-        """Hang up on newcomers that stay silent; listen again after a pause."""
+        """Hang up on newcomers that stay silent; listen again after a pause. Once a tick."""
+        self._turns.tick()
         for connection in [c for c in self._connections.values() if not c.introduced]:
             if connection.deadline_ns <= now_ns:
                 self._refuse(connection, "late", "no hello within 2 s")
@@ -318,7 +295,7 @@ class Attach:
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-            _, uid, _ = _CREDENTIALS.unpack(
+            pid, uid, _ = _CREDENTIALS.unpack(
                 sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
             self._epoll.register(sock, select.EPOLLIN)
@@ -329,11 +306,15 @@ class Attach:
             return
         number = ConnectionId(self._next_number)
         self._next_number += 1
-        connection = Connection(number, sock, deadline_ns=self._clock.now_ns() + HELLO_DEADLINE_NS)
+        deadline_ns = self._clock.now_ns() + HELLO_DEADLINE_NS
+        party = Party(uid, pid)
+        connection = Connection(number, sock, deadline_ns=deadline_ns, party=party)
         self._connections[number] = connection
         self._socket_count += 1
         self.counters.accepted += 1
-        self._sources[sock.fileno()] = Source(TURN_NEWCOMER, number, self._reader(connection))
+        self._sources[sock.fileno()] = Source(
+            TURN_NEWCOMER, number, self._reader(connection), party
+        )
         if uid not in self._allow_uids:
             self._refuse(connection, "uid", f"uid {uid} is not allowed: start with --allow-uid")
         elif (
@@ -351,7 +332,7 @@ class Attach:
         self, connection: Connection, kind: str, reason: str, *, permanent: bool = True
     ) -> None:
         """Tell a newcomer why, as far as it listens, and hang up."""
-        self.counters.refused[kind] += 1
+        self.counters.refused.add(kind, reason, self._clock.now_ns())
         _log.info("connection refused: %s", reason)
         self.send(connection.number, encode(Refused(reason=reason, permanent=permanent)))
         self.hang_up(connection.number)
@@ -395,11 +376,15 @@ class Attach:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        number = connection.number
+        number, party = connection.number, connection.party
+        if party.process <= 0:
+            party = connection.party = Party(party.uid, process_of(connection.pidfd, number))
+        self._turns.join(party)
+        connection.owner = (hello.tenant, hello.engine_id, hello.nonce)
         turn = TURN_RANK if connection.is_rank else TURN_SCHEDULER
-        self._sources[sock.fileno()] = Source(turn, number, self._reader(connection))
+        self._sources[sock.fileno()] = Source(turn, number, self._reader(connection), party)
         self._sources[connection.pidfd] = Source(
-            TURN_PROCESS, number, lambda _: self._exited(connection)
+            TURN_PROCESS, number, lambda _: self._exited(connection), party
         )
         self.counters.datagrams_received += 1
         if isinstance(hello, HelloScheduler):
@@ -421,60 +406,67 @@ class Attach:
                 [] if connection.socket is None else self._introduce(connection, connection.socket)
             )
 
-        def read(mask: int) -> list[Event]:
+        def read(mask: int) -> Iterable[Event]:
             if mask & select.EPOLLOUT:
                 self._flush(connection)
             if mask & ~select.EPOLLOUT == 0:
-                return []
-            return self._receive(connection, RANK_COUNT_MAX if connection.is_rank else 1)
+                return ()
+            if connection.is_rank:
+                return self._receive(connection, RANK_COUNT_MAX)
+            is_behind = connection.owner is not None and self._unread.get(connection.owner)
+            return () if is_behind else self._receive(connection, 1)
 
         return read
 
-    def _receive(self, connection: Connection, count_max: int) -> list[Event]:
+    def _receive(self, connection: Connection, count_max: int) -> Iterator[Event]:
         """Up to `count_max` datagrams as events; Ended is the last one if it hung up."""
         number, sock = connection.number, connection.socket
-        events: list[Event] = []
-        if sock is None:
-            return events
         bytes_left = RANK_BYTES_MAX
         kind = "closed"
         try:
-            while count_max > 0 and bytes_left > 0:
+            while sock is not None and count_max > 0 and bytes_left > 0:
                 size = sock.recv_into(self._buffer)
                 if not size:
                     break
-                events.append(Received(number, decode_from_engine(self._view[:size])))
+                event = Received(number, decode_from_engine(self._view[:size]))
+                self.counters.datagrams_received += 1
                 count_max -= 1
                 bytes_left -= size
+                yield event
             else:
-                self.counters.datagrams_received += len(events)
-                return events
+                self._was_read(connection)
+                return
         except BlockingIOError:
-            self.counters.datagrams_received += len(events)
-            return events
+            self._was_read(connection)
+            return
         except OSError:
             pass  # reset by the peer: the end, like an orderly one
         except ProtocolError as error:
             kind = "protocol"
             _log.warning("connection %d hung up: %s", number, error)
-        self.counters.datagrams_received += len(events)
+        self._was_read(connection)
         self.hang_up(number, kind)
-        events.append(Ended(number))
-        return events
+        yield Ended(number)
 
-    def _exited(self, connection: Connection) -> list[Event]:
+    def _was_read(self, connection: Connection) -> None:
+        """All that it had sent when the round began."""
+        if connection.owner is not None and connection.owner in self._unread:
+            self._unread[connection.owner].discard(connection.number)
+
+    def _exited(self, connection: Connection) -> Iterator[Event]:
         """The process is gone: what it sent counts, then its socket and pidfd are closed.
 
         A forked grandchild may hold the socket open; it is nobody the node knows.
         """
-        events = self._receive(connection, RANK_COUNT_MAX)
+        for event in self._receive(connection, connection.left_when_exited):
+            connection.left_when_exited -= 1
+            yield event
         if connection.socket is not None:
             self.hang_up(connection.number, "exited")
-            events.append(Ended(connection.number))
+            yield Ended(connection.number)
         self._let_go(connection)
         self._connections.pop(connection.number, None)
-        events.append(Exited(connection.number))
-        return events
+        yield Exited(connection.number)
 
     def _flush(self, connection: Connection) -> None:
         sock = connection.socket

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from kvstore.errors import ConfigError
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.supervisor import Start
 
@@ -32,4 +33,7 @@ def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
     # What was asked for follows, for people who look at the processes of a machine.
     command = ["-P", "-m", "kvstore.serve.supervisor", str(fd), *sys.argv[1:]]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *command])  # noqa: S606
+    try:
+        os.execv(sys.executable, [sys.executable, *command])  # noqa: S606
+    except OSError as error:
+        raise ConfigError(f"{sys.executable} cannot be run: {error.strerror}") from None

@@ -130,13 +130,13 @@ class Borrower:
         *,
         who: loans.Who,
         mover: MoverHost,
-        view: Callable[[SlotId, int], memoryview],
+        read: Callable[[SlotId, memoryview], None],
         clock: Clock,
         credentials: grpc.ChannelCredentials | None,
         dial: Dial | None = None,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        """`view`: bytes of a slot of this node's arena (`ports.Tier.view`). `dial`: see
+        """`read`: copies bytes of a slot of this arena (`ports.Tier.read`). `dial`: see
         `PeerSession.open`. `jitter`: a random part of 1."""
         self.counters = BorrowerCounters()
         self.timings = {kind: Timings() for kind in KINDS}
@@ -147,7 +147,7 @@ class Borrower:
         """Who is asked; set before `start`."""
         self._who = who
         self._mover = mover
-        self._view = view
+        self._read = read
         self._clock = clock
         self._credentials = credentials
         self._dial = dial
@@ -387,12 +387,11 @@ class Borrower:
     ) -> list[Sequence[bytes] | None]:
         """Checksums of our shards of each block, None: it is another; on a thread of its own."""
         found: list[Sequence[bytes] | None] = []
+        views = [memoryview(bytearray(scope.block_bytes)) for scope in assembly.targets]
         for number, row in enumerate(slots.tolist()):
             at = number * KEY_BYTES
-            views = [
-                self._view(SlotId(slot), scope.block_bytes)
-                for slot, scope in zip(row, assembly.targets, strict=True)
-            ]
+            for slot, view in zip(row, views, strict=True):
+                self._read(SlotId(slot), view)
             key = BlockKey(command.keys[at : at + KEY_BYTES])
             found.append(assembly.verify(key, views, borrowed.checksums_of(number)))
         return found

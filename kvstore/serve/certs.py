@@ -29,9 +29,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvstore.client.tls import ANY_INDEX, Identity, is_name
 from kvstore.errors import ConfigError
+from kvstore.serve.defaults import CERTIFICATE_DAYS
 
 CA_DAYS: Final = 3650
-DAYS: Final = 365
 _BACKDATED: Final = datetime.timedelta(hours=1)
 """Clocks of machines differ."""
 
@@ -41,7 +41,7 @@ def make_certificates(
     identities: Sequence[Identity],
     *,
     hosts: Sequence[str] = (),
-    days: int = DAYS,
+    days: int = CERTIFICATE_DAYS,
     nodes_are_indexes: bool = False,
 ) -> list[Path]:
     """Certificates and keys of these components, by the CA in `directory`, which is made when there

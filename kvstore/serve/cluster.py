@@ -5,13 +5,14 @@ cover: the rest of a node (`config`), what files of certificates must be (`kvsto
 
 Ways to be wrong, each a ConfigError that says how to mend it: an address that is none; some of the
 three files but not all; neither files nor --insecure; a certificate that does not name what this
-component is; a name that cannot be one; a limit that is no number; a package that is missing.
+component is; a name that cannot be one; a limit that is no number.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,21 +25,14 @@ from kvstore.client.tls import Tls, TlsFiles, is_name, load
 from kvstore.errors import ConfigError
 from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.serve.addresses import HttpConfig, address_of
+from kvstore.serve.defaults import DEFAULT_ENTRIES, DEFAULT_LISTEN, FETCH_WHEN
 from kvstore.serve.engine_sources import EngineSource, parse_sources
 from kvstore.serve.transports import TransportConfig, parse_transport
 from kvstore.stores.address import StoreConfig
 
-DEFAULT_LISTEN: Final = "127.0.0.1:9470"
-DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
-DEFAULT_ENTRIES: Final = 10_000_000
 ENTRIES_MIN: Final = 1 << 16
+_THOUSANDS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 INDEX_COUNT_MAX: Final = 16
-FETCH_WHEN: Final = ("auto", "always")
-_REPLICA_NEEDS: Final = {
-    "grpc_health": "grpcio-health-checking",
-    "grpc_reflection": "grpcio-reflection",
-}
-"""Modules that only a replica imports, and what they are in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,29 +202,24 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
 
 def resolve_replica(listen: str, entries: int | str | None, *, option: str) -> ReplicaConfig:
     """Raises ConfigError."""
-    # An environment that was updated without its dependencies: said here, not by a traceback of a
-    # process that is started later.
-    lacks = [package for name, package in _REPLICA_NEEDS.items() if not is_installed(name)]
-    if lacks:
-        raise ConfigError(
-            f"{option} needs {' and '.join(lacks)}, not installed here: pip install"
-            f" {' '.join(lacks)}"
-        )
     found = address_of(listen)
     if found is None:
         raise ConfigError(
             f"{option} {listen!r} must be an IP address and a port, such as {DEFAULT_LISTEN}"
         )
-    try:
-        count = DEFAULT_ENTRIES if entries is None else int(entries)
-    except ValueError:
-        count = 0
+    count = DEFAULT_ENTRIES if entries is None else _count(str(entries))
     if not ENTRIES_MIN <= count <= ENTRY_COUNT_MAX:
         raise ConfigError(
             f"entries {entries!r} must be a number from {ENTRIES_MIN} to {ENTRY_COUNT_MAX}, such as"
-            f" {DEFAULT_ENTRIES}"
+            f" {DEFAULT_ENTRIES} or 10M"
         )
     return ReplicaConfig(host=str(found[0]), port=found[1], entry_count_max=count, option=option)
+
+
+def _count(text: str) -> int:
+    """Of 10000000, 10_000_000 or 10M; 0: it is none."""
+    found = re.fullmatch(r"(\d[\d_]*)([kKMG]?)", text, re.ASCII)
+    return int(found[1].replace("_", "")) * _THOUSANDS[found[2].upper()] if found else 0
 
 
 def _indexes(texts: Sequence[str]) -> tuple[str, ...]:

@@ -9,20 +9,16 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from kvstore.client.tls import Identity
 from kvstore.errors import ConfigError
-from kvstore.obs import logs
-from kvstore.serve.certs import DAYS, make_certificates
-from kvstore.serve.cluster import (
+from kvstore.serve.commands import TLS_OPTIONS
+from kvstore.serve.defaults import (
+    CERTIFICATE_DAYS,
     DEFAULT_ENTRIES,
     DEFAULT_INDEX_METRICS,
     DEFAULT_LISTEN,
     FETCH_WHEN,
+    LOG_LEVELS,
 )
-from kvstore.serve.commands import TLS_OPTIONS
-from kvstore.serve.config import LOG_LEVELS
-from kvstore.serve.harden import harden_process
-from kvstore.serve.index_config import load_index_config
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,7 +36,6 @@ _NODE_OPTIONS: Final = (
     ),
     click.option(
         "--index-entries",
-        type=int,
         metavar="N",
         help=f"Blocks, by holder, that the replica keeps.  [default: {DEFAULT_ENTRIES}]",
     ),
@@ -93,7 +88,6 @@ def _tls_options(command: _F) -> _F:
 @click.option("--listen", metavar="ADDR", help=f"Where it listens.  [default: {DEFAULT_LISTEN}]")
 @click.option(
     "--entries",
-    type=int,
     metavar="N",
     help="Blocks, by holder, that it keeps; what was longest not asked for and not told leaves. "
     f" [default: {DEFAULT_ENTRIES}]",
@@ -149,10 +143,13 @@ def index(config_path: Path | None, **flags: Any) -> None:
       kvstore index --store rediss://valkey.example:6379/0 --store-password-file pw --ca …
       kvstore index --insecure
     """
+    from kvstore.obs import logs
+    from kvstore.serve.harden import harden_process
+    from kvstore.serve.index_config import load_index_config
+
     settings = {name.replace("_", "-"): value for name, value in flags.items()}
     try:
         config = load_index_config(config_path, settings)
-        # Only here: other commands need no server, and what it needs has been looked for.
         from kvstore.serve.replica import run_index
 
         logs.setup(config.log_level)
@@ -173,7 +170,7 @@ def index(config_path: Path | None, **flags: Any) -> None:
     metavar="HOST,…",
     help="Names and addresses in them for other programs; kvstore needs none.",
 )
-@click.option("--days", type=click.IntRange(1, 3650), default=DAYS, show_default=True)
+@click.option("--days", type=click.IntRange(1, 3650), default=CERTIFICATE_DAYS, show_default=True)
 def certs(
     directory: Path,
     node: tuple[str, ...],
@@ -195,15 +192,18 @@ def certs(
       kvstore certs pki --index i1 --node n1 --node n2 --client router
       kvstore certs pki --node n3 --with-index
     """
+    if not (node or index or client):
+        raise click.UsageError("name whom to make certificates of: --node, --index or --client")
+    if with_index and not node:
+        raise click.UsageError("--with-index is about nodes: add --node NAME")
+    from kvstore.serve.certs import make_certificates
+    from kvstore.wire.identity import Identity
+
     identities = [
         *(Identity("node", name) for name in node),
         *(Identity("index", name) for name in index),
         *(Identity("client", name) for name in client),
     ]
-    if not identities:
-        raise click.UsageError("name whom to make certificates of: --node, --index or --client")
-    if with_index and not node:
-        raise click.UsageError("--with-index is about nodes: add --node NAME")
     try:
         made = make_certificates(
             directory,

@@ -1,5 +1,9 @@
 """What several commands share: options that name a node or an index, clients of both, one way to
-fail."""
+fail.
+
+Modules of commands import click and defaults only, and functions what they need: `--help` answers
+at once, and so do commands that need neither gRPC nor certificates.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypedDict, TypeVar
 
 import click
 
-from kvstore.client.index import IndexClient, IndexUnavailable
 from kvstore.errors import AttachError, ConfigError
-from kvstore.serve.ask import NodeClient
-from kvstore.serve.cluster import TlsSettings, resolve_tls
-from kvstore.serve.config import DEFAULT_SOCKET
+from kvstore.serve.defaults import DEFAULT_SOCKET
+
+if TYPE_CHECKING:
+    from kvstore.client.index import IndexClient
+    from kvstore.serve.ask import NodeClient
 
 INDEX_TIMEOUT_S: Final = 5.0
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -75,6 +80,9 @@ def asks_index(flags: IndexFlags) -> bool:
 @contextlib.contextmanager
 def index_client(flags: IndexFlags) -> Iterator[IndexClient]:
     """A client; wrong flags end the program with code 2, an index that is not there with 1."""
+    from kvstore.client.index import IndexClient, IndexUnavailable
+    from kvstore.serve.cluster import TlsSettings, resolve_tls
+
     endpoints: Sequence[str] = flags["index"]
     settings = TlsSettings(
         ca=flags["ca"], cert=flags["cert"], key=flags["key"], insecure=flags["insecure"]
@@ -94,6 +102,8 @@ def index_client(flags: IndexFlags) -> Iterator[IndexClient]:
 @contextlib.contextmanager
 def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
     """A client; what goes wrong with it ends the program with code 1. `hint`: what else helps."""
+    from kvstore.serve.ask import NodeClient
+
     try:
         with contextlib.closing(NodeClient(socket)) as client:
             yield client

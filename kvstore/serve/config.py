@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -39,34 +39,23 @@ from kvstore.serve.addresses import (
     tcp_endpoints,
 )
 from kvstore.serve.cluster import ClusterConfig, TlsSettings, resolve_cluster
-from kvstore.serve.machine import available_memory, file_system_bytes
+from kvstore.serve.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
+from kvstore.serve.disk_room import refuse_what_cannot_hold
+from kvstore.serve.machine import available_memory
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import KIB, MIB, format_size, parse_size
+from kvstore.wording import why_not
 
-DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
 DEFAULT_POLICY: Final = "lru"
 DEFAULT_ADMISSION: Final = AdmissionMode.ALL
-HASH_FORMS: Final = ("int", "bytes")
-"""The first is the default."""
 UID_MAX: Final = (1 << 32) - 2
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
 SCRUB_BYTES_MIN: Final = 64 * KIB
 SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
 """The kernel's limit for a unix socket path, less the longest suffix we add."""
-KIND_NAMES: Final = {
-    "str": "a text",
-    "int": "a number",
-    "float": "a fraction",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a mapping",
-    "null": "empty",
-}
-"""What msgspec's types are called in a configuration file."""
-LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 _S = TypeVar("_S", bound=msgspec.Struct)
 
 
@@ -128,7 +117,7 @@ class Settings(
     node_name: str | None = None
     slab: str | int = "auto"
     scrub: str | int | bool = "auto"
-    metrics: str | bool = DEFAULT_METRICS
+    metrics: str | int | bool = DEFAULT_METRICS
     metrics_beyond_loopback: bool = False
     events: str | bool = "off"
     event_hashes: str | None = None
@@ -144,7 +133,7 @@ class Settings(
     cert: str | None = None
     key: str | None = None
     quota: dict[str, str | int] | None = None
-    allow_uid: list[int] | int | None = None
+    allow_uid: list[int | str] | int | str | None = None
     log_level: str = "info"
 
 
@@ -179,8 +168,8 @@ def convert_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]
     try:
         return msgspec.convert(read_settings(path, flags), kind)
     except msgspec.ValidationError as error:
-        names = [field.encode_name for field in msgspec.structs.fields(kind)]
-        raise ConfigError(_explain(error, path, names)) from None
+        where = f"--config {path}" if path else "configuration"
+        raise ConfigError(f"{where}: {why_not(error, kind)}") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -213,19 +202,6 @@ def _refuse_duplicates(document: yaml.Node | None, path: Path) -> None:
                 raise ConfigError(f"--config {path} has {name!r} twice: keep one of them")
 
 
-def _explain(error: msgspec.ValidationError, path: Path | None, names: Sequence[str]) -> str:
-    where = f"--config {path}" if path else "configuration"
-    unknown = re.search(r"unknown field `(.*)`", str(error))
-    if unknown:
-        return f"{where}: unknown key {unknown[1]!r}; known keys are {', '.join(names)}"
-    text, _, at = str(error).partition(" - at `$.")
-    kinds = re.fullmatch(r"Expected `(.*)`, got `(.*)`", text)
-    if kinds is None:
-        return f"{where}: {at.rstrip('`')}: {text[0].lower()}{text[1:]}"
-    wanted = " or ".join(KIND_NAMES.get(kind, kind) for kind in kinds[1].split(" | "))
-    return f"{where}: {at.rstrip('`')} must be {wanted}, not {KIND_NAMES.get(kinds[2], kinds[2])}"
-
-
 def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
     dram_bytes, note = arena or _dram(settings.dram)
     level = settings.log_level.lower()
@@ -242,7 +218,7 @@ def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
         )
     file = _file(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub)
     if file is not None and arena is None:  # a later process has memory to serve without its disk
-        _refuse_what_cannot_hold(file)
+        refuse_what_cannot_hold(file)
     return NodeConfig(
         socket=_socket(settings.socket),
         dram_bytes=dram_bytes,
@@ -308,22 +284,6 @@ def _file(
         queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
         scrub=scrub,
     )
-
-
-def _refuse_what_cannot_hold(file: FileConfig) -> None:
-    directory = file.directory
-    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
-    if os.path.isfile(there):
-        raise ConfigError(
-            f"file tier in {directory}: {there} is a file, not a directory: give --file a directory"
-        )
-    size_bytes = file_system_bytes(directory)
-    if file.capacity_bytes > size_bytes:
-        raise ConfigError(
-            f"file of {format_size(file.capacity_bytes)} is more than the"
-            f" {format_size(size_bytes)} that the file system of {directory} has: choose a smaller"
-            " --file"
-        )
 
 
 def _scrub(text: str | int | bool) -> ScrubRate | None:
@@ -491,10 +451,16 @@ def _events(settings: Settings) -> EventsConfig | None:
     )
 
 
-def _uids(value: list[int] | int | None) -> frozenset[int]:
+def _uids(value: list[int | str] | int | str | None) -> frozenset[int]:
     if value is None:
         return frozenset({os.geteuid(), 0})
-    uids = frozenset([value] if isinstance(value, int) else value)
-    if not uids or min(uids) < 0 or max(uids) > UID_MAX:
+    texts = [str(each) for each in (value if isinstance(value, list) else [value])]
+    for text in texts:
+        if not (text.isascii() and text.isdigit() and int(text) <= UID_MAX):
+            raise ConfigError(
+                f"allow-uid {text!r} must be a numeric user id, such as 1000: 'id -u NAME' prints"
+                " that of a user"
+            )
+    if not texts:
         raise ConfigError("allow-uid must name numeric user ids, such as 1000")
-    return uids | {os.geteuid()}
+    return frozenset(map(int, texts)) | {os.geteuid()}

@@ -9,7 +9,10 @@ the node. Does not cover: what anything means. Everything that touches engine, e
 runs in this loop; other threads come in through `query` and `clear` only.
 
 One connection's datagrams are one step, so a failure in them is that connection's alone: it is
-logged once per place, counted, and the connection is hung up.
+logged once per place, counted, and the connection is hung up. Steps are cut by time: the engine
+takes events from the socket until STEP_NS are spent, and sources of one kind (`turns`) are served
+for KIND_NS; what is left waits in its socket for the next round, which begins with those that took
+least. The heart beats between any two events, so it is as late as the costliest one takes.
 """
 
 from __future__ import annotations
@@ -19,16 +22,18 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Adopt, Clear, Ended, Event, Ready, Tick
 from kvstore.errors import KVStoreError
 from kvstore.ports import Clock, Tier
-from kvstore.serve.attach import TURN_FILES, TURN_WAKE, Attach, Source
+from kvstore.serve.attach import Attach
 from kvstore.serve.executor import Executor, Poisoned
 from kvstore.serve.files import FileEnd
+from kvstore.serve.priority import Place
+from kvstore.serve.turns import TURN_FILES, TURN_WAKE, Source
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 
@@ -40,6 +45,10 @@ BEAT_NS: Final = 20 * NS_PER_MS
 TICK_NS: Final = 100 * NS_PER_MS
 REMEMBER_NS: Final = 60 * NS_PER_S
 """How often what was learned is kept; a killed node loses no more than that."""
+STEP_NS: Final = 2 * NS_PER_MS
+"""No further event is taken into a step of this age."""
+KIND_NS: Final = 4 * NS_PER_MS
+"""No further source of a kind is served in a round after so long."""
 SPIN_NS: Final = 50_000
 """So long after a datagram the loop looks for the next one before it sleeps: a hint is followed by
 a lookup, and waking up costs a lookup a quarter of its time."""
@@ -56,6 +65,10 @@ _log = logging.getLogger(__name__)
 
 class NodeBusy(KVStoreError):
     """The loop did not get to a query in time, or too many wait already. Ask again later."""
+
+
+class NodeFailed(KVStoreError):
+    """The loop could not do what it was told, logged why, and goes on."""
 
 
 class NotDurable(KVStoreError):
@@ -109,6 +122,7 @@ class Driver:
         self._tick_ns = 0
         self._remember_ns = clock.now_ns()
         self._spin_until_ns = 0
+        self._slept_ns = 0
         self._stopping = False
         self._poisoned = False
         self._failed_places: set[str] = set()
@@ -141,8 +155,14 @@ class Driver:
 
         Raises:
             NodeBusy: it was not taken within `timeout_s`, or it is not known whether it was.
+            NodeFailed: the step failed.
         """
-        self._on_loop(lambda: self._step([event]), timeout_s, steps=True)
+        try:
+            self._on_loop(lambda: self._step([event]), timeout_s, steps=True)
+        except NodeBusy:
+            raise
+        except Exception as error:
+            raise NodeFailed("the node failed at an event") from error
 
     def clear(self, *, space: bytes | None, tenant: str | None, timeout_s: float) -> int:
         """Forget blocks: of a space, a tenant, both, or all. Returns how many.
@@ -193,8 +213,8 @@ class Driver:
         ready = Ready(self._ready_bytes)
         self._step([ready] if adopt is None else [ready, adopt])
 
-    def run(self) -> None:
-        """Serve until `stop`.
+    def run(self, place: Place | None = None) -> None:
+        """Serve until `stop`; `place` is the calling thread's.
 
         Raises:
             Poisoned: the tier and the engine disagree; no engine may trust this node any more.
@@ -203,16 +223,14 @@ class Driver:
         self._tier.beat(self._beat_ns)
         while not self._stopping:
             now_ns = self._beat_if_due()
-            if now_ns - self._tick_ns >= TICK_NS:
+            if now_ns - self._tick_ns >= TICK_NS or self._engine.is_behind:
                 self._tick(now_ns)
+                if place is not None:
+                    place.look(now_ns, self._slept_ns)
             wait_ns = self._beat_ns + BEAT_NS - now_ns
-            if now_ns < self._spin_until_ns:
+            if now_ns < self._spin_until_ns or self._engine.is_behind:
                 wait_ns = 0
-            for fd, mask in self._attach.ready(max(0, wait_ns) / NS_PER_S):
-                if self._poisoned:
-                    break
-                self._serve(fd, mask)
-                self._spin_until_ns = self._beat_if_due() + SPIN_NS
+            self._round(self._sleep(wait_ns))
         with self._queries_lock:
             for query in self._queries:
                 query.future.cancel()
@@ -220,15 +238,49 @@ class Driver:
         if self._poisoned:
             raise Poisoned("generations could not be published")
 
+    def _sleep(self, wait_ns: int) -> Sequence[tuple[int, int]]:
+        """Until something is ready, or so long."""
+        if wait_ns <= 0:
+            return self._attach.ready(0)
+        begin_ns = self._clock.now_ns()
+        ready = self._attach.ready(wait_ns / NS_PER_S)
+        self._slept_ns += self._clock.now_ns() - begin_ns
+        return ready
+
+    def _round(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Serve what is ready, in order, as far as there is time for each kind."""
+        turn = until_ns = -1
+        for fd, mask in ready:
+            source = self._attach.source(fd)
+            now_ns = self._beat_if_due()
+            if self._poisoned or source is None:
+                continue
+            if source.turn != turn:
+                turn, until_ns = source.turn, now_ns + KIND_NS
+            elif now_ns >= until_ns:
+                continue
+            self._serve(fd, mask)
+            end_ns = self._beat_if_due()
+            self._attach.charge(fd, source.party, end_ns - now_ns)
+            self._spin_until_ns = end_ns + SPIN_NS
+
     def _serve(self, fd: int, mask: int) -> None:
         """Read one descriptor and act on it: one of the three places that catch everything."""
         owner = self._attach.owner(fd)
         try:
-            events = self._attach.read(fd, mask)
-            if events:
-                self._step(events)
+            events = iter(self._attach.read(fd, mask))
+            first = next(events, None)
+            if first is not None:
+                self._step(self._as_time_allows(first, events))
         except Exception as error:
             self._recover(error, owner)
+
+    def _as_time_allows(self, event: Event | None, events: Iterator[Event]) -> Iterator[Event]:
+        """Events for one step. What is not taken from `events` is not lost."""
+        end_ns = self._clock.now_ns() + STEP_NS
+        while event is not None:
+            yield event
+            event = next(events, None) if self._beat_if_due() < end_ns else None
 
     def _tick(self, now_ns: int) -> None:
         """What time alone brings about: another place that catches everything."""
@@ -264,7 +316,7 @@ class Driver:
         if self._files is not None:
             self._files.remember(self._engine.learned(), self._engine.spent_bytes())
 
-    def _step(self, events: list[Event]) -> int:
+    def _step(self, events: Iterable[Event]) -> int:
         """Step until nothing follows. Returns how many blocks were cleared."""
         cleared_blocks = 0
         while events:

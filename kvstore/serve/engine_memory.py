@@ -9,7 +9,8 @@ does not answer ZeroMQ's own heartbeat for HEARTBEAT_TIMEOUT_MS (a stopped proce
 held is taken back, its sockets are closed with whatever they had read, and new ones wait for it. So
 no number of one life is taken for one of another. So it begins again, too, whose events meet a bug.
 
-Bounded: a message is PAYLOAD_BYTES_MAX at most, QUEUED_BATCHES_MAX wait in a socket, one message of
+Bounded: a frame is PAYLOAD_BYTES_MAX at most, a message FRAMES_MAX and MESSAGE_BYTES_MAX (one with
+more ends the connection), QUEUED_BATCHES_MAX wait in a socket, one message of
 a socket is taken at a time and worked on in pieces, between which others have their turn: an engine
 that floods waits on its own side. The node's loop takes no lock of this thread.
 
@@ -20,6 +21,7 @@ Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`)
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -38,8 +40,9 @@ from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase, Place
 from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.ports import Clock
 from kvstore.proto.convert import MemoryReport
+from kvstore.serve.changes import Told
 from kvstore.serve.engine_sources import ENGINE_COUNT_MAX, EngineSource, check_endpoint
-from kvstore.serve.feed import Slice, Told
+from kvstore.serve.feed import Slice
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
@@ -53,6 +56,10 @@ REOPEN_MS_MAX: Final = 5000
 RECONNECT_MS: Final = 100
 RECONNECT_MS_MAX: Final = 2000
 QUEUED_BATCHES_MAX: Final = 32
+FRAMES_MAX: Final = 16
+"""Of one message, which has four at most where it makes sense."""
+MESSAGE_BYTES_MAX: Final = PAYLOAD_BYTES_MAX + (64 << 10)
+"""In all frames but the last."""
 BUGS_MAX: Final = 8
 """So many are remembered, to be logged once."""
 _FIRST_ROW: Final = 1 << 40
@@ -117,7 +124,8 @@ class _Follower:
             if self._replay is not None and self._replay in ready:
                 changes += self._hear_replay(_take(self._replay), now_ms)
                 self._ask()
-        except zmq.ZMQError as error:  # no descriptors are left, say
+        except zmq.ZMQError as error:  # no descriptors are left, a message is too long, …
+            self._counters.refused += error.errno == errno.EMSGSIZE
             _log.warning("engine %s: its KV events cannot be read: %s", self.source.engine, error)
             changes += self._close_until(now_ms + REOPEN_MS_MAX)
         return changes
@@ -445,10 +453,19 @@ class EngineMemory:
 
 
 def _take(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The frames of a message. Raises ZMQError: it has too many, or too many bytes, and what is
+    left of it is still in the socket."""
     try:
-        return socket.recv_multipart(zmq.NOBLOCK)
+        frames = [socket.recv(zmq.NOBLOCK)]
     except zmq.Again:
         return []
+    size_bytes = len(frames[0])
+    while socket.getsockopt(zmq.RCVMORE):
+        if len(frames) == FRAMES_MAX or size_bytes > MESSAGE_BYTES_MAX:
+            raise zmq.ZMQError(errno.EMSGSIZE)
+        frames.append(socket.recv(zmq.NOBLOCK))
+        size_bytes += len(frames[-1])
+    return frames
 
 
 def _offered(change: Stored | Removed) -> Offered:

@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvstore.engine.events import Event, PeerCommand, PeerEvent
@@ -41,16 +41,16 @@ class Exchange:
         """Readable when `read` has something."""
         return self._fd
 
-    def read(self, _mask: int) -> list[Event]:
+    def read(self, _mask: int) -> Iterator[Event]:
         """What was posted, a part of it at a time."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
-        with self._lock:
-            count = min(len(self._events), READ_EVENTS_MAX)
-            taken: list[Event] = [self._events.popleft() for _ in range(count)]
-            if self._events:
-                os.eventfd_write(self._fd, 1)
-        return taken
+        for _ in range(READ_EVENTS_MAX):
+            with self._lock:
+                if not self._events:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._fd)
+                    return
+                event = self._events.popleft()
+            yield event
 
     def carry_out(self, command: PeerCommand) -> None:
         """Hand it over."""

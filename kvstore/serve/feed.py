@@ -22,14 +22,14 @@ import logging
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import grpc
-import msgspec
 
 from kvstore.client.index import channel_options
+from kvstore.client.reasons import plain_reason
 from kvstore.engine.events import Offered
 from kvstore.index.feed import BEAT_MS, Left
 from kvstore.proto import feeds
@@ -37,16 +37,23 @@ from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.serve import aio
 from kvstore.serve.aio import LoopThread, persist
+from kvstore.serve.changes import (
+    DELTA_KEYS_MAX,
+    Told,
+    head_bytes,
+    is_like,
+    joined,
+    key_count,
+    pieces,
+    split,
+)
 from kvstore.serve.driver import NodeBusy
-from kvstore.types import KEY_BYTES, Incarnation
+from kvstore.serve.twins import Twin
+from kvstore.types import Incarnation
 from kvstore.wire.load import Load
 
-DELTA_KEYS_MAX: Final = 4096
-"""Of one message: a replica takes it in within a millisecond or two."""
 MESSAGE_BYTES: Final = feeds.MESSAGE_BYTES_MAX // 4
 """Of one message, but for its last change, which is half of that and two names at most."""
-_CHANGE_BYTES: Final = 96
-"""Of a change, besides its keys and names: a space, numbers, lengths."""
 WAITING_KEYS_MAX: Final = 1 << 17
 """Of one link, and of those that no link has taken yet: 4 MiB of keys each."""
 BEAT_S: Final = BEAT_MS / 1000
@@ -63,7 +70,6 @@ BUSY_RETRY_S: Final = 0.2
 
 Slice = tuple[list[Offered], int]
 """What peers can have of some rows, and the next row, -1 after the last."""
-Told = Offered | Left
 
 Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(address, credentials) of a replica → a channel to it."""
@@ -114,7 +120,7 @@ class Feeder:
 
     def put(self, told: Told) -> None:
         """Tell soon, or see to it that replicas ask. Never blocks for long."""
-        count = _key_count(told)
+        count = key_count(told)
         with self._lock:
             if self._waiting_keys + count <= WAITING_KEYS_MAX:
                 self._waiting.append(told)
@@ -168,6 +174,8 @@ class Feeder:
     @property
     def trouble(self) -> str:
         """What a healthy node lacks; empty while all is well."""
+        if twins := [link.twin.text for link in self._links if link.twin.text]:
+            return twins[0]
         away = [link.replica for link in self._links if not link.is_connected]
         return f"the index at {', '.join(away)} is not reached" if away else ""
 
@@ -224,6 +232,7 @@ class Link:
         self.replica = replica
         self._load = load
         self.is_connected = False
+        self.twin = Twin()
         self._credentials = credentials
         self._hello = hello
         self._counters = counters
@@ -242,7 +251,7 @@ class Link:
     def put(self, told: Sequence[Told] | deque[Told]) -> None:
         """Queue; what is too much makes a gap."""
         self._queue.extend(told)
-        self.queued_keys += sum(map(_key_count, told))
+        self.queued_keys += sum(map(key_count, told))
         if self.queued_keys > WAITING_KEYS_MAX:
             self._counters.keys_lost += self.queued_keys
             self.lose()
@@ -266,6 +275,9 @@ class Link:
                 await self._stream(ask)
             except grpc.RpcError as error:
                 reason = _reason(error)
+                if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+                    self.twin.told(reason, loop.time())
+                    reason = ""  # that is said
             except TimeoutError:
                 reason = f"it took nothing for {WRITE_TIMEOUT_S:.0f} s"
             except Exception:  # a bug, which may have kept what was taken to be told
@@ -275,7 +287,8 @@ class Link:
                 was_connected, self.is_connected = self.is_connected, False
             if was_connected and loop.time() - begin_s >= STEADY_S:
                 self._told.clear()
-            self._note(reason, was_connected=was_connected)
+            if reason:
+                self._note(reason, was_connected=was_connected)
             retry_s = RETRY_MIN_S if was_connected else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s * (0.5 + self._jitter()))
 
@@ -289,9 +302,7 @@ class Link:
 
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
         async with self._dial(self.replica, self._credentials) as channel:
-            # Without it a first write would wait as long as nobody is there.
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await channel.channel_ready()
+            await _connect(channel)
             call = IndexStub(channel).Feed()
             try:
                 await self._feed(call, ask)
@@ -331,6 +342,7 @@ class Link:
                     beat = pb.Beat(sequence=self._sequence, load=self._load())
                     await _write(call, pb.FeedWord(beat=beat))
                     beat_s = loop.time()
+                    self.twin.look(beat_s)
         finally:
             listening.cancel()
             (ended,) = await asyncio.gather(listening, return_exceptions=True)
@@ -340,7 +352,11 @@ class Link:
     async def _listen(self, call: Any) -> None:
         """Orders of the replica, until its end of the stream. Raises grpc.RpcError."""
         try:
-            async for _ in call:
+            async for order in call:
+                if order.another:
+                    text = f"another process, at {order.another}, says it is {self._hello.node}"
+                    self.twin.told(text, asyncio.get_running_loop().time())
+                    continue
                 self._is_asked = True
                 self._wake.set()
         finally:
@@ -366,19 +382,19 @@ class Link:
             told = self._queue.popleft()
             if isinstance(told, Left):
                 runs.append((told, []))
-                count, size = count + _key_count(told), size + _head_bytes(told)
+                count, size = count + key_count(told), size + head_bytes(told)
                 continue
-            first, rest = _split(told, DELTA_KEYS_MAX - count)
+            first, rest = split(told, DELTA_KEYS_MAX - count)
             if rest is not None:
                 self._queue.appendleft(rest)
-            if runs and _is_like(runs[-1][0], first):
+            if runs and is_like(runs[-1][0], first):
                 runs[-1][1].append(first.keys)
             else:
                 runs.append((first, [first.keys]))
-                size += _head_bytes(first)
-            count, size = count + _key_count(first), size + len(first.keys)
+                size += head_bytes(first)
+            count, size = count + key_count(first), size + len(first.keys)
         self.queued_keys -= count
-        return [feeds.change_of(_joined(told, keys)) for told, keys in runs]
+        return [feeds.change_of(joined(told, keys)) for told, keys in runs]
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
         """All that peers can have, in parts, with deltas between them."""
@@ -388,7 +404,7 @@ class Link:
         number, row = 1, 0
         while row >= 0:
             offers, row = await _slice(ask, row)
-            for piece in _pieces(offers):
+            for piece in pieces(offers):
                 await self._write_part(call, number, piece, is_last=False)
                 number += 1
             await self._write_waiting(call)
@@ -433,54 +449,15 @@ async def _write(call: Any, word: pb.FeedWord) -> None:
             ) from None
 
 
-def _key_count(told: Told) -> int:
-    """What it takes of a queue, in keys."""
-    return 1 if isinstance(told, Left) else len(told.keys) // KEY_BYTES
-
-
-def _head_bytes(told: Told) -> int:
-    """Of a change in a message, without its keys: so much at most."""
-    names = [told.engine] if isinstance(told, Left) else [told.engine, told.tenant]
-    return _CHANGE_BYTES + sum(len(name.encode()) for name in names)
-
-
-def _is_like(one: Told, other: Offered) -> bool:
-    """Whether they differ in their keys only."""
-    return isinstance(one, Offered) and (
-        one.stored,
-        one.tier,
-        one.space,
-        one.tenant,
-        one.engine,
-        one.rank,
-    ) == (other.stored, other.tier, other.space, other.tenant, other.engine, other.rank)
-
-
-def _joined(told: Told, keys: Sequence[bytes]) -> Told:
-    """One change instead of several alike: engines store block by block."""
-    if len(keys) <= 1 or isinstance(told, Left):
-        return told
-    return msgspec.structs.replace(told, keys=b"".join(keys))
-
-
-def _split(offer: Offered, count: int) -> tuple[Offered, Offered | None]:
-    """The first `count` keys, and the others."""
-    if len(offer.keys) <= count * KEY_BYTES:
-        return offer, None
-    first, rest = offer.keys[: count * KEY_BYTES], offer.keys[count * KEY_BYTES :]
-    replace = msgspec.structs.replace
-    return replace(offer, keys=first), replace(offer, keys=rest)
-
-
-def _pieces(offers: Sequence[Offered]) -> Iterator[list[Offered]]:
-    """Of messages that a replica takes in quickly."""
-    for offer in offers:
-        rest: Offered | None = offer
-        while rest is not None:
-            first, rest = _split(rest, DELTA_KEYS_MAX)
-            yield [first]
+async def _connect(channel: grpc.aio.Channel) -> None:
+    """Without it a first write would wait as long as nobody is there. Raises RpcError."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await channel.channel_ready()
+    except TimeoutError:  # a call that does not wait is told why
+        await IndexStub(channel).Nodes(pb.NodesRequest(), timeout=CONNECT_TIMEOUT_S)
 
 
 def _reason(error: grpc.RpcError) -> str:
     details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-    return " ".join(str(details).split())[:300]
+    return " ".join(plain_reason(details).split())[:300]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -236,7 +236,7 @@ class FileEnd:
                 self._tier.reclaim(segment, keep)
         return []
 
-    def read(self, _mask: int) -> list[Event]:
+    def read(self, _mask: int) -> Iterator[Event]:
         """What the tier says: one event at a time of those that are long.
 
         More is taken when all is told: recovery goes on at the pace of the engine, and the end of a
@@ -244,15 +244,13 @@ class FileEnd:
         """
         if not self._waiting:
             self._waiting.extend(self._tier.take_events())
-        events: list[Event] = []
-        while self._waiting:
+            if len(self._waiting) > 1:
+                ring(self._tier.fileno())  # what is not asked for now is there in the next round
+        is_long = False
+        while self._waiting and not is_long:
             event = self._waiting.popleft()
-            events += self._translate(event)
-            if isinstance(event, Known | Moved | Gone | Reclaim):
-                break
-        if self._waiting:
-            ring(self._tier.fileno())
-        return events
+            is_long = isinstance(event, Known | Moved | Gone | Reclaim)
+            yield from self._translate(event)
 
     def _are_late(self, jobs: set[int]) -> None:
         if bool(jobs) != bool(self._late_jobs):

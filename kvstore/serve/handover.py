@@ -10,12 +10,12 @@ import contextlib
 import os
 import socket
 from collections import deque
-from importlib.metadata import version
 from types import TracebackType
 from typing import Self
 
 from kvstore.engine.journal import LAYOUT_VERSION
 from kvstore.serve import control
+from kvstore.serve.installed import LoadedCode
 
 
 class SupervisorGone(Exception):
@@ -40,7 +40,9 @@ class Handover:
         """The same of `control.PLACES`."""
         self.writers: list[tuple[control.Writer, int]] = []
         """Ranks of earlier processes, with their pidfds."""
-        self._say(control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, version("kvstore")))
+        self.code = LoadedCode()
+        prepared = control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, self.code.version)
+        self._say(prepared)
         while True:
             message, fd = self._hear()
             match message:

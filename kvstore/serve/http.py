@@ -1,29 +1,39 @@
 """/metrics and /healthz: two read-only pages over HTTP, bounded in every direction.
 
-A handful of threads, a request head of at most 8 KiB that must arrive within 2 s in all, an answer
-that must be taken within 5 s, one request per connection. Not a web server: GET of known paths.
+    thread "http"   accept ─▶ head ─▶ wait for the page ─▶ answer ─▶ closed
+    one per page                        └─ made once for all that wait ─┘
+
+One thread has all connections: a silent one costs a place and no thread. A request head has at most
+8 KiB and must arrive within 2 s in all, an answer must be taken within 5 s. Where CLIENT_COUNT_MAX
+are connected, the oldest that is silent gives way to the newest, so that silence keeps no probe
+out. A page is made by one thread at a time, for all requests that had arrived by then: a crowd
+costs the node no more than a few. Not a web server: GET of known paths, one request per connection.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from kvstore.errors import ConfigError
-from kvstore.serve.addresses import HttpConfig
+from kvstore.serve.addresses import HttpConfig, joined
 
 HEAD_BYTES_MAX: Final = 8 << 10
 HEAD_TIMEOUT_S: Final = 2.0
 ANSWER_TIMEOUT_S: Final = 5.0
-THREAD_COUNT: Final = 4
-WAITING_COUNT_MAX: Final = 16
+CLIENT_COUNT_MAX: Final = 64
+ACCEPTS_PER_TURN: Final = 16
+PAUSE_S: Final = 0.2
+"""Without descriptors, until the next `accept`."""
 _REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
 
 _log = logging.getLogger(__name__)
@@ -40,6 +50,42 @@ class Page(NamedTuple):
 def text_page(status: int, text: str) -> Page:
     """A plain text answer."""
     return Page(status, "text/plain; charset=utf-8", text.encode() + b"\n")
+
+
+class _Client:
+    """A connection: its head arrives, it waits for a page, its answer goes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.head = bytearray()
+        self.answer: memoryview | None = None
+        self.deadline_s: float | None = time.monotonic() + HEAD_TIMEOUT_S
+        """For the other end. None: it waits for us."""
+
+    def hears(self) -> bool:
+        """Whether the head, or the connection, is at its end. Raises OSError."""
+        while b"\r\n\r\n" not in self.head and len(self.head) <= HEAD_BYTES_MAX:
+            try:
+                piece = self.socket.recv(HEAD_BYTES_MAX)
+            except BlockingIOError:
+                return False
+            if not piece:
+                break
+            self.head += piece
+        return True
+
+    def begin(self, answer: bytes) -> None:
+        """To answer."""
+        self.answer = memoryview(answer)
+        self.deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+
+    def says(self) -> bool:
+        """Whether all of the answer has gone. Raises OSError."""
+        assert self.answer is not None
+        with contextlib.suppress(BlockingIOError):
+            while self.answer:
+                self.answer = self.answer[self.socket.send(self.answer) :]
+        return not self.answer
 
 
 class HttpServer:
@@ -64,14 +110,20 @@ class HttpServer:
         # Another process may have it, too: nothing but `accept` is ever done to it, and that may
         # come too late.
         self._socket.setblocking(False)
-        self._waker, self._woken = socket.socketpair()
         host, self.port = self._socket.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if family == socket.AF_INET6 else host}:{self.port}"
-        self._pool = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="http")
-        self._room = threading.Semaphore(THREAD_COUNT + WAITING_COUNT_MAX)
-        self._clients: set[socket.socket] = set()
-        self._clients_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._accept, name="http-accept", daemon=True)
+        self.url = f"http://{joined(host, self.port)}"
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()
+        self._closing = False
+        self._clients: dict[int, _Client] = {}
+        """By descriptor; those whose heads arrive and those whose answers go, oldest first."""
+        self._waiting: dict[str, list[_Client]] = {path: [] for path in pages}
+        """For the page of that path, which is begun when the one that is being made is there."""
+        self._making: set[str] = set()
+        self._made: deque[tuple[str, list[_Client], bytes]] = deque()
+        self._accept_again_s = 0.0
+        self._pool = ThreadPoolExecutor(max(1, len(pages)), thread_name_prefix="http-page")
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
         """Begin to answer. Once."""
@@ -82,70 +134,156 @@ class HttpServer:
 
         Who connects then is heard by the process that holds the socket next, if there is one.
         """
-        self._waker.close()
+        self._closing = True
+        self._wake()
         if self._thread.is_alive():
             self._thread.join()
-        with self._clients_lock:
-            for client in self._clients:
-                with contextlib.suppress(OSError):
-                    client.shutdown(socket.SHUT_RDWR)
+        for client in self._clients.values():
+            client.socket.close()
+        self._clients.clear()
         self._socket.close()
-        self._woken.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def fileno(self) -> int:
         """Of the listening socket."""
         return self._socket.fileno()
 
+    def _wake(self) -> None:
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        while not self._closing:
+            ready = self._ready()
+            if self._wake_fd in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+            while self._made:
+                self._answer(*self._made.popleft())
+            for client in [self._clients[fd] for fd in ready if fd in self._clients]:
+                self._turn(client)
+            if self._socket.fileno() in ready:
+                self._accept()
+            self._expire(time.monotonic())
+
+    def _ready(self) -> list[int]:
+        """Descriptors on which something has happened."""
+        poll, now_s = select.poll(), time.monotonic()
+        poll.register(self._wake_fd, select.POLLIN)
+        times = [client.deadline_s for client in self._clients.values() if client.deadline_s]
+        for fd, client in self._clients.items():
+            if client.deadline_s is not None:
+                poll.register(fd, select.POLLIN if client.answer is None else select.POLLOUT)
+        if now_s < self._accept_again_s:
+            times.append(self._accept_again_s)
+        elif len(self._clients) < CLIENT_COUNT_MAX or self._silent() is not None:
+            poll.register(self._socket, select.POLLIN)
+        wait_ms = max(0.0, min(times) - now_s) * 1000 + 1 if times else None
+        return [fd for fd, _ in poll.poll(wait_ms)]
+
     def _accept(self) -> None:
-        ready = select.poll()
-        for sock in (self._socket, self._woken):
-            ready.register(sock, select.POLLIN)
-        while True:
-            if any(fd == self._woken.fileno() for fd, _ in ready.poll()):
-                return
+        for _ in range(ACCEPTS_PER_TURN):
+            silent = self._silent()
+            if len(self._clients) >= CLIENT_COUNT_MAX and silent is None:
+                return  # all of them wait for pages, which others come to when those are made
             try:
-                client, _ = self._socket.accept()
+                sock, _ = self._socket.accept()
             except (BlockingIOError, ConnectionError):
-                continue
-            except OSError:
-                threading.Event().wait(0.2)  # out of descriptors: others must close some first
-                continue
-            if not self._room.acquire(blocking=False):
-                client.close()
-                continue
-            try:
-                self._pool.submit(self._answer, client).add_done_callback(_report)
-            except RuntimeError:  # closed in between
-                client.close()
                 return
+            except OSError:  # out of descriptors
+                self._accept_again_s = time.monotonic() + PAUSE_S
+                return
+            if len(self._clients) >= CLIENT_COUNT_MAX and silent is not None:
+                self._hang_up(silent)
+            sock.setblocking(False)
+            client = self._clients[sock.fileno()] = _Client(sock)
+            self._turn(client)
 
-    def _answer(self, client: socket.socket) -> None:
-        with self._clients_lock:
-            self._clients.add(client)
+    def _silent(self) -> _Client | None:
+        """The oldest whose head does not come, or else whose answer does not go."""
+        late = [client for client in self._clients.values() if client.deadline_s is not None]
+        return next((each for each in late if each.answer is None), next(iter(late), None))
+
+    def _turn(self, client: _Client) -> None:
         try:
-            with client, contextlib.suppress(OSError):
-                page = self._page(_read_head(client))
-                head = (
-                    f"HTTP/1.1 {page.status} {_REASONS.get(page.status, 'Unavailable')}\r\n"
-                    f"Content-Type: {page.content_type}\r\nContent-Length: {len(page.body)}\r\n"
-                    "Connection: close\r\n\r\n"
-                )
-                client.settimeout(ANSWER_TIMEOUT_S)
-                client.sendall(head.encode() + page.body)
-        finally:
-            with self._clients_lock:
-                self._clients.discard(client)
-            self._room.release()
+            if client.answer is None and client.hears():
+                self._heard(client)
+            if client.answer is not None and client.says():
+                self._hang_up(client)
+        except OSError:
+            self._hang_up(client)
 
-    def _page(self, head: bytes) -> Page:
-        parts = head.split(b"\r\n", 1)[0].split(b" ")
-        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
-            return text_page(400, "not an HTTP/1.1 request")
-        if parts[0] != b"GET":
-            return text_page(405, "only GET")
-        make = self._pages.get(parts[1].split(b"?", 1)[0].decode("latin-1"))
-        return text_page(404, f"only {', '.join(self._pages)}") if make is None else make()
+    def _heard(self, client: _Client) -> None:
+        parts = bytes(client.head).split(b"\r\n", 1)[0].split(b" ")
+        path = parts[1].split(b"?", 1)[0].decode("latin-1") if len(parts) == 3 else ""
+        if b"\r\n\r\n" not in client.head or not parts[-1].startswith(b"HTTP/1.") or not path:
+            client.begin(_response(text_page(400, "not an HTTP/1.1 request")))
+        elif parts[0] != b"GET":
+            client.begin(_response(text_page(405, "only GET")))
+        elif path not in self._pages:
+            client.begin(_response(text_page(404, f"only {', '.join(self._pages)}")))
+        else:
+            client.deadline_s = None
+            self._waiting[path].append(client)
+            self._make(path)
+
+    def _make(self, path: str) -> None:
+        """The page, for all who wait for it by now."""
+        clients = self._waiting[path]
+        if path in self._making or not clients:
+            return
+        self._waiting[path] = []
+        self._making.add(path)
+
+        making = self._pool.submit(self._pages[path])
+        making.add_done_callback(lambda made: self._is_made(path, clients, made))
+
+    def _is_made(self, path: str, clients: list[_Client], made: Future[Page]) -> None:
+        """Of the thread that made it."""
+        error = None if made.cancelled() else made.exception()
+        if error is not None:
+            _log.error("a page could not be made", exc_info=error)
+        self._made.append(
+            (path, clients, b"" if error or made.cancelled() else _response(made.result()))
+        )
+        self._wake()
+
+    def _answer(self, path: str, clients: Iterable[_Client], answer: bytes) -> None:
+        self._making.discard(path)
+        for client in clients:
+            # Of those whose answers go it is now the newest.
+            self._clients[client.socket.fileno()] = self._clients.pop(client.socket.fileno())
+            client.begin(answer)
+            self._turn(client)
+        self._make(path)
+
+    def _expire(self, now_s: float) -> None:
+        for client in list(self._clients.values()):
+            if client.deadline_s is None or now_s < client.deadline_s:
+                continue
+            if client.answer is None:
+                client.begin(_response(text_page(400, "not an HTTP/1.1 request")))
+                self._turn(client)
+            else:
+                self._hang_up(client)
+
+    def _hang_up(self, client: _Client) -> None:
+        del self._clients[client.socket.fileno()]
+        client.socket.close()
+
+
+def _response(page: Page) -> bytes:
+    head = (
+        f"HTTP/1.1 {page.status} {_REASONS.get(page.status, 'Unavailable')}\r\n"
+        f"Content-Type: {page.content_type}\r\nContent-Length: {len(page.body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + page.body
 
 
 def _listen(config: HttpConfig, family: socket.AddressFamily) -> socket.socket:
@@ -157,32 +295,7 @@ def _listen(config: HttpConfig, family: socket.AddressFamily) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"metrics cannot listen on {config.host}:{config.port}: {error.strerror};"
+            f"metrics cannot listen on {joined(config.host, config.port)}: {error.strerror};"
             " choose another --metrics, such as 127.0.0.1:0, or off"
         ) from None
     return sock
-
-
-def _report(answered: Future[None]) -> None:
-    error = None if answered.cancelled() else answered.exception()
-    if error is not None:
-        _log.error("a page could not be made", exc_info=error)
-
-
-def _read_head(client: socket.socket) -> bytes:
-    """The request head; empty when it is too long or too late. Raises OSError."""
-    head = b""
-    deadline_s = time.monotonic() + HEAD_TIMEOUT_S
-    while b"\r\n\r\n" not in head:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or len(head) > HEAD_BYTES_MAX:
-            return b""
-        client.settimeout(left_s)
-        try:
-            piece = client.recv(HEAD_BYTES_MAX)
-        except TimeoutError:
-            return b""
-        if not piece:
-            return b""
-        head += piece
-    return head

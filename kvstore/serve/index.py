@@ -3,9 +3,8 @@
     Feed ─▶ checked words ─▶ IndexStore.hear ─▶ go on, ask for a snapshot, or close
     Match, Nodes, Watch ─▶ IndexStore.match, .members
 
-One asyncio loop owns the store, so nothing is locked. Bounded:
-messages of 1 MiB, calls, watchers and questions by tokens by number, what a caller does not read by
-time.
+One asyncio loop owns the store, so nothing is locked. Bounded: messages of 1 MiB, calls, watchers
+and questions by tokens by number, what a caller does not read by time, each caller by `shares`.
 
 When a stream breaks, the node's peer address is dialled once: refused means that nobody is there,
 and it is out of every answer at once. Only an address at the host that the stream came from is
@@ -32,6 +31,7 @@ from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Beat, Closed, Delta, Event, Hello, Part, Refused, Trust, Verdict
 from kvstore.index.index import Answer, Member
+from kvstore.index.rivals import Rivals
 from kvstore.ports import IndexStore
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
@@ -54,6 +54,7 @@ HELLO_TIMEOUT_S: Final = 5.0
 DIAL_TIMEOUT_S: Final = 1.0
 DIALS_MAX: Final = 3
 TICK_S: Final = 0.1
+OWN_NAMES: Final = "Give each machine a certificate, or with --insecure a --node-name, of its own"
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -72,6 +73,7 @@ class IndexCounters:
         self.words_refused = 0
         self.feeds_refused = 0
         self.watchers_dropped = 0
+        self.calls_refused = 0
 
 
 class _Sight:
@@ -107,6 +109,9 @@ class IndexService(IndexServicer):
         self._demands_names = demands_names
         self._feeds: dict[str, Hello] = {}
         """The newest stream of each node."""
+        self._hosts: dict[str, str] = {}
+        """From where it came."""
+        self._rivals = Rivals()
         self._watchers = 0
         self._endings: set[asyncio.Task[None]] = set()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
@@ -124,6 +129,10 @@ class IndexService(IndexServicer):
     @property
     def watcher_count(self) -> int:
         return self._watchers
+
+    def call_refused(self) -> None:
+        """Its caller had too many (`shares`)."""
+        self.counters.calls_refused += 1
 
     async def tick(self) -> None:
         """What time alone brings about, for as long as it is not cancelled."""
@@ -227,9 +236,10 @@ class IndexService(IndexServicer):
         hello = await self._hello(words, context)
         verdict = await self._tell_store(hello)
         if verdict is Verdict.CLOSE:
-            await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
+            await self._refuse_stream(hello, context)
         # A stream that this one replaces is closed at its next word, or by keep-alive.
         self._feeds[hello.node] = hello
+        self._hosts[hello.node] = _host_of(context.peer())
         _log.info("node %s feeds, stream %d", hello.node, hello.stream)
         try:
             await context.send_initial_metadata(())
@@ -239,9 +249,11 @@ class IndexService(IndexServicer):
                 verdict = await self._hear(word, hello, context)
                 if verdict is Verdict.ASK:
                     yield self._order()
+                if (rival := self._rivals.of(hello.node, loop_ms())) is not None:
+                    yield pb.FeedOrder(another=rival)
         finally:
             if self._feeds.get(hello.node) is hello:
-                del self._feeds[hello.node]
+                del self._feeds[hello.node], self._hosts[hello.node]
             # Not here: a call that was cancelled has no time to wait for a store.
             ending = asyncio.get_running_loop().create_task(self._ended(hello, context.peer()))
             self._endings.add(ending)
@@ -286,6 +298,27 @@ class IndexService(IndexServicer):
         if verdict is Verdict.CLOSE:
             await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
         return verdict
+
+    async def _refuse_stream(self, hello: Hello, context: Context) -> NoReturn:
+        """A Hello that came too late, or of a process that lives beside the one that is heard."""
+        now_ms, name, host = loop_ms(), hello.node, _host_of(context.peer())
+        heard = next((each for each in self.store.members(now_ms) if each.node == name), None)
+        if heard is not None and heard.incarnation != hello.incarnation:
+            was_known = self._rivals.of(name, now_ms) is not None
+            if self._rivals.refused(name, hello.incarnation, host, now_ms):
+                other = self._hosts.get(name, "another machine")
+                text = f"another process, at {other}, is node {name} already"
+                if not was_known:
+                    _log.error("%s: the one at %s is not heard. %s", text, host, OWN_NAMES)
+                await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
+        await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
+        raise AssertionError("abort raises")
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy index lacks; empty while all is well."""
+        names = self._rivals.names(now_ms())
+        return f"two processes say that they are node {', '.join(names)}" if names else ""
 
     async def _tell_store(self, event: Event) -> Verdict:
         """Who comes, goes or is whole again is in the next list of the nodes."""
@@ -365,4 +398,5 @@ def _keys_of_tokens(tokens: pb.Tokens) -> bytes:
 def _host_of(peer: str) -> str:
     """The IP address in gRPC's name of a peer: ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
     found = address_of(unquote(peer).partition(":")[2])
-    return str(found[0]) if found else ""
+    # Of one that listens on [::], callers over IPv4 have addresses such as ::ffff:10.0.0.1.
+    return str(getattr(found[0], "ipv4_mapped", None) or found[0]) if found else ""

@@ -12,15 +12,14 @@ import msgspec
 from kvstore.errors import ConfigError
 from kvstore.serve.addresses import http_config
 from kvstore.serve.cluster import (
-    DEFAULT_INDEX_METRICS,
-    DEFAULT_LISTEN,
     IndexConfig,
     TlsSettings,
     is_installed,
     resolve_replica,
     resolve_tls,
 )
-from kvstore.serve.config import LOG_LEVELS, convert_settings
+from kvstore.serve.config import convert_settings
+from kvstore.serve.defaults import DEFAULT_INDEX_METRICS, DEFAULT_LISTEN, LOG_LEVELS
 from kvstore.stores.address import StoreConfig, store_config
 
 
@@ -34,7 +33,7 @@ class IndexSettings(
     store: str | None = None
     store_password_file: str | None = None
     store_ca: str | None = None
-    metrics: str | bool = DEFAULT_INDEX_METRICS
+    metrics: str | int | bool = DEFAULT_INDEX_METRICS
     metrics_beyond_loopback: bool = False
     ca: str | None = None
     cert: str | None = None
@@ -77,7 +76,9 @@ def _store(settings: IndexSettings) -> StoreConfig | None:
             )
         return None
     if not is_installed("redis"):
-        raise ConfigError("--store needs redis, not installed here: pip install 'kvstore[redis]'")
+        raise ConfigError(
+            "--store needs redis, not installed here: pip install 'kvstore-llm[redis]'"
+        )
     config = store_config(
         settings.store, password_file=settings.store_password_file, ca=settings.store_ca
     )

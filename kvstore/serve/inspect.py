@@ -23,6 +23,12 @@ from kvstore.proto import feeds
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
+from kvstore.serve.defaults import (
+    BLOCK_ROWS_MAX,
+    PREFIX_KEYS_MAX,
+    REPLY_BYTES_MAX,
+    REQUEST_ROWS_MAX,
+)
 from kvstore.serve.driver import Driver, NodeBusy, NotDurable
 from kvstore.serve.listener import INSPECT_SUFFIX
 from kvstore.types import KEY_BYTES, SpaceId
@@ -31,11 +37,6 @@ from kvstore.wire.load import Load
 THREAD_COUNT: Final = 2
 CALL_COUNT_MAX: Final = 8
 REQUEST_BYTES_MAX: Final = 64 << 10
-REPLY_BYTES_MAX: Final = 4 << 20
-BLOCK_ROWS_MAX: Final = 1000
-"""Rows of one Blocks reply: about 10 ms of the loop."""
-REQUEST_ROWS_MAX: Final = 100
-PREFIX_KEYS_MAX: Final = 1024
 QUERY_TIMEOUT_S: Final = 2.0
 _T = TypeVar("_T")
 
@@ -103,6 +104,11 @@ class InspectService(InspectServicer):
 
     def Nodes(self, request: pb.NodesRequest, context: grpc.ServicerContext) -> pb.NodesReply:
         return pb.NodesReply(rows=self._rows(context, lambda engine: engine.nodes()))
+
+    def Unserved(
+        self, request: pb.UnservedRequest, context: grpc.ServicerContext
+    ) -> pb.UnservedReply:
+        return pb.UnservedReply(rows=self._rows(context, lambda engine: engine.unserved()))
 
     def Members(self, request: pb.MembersRequest, context: grpc.ServicerContext) -> pb.MembersReply:
         rows: list[Any] = [to_message(row) for row in self._cluster.members()]

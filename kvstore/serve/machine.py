@@ -14,10 +14,20 @@ from kvstore.errors import ConfigError
 
 def file_system_bytes(directory: Path) -> int:
     """Size of the file system that a directory, made or not yet, lies in."""
+    found = _file_system(directory)
+    return found.f_blocks * found.f_frsize
+
+
+def file_system_free_bytes(directory: Path) -> int:
+    """Of that file system, what this user may still fill."""
+    found = _file_system(directory)
+    return found.f_bavail * found.f_frsize
+
+
+def _file_system(directory: Path) -> os.statvfs_result:
     # Not Path.exists, which raises for a name that is too long: whoever makes it will say so.
     existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
-    found = os.statvfs(existing)
-    return found.f_blocks * found.f_frsize
+    return os.statvfs(existing)
 
 
 def available_memory() -> tuple[int, str]:

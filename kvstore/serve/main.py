@@ -6,6 +6,7 @@ no node to talk to.
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -13,22 +14,20 @@ from pathlib import Path
 
 import click
 
+from kvstore import __version__
 from kvstore.errors import AttachError, ConfigError
 from kvstore.serve.addresses import DEFAULT_METRICS, EXAMPLE_EVENTS
-from kvstore.serve.begin import supervise
 from kvstore.serve.cluster_commands import certs, cluster_options, index
 from kvstore.serve.commands import SOCKET_OPTION, fail, node_client
-from kvstore.serve.config import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS, load_config, read_settings
-from kvstore.serve.fsck import fsck as check_directory
-from kvstore.serve.fsck import reports_as_json, stores_in
+from kvstore.serve.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
 from kvstore.serve.look_commands import explain, inspect, top
-from kvstore.serve.upgrade import UpgradeRefused, ask_for_upgrade
 
 DEMO_NEEDS = ("vllm", "psutil")
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="kvstore", prog_name="kvstore", message="%(prog)s %(version)s")
+@click.version_option(__version__, prog_name="kvstore", message="%(prog)s %(version)s")
 def cli() -> None:
     """A shared, verified KV cache for LLM engines.
 
@@ -123,7 +122,6 @@ def cli() -> None:
 @click.option(
     "--allow-uid",
     multiple=True,
-    type=click.IntRange(min=0),
     metavar="UID",
     help="User whose engines may attach; repeatable.  [default: own uid and 0]",
 )
@@ -136,7 +134,7 @@ def cli() -> None:
 )
 def node(
     config_path: Path | None,
-    allow_uid: tuple[int, ...],
+    allow_uid: tuple[str, ...],
     quota: tuple[str, ...],
     index: tuple[str, ...],
     **flags: str | bool | None,
@@ -161,6 +159,9 @@ def node(
       allow-uid: [1000, 1001]
       quota: {llama: 30%, team-a: 20GiB}
     """
+    from kvstore.serve.begin import supervise
+    from kvstore.serve.config import load_config, read_settings
+
     settings: dict[str, object] = {name.replace("_", "-"): value for name, value in flags.items()}
     settings["allow-uid"] = list(allow_uid) or None
     settings["index"] = list(index) or None
@@ -215,8 +216,10 @@ def upgrade(socket: Path) -> None:
 
     \b
     Example:
-      pip install --upgrade kvstore && kvstore upgrade
+      pip install --upgrade kvstore_llm-*.whl && kvstore upgrade
     """
+    from kvstore.serve.upgrade import UpgradeRefused, ask_for_upgrade
+
     try:
         click.echo(ask_for_upgrade(socket))
     except (AttachError, UpgradeRefused) as error:
@@ -245,6 +248,9 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
       kvstore fsck /var/lib/kvstore --quarantine
       kvstore fsck /mnt/shared --json | jq '.directories[] | select(.status > 0)'
     """
+    from kvstore.serve.fsck import fsck as check_directory
+    from kvstore.serve.fsck import reports_as_json, stores_in
+
     stores = stores_in(directory)
     try:
         reports = [check_directory(store, quarantine=quarantine) for store in stores]
@@ -289,7 +295,30 @@ def demo(arguments: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the program."""
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        _discard_output()
+        fail(f"the output cannot be written: {error.strerror}", code=1)
+
+
+def _discard_output() -> None:
+    """Python flushes at its end, and would complain of what cannot be written once more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def _run() -> None:
     try:
         cli(prog_name="kvstore", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -298,10 +327,11 @@ def main() -> None:
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "kvstore"
         message = error.format_message().rstrip(".")
-        fail(f"{message[0].lower()}{message[1:]}: see '{path} --help'", code=2)
+        see = " See" if message.endswith("?") else ": see"
+        fail(f"{message[0].lower()}{message[1:]}{see} '{path} --help'", code=2)
     except click.ClickException as error:
         fail(error.format_message(), code=2)
-    except (click.Abort, BrokenPipeError):
+    except click.Abort:
         sys.exit(1)
 
 

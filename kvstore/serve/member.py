@@ -71,8 +71,9 @@ class ClusterMember:
                     loop,
                     who=Who(config.node, incarnation),
                     arena_fd=arena.arena_fd,
+                    hold_fd=arena.hold_fd,
                     arena_bytes=tier.capacity_bytes,
-                    view=tier.view,
+                    read=tier.read,
                     clock=clock,
                 )
                 stack.callback(self.peering.close)
@@ -224,8 +225,8 @@ def _open_memory(config: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineM
     except ImportError:
         if config.engines:
             raise ConfigError(
-                "--engine-events needs pyzmq: pip install 'kvstore[events]'"
+                "--engine-events needs pyzmq: pip install 'kvstore-llm[events]'"
             ) from None
-        _log.info("KV events of engines are not read: pip install 'kvstore[events]'")
+        _log.info("KV events of engines are not read: pip install 'kvstore-llm[events]'")
         return None
     return EngineMemory(config.engines, clock=clock, tell=feeder.put)

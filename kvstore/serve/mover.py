@@ -1,6 +1,6 @@
 """The node's end of its mover: starts, watches and kills it, and tells each transfer's end once.
 
-    mover = Mover(arena_fd, arena_bytes, settings, clock)
+    mover = Mover(arena_fd, hold_fd, arena_bytes, settings, clock)
     mover.start()                                  # from the loop's own thread: it dies with it
     selector.register(mover.fileno(), EVENT_READ)  # and call `read` at `mover.next_ns()`, too
     mover.connect("node-b", descriptor)            # of b's mover, from b
@@ -91,7 +91,14 @@ class Ended(NamedTuple):
     took_ns: int = 0
 
 
-MoverEvent = Up | Down | Unusable | PeerLost | Ended
+class Crowded(NamedTuple):
+    """Peers that would read from here found no room; told at the first, and when they doubled."""
+
+    refused: int
+    """Of this mover."""
+
+
+MoverEvent = Up | Down | Unusable | PeerLost | Ended | Crowded
 
 
 class MoverChild:
@@ -100,6 +107,7 @@ class MoverChild:
     def __init__(
         self,
         arena_fd: int,
+        hold_fd: int,
         arena_bytes: int,
         settings: MoverSettings,
         *,
@@ -131,7 +139,7 @@ class MoverChild:
             options=settings.options,
             paced=settings.paced,
         )
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena_fd]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena_fd, hold_fd]))]
         with contextlib.suppress(OSError):  # its pidfd tells the rest
             self.socket.sendmsg([wire.encode(begin)], rights, socket.MSG_NOSIGNAL)
 
@@ -188,10 +196,15 @@ class Mover:
     """One mover child after the other. One thread; no call waits but `close` and a kill's end."""
 
     def __init__(
-        self, arena_fd: int, arena_bytes: int, settings: MoverSettings, clock: Clock
+        self,
+        arena_fd: int,
+        hold_fd: int,
+        arena_bytes: int,
+        settings: MoverSettings,
+        clock: Clock,
     ) -> None:
-        """`arena_fd` stays the caller's, open as long as this."""
-        self._arena_fd, self._arena_bytes = arena_fd, arena_bytes
+        """Both descriptors (of `arena.Arena`) stay the caller's, open as long as this."""
+        self._arena = arena_fd, hold_fd, arena_bytes
         self._settings, self._clock = settings, clock
         self._watch = Watch(arena_bytes=arena_bytes)
         self._child: MoverChild | None = None
@@ -205,6 +218,10 @@ class Mover:
         self._unusable = False
         self._has_served = False
         self.restarts = 0
+        self.refused = 0
+        """Peers that would read from here and found no room, by all movers."""
+        self._refused = 0
+        """By this one."""
 
     @property
     def is_ready(self) -> bool:
@@ -238,7 +255,7 @@ class Mover:
         now_ns = self._clock.now_ns()
         self._watch.began(now_ns)
         try:
-            child = MoverChild(self._arena_fd, self._arena_bytes, self._settings)
+            child = MoverChild(*self._arena, self._settings)
         except OSError:
             _, pause_ns = self._watch.died(now_ns)
             self._again_ns = now_ns + max(pause_ns, NS_PER_S)
@@ -330,7 +347,7 @@ class Mover:
     def _take(self, message: wire.FromMover) -> list[MoverEvent]:
         match message:
             case wire.Registered():
-                self._ready, self._has_served = not self._killed, True
+                self._ready, self._has_served, self._refused = not self._killed, True, 0
                 return [Up(message)]
             case wire.Done(transfer=transfer, took_ns=took_ns):
                 return self._end(Ended(transfer, good=True, took_ns=took_ns))
@@ -346,9 +363,16 @@ class Mover:
                     return []
                 self._unusable = True
                 return [Unusable(reason)]
-            case wire.Connected() | wire.Beat():
+            case wire.Beat(refused=refused):
+                return self._count_refused(refused)
+            case wire.Connected():
                 pass
         return []
+
+    def _count_refused(self, refused: int) -> list[MoverEvent]:
+        before, self._refused = self._refused, refused
+        self.refused += refused - before
+        return [Crowded(refused)] if refused.bit_length() > before.bit_length() else []
 
     def _end(self, ended: Ended) -> list[MoverEvent]:
         return [ended] if self._watch.ended(ended.transfer) else []

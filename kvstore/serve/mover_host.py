@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.ports import Clock, Pieces
-from kvstore.serve.mover import Down, Ended, Mover, MoverEvent, PeerLost, Unusable, Up
+from kvstore.serve.mover import Crowded, Down, Ended, Mover, MoverEvent, PeerLost, Unusable, Up
 from kvstore.units import NS_PER_S
 
 IDLE_POLL_S: Final = 1.0
@@ -54,6 +54,11 @@ class MoverHost:
     def restarts(self) -> int:
         """Movers before this one."""
         return self._mover.restarts
+
+    @property
+    def refused(self) -> int:
+        """Times that a peer which would read from here found no room."""
+        return self._mover.refused
 
     def start(self) -> None:
         """Begin. The loop's thread lives as long as the node: the mover dies with it."""
@@ -151,6 +156,12 @@ class MoverHost:
             case PeerLost(peer=peer, reason=reason):
                 _log.info("the mover does not reach node %s: %s", peer, reason)
                 self._connected.pop(peer, None)
+            case Crowded(refused=refused):
+                _log.warning(
+                    "the mover has turned away peers %d times: as many as it has room for read from"
+                    " this node already",
+                    refused,
+                )
             case Ended(transfer=transfer):
                 end = self._ends.pop(transfer, None)
                 if end is not None and not end.done():

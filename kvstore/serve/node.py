@@ -17,22 +17,23 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvstore import __version__
 from kvstore.arena import Arena
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
 from kvstore.errors import ConfigError
+from kvstore.obs import logs
 from kvstore.ports import Clock
 from kvstore.serve import control
-from kvstore.serve.attach import TURN_WAKE, Attach, Source
+from kvstore.serve.attach import Attach
 from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.config import NodeConfig
 from kvstore.serve.control import Places, Serving
+from kvstore.serve.disk_room import warn_of_too_little_room
 from kvstore.serve.driver import Driver
 from kvstore.serve.executor import Executor
 from kvstore.serve.files import FILE_ROW_BYTES, FileEnd
@@ -41,9 +42,11 @@ from kvstore.serve.http import HttpServer, Page
 from kvstore.serve.inspect import InspectServer
 from kvstore.serve.late import LateTier
 from kvstore.serve.listener import Door
+from kvstore.serve.machine import available_memory
 from kvstore.serve.pages import EventCounters, NodeCollector, make_pages
-from kvstore.serve.priority import prefer_this_thread
+from kvstore.serve.priority import Place
 from kvstore.serve.scrub import DramScrub
+from kvstore.serve.turns import TURN_WAKE, Source
 from kvstore.serve.warm import Memory, take_memory
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.file import FileTier
@@ -91,7 +94,8 @@ class Running(NamedTuple):
         """The line that tells an operator, and a script, that the node is ready."""
         note = f" ({self.dram_note})" if self.dram_note else ""
         return (
-            f"kvstore node ready: socket={self.socket} metrics={self.metrics_url or 'off'}"
+            f"kvstore node ready: version={__version__} socket={self.socket}"
+            f" metrics={self.metrics_url or 'off'}"
             f" events={self.events or 'off'} index={self.replica or 'off'}"
             f" tells={self.tells or 'off'} peers={self.peers or 'off'}"
             f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
@@ -116,8 +120,7 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
         gc.freeze()
         handover.serving(node.serving)
         if handover.begin.life == 0:
-            sys.stdout.write(node.running.line() + "\n")
-            sys.stdout.flush()
+            logs.say(__name__, node.running.line())
         else:
             away_ms = (time.monotonic_ns() - handover.begin.died_ns) // NS_PER_MS
             node.collector.away_ns = away_ms * NS_PER_MS
@@ -125,10 +128,10 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
                 "serves again after %d ms: %d blocks (%s) were kept in memory",
                 *(away_ms, node.serving.blocks, format_size(node.serving.size_bytes)),
             )
+            if trouble := handover.code.trouble():
+                _log.warning("%s", trouble)
         # Last: threads that are made before have the place of any other.
-        prefer_this_thread()
-        node.driver.run()
-    _log.info("stopped")
+        node.driver.run(Place(time.monotonic_ns()))
 
 
 class _Node(NamedTuple):
@@ -165,9 +168,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     stack.callback(door.close)
     memory = take_memory(config, incarnation, handover)
     arena = memory.arena
-    tier = DramTier(
-        arena, ready_bytes=memory.journal.ready_bytes, on_ready=memory.journal.set_ready
-    )
+    tier = _make_tier(memory)
     stack.callback(tier.close)
     attach = _make_attach(config, door, handover, clock)
     stack.callback(attach.close)
@@ -193,11 +194,12 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         attach=attach,
         tier=tier,
         incarnation=incarnation,
-        version=version("kvstore"),
+        version=handover.code.version,
         events=publisher.counters if publisher else EventCounters(),
         member=member,
     )
-    pages = make_pages(collector, driver, door, files, publisher, member)
+    parts = collector, driver, door, files, publisher, member
+    pages = make_pages(*parts, code_trouble=handover.code.trouble)
     http = _serve_pages(config, pages, handover, stack)
     rpc = InspectServer(config.socket, driver, member, incarnation)
     stack.callback(rpc.close)
@@ -213,6 +215,15 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         _running(config, arena, incarnation, metrics_url, publisher, member),
         _serving(engine, http, publisher, member),
         collector,
+    )
+
+
+def _make_tier(memory: Memory) -> DramTier:
+    return DramTier(
+        memory.arena,
+        ready_bytes=memory.journal.ready_bytes,
+        on_ready=memory.journal.set_ready,
+        room_bytes=lambda: available_memory()[0],
     )
 
 
@@ -321,7 +332,7 @@ def _open_publisher(
         # Only here: a node without --events needs no ZeroMQ.
         from kvstore.serve.publish import Publisher
     except ImportError:
-        raise ConfigError("--events needs pyzmq: pip install 'kvstore[events]'") from None
+        raise ConfigError("--events needs pyzmq: pip install 'kvstore-llm[events]'") from None
     if config.events.beyond_loopback:
         _log.warning(
             "--insecure: whoever reaches %s reads, without TLS, which blocks this node holds",
@@ -390,11 +401,15 @@ def _open_files(
 
     def open_tier(outbox: Outbox | None) -> FileTier:
         held_fd = os.dup(lock_fd) if lock_fd >= 0 else -1
-        tier = FileTier.open(where, arena.array, clock, lock_fd=held_fd, outbox=outbox)
+        tier = FileTier.open(
+            where, arena.array, clock, lock_fd=held_fd, outbox=outbox, look=arena.read
+        )
         handover.keep(control.STORE, tier.lock_fd)
         return tier
 
     tier: FileTier | LateTier
+    if handover.begin.life == 0:
+        warn_of_too_little_room(where)
     try:
         tier = open_tier(None)
     except ConfigError as error:

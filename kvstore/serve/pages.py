@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -86,6 +87,11 @@ class NodeCollector(Collector):
     def describe(self) -> list[Family]:
         return []
 
+    @property
+    def refused(self) -> str:
+        """Of processes that were turned away lately, the last one's sentence."""
+        return self._attach.counters.refused.trouble(time.monotonic_ns())
+
     def _process_families(self) -> list[Family]:
         loop, door = self._driver.counters, self._attach.counters
         return [
@@ -162,6 +168,7 @@ def _engine_families(engine: Engine) -> list[Family]:
         ),
         family("kvstore_restarts_total", [((), node.restarts)]),
         family("kvstore_sessions", [((), node.sessions)]),
+        family("kvstore_engines_unserved", [((), len(engine.unserved()))]),
         family("kvstore_leases", [((), node.leases)]),
         *(
             family(f"kvstore_{name}_total", [((), getattr(counters, name))])
@@ -192,9 +199,14 @@ def _integrity_families(
     ]
 
 
-def _trouble(engine: Engine, files: FileEnd | None) -> str:
+def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
     """What a healthy node lacks."""
     found = [files.trouble] if files is not None and files.trouble else []
+    if unserved := engine.unserved():
+        more = f" (and {len(unserved) - 1} more)" if len(unserved) > 1 else ""
+        found.append(f"engine {unserved[0].engine}{more} gets nothing: {unserved[0].reason}")
+    elif refused:
+        found.append(refused)
     off = engine.spaces_off()
     if off:
         tenant, space, tier = off[0]
@@ -215,6 +227,8 @@ def make_pages(
     files: FileEnd | None = None,
     publisher: Publisher | None = None,
     member: ClusterMember | None = None,
+    *,
+    code_trouble: Callable[[], str] = str,
 ) -> dict[str, Callable[[], Page]]:
     """The pages of a node by path. A node whose disk or events are in trouble serves from memory:
     it is healthy, and says what it lacks."""
@@ -230,9 +244,13 @@ def make_pages(
     def health() -> Page:
         try:
             troubles = [
-                driver.query(lambda engine: _trouble(engine, files), timeout_s=HEALTH_TIMEOUT_S),
+                driver.query(
+                    lambda engine: _trouble(engine, files, collector.refused),
+                    timeout_s=HEALTH_TIMEOUT_S,
+                ),
                 publisher.trouble if publisher else "",
                 member.trouble if member else "",
+                code_trouble(),
             ]
         except NodeBusy as error:
             return text_page(503, str(error))

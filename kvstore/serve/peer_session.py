@@ -23,6 +23,7 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.reasons import plain_reason
 from kvstore.client.tls import Identity
 from kvstore.errors import KVStoreError, ProtocolError
 from kvstore.proto import loans
@@ -204,5 +205,5 @@ def _sentence(name: str, error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         if error.code() is grpc.StatusCode.INTERNAL:  # gRPC's word for writing after the end
             return f"node {name} has hung up"
-        return f"node {name}: {error.details()}"
+        return f"node {name}: {plain_reason(error.details())}"
     return str(error) or f"node {name} is lost"

@@ -57,11 +57,12 @@ class Peering:
         *,
         who: loans.Who,
         arena_fd: int,
+        hold_fd: int,
         arena_bytes: int,
-        view: Callable[[SlotId, int], memoryview],
+        read: Callable[[SlotId, memoryview], None],
         clock: Clock,
     ) -> None:
-        """`view`: bytes of a slot of this node's arena (`ports.Tier.view`).
+        """`read`: copies bytes of a slot of this node's arena (`ports.Tier.read`).
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -72,8 +73,8 @@ class Peering:
         settings = MoverSettings(
             transport.name, name, _options(cluster, peers), paced=transport.is_paced
         )
-        self.mover = MoverHost(Mover(arena_fd, arena_bytes, settings, clock), clock)
-        self._who, self._view = who, view
+        self.mover = MoverHost(Mover(arena_fd, hold_fd, arena_bytes, settings, clock), clock)
+        self._who, self._read = who, read
         self.transport, self._clock = transport.name, clock
         self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
         if transport.is_plain:
@@ -85,7 +86,7 @@ class Peering:
         self.borrower = Borrower(
             who=self._who,
             mover=self.mover,
-            view=self._view,
+            read=self._read,
             clock=self._clock,
             credentials=self._tls.channel_credentials() if self._tls else None,
         )
@@ -119,7 +120,8 @@ class Peering:
                 port = self._server.add_secure_port(address, server_credentials(self._tls))
         except RuntimeError:
             raise ConfigError(
-                f"peers cannot be listened for on {address}: choose another --peer-listen"
+                f"peers cannot be listened for on {address}: the address is in use or not of this"
+                " machine; choose another --peer-listen"
             ) from None
         return f"{host}:{port}"
 
@@ -192,6 +194,7 @@ class Peering:
             family("kvstore_fetch_not_kept_total", [((), counters.not_kept)]),
             family("kvstore_fetched_bytes_total", [((), counters.fetched_bytes)]),
             family("kvstore_mover_restarts_total", [((), self.mover.restarts)]),
+            family("kvstore_mover_refused_total", [((), self.mover.refused)]),
             histograms(
                 "kvstore_transfer_seconds",
                 bounds=[bound / NS_PER_S for bound in BOUNDS_NS[:-1]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -25,6 +26,18 @@ def vouches_for(pidfd: int, peer_pid: int) -> bool:
     worse, too early."""
     pid = pid_of(pidfd)
     return pid is not None and (pid <= 0 or peer_pid <= 0 or pid == peer_pid)
+
+
+def process_of(pidfd: int, otherwise: int) -> int:
+    """A number below 0 that is the same for all pidfds of a process, for those of other pid
+    namespaces too; before Linux 6.9, where they have none, one made of `otherwise`."""
+    inode = os.fstat(pidfd).st_ino
+    mine = os.pidfd_open(os.getpid())
+    try:
+        is_shared = inode == os.fstat(mine).st_ino
+    finally:
+        os.close(mine)
+    return -1 - (otherwise if is_shared else inode)
 
 
 def why_no_descriptor() -> str:

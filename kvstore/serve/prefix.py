@@ -11,11 +11,10 @@ import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from kvstore.client.index import IndexClient
 from kvstore.engine.explain import HashingReport, RangeReport
 from kvstore.engine.findings import SPACE_DIGITS
 from kvstore.errors import ConfigError
@@ -23,8 +22,11 @@ from kvstore.index.chain import ALGORITHM, block_keys
 from kvstore.proto.convert import MemoryReport
 from kvstore.proto.feeds import KEYS_MAX
 from kvstore.serve.ask import NodeClient
-from kvstore.serve.inspect import PREFIX_KEYS_MAX
+from kvstore.serve.defaults import PREFIX_KEYS_MAX
 from kvstore.types import KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstore.client.index import IndexClient
 
 TOKENS_FILE_BYTES_MAX: Final = 64 << 20
 TOKEN_MAX: Final = 2**32 - 1

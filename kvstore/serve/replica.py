@@ -13,10 +13,8 @@ import contextlib
 import logging
 import secrets
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from typing import Final
 
 import grpc
@@ -26,20 +24,24 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from kvstore import __version__
 from kvstore.client.tls import Tls
 from kvstore.errors import ConfigError
 from kvstore.index import native
 from kvstore.index.index import Index
+from kvstore.obs import logs
 from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
 from kvstore.serve import callers
+from kvstore.serve.addresses import joined
 from kvstore.serve.aio import LoopThread, persist
 from kvstore.serve.cluster import IndexConfig, ReplicaConfig
 from kvstore.serve.http import HttpServer, Page, text_page
 from kvstore.serve.index import TICK_S, IndexService, now_ms
+from kvstore.serve.shares import Shares
 from kvstore.serve.tls import (
     INSECURE,
     INSECURE_NOTE,
@@ -52,6 +54,7 @@ from kvstore.stores.local import LocalStore
 CALL_COUNT_MAX: Final = 8192
 """Feeds and watchers included."""
 CALLS_PER_CONNECTION_MAX: Final = 64
+UNREAD_BYTES_MAX: Final = (64 << 10) - 1
 DRAIN_S: Final = 1.0
 START_TIMEOUT_S: Final = 10.0
 PAGE_TIMEOUT_S: Final = 1.0
@@ -72,6 +75,9 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", feeds.MESSAGE_BYTES_MAX),
     ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION_MAX),
+    # Of what nobody reads yet no more than this is taken in, of each call.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", UNREAD_BYTES_MAX),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.keepalive_time_ms", PING_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
@@ -101,38 +107,39 @@ class Replica:
         self.insecure = tls is None
         self.host = config.host
         if tls is None:
-            _log.warning(INSECURE, f"{config.host}:{config.port}")
+            _log.warning(INSECURE, joined(config.host, config.port))
         try:
             self.port = loop.call(self._listen(config, tls), timeout_s=START_TIMEOUT_S)
         except RuntimeError:
             self._service.close()
             raise ConfigError(
-                f"the index cannot listen on {config.host}:{config.port}: the address is in use or"
-                f" not of this machine; choose another {config.option}"
+                f"the index cannot listen on {joined(config.host, config.port)}: the address is in"
+                f" use or not of this machine; choose another {config.option}"
             ) from None
 
     @property
     def address(self) -> str:
         """Where it listens."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return joined(self.host, self.port)
 
     @property
     def note(self) -> str:
         """What an operator should know of a replica that serves; empty when there is nothing."""
-        notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble)
+        notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble, self._service.trouble)
         return ", and ".join(filter(None, notes))
 
     async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
         self._server = grpc.aio.server(
-            options=[*_OPTIONS, *callers.limits()], maximum_concurrent_rpcs=CALL_COUNT_MAX
+            interceptors=[Shares(self._service.call_refused)],
+            options=[*_OPTIONS, *callers.limits()],
+            maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
         add_IndexServicer_to_server(self._service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(SERVICES, self._server)
         for service in ("", SERVICES[0]):
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        place = f"{host}:{config.port}"
+        place = joined(config.host, config.port)
         if tls is None:
             port = self._server.add_insecure_port(place)
         else:
@@ -209,7 +216,7 @@ class IndexCollector(Collector):
 
     def __init__(self, replica: Replica, tls: Tls | None) -> None:
         self._replica, self._tls = replica, tls
-        self._version = version("kvstore")
+        self._version = __version__
 
     def collect(self) -> Iterator[Family]:
         """Raises TimeoutError when the loop does not answer."""
@@ -264,12 +271,13 @@ def run_index(config: IndexConfig) -> None:
         store = config.replica.store
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: asked_to_stop.set())
-        sys.stdout.write(
-            f"kvstore index ready: listen={replica.address} metrics={url or 'off'}"
+        logs.say(
+            __name__,
+            f"kvstore index ready: version={__version__} listen={replica.address}"
+            f" metrics={url or 'off'}"
             f" tls={'off' if replica.insecure else 'on'}"
             f" entries={config.replica.entry_count_max}"
-            f" store={store.place if store is not None else 'memory'}\n"
+            f" store={store.place if store is not None else 'memory'}",
         )
-        sys.stdout.flush()
         asked_to_stop.wait()
     _log.info("stopped")

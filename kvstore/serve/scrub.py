@@ -2,7 +2,7 @@
 
     the loop ──Engine.sealed──▶ list of blocks ──hashed here, slowly──▶ Scrubbed ──▶ the loop
 
-One thread. A block is hashed where it lies, without the interpreter's lock; its generation is read
+One thread. A block is copied and hashed without the interpreter's lock; its generation is read
 after that, so a slot that was reused meanwhile is nobody's fault. The loop is asked for lists of
 some hundred blocks and answers when it gets to it: a busy node is scrubbed later.
 
@@ -13,13 +13,14 @@ Does not cover: what is logged (`passes.py`), which blocks, and what becomes of 
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Final
 
 from kvstore.engine.events import Scrubbed
 from kvstore.engine.scrubs import Sealed
 from kvstore.ports import Tier
-from kvstore.serve.driver import Driver, NodeBusy
+from kvstore.serve.driver import Driver, NodeBusy, NodeFailed
 from kvstore.serve.passes import PassLog
 from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
 from kvstore.types import SlotId
@@ -28,9 +29,12 @@ from kvstore.wire.record import block_checksum
 
 ASK_TIMEOUT_S: Final = 2.0
 BUSY_PAUSE_S: Final = 1.0
+"""After a node that was busy or failed."""
 IDLE_PAUSE_S: Final = 0.05
 """After a list without blocks: of an arena that is all but empty, or of spaces that no engine has
 named yet, there are thousands in a row."""
+
+_log = logging.getLogger(__name__)
 
 
 class DramScrub:
@@ -41,6 +45,7 @@ class DramScrub:
         self._tier = tier
         self._rate = rate
         self._log = PassLog("dram")
+        self._buffer = memoryview(b"")
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
 
@@ -55,13 +60,19 @@ class DramScrub:
             self._thread.join()
 
     def _run(self) -> None:
-        word = 0
+        word, has_failed = 0, False
         while not self._leaving.is_set():
             try:
                 word = self.look(word)
             except NodeBusy:
                 self._leaving.wait(BUSY_PAUSE_S)
+            except NodeFailed:
+                if not has_failed:
+                    _log.warning("scrub of dram: the node failed at what was found; trying again")
+                has_failed = True
+                self._leaving.wait(BUSY_PAUSE_S)
             else:
+                has_failed = False
                 if word == 0:
                     self._leaving.wait(PASS_PAUSE_S)
 
@@ -70,6 +81,7 @@ class DramScrub:
 
         Raises:
             NodeBusy: the loop has other things to do; look again from the same word.
+            NodeFailed: it could not take what was found; the same.
         """
         batch = self._driver.query(
             lambda engine: engine.sealed(first_word), timeout_s=ASK_TIMEOUT_S
@@ -107,7 +119,10 @@ class DramScrub:
         """True too where nothing can be said: the slot was given to another block meanwhile."""
         slot = SlotId(int(batch.slots[row]))
         key = batch.keys[row].tobytes()
-        payload = self._tier.view(slot, block_bytes)
+        if len(self._buffer) < block_bytes:
+            self._buffer = memoryview(bytearray(block_bytes))
+        payload = self._buffer[:block_bytes]
+        self._tier.read(slot, payload)
         found = block_checksum(prefixes[int(batch.scope_of[row])], key, payload)
         if found == batch.checksums[row].tobytes():
             return True

@@ -395,8 +395,9 @@ class Supervisor:
         self._life += process.was_a_life(status)
         if process.serving_since_ns:
             # One that the kernel held on to was away before it was gone.
-            is_late = now_ns - self._beat_ns > 3 * LOOK_NS
-            self._died_ns = self._beat_ns if is_late else now_ns
+            self._died_ns = self._beat_ns if now_ns - self._beat_ns > 3 * LOOK_NS else now_ns
+        if process.asked_to_end:
+            _log.info("stopped" if self._stopping else "replaced by the code that is installed now")
         if self._stopping:
             self._exit_code = 0 if status in (0, -signal.SIGTERM) else EXIT_GAVE_UP
         elif not self._has_served:

@@ -26,7 +26,8 @@ INSECURE_NOTE: Final = "it serves without TLS (--insecure)"
 WARNING_DAYS: Final = 30
 """Who starts with a certificate that ends sooner says so."""
 _DAY_S: Final = 24 * 60 * 60
-_ALTERNATIVE_NAMES: Final = "x509_subject_alternative_name"
+_DNS_NAMES: Final = "peer_dns"
+"""gRPC has another list, of alternative names of all kinds in one."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
 
 def peer_identities(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Identity]:
     """Who calls, by the certificate that the handshake has verified."""
-    names = auth_context.get(_ALTERNATIVE_NAMES, ())
-    return identities_of(name.decode("ascii", "replace") for name in names)
+    names = auth_context.get(_DNS_NAMES, ())
+    return identities_of(("DNS", name.decode("ascii", "replace")) for name in names)
 
 
 def certificate_ends(tls: Tls | None) -> Family:

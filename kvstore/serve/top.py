@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
-from kvstore.client.index import IndexClient
 from kvstore.errors import KVStoreError
 from kvstore.index.feed import Trust
 from kvstore.proto.convert import INDEX_IS_STALE, UNKNOWN
 from kvstore.serve.ask import LOAD_TIMEOUT_S, NodeClient
 from kvstore.wire.load import Load
+
+if TYPE_CHECKING:
+    from kvstore.client.index import IndexClient
 
 MS_PER_S: Final = 1000
 UP, SILENT, GONE = "up", "silent", "gone"

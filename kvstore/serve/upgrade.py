@@ -134,6 +134,8 @@ def _send(asker: socket.socket, data: bytes) -> bool:
 
 def no_node_at(node_socket: Path) -> str:
     """What an operator is told who asks where nobody is."""
+    if node_socket.exists() and not node_socket.is_socket():
+        return f"{node_socket} is no socket: name the --socket of a node"
     return (
         f"no node at {node_socket}: start one with"
         f" 'kvstore node --socket {node_socket} --dram auto', or name another --socket"

@@ -10,6 +10,7 @@ come here (`handover`), what the engine makes of them (`kvstore.engine.adoption`
 from __future__ import annotations
 
 import logging
+import os
 from typing import Final, NamedTuple
 
 from kvstore.arena import Arena, JournalMemory, wait_for_holders
@@ -22,9 +23,11 @@ from kvstore.types import ConnectionId, Incarnation
 from kvstore.units import format_size
 from kvstore.wire.messages import HelloRank, decode_from_engine
 
+HOLDERS_WAIT_S: Final = 30.0
+"""For movers of the process before: the kernel takes less to unmap 1 TiB of small pages twice."""
 GENERATIONS_PER_LIFE: Final = 1 << 40
 """What one process gives a slot, no other does: a reader of an earlier one finds his copy void."""
-_ARENA, _JOURNAL = "arena", "journal"
+_ARENA, _JOURNAL, _HOLDERS = "arena", "journal", "holders"
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +56,6 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
     found: tuple[Journal, Adopt] | None = None
     if handover.memory:
         try:
-            # The mover of the process before was killed with it, and may be in the kernel still,
-            # writing: its slots are taken for free.
-            if _ARENA in handover.memory:
-                wait_for_holders(handover.memory[_ARENA])
             found = _examine(config, handover)
         except (JournalUnusable, ProtocolError, OSError) as error:
             _log.error("all that was in memory is lost: its journal cannot be used: %s", error)
@@ -69,6 +68,8 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
             first_generation=first_generation,
             share_page=handover.share_page,
         )
+        # Before a mover is started.
+        handover.keep(_HOLDERS, arena.holders_fd)
         if found is None:
             handover.keep(_ARENA, arena.arena_fd)
             journal, adopt = _new_journal(config, handover), None
@@ -104,10 +105,23 @@ def _new_journal(config: NodeConfig, handover: Handover) -> Journal:
     return journal
 
 
+def _wait_for_movers(holders_fd: int) -> None:
+    """The mover of the process before was killed with it, and may be in the kernel still, writing:
+    its slots are taken for free."""
+    ended = wait_for_holders(holders_fd, timeout_s=HOLDERS_WAIT_S)
+    os.close(holders_fd)
+    if not ended:
+        raise JournalUnusable(
+            f"a mover of the process before has not ended within {HOLDERS_WAIT_S:.0f} s, and may"
+            " still write to what it tells of"
+        )
+
+
 def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
     """Raises JournalUnusable, ProtocolError, OSError."""
-    if set(handover.memory) != {_ARENA, _JOURNAL}:
+    if set(handover.memory) != {_ARENA, _JOURNAL, _HOLDERS}:
         raise JournalUnusable("a part of it was never kept")
+    _wait_for_movers(handover.memory.pop(_HOLDERS))
     size_bytes = Journal.size_bytes(config.dram_bytes, config.slab_bytes)
     memory = JournalMemory(size_bytes, held_fd=handover.memory.pop(_JOURNAL))
     memory.close()

@@ -154,6 +154,8 @@ class Stage:
         self._names = names
         self._model = cache / "models" / SIZE
         self._logs = cache / "demo"
+        self._console = console
+        self._say("building the model (once)")
         with console.status("building the model (once)"):
             build_model(self._model, size=SIZE)
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -165,6 +167,7 @@ class Stage:
             TextColumn("[dim]{task.fields[note]}"),
             TimeElapsedColumn(),
             console=console,
+            disable=not console.is_terminal,
         )
         total = plan.users * plan.rounds
         self._tasks: list[TaskID] = [
@@ -176,6 +179,12 @@ class Stage:
         """A run is at something else than its requests."""
         self.progress.start_task(self._tasks[index])
         self.progress.update(self._tasks[index], note=note)
+        self._say(f"{self._names[index]}: {note}")
+
+    def _say(self, text: str) -> None:
+        """A line where no progress can be drawn, as in a log of CI."""
+        if not self._console.is_terminal:
+            self._console.print(text, highlight=False, markup=False)
 
     def start_engine(self, index: int, socket: Path | None) -> Engine:
         """The engine of a run."""
@@ -200,7 +209,7 @@ class Stage:
         conversations = Conversations(self._plan, encoder(self._model))
         run = replay(self._names[index], engine, conversations, on_answer)
         middle = np.median(run.all_ttft_ms())
-        self.progress.update(task, note=f"median {middle:.0f} ms to first token")
+        self.note(index, f"median {middle:.0f} ms to first token")
         self.progress.stop_task(task)
         return run
 

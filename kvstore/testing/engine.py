@@ -31,7 +31,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.errors import KVStoreError
-from kvstore.testing import guard
+from kvstore.testing import guard, tied
 
 READY_TIMEOUT_S: Final = 300.0
 """A start takes 12 s on a quiet machine, and all of ten times that on a busy one."""
@@ -192,13 +192,15 @@ class Engine:
         """
         begin = time.monotonic()
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, guard.__file__, str(os.getpid()), *config.command()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=config.full_environment(),
-                start_new_session=True,
+            process = tied.on_lasting_thread(
+                lambda: subprocess.Popen(
+                    [sys.executable, guard.__file__, str(os.getpid()), *config.command()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=config.full_environment(),
+                    start_new_session=True,
+                )
             )
         engine = cls(config, process, log)
         try:

@@ -32,6 +32,7 @@ from kvstore.wire.messages import (
     Quiet,
     Seal,
     Story,
+    Unserved,
     encode,
 )
 
@@ -47,6 +48,7 @@ _WORDS: Final[tuple[Message, ...]] = (
     LeaseRenew([1, 2]),
     LeaseRelease([1, 2]),
     Measured(1, 1),
+    Unserved("reason"),
     Story("request"),
     Seal(1, _KEYS, _SLOTS, _GENERATIONS, bytes(4 * 16)),
     Drop(1, _SLOTS, _GENERATIONS),

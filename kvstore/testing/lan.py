@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from kvstore.testing import tied
+
 CLONE_NEWNET: Final = 0x40000000
 _OWN: Final = Path("/proc/thread-self/ns/net")
 _NAMED: Final = Path("/run/netns")
@@ -56,11 +58,16 @@ class Lan:
     def inside(self, name: str) -> Iterator[None]:
         """This thread, and what it starts, is on that machine."""
         with _OWN.open("rb") as own, (_NAMED / self._space(name)).open("rb") as its:
-            _enter(its.fileno())
+            self._move(its.fileno())
             try:
                 yield
             finally:
-                _enter(own.fileno())
+                self._move(own.fileno())
+
+    def _move(self, space: int) -> None:
+        """This thread, and the one that starts processes for it."""
+        _enter(space)
+        tied.on_lasting_thread(lambda: _enter(space))
 
     def __enter__(self) -> Self:
         """Raises LanError."""

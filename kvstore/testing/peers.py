@@ -47,12 +47,14 @@ class PeerPair:
         flags: Sequence[str],
         lan: Lan | None,
         index: str,
+        host: str,
     ) -> None:
         self._lab = Lab(directory)
         self._directory = directory
         self.transport = transport
         self._dram, self._flags = dram, tuple(flags)
         self._lan = lan
+        self._loopback = host
         inside = ("--index-listen", f"{self._host('a')}:0")
         self.a = self._start("a", ("--index", index) if index else inside)
         self._index = index or self.a.index
@@ -73,10 +75,11 @@ class PeerPair:
         flags: Sequence[str] = (),
         lan: Lan | None = None,
         index: str = "",
+        host: str = "127.0.0.1",
     ) -> Iterator[PeerPair]:
         """Both, until the context ends; on machines "a" and "b" of a network, if there is one; with
-        this index, or with one in a. Raises NodeFailed."""
-        pair = cls(directory, transport, dram, flags, lan, index)
+        this index, or with one in a. `host`: without a network. Raises NodeFailed."""
+        pair = cls(directory, transport, dram, flags, lan, index, host)
         try:
             yield pair
         finally:
@@ -94,7 +97,7 @@ class PeerPair:
             return NodeProcess.start(folder, dram=self._dram, flags=flags)
 
     def _host(self, name: str) -> str:
-        return self._lan.address(name) if self._lan else "127.0.0.1"
+        return self._lan.address(name) if self._lan else self._loopback
 
     def restart_b(self) -> None:
         """Another b, with empty memory and another address, after the one before was ended."""

@@ -3,7 +3,8 @@
     with NodeProcess.start(tmp_path) as node:
         link = Link.connect(node.socket, hello)
 
-Ready means that it said so: nothing sleeps. Whatever happens, the processes are reaped.
+Ready means that it said so: nothing sleeps. Whatever happens, the processes are reaped; if this
+process is killed, so are they.
 
 A node is two processes: its supervisor, which is the one that is started, signalled and waited for,
 and the node process, whose pid is `pid` and which alone is stopped by `pause` or killed by `crash`.
@@ -24,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvstore.testing import tied
+
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 
@@ -38,16 +41,21 @@ class NodeFailed(Exception):
 
 
 def start_ready(
-    arguments: Sequence[str], *, log: Path, says: str, timeout_s: float
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    says: str,
+    timeout_s: float,
+    python: str | Path = sys.executable,
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start Python with these; the process and its ready line, which begins as it `says`.
+    """Start Python with these; the process and its ready line, which has what it `says` in it.
 
     Raises:
         NodeFailed: it exited, said something else, or was not ready in time.
     """
     with log.open("a", encoding="utf-8") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
+        process = tied.popen(
+            [str(python), *arguments],
             stdout=subprocess.PIPE,
             stderr=stderr,
             stdin=subprocess.DEVNULL,
@@ -57,7 +65,7 @@ def start_ready(
         )
     try:
         line = read_line(process, timeout_s)
-        if not line.startswith(says):
+        if says not in line:
             process.kill()
             raise NodeFailed(process.wait(STOP_TIMEOUT_S), log.read_text(encoding="utf-8"))
     except BaseException:
@@ -84,11 +92,12 @@ class NodeProcess:
         flags: Sequence[str] = (),
         timeout_s: float = READY_TIMEOUT_S,
         program: Sequence[str] = ("-m", "kvstore.serve.main"),
+        python: str | Path = sys.executable,
     ) -> NodeProcess:
         """Start a node with its log in `directory`, its socket too, and wait for its ready line.
 
         /metrics is on a port that the kernel chooses. `flags` come last, so they win, that of
-        another socket too. `program`: what Python runs as `kvstore`.
+        another socket too. `program`: what `python` runs as `kvstore`.
 
         Raises:
             NodeFailed: it exited, or was not ready within `timeout_s`.
@@ -101,6 +110,7 @@ class NodeProcess:
             log=directory / "node.log",
             says="kvstore node ready:",
             timeout_s=timeout_s,
+            python=python,
         )
         return cls(process, directory, line)
 

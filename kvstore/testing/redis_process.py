@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvstore.testing import tied
 from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, NodeFailed, reap
 
 PROGRAM = "redis-server"
@@ -51,7 +52,7 @@ class RedisProcess:
                 *(PROGRAM, "--port", str(chosen), "--bind", "127.0.0.1", "--save", ""),
                 *("--dir", str(directory), "--daemonize", "no", *listen, *flags),
             ]
-            process = subprocess.Popen(
+            process = tied.popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -274,7 +274,7 @@ class SimFiles:
 
     def read(self) -> list[Event]:
         """What the tier says now."""
-        return self._let_go(self._end.read(0))
+        return self._let_go(list(self._end.read(0)))
 
     def _let_go(self, events: list[Event]) -> list[Event]:
         """After a read's end its slots are the engine's again."""

@@ -311,7 +311,8 @@ def _turn(engine: SimEngine) -> None:
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────
 
 
-_TURNS_TO_END = 100
+_READ_MS_MAX: Final = 10_000
+_TURNS_TO_END: Final = 100
 """Whose turn it is is the seed's choice: a recovery under way may take many before a write's."""
 
 
@@ -319,12 +320,16 @@ def end(world: World) -> None:
     """All engines die; the nodes must be at baseline once every time limit is over: a write that
     waits for room holds its slots as long as it may."""
     _kill_engines(world)
+    turn_ms = max(world.knobs.ttl_ms, world.knobs.io_deadline_ms)
+    if world.cluster is not None:  # a read that never ends has its own time, of seconds
+        turn_ms = max(turn_ms, _READ_MS_MAX // _TURNS_TO_END)
     for turn in range(_TURNS_TO_END):
-        world.now_ns += max(world.knobs.ttl_ms, world.knobs.io_deadline_ms) * NS_PER_MS
+        world.now_ns += turn_ms * NS_PER_MS
         for machine in world.machines:
             machine.files_go_on(100)
             machine.node_step()
-        if turn >= 4 and not any(t.slots_leased for m in world.machines for t in m.node.tiers()):
+        tiers = [tier for machine in world.machines for tier in machine.node.tiers()]
+        if turn >= 4 and not any(t.slots_leased + t.slots_granted for t in tiers):
             break
     for machine in world.machines:
         _check_baseline(machine)

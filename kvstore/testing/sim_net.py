@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import grpc
@@ -186,10 +186,20 @@ class SimChannel:
 
         return begin
 
-    def unary_unary(self, *_: Any, **__: Any) -> None:
-        """Of a generated stub; nobody calls it here."""
+    def unary_unary(self, *_: Any, **__: Any) -> Callable[..., Awaitable[None]]:
+        """Of a generated stub: whoever calls it wants to know why nobody answers."""
 
-    unary_stream = unary_unary
+        async def ask(*_: Any, **__: Any) -> None:
+            if not self._net.is_reached(self._name, self._address):
+                nothing = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.UNAVAILABLE, nothing, nothing, "nobody is there"
+                )
+
+        return ask
+
+    def unary_stream(self, *_: Any, **__: Any) -> None:
+        """Of a generated stub; nobody calls it here."""
 
 
 class SimCall:

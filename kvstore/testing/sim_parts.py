@@ -162,7 +162,9 @@ def draw_knobs(source: random.Random, seed: int, *, machines: int = 0) -> Knobs:
     """All of a world's; 0 machines: 1 to 3."""
     knobs = _draw_machines(source, machines)
     shadow_every = 2 if seed % 5 == 3 else 0
-    knobs = msgspec.structs.replace(knobs, shadow_every=shadow_every)
+    # Of four slots an engine's share is one less while a block is written to disk.
+    slots = max(knobs.arena_slots, 8 if knobs.has_disk else 4)
+    knobs = msgspec.structs.replace(knobs, shadow_every=shadow_every, arena_slots=slots)
     return knobs if seed % 4 else _as_cluster(seed, knobs, machines=machines)
 
 
@@ -252,9 +254,9 @@ class SimMemory:
         """What lies there now."""
         return bytes(self.bytes[slot * PAGE_BYTES : slot * PAGE_BYTES + length])
 
-    def view(self, slot: SlotId, size: int) -> memoryview:
-        """What lies there, now and later."""
-        return self.bytes[slot * PAGE_BYTES :][:size]
+    def copy(self, slot: SlotId, into: memoryview) -> None:
+        """What lies there now, as a tier reads."""
+        into[:] = self.bytes[slot * PAGE_BYTES :][: len(into)]
 
     def begin_write(self, slot: int, pages: int, length: int) -> int:
         """Somebody begins to write there: what lies there is torn. Returns a ticket."""

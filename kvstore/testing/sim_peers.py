@@ -90,7 +90,7 @@ class SimPeers:
         self.borrower = Borrower(
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
-            view=self.memory.view,
+            read=self.memory.copy,
             clock=_Clock(machine),
             credentials=None,
             dial=self._dial_peer,

@@ -128,6 +128,8 @@ class World:
         where = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
         self._folder = tempfile.TemporaryDirectory(prefix="kvstore-world-", dir=where)
         folder = Path(self._folder.name)
+        # For those who look what is left in shared memory: it is in use.
+        self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         for name in ("file", "aside"):
             (folder / name).mkdir()
         return folder
@@ -141,8 +143,10 @@ class World:
             self.cluster.end()
         if self._folder is None:
             return []
-        left = open_below(self._folder.name)
-        self._folder.cleanup()
+        folder, self._folder = self._folder, None
+        os.close(self._folder_fd)
+        left = open_below(folder.name)
+        folder.cleanup()
         return left
 
     def pass_time(self) -> None:

@@ -150,7 +150,7 @@ class MoverParty:
             environment=dict(environment or {}),
             paced=paced,
         )
-        self.child = MoverChild(self._arena.arena_fd, arena_bytes, settings)
+        self.child = MoverChild(self._arena.arena_fd, self._arena.hold_fd, arena_bytes, settings)
         self._ends: dict[int, End] = {}
         self._beats = 0
         self._connected: dict[str, str] = {}

@@ -2,13 +2,18 @@
 
 Covers pre-faulting: a background thread takes the pages chunk by chunk, so that the node's cgroup
 is charged and no engine ever waits for (or dies of) a page fault; capacity grows as they arrive.
-When the kernel runs out, the tier stays as large as it got. Does not cover: making and sealing the
-memory (`kvstore.arena`).
+When the kernel runs out, the tier stays as large as it got. Afterwards the thread looks whether
+pages are still there: an engine can give them back. Blocks in them are 0 then, which their
+checksums tell; other pages are taken for them, if the machine has some.
+
+Does not cover: making and sealing the memory (`kvstore.arena`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -22,6 +27,9 @@ from kvstore.units import MIB, format_size
 CHUNK_BYTES = 16 * MIB
 """What is pre-faulted at a time: about 40 ms of ordinary pages, so a stop is never late."""
 
+LOOK_S = 2.0
+"""Between two looks at whether pages are still there."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -33,6 +41,7 @@ class DramTier:
         chunk_bytes: what is pre-faulted at a time.
         ready_bytes: so much an earlier process took already.
         on_ready: is told how much there is, by the thread, before anybody else knows.
+        room_bytes: what the machine has left; what it has not is not taken again.
     """
 
     def __init__(
@@ -42,11 +51,15 @@ class DramTier:
         chunk_bytes: int = CHUNK_BYTES,
         ready_bytes: int = 0,
         on_ready: Callable[[int], None] = lambda _: None,
+        room_bytes: Callable[[], int] = lambda: sys.maxsize,
     ) -> None:
         self._arena = arena
         self._chunk_bytes = chunk_bytes
         self._ready_bytes = ready_bytes
         self._on_ready = on_ready
+        self._room_bytes = room_bytes
+        self.losses = 0
+        """How often pages were found gone."""
         arena.set_ready(ready_bytes)
         self._stop = threading.Event()
         self._done = threading.Event()
@@ -92,10 +105,10 @@ class DramTier:
     def beat(self, now_ns: int) -> None:
         self._arena.beat(now_ns)
 
-    def view(self, slot: SlotId, length_bytes: int) -> memoryview:
+    def read(self, slot: SlotId, into: memoryview) -> None:
         begin = slot * PAGE_BYTES
-        assert 0 <= begin <= begin + length_bytes <= self._ready_bytes, "outside what is ready"
-        return self._arena.array.data[begin : begin + length_bytes]
+        assert 0 <= begin <= begin + len(into) <= self._ready_bytes, "outside what is ready"
+        self._arena.read(begin, into)
 
     def close(self) -> None:
         """Stop pre-faulting, then close the memory. Idempotent."""
@@ -123,3 +136,25 @@ class DramTier:
             )
         finally:
             self._done.set()
+        while not self._stop.wait(LOOK_S):
+            self.look()
+
+    def look(self) -> None:
+        """Whether all pages are still there; others are taken for those that are not."""
+        lost_bytes = self._ready_bytes - self._arena.taken_bytes
+        if lost_bytes <= 0:
+            return
+        self.losses += 1
+        if not self.losses & (self.losses - 1):  # a hostile engine does not fill the log
+            _log.error(
+                "an attached engine gave %s of the arena back to the kernel (fallocate or"
+                " MADV_REMOVE; seen %d times): blocks in it are lost, and found by their checksums",
+                *(format_size(lost_bytes), self.losses),
+            )
+        if self._room_bytes() < lost_bytes:
+            return
+        with contextlib.suppress(OSError):  # no memory: whoever reads blocks finds zeros
+            for begin in range(0, self._ready_bytes, self._chunk_bytes):
+                if self._stop.is_set():
+                    return
+                self._arena.populate(begin, min(begin + self._chunk_bytes, self._ready_bytes))

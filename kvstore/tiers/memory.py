@@ -45,7 +45,11 @@ class MemoryTier:
     def beat(self, now_ns: int) -> None:
         self.heartbeat_ns = now_ns
 
+    def read(self, slot: SlotId, into: memoryview) -> None:
+        into[:] = self.view(slot, len(into))
+
     def view(self, slot: SlotId, length_bytes: int) -> memoryview:
+        """The bytes themselves, for whoever plays the engines."""
         begin = slot * PAGE_BYTES
         assert 0 <= begin <= begin + length_bytes <= self.ready_bytes, "outside the tier"
         return self._bytes.data[begin : begin + length_bytes]

@@ -3,8 +3,10 @@
     arrive ──▶ arriving (ARRIVING_MAX) ──admit──▶ admitted (ADMITTED_MAX)
 
 Rules: who has shown no certificate takes no place of one who has. Of those that arrive the oldest
-makes room for the newest, so that who is silent keeps nobody out. Of those that are admitted none
-makes room, but the one that has been quiet longest, and for QUIET_NS.
+makes room for the newest, so that who is silent keeps nobody out. Of those that are admitted a node
+has NODE_MAX places, the longest quiet of which makes room for its next: as many nodes as a cluster
+has find room, and none takes it from the others. Otherwise none makes room, but the one that has
+been quiet longest, and for QUIET_NS.
 
 Does not cover: what admits one, and when one that arrives is given up (`tcp`).
 """
@@ -16,8 +18,11 @@ from typing import Final, Generic, TypeVar
 
 from kvstore.units import NS_PER_S
 
-ARRIVING_MAX: Final = 256
-ADMITTED_MAX: Final = 256
+NODES_MAX: Final = 1024
+NODE_MAX: Final = 2
+"""A mover that follows another may be there before that one's end is seen."""
+ADMITTED_MAX: Final = NODES_MAX * NODE_MAX
+ARRIVING_MAX: Final = 512
 QUIET_NS: Final = 300 * NS_PER_S
 
 T = TypeVar("T", bound=Hashable)
@@ -31,6 +36,8 @@ class Guests(Generic[T]):
         """Oldest first."""
         self._heard_ns: dict[T, int] = {}
         """When each that is admitted was heard last; longest quiet first."""
+        self._nodes: dict[T, str] = {}
+        """Of those that are admitted and have a name."""
 
     def __contains__(self, guest: T) -> bool:
         return guest in self._arriving or guest in self._heard_ns
@@ -48,16 +55,19 @@ class Guests(Generic[T]):
         self._arriving[guest] = None
         return next(iter(self._arriving)) if len(self._arriving) > ARRIVING_MAX else None
 
-    def admit(self, guest: T, now_ns: int) -> T | None:
-        """Who must go for it; itself, where there is no room."""
-        longest_quiet = next(iter(self._heard_ns.items()), None)
-        gone = None
-        if len(self._heard_ns) >= ADMITTED_MAX and longest_quiet is not None:
-            gone, heard_ns = longest_quiet
+    def admit(self, guest: T, node: str, now_ns: int) -> T | None:
+        """Who must go for it; itself, where there is no room. `node`: by its certificate; empty
+        where everybody is believed."""
+        its = [each for each in self._heard_ns if node and self._nodes.get(each) == node]
+        gone = its[0] if len(its) >= NODE_MAX else None
+        if gone is None and len(self._heard_ns) >= ADMITTED_MAX:
+            gone, heard_ns = next(iter(self._heard_ns.items()))
             if now_ns - heard_ns < QUIET_NS:
                 return guest
         del self._arriving[guest]
         self._heard_ns[guest] = now_ns
+        if node:
+            self._nodes[guest] = node
         return gone
 
     def heard(self, guest: T, now_ns: int) -> None:
@@ -69,3 +79,4 @@ class Guests(Generic[T]):
         """Whether it arrives or is admitted."""
         self._arriving.pop(guest, None)
         self._heard_ns.pop(guest, None)
+        self._nodes.pop(guest, None)

@@ -45,6 +45,9 @@ class Loopback:
         self.stopped = False
         """It gives nothing, and its readers wait."""
 
+    refused_count = 0
+    """Who reads from here is not known here."""
+
     @property
     def capabilities(self) -> TransportCapabilities:
         return TransportCapabilities(one_sided=True, read_only_source=True, secure=True)

@@ -7,7 +7,6 @@ cover: how the process is made (`serve.mover_process`), when it must be killed (
 from __future__ import annotations
 
 import array
-import os
 import select
 import socket
 import time
@@ -18,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import hold_arena, map_arena
+from kvstore.arena import map_arena
 from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
 from kvstore.ports import End, Outcome, Pieces, Transport
 from kvstore.transport.backends import open_transport
@@ -32,7 +31,7 @@ BEAT_NS: Final = NS_PER_S // 4
 POLL_S: Final = 100e-6
 """Between two looks at a back end that has no descriptor to wait for."""
 DATAGRAMS_PER_TURN: Final = 64
-_ANCILLARY_BYTES: Final = socket.CMSG_LEN(4)
+_ANCILLARY_BYTES: Final = socket.CMSG_LEN(8)
 
 
 def run(sock: socket.socket) -> int:
@@ -41,7 +40,6 @@ def run(sock: socket.socket) -> int:
     if begun is None:
         return 1
     begin, fd = begun
-    held = hold_arena(fd)  # until this process has ended
     try:
         arena = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
         source = map_arena(fd, size_bytes=begin.arena_bytes, writable=False)
@@ -51,13 +49,12 @@ def run(sock: socket.socket) -> int:
     except (AttachError, ConfigError) as error:
         sock.send(wire.encode(wire.Unable(str(error)[: wire.REASON_CHARS_MAX])))
         return 2
-    finally:
-        os.close(fd)
-    MoverLoop(sock, transport, begin, idle=PageTables(held, arena, source).fill).run()
+    MoverLoop(sock, transport, begin, idle=PageTables(fd, arena, source).fill).run()
     return 0
 
 
 def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
+    """With the arena. The word that this process may write there stays open until it has ended."""
     data, ancillary, _, _ = sock.recvmsg(
         wire.DATAGRAM_BYTES_MAX, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
     )
@@ -66,7 +63,8 @@ def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
     begin = wire.decode_from_node(data)
     assert isinstance(begin, wire.Begin), begin
     ((_, _, passed),) = ancillary
-    return begin, array.array("i", passed)[0]
+    arena_fd, _ = array.array("i", passed)
+    return begin, arena_fd
 
 
 class MoverLoop:
@@ -210,8 +208,8 @@ class MoverLoop:
     def _beat(self) -> None:
         self._next_beat_ns = self._now_ns() + BEAT_NS
         if not self._outbox:  # otherwise it does not read, and beats say nothing to it
-            reads = self._reads
-            self._tell(wire.Beat(reads.under_way, reads.read_bytes, reads.window_bytes))
+            reads, refused = self._reads, self._transport.refused_count
+            self._tell(wire.Beat(reads.under_way, reads.read_bytes, reads.window_bytes, refused))
 
     def _flush(self) -> None:
         while self._outbox:

@@ -102,6 +102,9 @@ class Nixl:
         self._reads: dict[int, _Read] = {}
         self._outcomes: list[Outcome] = []
 
+    refused_count = 0
+    """Who reads from here is not known here."""
+
     @property
     def capabilities(self) -> TransportCapabilities:
         return TransportCapabilities(one_sided=True, read_only_source=self._read_only, secure=False)
@@ -265,7 +268,7 @@ def _open_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
         with sleeping_progress(api.nixlBind):
             agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
         return agent, (*raised, RuntimeError, ValueError, TypeError)
-    raise ConfigError("NIXL is not installed: pip install 'kvstore[nixl]'")
+    raise ConfigError("NIXL is not installed: pip install 'kvstore-llm[nixl]'")
 
 
 @contextlib.contextmanager

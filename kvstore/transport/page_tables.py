@@ -27,7 +27,7 @@ class PageTables:
     """Of mappings of one arena, each all of it."""
 
     def __init__(self, fd: int, *mappings: NDArray[np.uint8]) -> None:
-        """`fd`: of the arena, with an offset that nobody else uses."""
+        """`fd`: of the arena; its offset, which others share, is moved and not used."""
         self._fd, self._mappings = fd, mappings
         self._size_bytes = len(mappings[0])
         has_huge_pages = os.fstat(fd).st_blksize > PAGE_BYTES

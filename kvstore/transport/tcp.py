@@ -80,6 +80,7 @@ class Tcp:
         self._dialled: set[Owner] = set()
         """Those that may not be open yet."""
         self._outcomes: list[Outcome] = []
+        self.refused_count = 0
 
     @property
     def capabilities(self) -> TransportCapabilities:
@@ -210,8 +211,9 @@ class Tcp:
             return False
         now_ns = time.monotonic_ns()
         if reader in self._guests.arriving:
-            gone = self._guests.admit(reader, now_ns)
+            gone = self._guests.admit(reader, reader.stream.node, now_ns)
             if gone is reader:
+                self.refused_count += 1
                 raise Closed("there is no room for it")
             if gone is not None:
                 self._end(gone)

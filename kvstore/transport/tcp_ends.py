@@ -81,6 +81,8 @@ class Stream:
         """For being open; 0: it is."""
         self.is_open = False
         """Connected, and certificates seen."""
+        self.node = ""
+        """The other end, by its certificate."""
         self.events = events
 
     def shake(self) -> bool:
@@ -103,7 +105,8 @@ class Stream:
                 except ssl.SSLWantWriteError:
                     self.events = selectors.EVENT_WRITE
                     return False
-                if not _names_node(self._socket.getpeercert() or {}):
+                self.node = _node_of(self._socket.getpeercert() or {})
+                if not self.node:
                     raise Closed("its certificate names no node")
             self.is_open, self.deadline_ns = True, 0
         return True
@@ -135,10 +138,10 @@ class Stream:
         return self.events
 
 
-def _names_node(certificate: dict[str, Any]) -> bool:
-    """Clients and indexes have certificates of the same authority, and no business here."""
-    names = (name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS")
-    return any(identity.role == "node" for identity in identities_of(names))
+def _node_of(certificate: dict[str, Any]) -> str:
+    """Empty: clients and indexes have certificates of the same authority, and no business here."""
+    names = identities_of(certificate.get("subjectAltName", ()))
+    return min((each.name for each in names if each.role == "node"), default="")
 
 
 class _Incoming:

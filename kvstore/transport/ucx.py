@@ -33,7 +33,7 @@ from kvstore.wire.mover import Descriptor, Words, array_of, encode, words
 CONTROL: Final = 1
 DATA: Final = 1 << 62
 REQUESTS_PER_TURN: Final = 64
-READERS_MAX: Final = 256
+READERS_MAX: Final = 2048
 
 
 class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class Ucx:
             self._lib: Any = importlib.import_module("ucxx._lib.libucxx")
             self._array: Any = importlib.import_module("ucxx._lib.arr").Array
         except ModuleNotFoundError:
-            raise ConfigError("ucxx is not installed: pip install 'kvstore[ucx]'") from None
+            raise ConfigError("ucxx is not installed: pip install 'kvstore-llm[ucx]'") from None
         self._name, self._arena, self._source = name, arena, source
         feature = self._lib.Feature
         try:
@@ -110,6 +110,7 @@ class Ucx:
         self._sends: deque[Any] = deque()
         self._next_tag = DATA
         self._outcomes: list[Outcome] = []
+        self.refused_count = 0
 
     @property
     def capabilities(self) -> TransportCapabilities:
@@ -234,6 +235,7 @@ class Ucx:
         endpoint = self._readers.get(ask.address)
         if endpoint is None:
             if len(self._readers) >= READERS_MAX:
+                self.refused_count += 1
                 raise TransportError("too many readers")
             endpoint = self._readers[ask.address] = self._dial(ask.address)
         for at, size in zip(begin.tolist(), length.tolist(), strict=True):

@@ -20,6 +20,7 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.types import KEY_BYTES
+from kvstore.wire.bounds import I64, U32, Label, Sentence, Small, Word
 
 OWN_MEDIA: Final = (None, "GPU")
 """Of the engine's own memory; what its connectors hold they tell themselves."""
@@ -29,29 +30,31 @@ SEQUENCE_BYTES: Final = 8
 END: Final = b"\xff" * SEQUENCE_BYTES
 """In the place of a number: that was all of a replay."""
 
-Hash = int | Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Hash = Word | Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+_AsMany = msgspec.Meta(max_length=PAYLOAD_BYTES_MAX)
+"""As a payload has room for."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
     """Blocks of one chain are in a medium now."""
 
-    block_hashes: list[Hash]
+    block_hashes: Annotated[list[Hash], _AsMany]
     parent_block_hash: Hash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: list[Any] | None = None
-    group_idx: int | None = None
+    token_ids: Annotated[list[I64], _AsMany]
+    block_size: I64
+    lora_id: I64 | None = None
+    medium: Label | None = None
+    lora_name: Sentence | None = None
+    extra_keys: Annotated[list[Any], _AsMany] | None = None
+    group_idx: U32 | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     """Blocks are in a medium no more."""
 
-    block_hashes: list[Hash]
-    medium: str | None = None
-    group_idx: int | None = None
+    block_hashes: Annotated[list[Hash], _AsMany]
+    medium: Label | None = None
+    group_idx: U32 | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
@@ -61,7 +64,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
 EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
 _KINDS: Final = frozenset(kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared))
 _decoder = msgspec.msgpack.Decoder(EngineEvent)
-_raw = msgspec.msgpack.Decoder(tuple[float, list[msgspec.Raw], int | None])
+_raw = msgspec.msgpack.Decoder(tuple[float, Annotated[list[msgspec.Raw], _AsMany], Small | None])
 _kind = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.msgpack.Decoder(str)
 
@@ -69,8 +72,8 @@ _text = msgspec.msgpack.Decoder(str)
 class Batch(msgspec.Struct, frozen=True):
     """One message."""
 
-    events: list[EngineEvent]
-    rank: int
+    events: Annotated[list[EngineEvent], _AsMany]
+    rank: Small
 
 
 def decode_batch(payload: bytes) -> Batch:

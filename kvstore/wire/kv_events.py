@@ -18,12 +18,13 @@ Covers the form. Does not cover: sockets, sequence numbers (`kvstore.serve.publi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 import numpy as np
 
-from kvstore.types import KEY_BYTES, Shard, SpaceId, Tier
+from kvstore.types import KEY_BYTES, Shard, Tier
+from kvstore.wire.bounds import Hex64, Key, Label, Name, Space32, Tokens, Word
 
 OWNERSHIP: Final = "kvstore"
 MEDIUM: Final = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.FILE: "STORAGE"}
@@ -32,60 +33,64 @@ SEQUENCE_BYTES: Final = 8
 END: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 """Instead of a sequence number: of a reply, that it was the last; of a request, that a snapshot is
 wanted."""
+BLOCKS_MAX: Final = 1 << 20
+"""Of one event; a batch of ours has far fewer."""
+
+Hashes = Annotated[Sequence[Word | Key], msgspec.Meta(max_length=BLOCKS_MAX)]
 
 
 class Publisher(msgspec.Struct, frozen=True):
     """Who speaks. Another incarnation knows nothing of what this one said."""
 
-    node: str
-    incarnation: str
+    node: Name
+    incarnation: Hex64
     """16 hex digits."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Whose blocks an event is about, and which."""
 
-    node: str
-    incarnation: str
-    tenant: str
-    space: SpaceId
+    node: Name
+    incarnation: Hex64
+    tenant: Name
+    space: Space32
     shard: Shard
-    label: str
-    block_tokens: int
-    keys: bytes
+    label: Label
+    block_tokens: Tokens
+    keys: Annotated[bytes, msgspec.Meta(max_length=BLOCKS_MAX * KEY_BYTES)]
     """32 bytes each, in the order of `block_hashes`."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A tier holds these blocks now."""
 
-    block_hashes: list[int] | list[bytes]
-    medium: str
+    block_hashes: Hashes
+    medium: Label
     kvstore: Origin
     parent_block_hash: None = None
-    token_ids: tuple[int, ...] = ()
-    block_size: int = 0
+    token_ids: tuple[()] = ()
+    block_size: Literal[0] = 0
     lora_id: None = None
     lora_name: None = None
-    locality: str = "LOCAL"
-    ownership: str = OWNERSHIP
+    locality: Label = "LOCAL"
+    ownership: Label = OWNERSHIP
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A tier holds these blocks no more."""
 
-    block_hashes: list[int] | list[bytes]
-    medium: str
+    block_hashes: Hashes
+    medium: Label
     kvstore: Origin
-    locality: str = "LOCAL"
-    ownership: str = OWNERSHIP
+    locality: Label = "LOCAL"
+    ownership: Label = OWNERSHIP
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Nothing that this publisher said before counts."""
 
     kvstore: Publisher
-    ownership: str = OWNERSHIP
+    ownership: Label = OWNERSHIP
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -26,17 +26,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
+from kvstore.wire.bounds import Count, Tokens
 from kvstore.wire.space import Space
 
 
 class Geometry(msgspec.Struct, frozen=True):
     """Shape of one block of one shard."""
 
-    layer_count: int
-    head_count: int
-    token_count: int
+    layer_count: Count
+    head_count: Count
+    token_count: Tokens
     """Tokens in a block."""
-    token_bytes: int
+    token_bytes: Tokens
     """Bytes of K‖V of one token in one head of one layer."""
 
     @property

@@ -22,6 +22,7 @@ import msgspec
 import xxhash
 
 from kvstore.types import PAGE_BYTES
+from kvstore.wire.bounds import I64, Name, Small
 
 LEARNED_BYTES_MAX: Final = 16 * PAGE_BYTES
 SPACES_MAX: Final = 32
@@ -36,7 +37,6 @@ LOAD_NS_MIN, LOAD_NS_MAX = 1, 100_000_000
 DISK_NS_PER_MIB_MIN, DISK_NS_PER_MIB_MAX = 10_000, 10**12
 """100 GB/s, and 1 kB/s."""
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Hex = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 
 
@@ -45,30 +45,30 @@ class SpacePace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tenant: Name
     space: Hex
-    compute_ns_per_token: int = 0
-    load_ns_per_token: int = 0
+    compute_ns_per_token: I64 = 0
+    load_ns_per_token: I64 = 0
 
 
 class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was used up of the budget of disk writes, and when that was so."""
 
-    size_bytes: int = 0
-    at_s: int = 0
+    size_bytes: I64 = 0
+    at_s: I64 = 0
     """Of the wall clock."""
 
 
 class Learned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of it; 0 and empty: nothing yet."""
 
-    disk_ns_per_mib: int = 0
-    spaces: tuple[SpacePace, ...] = ()
+    disk_ns_per_mib: I64 = 0
+    spaces: Annotated[tuple[SpacePace, ...], msgspec.Meta(max_length=LEARNED_BYTES_MAX)] = ()
     spent: Spent = Spent()
 
 
 class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    magic: str
-    version: int
-    checksum: str
+    magic: Name
+    version: Small
+    checksum: Name
     learned: msgspec.Raw
 
 

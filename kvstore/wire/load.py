@@ -8,33 +8,35 @@ from __future__ import annotations
 
 import msgspec
 
+from kvstore.wire.bounds import U64
+
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """One node, at one moment."""
 
-    at_ms: int = 0
+    at_ms: U64 = 0
     """Of its own clock, which does not go back while it lives."""
-    dram_bytes: int = 0
-    dram_used_bytes: int = 0
-    file_bytes: int = 0
-    file_used_bytes: int = 0
-    blocks_hit: int = 0
+    dram_bytes: U64 = 0
+    dram_used_bytes: U64 = 0
+    file_bytes: U64 = 0
+    file_used_bytes: U64 = 0
+    blocks_hit: U64 = 0
     """Since it began, here and below, but for those at the end."""
-    blocks_missed: int = 0
-    stored_bytes: int = 0
-    leased_bytes: int = 0
+    blocks_missed: U64 = 0
+    stored_bytes: U64 = 0
+    leased_bytes: U64 = 0
     """To engines, which load them."""
-    fetched_bytes: int = 0
+    fetched_bytes: U64 = 0
     """From other nodes."""
-    lent_bytes: int = 0
+    lent_bytes: U64 = 0
     """To other nodes."""
-    fetch_p50_us: int = 0
+    fetch_p50_us: U64 = 0
     """Of all fetches."""
-    fetch_p99_us: int = 0
-    leases: int = 0
+    fetch_p99_us: U64 = 0
+    leases: U64 = 0
     """Now, as the rest."""
-    engines: int = 0
-    slots_quarantined: int = 0
-    replicas: int = 0
+    engines: U64 = 0
+    slots_quarantined: U64 = 0
+    replicas: U64 = 0
     """Of the index, that it is to tell."""
-    replicas_reached: int = 0
+    replicas_reached: U64 = 0

@@ -11,6 +11,7 @@ Control only: the bytes of blocks never pass through a socket.
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
       │ Measured, Story, Compared ──▶│                                 │
+      │ Unserved ───────────────────▶│                                 │
       │◀──── HintReply, LeaseReply, LeaseMore, Grant                              │
       │◀──── SessionClosed ──────────│   (a member left; forms again by itself)
 
@@ -27,9 +28,10 @@ in the order of the writers' rank numbers; Quiesce tells each rank its own (ADR 
     2       layers 0-8, head 1   1       yes             array   [n][2] = a₀ b₀ a₁ b₁ …
     3       layers 0-8, head 1   1
 
-Ways to be broken: not msgpack; unknown tag; field of another type; longer than DATAGRAM_BYTES_MAX,
-a Hello than HELLO_BYTES_MAX; a byte array that is no multiple of its element or not as long as its
-neighbours. All of them raise `ProtocolError` from `decode_*`, and the connection is closed.
+Ways to be broken: not msgpack; unknown tag; field of another type or out of bounds; longer than
+DATAGRAM_BYTES_MAX, a Hello than HELLO_BYTES_MAX; a byte array that is no multiple of its element or
+not as long as its neighbours. All of them raise `ProtocolError` from `decode_*`, and the connection
+is closed.
 """
 
 from __future__ import annotations
@@ -42,6 +44,15 @@ from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Shard
+from kvstore.wire.bounds import (
+    NAME_BYTES_MAX,
+    U64,
+    BlockBytes,
+    Label,
+    Name,
+    Sentence,
+    Small,
+)
 from kvstore.wire.space import Space
 
 PROTOCOL_VERSION: Final = 1
@@ -51,18 +62,20 @@ DATAGRAM_BYTES_MAX: Final = 160 << 10
 HELLO_BYTES_MAX: Final = 48 << 10
 """That of a rank is passed on to the node's supervisor, in a datagram of `serve.control`."""
 LEASES_PER_DATAGRAM_MAX: Final = 4096
+LEASE_LIVES_MAX: Final = 6
+"""So many times its `ttl_ms` a lease is kept by renewing it."""
 ASKS_PER_LOOKUP_MAX: Final = 8
 """What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
+ERROR_CHARS_MAX: Final = 200
 REQUEST_BYTES_MAX: Final = 255
+UNSERVED_LENGTH_MAX: Final = 255
 RANKS_MAX: Final = 1024
 """Of one engine; so are its shards."""
 
-NAME_BYTES_MAX: Final = 255
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES_MAX)]
-"""In UTF-8 at most NAME_BYTES_MAX long, which `decode_from_engine` checks of a Hello."""
-U64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Small = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 KeyArray = Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_BYTES)]
+SlotArray = Annotated[bytes, msgspec.Meta(max_length=4 * KEYS_PER_DATAGRAM_MAX)]
+GenerationArray = Annotated[bytes, msgspec.Meta(max_length=8 * KEYS_PER_DATAGRAM_MAX)]
+ChecksumArray = Annotated[bytes, msgspec.Meta(max_length=CHECKSUM_BYTES * KEYS_PER_DATAGRAM_MAX)]
 LeaseList = Annotated[list[U64], msgspec.Meta(max_length=LEASES_PER_DATAGRAM_MAX)]
 
 
@@ -76,7 +89,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 class HelloScheduler(Message, frozen=True):
     """First datagram of a scheduler. Ancillary data: its own pidfd."""
 
-    protocol: int
+    protocol: Small
     engine_id: Name
     nonce: Name
     """Differs between two starts of an engine with the same id."""
@@ -85,13 +98,13 @@ class HelloScheduler(Message, frozen=True):
     process: Name
     """Random name of this process; another one after a fork or restart."""
     weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    label: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    label: Label = ""
     """Model name for `kvstore inspect`; no part of any address."""
     data_rank: Small = 0
     """Data-parallel."""
-    events: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    events: Label = ""
     """Where it publishes KV events, as ZeroMQ spells it; empty: it does not, or not for us."""
-    events_replay: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    events_replay: Label = ""
 
 
 class HelloRank(Message, frozen=True):
@@ -100,7 +113,7 @@ class HelloRank(Message, frozen=True):
     Sending it says: this process runs no copy into the arena, and knows no session yet.
     """
 
-    protocol: int
+    protocol: Small
     engine_id: Name
     nonce: Name
     tenant: Name
@@ -108,7 +121,7 @@ class HelloRank(Message, frozen=True):
     process: Name
     space: Space
     shard: Shard
-    block_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    block_bytes: BlockBytes
 
 
 class Quiet(Message, frozen=True):
@@ -133,7 +146,7 @@ class LeaseAsk(Message, frozen=True):
 
 
 class LeaseRenew(Message, frozen=True):
-    """Scheduler: these leases last `ttl_ms` from now."""
+    """Scheduler: these leases last `ttl_ms` from now, but LEASE_LIVES_MAX times that in all."""
 
     leases: LeaseList
 
@@ -174,7 +187,7 @@ class Story(Message, frozen=True):
     """Of the loaded ones: came from another node for this request."""
     outcome: Annotated[str, msgspec.Meta(max_length=32)] = ""
     """Why nothing, or nothing more, was loaded: words of `client.core`; empty after a load."""
-    detail: Annotated[str, msgspec.Meta(max_length=255)] = ""
+    detail: Label = ""
     """Of a load that failed."""
     session: U64 = 0
     leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []
@@ -206,36 +219,42 @@ class Compared(Message, frozen=True):
     """The worst of them: its distance from what was computed, relative to either's size."""
 
 
+class Unserved(Message, frozen=True):
+    """Scheduler: no session of this engine can open, or will again. Not answered; for operators."""
+
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=UNSERVED_LENGTH_MAX)]
+
+
 class Seal(Message, frozen=True):
     """Rank that writes: these slots hold complete bytes of these keys and will not change."""
 
     session: U64
     keys: KeyArray
-    slots: bytes
-    generations: bytes
-    checksums: bytes
+    slots: SlotArray
+    generations: GenerationArray
+    checksums: ChecksumArray
 
 
 class Drop(Message, frozen=True):
     """Rank: these granted slots were not written and will not be: they are free again."""
 
     session: U64
-    slots: bytes
-    generations: bytes
+    slots: SlotArray
+    generations: GenerationArray
 
 
 class Distrust(Message, frozen=True):
     """Rank: the bytes in these slots failed their checksum. The node forgets the copies."""
 
-    slots: bytes
-    generations: bytes
+    slots: SlotArray
+    generations: GenerationArray
 
 
 class Verified(Message, frozen=True):
     """Rank: the bytes in these slots were compared with their checksum, and are right."""
 
-    slots: bytes
-    generations: bytes
+    slots: SlotArray
+    generations: GenerationArray
 
 
 # ── node → engine ────────────────────────────────────────────────────────────────────────────────
@@ -244,7 +263,7 @@ class Verified(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Ancillary data: [generation page] to a scheduler, [arena, generation page] to a rank."""
 
-    protocol: int
+    protocol: Small
     incarnation: U64
     now_ns: U64
     """The node's monotonic clock while sending; the heartbeat word counts on the same clock."""
@@ -255,7 +274,7 @@ class Welcome(Message, frozen=True):
 class Refused(Message, frozen=True):
     """The node will not serve this engine; the connection ends. `reason` is one clear sentence."""
 
-    reason: str
+    reason: Sentence
     permanent: bool
     """True: asking again with the same engine is pointless."""
 
@@ -287,14 +306,14 @@ class SessionClosed(Message, frozen=True):
     """Credits and leases of the session are void; another session may open on this socket."""
 
     session: U64
-    reason: str
+    reason: Sentence
 
 
 class HintReply(Message, frozen=True):
     """What the node knows of a Hint's keys, now and without promise."""
 
     request: U64
-    present: bytes
+    present: Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX // 8)]
     """One bit per key, little bit order, whole bytes: 1 = all shards known in any tier."""
 
 
@@ -303,9 +322,9 @@ class LeaseReply(Message, frozen=True):
 
     lease: U64
     ttl_ms: U64
-    slots: bytes
-    generations: bytes
-    checksums: bytes = b""
+    slots: SlotArray
+    generations: GenerationArray
+    checksums: ChecksumArray = b""
     """[n][S] too, or none. What has one is verified while it is loaded; 16 bytes 0: not needed."""
     promoting: U64 = 0
     """So many blocks behind these are on their way to dram: LeaseMore brings them."""
@@ -321,9 +340,9 @@ class LeaseMore(Message, frozen=True):
     """A lease has grown, by blocks that follow in chain order; possibly none, when none come."""
 
     lease: U64
-    slots: bytes
-    generations: bytes
-    checksums: bytes = b""
+    slots: SlotArray
+    generations: GenerationArray
+    checksums: ChecksumArray = b""
     promoting: U64 = 0
     """So many more are on their way; 0: this was the last."""
     from_file: U64 = 0
@@ -335,8 +354,8 @@ class Grant(Message, frozen=True):
     """Credits: free slots, one per shard for each of n blocks, recorded with their owner."""
 
     session: U64
-    slots: bytes
-    generations: bytes
+    slots: SlotArray
+    generations: GenerationArray
 
 
 EngineMessage = (
@@ -350,6 +369,7 @@ EngineMessage = (
     | Measured
     | Story
     | Compared
+    | Unserved
     | Seal
     | Drop
     | Distrust
@@ -427,7 +447,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[_M], datagram: bytes | memoryview) 
     try:
         return decoder.decode(datagram)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed datagram: {error}") from None
+        # It may quote what a stranger wrote.
+        raise ProtocolError(f"malformed datagram: {str(error)[:ERROR_CHARS_MAX]}") from None
 
 
 def _elements(array: bytes, size: int, name: str) -> int:

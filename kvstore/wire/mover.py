@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
+from kvstore.wire.bounds import U64, Label, Name, Sentence
 
 PIECES_PER_DATAGRAM_MAX: Final = 4096
 PIECES_PER_READ_MAX: Final = 1 << 17
@@ -37,9 +38,8 @@ DATAGRAM_BYTES_MAX: Final = 128 << 10
 """Room for the largest: 4,096 pieces are 96 KiB, a descriptor is at most 64."""
 DESCRIPTOR_BYTES_MAX: Final = 64 << 10
 REASON_CHARS_MAX: Final = 400
+OPTIONS_MAX: Final = 256
 
-U64 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]
 Words = Annotated[bytes, msgspec.Meta(max_length=8 * PIECES_PER_DATAGRAM_MAX)]
 """u64, little-endian."""
@@ -54,13 +54,13 @@ class MoverMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class Begin(MoverMessage, frozen=True):
-    """First datagram. With the arena's descriptor."""
+    """First datagram. With the arena's descriptor, and the one to hold it by (`arena.Arena`)."""
 
-    backend: str
-    name: PeerName
+    backend: Label
+    name: Name
     """Of this node: what peers connect to it as."""
     arena_bytes: U64
-    options: dict[str, str]
+    options: Annotated[dict[Label, Sentence], msgspec.Meta(max_length=OPTIONS_MAX)]
     """Of the back end, see `transport.backends`."""
     paced: bool = True
 
@@ -68,7 +68,7 @@ class Begin(MoverMessage, frozen=True):
 class Connect(MoverMessage, frozen=True):
     """Reads from this peer will follow."""
 
-    peer: PeerName
+    peer: Name
     descriptor: Blob
 
 
@@ -76,7 +76,7 @@ class Read(MoverMessage, frozen=True):
     """Pieces of a transfer, see `ports.Pieces`; it begins with the last part."""
 
     transfer: U64
-    peer: PeerName
+    peer: Name
     local: Words
     remote: Words
     length: Words
@@ -86,7 +86,7 @@ class Read(MoverMessage, frozen=True):
 class Forget(MoverMessage, frozen=True):
     """Nothing more from this peer, which may be connected again."""
 
-    peer: PeerName
+    peer: Name
 
 
 # ── mover → node ─────────────────────────────────────────────────────────────────────────────────
@@ -95,7 +95,7 @@ class Forget(MoverMessage, frozen=True):
 class Registered(MoverMessage, frozen=True):
     """The arena is known to the back end."""
 
-    backend: str
+    backend: Label
     descriptor: Blob
     """For movers of other nodes."""
     one_sided: bool
@@ -112,13 +112,13 @@ class Unable(MoverMessage, frozen=True):
 class Connected(MoverMessage, frozen=True):
     """Answer to Connect: reads may follow. Whether the peer lives, they tell."""
 
-    peer: PeerName
+    peer: Name
 
 
 class Unreachable(MoverMessage, frozen=True):
     """Answer to Connect: its reads will fail."""
 
-    peer: PeerName
+    peer: Name
     reason: Reason
 
 
@@ -151,6 +151,8 @@ class Beat(MoverMessage, frozen=True):
     read_bytes: U64
     window_bytes: U64
     """The narrowest of all peers; 0 without any."""
+    refused: U64 = 0
+    """Peers that would read from here and found no room."""
 
 
 FromNode = Begin | Connect | Read | Forget
@@ -160,8 +162,8 @@ FromMover = Registered | Unable | Connected | Unreachable | Done | Failed | Limb
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a peer needs to read from a mover's arena."""
 
-    backend: str
-    name: PeerName
+    backend: Label
+    name: Name
     size_bytes: U64
     """Of the arena."""
     base: U64

@@ -33,6 +33,7 @@ import msgspec
 import xxhash
 
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, Shard, SpaceId
+from kvstore.wire.bounds import U64, BlockBytes, Checksum, Key, Name
 
 MAGIC = b"KVSB"
 RECORD_VERSION = 1
@@ -77,10 +78,10 @@ def header(prefix: bytes, key: BlockKey) -> bytes:
 class Scope(msgspec.Struct, frozen=True):
     """What all blocks of one rank of one engine share: everything of an address but the key."""
 
-    tenant: str
-    space: bytes
+    tenant: Name
+    space: Key
     shard: Shard
-    block_bytes: int
+    block_bytes: BlockBytes
 
     def prefix(self) -> bytes:
         """The `header_prefix` of these blocks."""
@@ -121,9 +122,9 @@ def parse_prefix(prefix: bytes) -> Scope | None:
 class Void(msgspec.Struct, frozen=True):
     """Blocks of this tenant and space (None: of any) at places before `before` are gone."""
 
-    tenant: str | None
-    space: bytes | None
-    before: int
+    tenant: Name | None
+    space: Key | None
+    before: U64
 
     def covers(self, scope: Scope) -> bool:
         """Whether blocks of this scope are meant, wherever they lie."""
@@ -134,8 +135,8 @@ class BlockPage(msgspec.Struct, frozen=True):
     """What a page before a block says."""
 
     scope: Scope
-    key: bytes
-    checksum: bytes
+    key: Key
+    checksum: Checksum
 
 
 def seal_page(page: bytes | bytearray | memoryview) -> bytes:

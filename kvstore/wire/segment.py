@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.wire.bounds import U32, U64, Checksum, Id
 from kvstore.wire.record import (
     PAGE_COVERED,
     Scope,
@@ -52,6 +53,8 @@ SEGMENT_VERSION: Final = 1
 PAGE_SHIFT: Final = 32
 SEGMENT_BYTES_LIMIT: Final = 1 << 30
 """A file longer than this is no segment of ours, whatever it says."""
+_AsMany = msgspec.Meta(max_length=SEGMENT_BYTES_LIMIT // PAGE_BYTES)
+"""As a file has pages."""
 ID_BYTES: Final = 16
 
 _HEAD = struct.Struct("<4sHH16s16sI")
@@ -70,9 +73,9 @@ def place_of(number: int, page: int) -> int:
 class SegmentHead(msgspec.Struct, frozen=True):
     """What page 0 says."""
 
-    store_id: bytes
-    segment_id: bytes
-    number: int
+    store_id: Id
+    segment_id: Id
+    number: U32
     follows_closed: bool = False
     """The segment with the number before this one had its footer when this one was begun."""
 
@@ -81,8 +84,8 @@ class Table(msgspec.Struct, frozen=True):
     """Records of one segment. `pages` and `scope_of` u32 [n], `keys` u8 [n, 32], `checksums` u8
     [n, 16], ascending by page; `scope_of` indexes `scopes`."""
 
-    scopes: tuple[Scope, ...]
-    voids: tuple[Void, ...]
+    scopes: Annotated[tuple[Scope, ...], _AsMany]
+    voids: Annotated[tuple[Void, ...], _AsMany]
     pages: Any
     scope_of: Any
     keys: Any
@@ -167,12 +170,12 @@ def footer(head: SegmentHead, table: Table, *, first_page: int) -> bytes:
 class FooterPlace(msgspec.Struct, frozen=True):
     """Where the table of a closed segment lies, and how long its parts are."""
 
-    first_page: int
-    record_count: int
-    scope_count: int
-    void_count: int
-    scope_bytes: int
-    checksum: bytes
+    first_page: U32
+    record_count: U32
+    scope_count: U32
+    void_count: U32
+    scope_bytes: U64
+    checksum: Checksum
 
     @property
     def table_bytes(self) -> int:

@@ -8,14 +8,11 @@ cold start and never a wrong answer; a field forgotten here is a wrong answer.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated
 
 import msgspec
 
 from kvstore.types import SpaceId
-
-Label = Annotated[str, msgspec.Meta(max_length=255)]
-"""Digests and names of dtypes, back ends and versions: all of them are far shorter."""
+from kvstore.wire.bounds import Count, Label, Tokens
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -34,13 +31,13 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_layout: Label
     isa: Label
     """Instruction set in whose order CPU pages are packed; empty on GPUs."""
-    block_tokens: int
-    hash_block_tokens: int
-    layer_count: int
+    block_tokens: Tokens
+    hash_block_tokens: Tokens
+    layer_count: Count
     """Of the whole model, not of the rank."""
-    kv_head_count: int
+    kv_head_count: Count
     """Of the whole model, not of the rank."""
-    token_bytes: int
+    token_bytes: Tokens
     """Bytes of K‖V of one token in one head of one layer."""
     hash_algorithm: Label
     hash_seed: Label

@@ -7,7 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from kvstore.serve import config
+from kvstore.serve import config, disk_room
 from kvstore.serve.cluster import IndexConfig
 from kvstore.serve.index_config import load_index_config
 from kvstore.serve.main import cli
@@ -49,9 +49,9 @@ def node_config(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> config.Nod
     """What `kvstore node FLAGS` would run with on a machine with a tebibyte of memory and four of
     disk."""
     monkeypatch.setattr(config, "available_memory", lambda: (TIB, "the test"))
-    monkeypatch.setattr(config, "file_system_bytes", lambda _: 4 * TIB)
+    monkeypatch.setattr(disk_room, "file_system_bytes", lambda _: 4 * TIB)
     seen: list[config.NodeConfig] = []
-    monkeypatch.setattr("kvstore.serve.main.supervise", lambda made, _: seen.append(made))
+    monkeypatch.setattr("kvstore.serve.begin.supervise", lambda made, _: seen.append(made))
     try:
         cli.main(["node", *flags], prog_name="kvstore", standalone_mode=False)
     except click.ClickException as error:

@@ -22,7 +22,7 @@ from kvstore.serve.driver import Driver
 from kvstore.serve.executor import Executor
 from kvstore.serve.listener import Listener
 from kvstore.tiers.dram import DramTier
-from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation, SlotId
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation
 from kvstore.wire.messages import (
     Grant,
     LeaseAsk,
@@ -208,9 +208,9 @@ class Guest:
     def store(self, *numbers: int) -> None:
         """Write blocks, whose bytes are their keys over and over, and seal them."""
         for number, (slot, _) in zip(numbers, self.credits, strict=False):
-            self.door.tier.view(SlotId(slot), SLOT_BYTES_MIN)[:] = keys(number) * (
-                SLOT_BYTES_MIN // 32
-            )
+            block = keys(number) * (SLOT_BYTES_MIN // 32)
+            begin = slot * PAGE_BYTES
+            self.door.tier.arena.array.data[begin : begin + SLOT_BYTES_MIN] = block
         self.rank.say(encode(self.seal(*numbers)))
         self.hear()
 
@@ -224,7 +224,8 @@ class Guest:
 
     def read(self, reply: LeaseReply) -> list[bytes]:
         """The first page of every leased block."""
-        return [bytes(self.door.tier.view(SlotId(slot), PAGE_BYTES)) for slot, _ in pairs(reply)]
+        array = self.door.tier.arena.array
+        return [array[slot * PAGE_BYTES :][:PAGE_BYTES].tobytes() for slot, _ in pairs(reply)]
 
     def close(self) -> None:
         self.scheduler.close()

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from kvstore.arena import Arena
+from kvstore.arena import Arena, wait_for_holders
 from kvstore.serve.mover import (
     Down,
     Ended,
@@ -61,7 +61,8 @@ class Node:
     def __init__(self, settings: MoverSettings) -> None:
         self.memory = Arena(arena_bytes=ARENA_BYTES, incarnation=Incarnation(1))
         self.clock = Clock()
-        self.mover = Mover(self.memory.arena_fd, ARENA_BYTES, settings, self.clock)
+        memory = self.memory
+        self.mover = Mover(memory.arena_fd, memory.hold_fd, ARENA_BYTES, settings, self.clock)
         self.told: list[MoverEvent] = []
         self.mover.start()
 
@@ -300,16 +301,27 @@ def test_a_mover_without_work_rests(opened: ExitStack, settings: MoverSettings) 
     assert sum(process.cpu_times()[:2]) - used_s < 0.3 * (time.monotonic() - begun_s)
 
 
+def test_a_mover_says_that_it_may_write_for_as_long_as_it_lives(opened: ExitStack) -> None:
+    node = _node(opened, TCP)
+    memory, fd = node.memory, node.memory.holders_fd
+    os.dup2(fd, memory.hold_fd)  # as if the node had ended
+    assert node.mover.pid is not None
+    os.kill(node.mover.pid, signal.SIGSTOP)
+    assert not wait_for_holders(fd, timeout_s=0)
+    node.mover.kill("the test is over")
+    assert wait_for_holders(fd, timeout_s=LIMIT_S)
+
+
 def test_a_child_ends_with_its_node() -> None:
     program = """if True:
         import os
-        from kvstore.arena import Arena
+        from kvstore.arena import Arena, wait_for_holders
         from kvstore.serve.clock import MonotonicClock
         from kvstore.serve.mover import Mover, MoverSettings
         from kvstore.types import Incarnation
         arena = Arena(arena_bytes=1 << 20, incarnation=Incarnation(1))
         settings = MoverSettings(backend="tcp", name="a", options={"insecure": "yes"})
-        mover = Mover(arena.arena_fd, 1 << 20, settings, MonotonicClock())
+        mover = Mover(arena.arena_fd, arena.hold_fd, 1 << 20, settings, MonotonicClock())
         mover.start()
         print(mover.pid, flush=True)
         input()

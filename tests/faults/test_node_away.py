@@ -148,5 +148,7 @@ def test_gone_and_back_again(plain: Engine, encode: Encode, tmp_path: Path) -> N
         assert not served()
     with node_for(plain, tmp_path):
         wait_until(served, "what it stored is found again")
-    assert cache_off_lines(plain) == lines + 1
+    # Once; and once more for each time that a busy machine kept a heart from beating.
+    stops = plain.log.read_text().count("computed: the node's heartbeat stopped")
+    assert cache_off_lines(plain) - stops <= lines + 1 <= cache_off_lines(plain)
     assert "Traceback" not in plain.log.read_text()

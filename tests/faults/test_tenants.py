@@ -23,7 +23,7 @@ import xxhash
 
 from kvstore.engine.events import Tick
 from kvstore.index.chain import block_keys
-from kvstore.types import KEY_BYTES, PAGE_BYTES, SLOT_BYTES_MIN, BlockKey, Shard, SlotId, SpaceId
+from kvstore.types import KEY_BYTES, PAGE_BYTES, SLOT_BYTES_MIN, BlockKey, Shard, SpaceId
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import EngineMessage, Hint, LeaseAsk, LeaseRelease, encode
 from kvstore.wire.record import header, header_prefix
@@ -266,7 +266,7 @@ class Race:
         """Write canaries into what may be written, then seal; the oldest of others go."""
         keys = [digest(name, next(self.numbers)) for _ in range(count)]
         for key, (slot, _) in zip(keys, self.node.writable(self.peers[name]), strict=False):
-            view = self.node.tier.view(SlotId(slot), SLOT_BYTES_MIN)
+            view = self.node.tier.arena.array.data[slot * PAGE_BYTES :][:SLOT_BYTES_MIN]
             view[:PAGE_BYTES] = view[END:] = canary(name, key)
         self.held[name] = (self.held[name] + keys)[-AT_ONCE:]
         self.node.seal(self.peers[name], keys)

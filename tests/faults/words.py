@@ -24,6 +24,7 @@ from kvstore.wire.messages import (
     SessionClosed,
     SessionOpen,
     Story,
+    Unserved,
     Welcome,
 )
 from tests.unit.engine.harness import Hellos, arrays, keys
@@ -43,6 +44,7 @@ def words(session: int, places: Sequence[tuple[int, int]]) -> list[Message]:
         LeaseRenew([1, 2, 3]),
         LeaseRelease([1, 2, 3]),
         Measured(1_000, 10),
+        Unserved("its cache is on a GPU"),
         Story("r" * 40, session=session, leases=[1, 2], prompt_tokens=99, outcome="hit"),
     ]
 

@@ -340,5 +340,6 @@ RESTARTED: Sequence[Planted] = (granted_slots_are_free_after_a_restart,)
 FOUND: dict[Planted, tuple[str, ...]] = {
     identity_put_aside_too_early: ("disk full", "no descriptors", "node killed"),
     stale_index_after_same_address_restart: ("directory emptied", "directory swapped"),
+    batch_path_without_check: ("misdirected read", "clear", "node restarts in a step"),
 }
 """With the faults that it takes."""

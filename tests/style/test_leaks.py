@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.leaks import SHM, Baseline
+from tests.style.tree import ROOT
 
 
 def test_a_clean_test_leaves_nothing() -> None:
@@ -84,6 +85,76 @@ def test_what_another_program_uses_is_not_ours(monkeypatch: pytest.MonkeyPatch) 
         child.communicate(b"\n")
     path.unlink()
     assert baseline.wait() == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_folder_that_another_program_works_in_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, *, inside: bool
+) -> None:
+    """As simulations of another run: nothing of it is mapped."""
+    baseline = Baseline()
+    path = SHM / f"kvstore-test-{uuid.uuid4().hex}"
+    path.mkdir()
+    (path / "file").touch()
+    holder = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); print(flush=True); input()"
+    command = [sys.executable, "-c", holder, str(path / "file" if inside else path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert f"/dev/shm/{path.name}" in baseline.leaks(), "of a child it is"
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.leaks._children", set)  # as if the child were a stranger
+            assert not any(path.name in line for line in baseline.leaks())
+        child.communicate(b"\n")
+    assert f"/dev/shm/{path.name}" in baseline.leaks(), "nobody's any more"
+    (path / "file").unlink()
+    path.rmdir()
+    assert baseline.wait() == []
+
+
+def test_a_run_of_root_sees_nobody_elses_names() -> None:
+    """Left-overs of another run, whose processes are gone."""
+    program = """if True:
+        import os
+        from tests.leaks import SHM, _take_own_shared_memory
+        print(_take_own_shared_memory(), os.listdir(SHM))
+        (SHM / "kvstore-test-inside").touch()
+    """
+    path = SHM / f"kvstore-test-{uuid.uuid4().hex}"
+    path.touch()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        if not done.stdout.startswith("True"):
+            pytest.skip("this user may not mount")
+        assert done.stdout == "True []\n"
+        assert not (SHM / "kvstore-test-inside").exists()
+    finally:
+        path.unlink()
+
+
+def test_a_name_that_comes_after_the_end_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs side by side make names all the time: one of them is always new."""
+    baseline = Baseline()
+    listed = os.listdir
+    names: list[Path] = []
+
+    def more(path: str | Path) -> list[str]:
+        if path == SHM:
+            names.append(SHM / f"kvstore-test-{uuid.uuid4().hex}")
+            names[-1].touch()
+        return listed(path)
+
+    monkeypatch.setattr("tests.leaks.os.listdir", more)
+    try:
+        found = baseline.wait(deadline_s=0.0)
+        assert str(names[0]) in found
+        assert str(names[-1]) not in found
+    finally:
+        for name in names:
+            name.unlink()
 
 
 def test_a_name_that_is_gone_by_now_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvstore
 from tests.style.tree import ROOT, python_files
 
 SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -29,7 +30,7 @@ def test_every_package_is_listed() -> None:
 
 @pytest.mark.parametrize("where", [ROOT, Path("/")])
 @pytest.mark.parametrize(
-    "arguments", [("-c", "import kvstore.connector"), ("-m", "kvstore.serve.main", "--help")]
+    "arguments", [("-c", "import kvstore.connector"), ("-m", "kvstore", "--help")]
 )
 def test_it_imports_from_everywhere(where: Path, arguments: tuple[str, ...]) -> None:
     # From the clone's root, ./kvstore is found before the installed package.
@@ -46,10 +47,15 @@ def test_the_console_script_runs() -> None:
     assert "node" in result.stdout
 
 
-def test_the_engine_finds_the_plugin() -> None:
-    (entry,) = (
-        entry
-        for entry in importlib.metadata.entry_points(group="vllm.general_plugins")
-        if entry.name == "kvstore"
+def test_there_is_one_version() -> None:
+    assert importlib.metadata.version("kvstore-llm") == kvstore.__version__
+    told = subprocess.run(
+        [sys.executable, "-m", "kvstore", "--version"], capture_output=True, text=True, check=True
     )
+    assert told.stdout == f"kvstore {kvstore.__version__}\n"
+
+
+def test_the_engine_finds_the_plugin() -> None:
+    installed = importlib.metadata.distribution("kvstore-llm").entry_points
+    (entry,) = installed.select(group="vllm.general_plugins", name="kvstore")
     assert callable(entry.load())

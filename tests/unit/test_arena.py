@@ -8,9 +8,9 @@ import fcntl
 import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +25,6 @@ from kvstore.arena import (
     ArenaView,
     GenerationView,
     generation_page_bytes,
-    hold_arena,
     huge_page_pool,
     wait_for_holders,
 )
@@ -34,6 +33,8 @@ from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation
 
 INCARNATION = Incarnation(0x1234)
 ARENA_BYTES = 16 * SLOT_BYTES_MIN
+KEEP_SIZE_PUNCH_HOLE = 3
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture
@@ -334,56 +335,97 @@ def test_huge_pages_are_used_when_the_pool_has_room() -> None:
     assert on_huge_pages == (free_bytes >= page_bytes)
 
 
+def punch(arena: Arena, begin: int, length: int) -> None:
+    """Give pages back to the kernel, as every engine can."""
+    where = ctypes.c_long(begin), ctypes.c_long(length)
+    assert _libc.fallocate(arena.arena_fd, KEEP_SIZE_PUNCH_HOLE, *where) == 0
+
+
+def read(arena: Arena, begin: int, length: int) -> bytes:
+    into = bytearray(b"x" * length)
+    arena.read(begin, memoryview(into))
+    return bytes(into)
+
+
+def test_reading_takes_no_page_that_was_given_back(arena: Arena) -> None:
+    arena.populate(0, ARENA_BYTES)
+    arena.array[:] = 7
+    punch(arena, SLOT_BYTES_MIN, SLOT_BYTES_MIN)
+    assert read(arena, 0, 4) == b"\7" * 4
+    left_bytes = arena.taken_bytes
+    assert left_bytes == ARENA_BYTES - SLOT_BYTES_MIN
+    assert read(arena, SLOT_BYTES_MIN - 2, 4) == b"\7\7\0\0"
+    assert read(arena, SLOT_BYTES_MIN, SLOT_BYTES_MIN) == bytes(SLOT_BYTES_MIN)
+    assert arena.taken_bytes == left_bytes, "there may be none: a touch would be SIGBUS then"
+
+
+def test_what_cannot_be_read_is_zero_and_no_signal(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = os.memfd_create("empty")  # a touch beyond its end is SIGBUS
+    with monkeypatch.context() as patch:
+        for fd in (empty, arena.hold_fd):
+            patch.setattr(arena, "arena_fd", fd)
+            assert read(arena, 0, 8) == bytes(8)
+    os.close(empty)
+
+
+def test_a_seal_that_forbids_holes_forbids_engines_to_map_it_writable(arena: Arena) -> None:
+    page = arena.generation_fd  # it has that seal
+    assert _libc.fallocate(page, KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(4096)) < 0
+    assert ctypes.get_errno() == errno.EPERM
+    with pytest.raises(PermissionError):
+        mmap.mmap(page, PAGE_BYTES)
+
+
 HOLDER = """
 import sys
-from kvstore.arena import hold_arena
-hold_arena(int(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
+def ended(arena: Arena) -> bool:
+    return wait_for_holders(arena.holders_fd, timeout_s=0)
+
+
+def let_go(arena: Arena) -> None:
+    """As the end of the node process does."""
+    os.close(arena.hold_fd)
+    arena.hold_fd = os.dup(arena.holders_fd)
+
+
 def test_who_holds_an_arena_is_waited_for_until_it_has_ended(arena: Arena) -> None:
-    fd = arena.arena_fd
-    wait_for_holders(fd)
+    assert not ended(arena), "this process may write to it"
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(fd)],
-        pass_fds=[fd],
+        [sys.executable, "-c", HOLDER],
+        pass_fds=[arena.hold_fd],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as holder:
         try:
+            let_go(arena)
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
-            waited = threading.Event()
-
-            def wait() -> None:
-                wait_for_holders(fd)
-                waited.set()
-
-            thread = threading.Thread(target=wait)
-            thread.start()
             holder.send_signal(signal.SIGSTOP)
-            assert not waited.wait(0.2), "it only stands still"
+            assert not ended(arena), "it only stands still"
         finally:
             holder.kill()
-        thread.join(30)
-        assert waited.is_set()
+    assert wait_for_holders(arena.holders_fd, timeout_s=30)
 
 
 def test_several_may_hold_an_arena(arena: Arena) -> None:
-    held = [hold_arena(arena.arena_fd) for _ in range(2)]
-    waited = threading.Event()
-
-    def wait() -> None:
-        wait_for_holders(arena.arena_fd)
-        waited.set()
-
-    thread = threading.Thread(target=wait)
-    thread.start()
+    held = [os.dup(arena.hold_fd) for _ in range(2)]
+    let_go(arena)
     os.close(held[0])
-    assert not waited.wait(0.2), "one of them holds it still"
+    assert not ended(arena), "one of them holds it still"
     os.close(held[1])
-    thread.join(30)
-    assert waited.is_set()
+    assert ended(arena)
+
+
+def test_a_lock_on_the_arena_says_nothing(arena: Arena) -> None:
+    whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    fcntl.fcntl(arena.arena_fd, fcntl.F_OFD_SETLK, whole)
+    let_go(arena)
+    assert ended(arena)

@@ -24,12 +24,14 @@ from kvstore.client.core.config import SchedulerConfig
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
+    UNSERVED_LENGTH_MAX,
     Grant,
     HelloScheduler,
     Message,
     Refused,
     SessionClosed,
     SessionOpen,
+    Unserved,
     Welcome,
     generations_array,
     slots_array,
@@ -70,6 +72,8 @@ class Attachment:
         self.shard_count = 1
         self.incarnation = 0
         self.weights_epoch = ""
+        self.unserved = ""
+        """Why no session can open, as the ranks told the scheduler."""
         self.credits: deque[Credit] = deque()
         self.outbox: list[Message] = []
         self.notices: list[str] = []
@@ -153,6 +157,17 @@ class Attachment:
         self._retry_at_ns = now_ns
         self.notices.append("the engine's cache was reset: moving to a space of its own")
 
+    def cannot_be_served(self, reason: str) -> None:
+        """The ranks will not attach. The node is told on this connection and on later ones, so that
+        its operator sees it."""
+        self.unserved = reason[:UNSERVED_LENGTH_MAX]
+        self.notices.append(f"the cache is off: {reason}")
+        self._tell_unserved()
+
+    def _tell_unserved(self) -> None:
+        if self.unserved and self.state in (State.WAITING, State.OPEN):
+            self.outbox.append(Unserved(self.unserved))
+
     def received(self, message: Message, now_ns: int) -> str | None:
         """Take an attachment message. Returns a reason when the caller must close the socket."""
         match message:
@@ -162,6 +177,7 @@ class Attachment:
                 self.incarnation = message.incarnation
                 self._clock_offset_ns = now_ns - message.now_ns
                 self._enter(State.WAITING, now_ns)
+                self._tell_unserved()
             case SessionOpen():
                 self._end_session()
                 self.session = message.session

@@ -39,8 +39,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_load_tokens: int = 128
     """Cost gate: shorter hits are computed, since two engine steps and a lookup cost more."""
     store: Store = "all"
-    verify_every: int = 64
-    """Every n-th load is checked against its checksums; 1 checks all, 0 none."""
+    verify_every: int = 1
+    """Every n-th load is checked against its checksums: 1 all, 0 none."""
     shadow_every: int = 0
     """Every n-th hit is computed all the same, and compared; 0: none."""
     breaker_failures_max: int = 3

@@ -36,6 +36,7 @@ from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     ASKS_PER_LOOKUP_MAX,
     KEYS_PER_DATAGRAM_MAX,
+    LEASE_LIVES_MAX,
     LEASES_PER_DATAGRAM_MAX,
     LeaseAsk,
     LeaseMore,
@@ -130,6 +131,8 @@ class Lookups:
             lookup.session != self._attachment.session or first_block < lookup.first_block
         ):
             self.release(lookup)
+        if lookup.stage is Stage.HELD and self._is_old(lookup, now_ns):
+            self.release(lookup)
         if lookup.stage is Stage.NONE:
             wanted = (len(keys) - first_block) * self._config.block_tokens
             if self._has_waited_long(lookup, wanted, now_ns):
@@ -177,6 +180,12 @@ class Lookups:
             self._config.heartbeat_timeout_ms + self._config.promotion_deadline_ms
         )
         return 0 < lookup.waiting_since_ns < now_ns - limit_ns
+
+    @staticmethod
+    def _is_old(lookup: Lookup, now_ns: int) -> bool:
+        """Whether its leases, renewed or not, could end under a load that begins now."""
+        age_ns = now_ns - lookup.asked_at_ns
+        return any(p.reply and age_ns > (LEASE_LIVES_MAX - 1) * p.ttl_ns for p in lookup.parts)
 
     def _give_up(self, lookup: Lookup, now_ns: int) -> Miss:
         """The node did not answer in time: this request asks it no more."""

@@ -134,6 +134,9 @@ def open_directory(config: FileConfig, disk: Disk, lock_fd: int) -> Directory:
             raise cannot_be_read(config.directory, error) from error
         raise
     try:
+        if config.shared:
+            with contextlib.suppress(OSError):  # the node's own cannot be made either, and says why
+                config.directory.mkdir(mode=0o700, exist_ok=True)
         return Directory(config.home, disk, direct=config.direct, lock_fd=lock_fd)
     except InUse:
         if not config.shared:
@@ -174,7 +177,8 @@ class Directory:
             raise
 
     def _take(self, *, direct: bool) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Not its parents: of a disk that is not mounted they would be made on another one.
+        self.path.mkdir(mode=0o700, exist_ok=True)
         self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._fds.append(self.fd)
         self._refuse_strangers()

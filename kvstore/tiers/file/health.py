@@ -9,6 +9,8 @@ Three breakers. Not thread safe: `FileTier` holds its lock.
 | room | want of room on the file system | loads go on |
 
 A write that is let through goes as the probe of all that are open; if it succeeds, the disk works.
+EFAULT says nothing against the disk: the slot's memory is not there, which an engine can bring
+about (`kvstore.arena`).
 """
 
 from __future__ import annotations
@@ -69,10 +71,14 @@ class Health:
 
     def failed_reading(self, now_ns: int, error: OSError) -> list[FileEvent]:
         """A read failed."""
+        if error.errno == errno.EFAULT:
+            return self._says_nothing(now_ns, self._reads)
         return self._count_read(now_ns, _failing(error))
 
     def failed_writing(self, now_ns: int, error: OSError) -> list[FileEvent]:
         """A write failed."""
+        if error.errno == errno.EFAULT:
+            return self._says_nothing(now_ns, self._room, self._writes, self._reads)
         if error.errno in _NO_ROOM:
             self._answer_probe_of_reads(now_ns)
             return [Suspended(_FULL, writes_only=True)] if self._room.failed(now_ns) else []
@@ -108,6 +114,14 @@ class Health:
     def _count_write(self, now_ns: int, reason: str) -> list[FileEvent]:
         self._answer_probe_of_reads(now_ns)
         return [Suspended(reason, writes_only=True)] if self._writes.failed(now_ns) else []
+
+    @staticmethod
+    def _says_nothing(now_ns: int, *breakers: Breaker) -> list[FileEvent]:
+        """A probe that did not come to the disk is answered all the same: another will be sent."""
+        for breaker in breakers:
+            if breaker.is_open:
+                breaker.failed(now_ns)
+        return []
 
     def _answer_probe_of_reads(self, now_ns: int) -> None:
         if self._reads.is_open:

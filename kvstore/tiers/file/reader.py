@@ -12,7 +12,8 @@ Does not cover: which runs there are, and deadlines (`jobs.py`, `tier.py`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -61,9 +62,20 @@ class RunResult(msgspec.Struct):
 
 
 class Reader:
-    """Reads for one thread. `memory` is where slots lie: u8, page aligned, writable."""
+    """Reads for one thread. `memory` is where slots lie: u8, page aligned, writable. `look`: copies
+    bytes of it from a place on, without a fault where others share it."""
 
-    def __init__(self, catalog: Catalog, disk: Disk, memory: memoryview, *, direct: bool) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        disk: Disk,
+        memory: memoryview,
+        *,
+        direct: bool,
+        look: Callable[[int, memoryview], None] | None = None,
+    ) -> None:
+        self._look = look
+        self._copy = memoryview(b"")
         self._catalog = catalog
         self._disk = disk
         self._memory = memory
@@ -88,7 +100,9 @@ class Reader:
             done = self._fill(fd, scope, run)
         except OSError as error:
             if len(run) == 1:
-                return RunResult([Verdict.DAMAGED], error)
+                # EFAULT: the slot's page was given back, and there is no other. The disk is well.
+                is_ours = error.errno == errno.EFAULT
+                return RunResult([Verdict.UNREAD if is_ours else Verdict.DAMAGED], error)
             result = RunResult([], error)  # one bad sector does not cost its neighbours
             for wanted in run:
                 result.verdicts += self._read(fd, segment, scope, [wanted]).verdicts
@@ -125,7 +139,14 @@ class Reader:
         if not isinstance(found, BlockPage) or found.key != wanted.key or found.scope != scope:
             return False
         expected = found.checksum if wanted.checksum is None else wanted.checksum
-        begin = wanted.slot * PAGE_BYTES
-        payload = self._memory[begin : begin + scope.block_bytes]
+        payload = self._payload(wanted.slot * PAGE_BYTES, scope.block_bytes)
         assert len(expected) == CHECKSUM_BYTES
         return block_checksum(prefix, wanted.key, payload) == expected
+
+    def _payload(self, begin: int, length: int) -> memoryview:
+        if self._look is None:
+            return self._memory[begin : begin + length]
+        if len(self._copy) < length:
+            self._copy = memoryview(bytearray(length))
+        self._look(begin, self._copy[:length])
+        return self._copy[:length]

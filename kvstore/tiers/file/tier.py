@@ -21,6 +21,7 @@ import errno
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,6 +79,7 @@ class FileTier:
         disk: Disk,
         directory: Directory,
         outbox: Outbox | None = None,
+        look: Callable[[int, memoryview], None] | None = None,
     ) -> None:
         self._config = config
         self._clock = clock
@@ -107,7 +109,7 @@ class FileTier:
             follows_closed=self._restart.newest_is_closed,
         )
         readers = [
-            Reader(self._catalog, disk, self._memory, direct=directory.direct)
+            Reader(self._catalog, disk, self._memory, direct=directory.direct, look=look)
             for _ in range(config.reader_count)
         ]
         self._peers = self._make_peers(disk)
@@ -136,6 +138,7 @@ class FileTier:
         disk: Disk | None = None,
         lock_fd: int = -1,
         outbox: Outbox | None = None,
+        look: Callable[[int, memoryview], None] | None = None,
     ) -> FileTier:
         """Open or make the directory, and begin to look for what is in it.
 
@@ -146,6 +149,7 @@ class FileTier:
             disk: the system calls; tests give their own.
             lock_fd: the directory's lock, if an earlier process left it; the tier's from now on.
             outbox: where events go, if that is watched already; the tier's from now on.
+            look: copies bytes of the arena (`Arena.read`), where engines share it.
 
         Raises:
             ConfigError: the directory cannot be used; the text says why and what to do.
@@ -153,7 +157,9 @@ class FileTier:
         posix = disk or PosixDisk()
         directory = open_directory(config, posix, lock_fd)
         try:
-            tier = cls(config, arena, clock, disk=posix, directory=directory, outbox=outbox)
+            tier = cls(
+                config, arena, clock, disk=posix, directory=directory, outbox=outbox, look=look
+            )
         except OSError as error:
             directory.close()
             raise cannot_be_read(config.home, error) from error

@@ -199,7 +199,7 @@ class Scene:
         # Two pipes more while a child is on its way to its program.
         assert eventually(
             lambda: all(
-                found["children"] == 2 and found["pipe"] == 1 for found in self._supervisors_open()
+                found["children"] == 2 and found["pipe"] == 2 for found in self._supervisors_open()
             ),
             timeout_s=P3_S,
         )

@@ -266,8 +266,38 @@ def test_a_node_that_is_refused_says_why_and_goes_on(site: Site) -> None:
             engine.open()
             engine.store(make_keys(2))
             assert eventually(lambda: "is not reached" in node.log, timeout_s=CONVERGES_S)
+            assert "its certificate was not issued by the CA of --ca" in node.log
             assert f"but the index at {index.address} is not reached" in health(node.metrics_url)
             assert client.nodes().nodes == []
+
+
+def test_who_asks_with_the_wrong_certificates_is_told_which(site: Site) -> None:
+    other = Lab(site.directory / "elsewhere").files("client", "router")
+    insecure = IndexProcess.start(site.directory, ("--insecure",), name="lab")
+    with site.index() as index, insecure:
+        for address, tls, cause in (
+            (index.address, other, "its certificate was not issued by the CA of --ca"),
+            (index.address, None, "it hung up: it may want certificates"),
+            (insecure.address, site.files, "it serves without TLS (--insecure), and is asked with"),
+            ("127.0.0.1:1", site.files, "nothing listens there (connection refused)"),
+        ):
+            with (
+                IndexClient([address], tls=tls, insecure=tls is None, timeout_s=ASK_S) as client,
+                pytest.raises(IndexUnavailable) as caught,
+            ):
+                client.nodes()
+            assert str(caught.value).startswith(f"the index did not answer: {cause}")
+            assert "SSL" not in str(caught.value)
+
+
+def test_a_peer_port_that_is_taken_is_said_to_be(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ("--insecure", "--index", "127.0.0.1:1", "--peer-listen", address)
+        with pytest.raises(NodeFailed) as caught:
+            NodeProcess.start(tmp_path, dram="1MiB", flags=flags)
+    assert caught.value.code == 2
+    assert f"on {address}: the address is in use or not of this machine" in caught.value.stderr
 
 
 def test_who_asks_a_dead_replica_is_told_so_at_once(site: Site, index: IndexProcess) -> None:

@@ -61,8 +61,7 @@ def has_all_its_memory(node: NodeProcess) -> bool:
 
 
 def attached(engine: Engine, node: NodeProcess) -> bool:
-    """Whether the node serves an engine, one that is asked for something: idle, it looks for
-    nobody."""
+    """Whether the node serves an engine, which is asked for something meanwhile."""
     engine.warm_up()
     with suppress(OSError):  # it is being replaced
         return look(node).sessions > 0

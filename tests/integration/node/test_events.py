@@ -253,4 +253,4 @@ def test_without_pyzmq_the_extra_is_named(tmp_path: Path) -> None:
         timeout=60,
     )
     assert result.returncode == 2
-    assert result.stderr == "kvstore: --events needs pyzmq: pip install 'kvstore[events]'\n"
+    assert result.stderr == "kvstore: --events needs pyzmq: pip install 'kvstore-llm[events]'\n"

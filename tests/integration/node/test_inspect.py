@@ -133,7 +133,7 @@ def test_tables_are_for_people(node: NodeProcess, two_models: tuple[RawEngine, R
     done = kvstore("inspect", "--socket", str(node.socket))
     assert done.returncode == 0
     assert "64 MiB" in done.stdout
-    assert "nobody is reading" in done.stdout
+    assert "leases none\n" in done.stdout
     assert "\x1b" not in done.stdout, "no colours into a pipe"
     assert "file" not in done.stdout.split("spaces")[0].split("tiers")[1].split("blocks")[1], (
         "a tier the node does not have is not shown"
@@ -164,7 +164,10 @@ def test_a_stopped_node_is_said_to_be_stopped(node: NodeProcess) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["inspect", "bloks"], "'bloks' is not one of 'nodes', 'tiers'"),
+        (
+            ["inspect", "bloks"],
+            "there is no topic 'bloks': did you mean 'blocks'? See 'kvstore inspect --help'",
+        ),
         (["inspect", "blocks", "--limit", "0"], "'--limit': 0 is not in the range"),
         (["inspect", "tiers", "--space", "ab"], "--limit and --space choose blocks"),
         (["inspect", "--limit", "5"], "--limit and --space choose blocks"),

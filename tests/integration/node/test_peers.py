@@ -4,9 +4,11 @@ those who stored it. What dies on the way is `tests/integration/cluster/test_sta
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from kvstore.testing.gauges import look
 from kvstore.testing.peers import PeerPair, at_rest, attached
 from kvstore.testing.raw_engine import make_keys
 
@@ -53,3 +55,22 @@ def test_who_did_not_store_it_is_never_given_it(pair: PeerPair) -> None:
         pair.borrow(friend, keys)
         assert asker.lease(keys).slots == b""
         assert stranger.lease(keys).slots == b""
+
+
+def test_a_cluster_on_ipv6(tmp_path: Path) -> None:
+    """Index, peers, the mover, pages and KV events."""
+    flags = ("--metrics", "[::1]:0", "--events", "tcp://[::1]:0")
+    keys = make_keys(20, seed="six")
+    with (
+        PeerPair.start(tmp_path, transport="tcp", dram="16MiB", flags=flags, host="[::1]") as pair,
+        attached(pair.b.socket, engine_id="b") as holder,
+        attached(pair.a.socket, engine_id="a") as asker,
+    ):
+        assert pair.a.index.startswith("[::1]:")
+        assert pair.a.events[0].startswith("tcp://[::1]:")
+        assert pair.a.metrics_url.startswith("http://[::1]:")
+        holder.store(keys)
+        reply = pair.borrow(asker, keys)
+        assert asker.is_right(reply, keys)
+        asker.release(reply)
+        assert look(pair.a).sessions == 1, "its pages are read over IPv6"

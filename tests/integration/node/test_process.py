@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import select
 import signal
@@ -18,9 +19,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvstore import __version__
 from kvstore.client.link import Lost
 from kvstore.obs.metrics import METRICS
-from kvstore.serve.priority import prefer_this_thread
+from kvstore.serve.priority import Place
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually
@@ -56,7 +58,7 @@ def preferred() -> tuple[int, int]:
     found = []
 
     def ask() -> None:
-        prefer_this_thread()
+        Place(0)
         found.append(place_of(threading.get_native_id()))
 
     asking = threading.Thread(target=ask)
@@ -207,7 +209,7 @@ def test_its_memory_is_the_arena_and_little_more(node: NodeProcess) -> None:
 
 RUN_AS = """
 import os, signal, sys
-from kvstore.serve import control, main, node, process
+from kvstore.serve import begin, control, main, node, process
 from kvstore.serve.begin import start_of
 from kvstore.serve.child import Spawned
 from kvstore.serve.supervisor import Supervisor
@@ -223,7 +225,7 @@ def spawn():
     return Spawned(pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), ours)
 def supervise(config, settings):
     sys.exit(Supervisor(start_of(config, settings), spawn=spawn).run())
-main.supervise = supervise
+begin.supervise = supervise
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
 main.main()
 """
@@ -245,7 +247,7 @@ def test_an_unprivileged_node_that_is_not_dumpable_still_checks_pidfds(
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("kvstore node ready")
+        assert "kvstore node ready" in process.stdout.readline()
         (pid, *_) = children_of(process.pid)
         assert psutil.Process(pid).uids().real == 65534
         assert os.stat(f"/proc/{pid}/fd").st_uid == 0, "not dumpable"
@@ -351,6 +353,10 @@ def test_a_config_file_starts_a_node(tmp_path: Path) -> None:
     file.write_text("slab: 128KiB\nallow-uid: 0\nlog-level: warning\n")
     with NodeProcess.start(tmp_path, dram="1MiB", flags=["--config", str(file)]) as node:
         assert "slab=128 KiB file=off dram=1 MiB" in node.ready_line
+        stamp, _, line = node.ready_line.partition(" INFO kvstore.serve.node: ")
+        datetime.datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f")
+        assert line.startswith(f"kvstore node ready: version={__version__} socket=")
+        assert node.log == "", "a start in which nothing is wrong says nothing at this level"
 
 
 def test_a_tiny_dram_serves(tmp_path: Path) -> None:
@@ -359,3 +365,22 @@ def test_a_tiny_dram_serves(tmp_path: Path) -> None:
         (key,) = make_keys(1)
         engine.store([key])
         assert len(engine.lease_stored([key]).slots) == 4
+
+
+def test_a_node_ends_with_the_run_that_started_it_however_that_ends(tmp_path: Path) -> None:
+    """Of a demo that was killed, a node stayed."""
+    run = f"""if True:
+        import pathlib, signal
+        from kvstore.testing.process import NodeProcess
+        node = NodeProcess.start(pathlib.Path({str(tmp_path)!r}))
+        print(node.supervisor_pid, node.pid, flush=True)
+        signal.pause()
+    """
+    with subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pidfds = [os.pidfd_open(int(pid)) for pid in parent.stdout.readline().split()]
+        parent.kill()
+        assert len(pidfds) == 2
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], 30)[0], "a process of the node lives on"
+            os.close(pidfd)

@@ -340,6 +340,10 @@ def test_the_command_says_what_was_kept(node: NodeProcess) -> None:
     done = upgrade(node.socket)
     assert done.returncode == 0
     assert "serves: 0 blocks (0 B) were kept in memory" in done.stdout
+    assert "replaced by the code that is installed now" in node.log
+    assert "stopped" not in node.log
+    assert node.stop() == 0
+    assert "stopped" in node.log
 
 
 def test_the_command_says_that_there_is_no_node(tmp_path: Path) -> None:

@@ -192,3 +192,22 @@ def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:
     assert node.core.attachment.hello().weights_epoch == "abc"
     node.wait(NS_PER_MS)
     assert node.core.attachment.state is State.DOWN
+
+
+WELCOME = m.Welcome(protocol=1, incarnation=7, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192)
+
+
+def test_why_no_session_opens_is_told_on_every_connection(node: ScriptedNode) -> None:
+    attachment = node.core.attachment
+    attachment.cannot_be_served("x" * 999)
+    for _ in range(2):
+        attachment.connected(node.now_ns)
+        assert node.core.take_outbox() == []
+        node.give(WELCOME)
+        assert node.core.take_outbox() == [m.Unserved("x" * m.UNSERVED_LENGTH_MAX)]
+        attachment.disconnected(node.now_ns, "the node ended")
+    attachment.connected(node.now_ns)
+    node.give(WELCOME)
+    node.core.take_outbox()
+    attachment.cannot_be_served("another reason")
+    assert node.core.take_outbox() == [m.Unserved("another reason")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvstore.client.index import IndexClient, Tokens
+from kvstore.client import index
+from kvstore.client.index import IndexClient, IndexUnavailable, Tokens
 from kvstore.errors import ConfigError
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer, add_IndexServicer_to_server
@@ -99,6 +101,60 @@ def test_a_replica_that_refuses_a_question_did_answer() -> None:
         for ask in (client.nodes, lambda: next(client.watch())):
             with pytest.raises(ValueError, match=r"^name a prompt$"):
                 ask()
+
+
+class Busy(IndexServicer):
+    """Refuses so many questions, then answers."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals, self.asked = refusals, 0
+
+    def Nodes(self, request: object, context: grpc.ServicerContext) -> pb.NodesReply:
+        self.asked += 1
+        if self.asked <= self.refusals:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "64 calls are open here already")
+        return pb.NodesReply(nodes=[pb.Node(node="n1")])
+
+
+def test_a_replica_that_refuses_is_asked_again_after_all_others() -> None:
+    one, two = Busy(3), Busy(2)
+    with (
+        served(one) as first,
+        served(two) as second,
+        IndexClient([first, second], insecure=True, timeout_s=60) as client,
+    ):
+        assert [each.node for each in client.nodes().nodes] == ["n1"]
+        assert (one.asked, two.asked) == (3, 3)
+        client.nodes()
+        assert (one.asked, two.asked) == (3, 4), "the one that answered is asked first"
+
+
+def test_a_replica_that_always_refuses_is_asked_until_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clock(threading.Event):
+        now_s = 0.0
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            self.now_s += timeout
+            return False
+
+    busy, clock = Busy(1 << 30), Clock()
+    monkeypatch.setattr(index, "time", clock)
+    monkeypatch.setattr(index, "PAUSE_MAX_S", 20.0)
+    with (
+        served(busy) as address,
+        IndexClient([address], insecure=True, timeout_s=60) as client,
+    ):
+        client._closed = clock
+        with pytest.raises(IndexUnavailable, match="64 calls are open here already"):
+            client.nodes()
+    assert busy.asked == 13, "after 10 ms, 20 ms, … 20 s, and not at the end of the minute"
+    assert 40 < clock.now_s < 60
 
 
 def test_a_watcher_is_told_who_went_while_it_went_from_one_replica_to_another() -> None:

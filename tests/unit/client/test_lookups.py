@@ -279,6 +279,26 @@ def test_the_node_is_told_at_once_what_will_be_asked_for(node: ScriptedNode) -> 
     assert hint.keys == b"".join(keys)
 
 
+def test_a_request_that_waits_for_longer_than_leases_are_renewed_asks_again(
+    node: ScriptedNode,
+) -> None:
+    keys = chain("a", 5)
+    node.keys = set(keys[:3])
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    hit = ask(node, "r", keys)
+    assert isinstance(hit, Hit)
+    node.core.take_outbox()
+    node.wait((m.LEASE_LIVES_MAX - 1) * 900)
+    assert ask(node, "r", keys) == hit
+    node.wait(1)
+    assert ask(node, "r", keys) is PENDING
+    asked = [type(message) for message in node.core.take_outbox()]
+    assert asked == [m.LeaseRelease, m.LeaseAsk]
+
+
 def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:
     keys = chain("a", 3)
     node.keys = set(keys)
@@ -367,7 +387,8 @@ def test_a_node_that_leases_nothing_or_too_much_harms_nobody(
     arrive(node, "r", keys)
     ask(node, "r", keys)
     (asked,) = [s for s in node.core.take_outbox() if isinstance(s, m.LeaseAsk)]
-    node.give(m.LeaseReply(lease=asked.lease, ttl_ms=1000, slots=lie, generations=lie + lie))
+    sums = b"x" * 4 * len(lie)
+    node.give(m.LeaseReply(asked.lease, 1000, slots=lie, generations=lie + lie, checksums=sums))
     outcome = ask(node, "r", keys)
     assert outcome in (Miss("not stored"), Hit(3 * BLOCK_TOKENS))
 

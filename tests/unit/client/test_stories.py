@@ -128,7 +128,8 @@ def test_what_comes_while_it_waits_is_from_disk_too() -> None:
     slots, generations = bytes(2 * 4), bytes(2 * 8)
     (asked,) = node.of(m.LeaseAsk)
     assert isinstance(asked, m.LeaseAsk)
-    node.give(m.LeaseMore(lease=asked.lease, slots=slots, generations=generations, from_file=2))
+    more = m.LeaseMore(asked.lease, slots, generations, checksums=b"x" * 32, from_file=2)
+    node.give(more)
     assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
     node.wait(50)
     assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS), "the engine had no room until now"

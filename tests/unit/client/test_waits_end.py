@@ -83,7 +83,7 @@ def test_waiting_for_room_in_the_engine_is_not_waiting_for_the_node(node: Script
     arrive(node, "r", keys)
     ask(node, "r", keys)
     node.exchange()
-    for _ in range(10):
+    for _ in range(4):
         assert ask(node, "r", keys) == Hit(4 * BLOCK_TOKENS)
         node.wait(1000)
     node.give(m.SessionClosed(session=node.session, reason="a rank left"))

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvstore.connector.config import ConnectorConfig, parse_config
+from kvstore.serve.defaults import DEFAULT_SOCKET
 
 
-def test_a_socket_alone_is_enough() -> None:
-    config = parse_config({"socket": "/run/kvstore/node.sock"})
-    assert config == ConnectorConfig(socket="/run/kvstore/node.sock")
+def test_nothing_is_needed_where_the_node_has_its_defaults() -> None:
+    assert parse_config({}) == ConnectorConfig(socket=DEFAULT_SOCKET)
 
 
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({}, "socket"),
-        ({"socket": ""}, "socket"),
-        ({"socket": "/s", "min_laod_tokens": 3}, "min_laod_tokens"),
-        ({"socket": "/s", "store": "some"}, "store"),
-        ({"socket": "/s", "lookup_deadline_ms": 0}, "lookup_deadline_ms"),
-        ({"socket": "/s", "heartbeat_timeout_ms": 1}, "heartbeat_timeout_ms"),
-        ({"socket": "/s", "tenant": "x" * 256}, "tenant"),
-        ({"socket": "/s", "tenant": "é" * 128}, "tenant has 256 bytes"),
-        ({"socket": 7}, "socket"),
+        ({"socket": ""}, "socket must not be empty"),
+        ({"min_laod_tokens": 3}, "unknown key 'min_laod_tokens': did you mean 'min_load_tokens'?"),
+        ({"colour": 3}, "unknown key 'colour'; known keys are socket, tenant, store"),
+        ({"store": "some"}, "store 'some' must be one of all, none, prompt"),
+        ({"lookup_deadline_ms": 0}, "lookup_deadline_ms must be at least 1"),
+        ({"heartbeat_timeout_ms": 10_001}, "heartbeat_timeout_ms must be at most 10000"),
+        ({"tenant": "x" * 256}, "tenant must be at most 255 characters long"),
+        ({"tenant": "é" * 128}, "tenant has 256 bytes"),
+        ({"socket": 7}, "socket must be a text, not a number"),
     ],
 )
 def test_a_bad_key_or_value_is_named(extra: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
         parse_config(extra)
+    assert str(caught.value).startswith("kv_connector_extra_config in --kv-transfer-config: ")
 
 
 IMAGES_NOT_KEPT = SimpleNamespace(mm_processor_cache_gb=0)

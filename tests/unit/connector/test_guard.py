@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from kvstore.connector.attendant import Attendant
 
 pytestmark = pytest.mark.engine
 
@@ -24,8 +27,8 @@ class Broken:
 
         return fail
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, unserved: str = "") -> None:
+        self.closed = bool(unserved)
 
     def rescue_plan(self) -> object:
         return self.rescued
@@ -146,3 +149,34 @@ def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
     connector._connector_metadata = metadata
     connector.start_load_kv(SimpleNamespace(attn_metadata=None))
     assert connector.get_finished(set()) == (None, {"r"})
+
+
+def test_ranks_that_cannot_be_served_tell_the_node_by_the_scheduler() -> None:
+    from kvstore.connector.vllm import BROKEN, KVStoreConnector
+
+    def rank(unserved: str) -> Any:
+        connector: Any = object.__new__(KVStoreConnector)
+        connector.is_off, connector._errors, connector._scheduler = False, 0, None
+        connector._worker = SimpleNamespace(unserved=unserved)
+        return connector
+
+    broken = rank("")
+    broken._worker = SimpleNamespace(shutdown=lambda: None)  # it has no `unserved`: a bug of ours
+    told: list[str] = []
+    connector = scheduler_connector()
+    connector._scheduler = SimpleNamespace(cannot_be_served=told.append)
+    assert rank("").get_handshake_metadata() is None
+    found = {(0, 1): rank("its cache is on cuda").get_handshake_metadata()}
+    connector.set_xfer_handshake_metadata_pp_aware(found)
+    found[0, 0] = broken.get_handshake_metadata()
+    connector.set_xfer_handshake_metadata_pp_aware(found)
+    assert told == ["its cache is on cuda", BROKEN]
+
+
+def test_an_error_of_a_look_turns_the_cache_off_and_ends_the_thread() -> None:
+    connector = scheduler_connector()
+    connector._attendant = Attendant(weakref.WeakMethod(connector.attend), tick_s=0)
+    connector._attendant.start()
+    connector._attendant._thread.join(30)
+    assert connector.is_off
+    assert connector._scheduler.closed

@@ -92,6 +92,7 @@ def request(number: int, blocks: int) -> Any:
         num_tokens=blocks * BLOCK_TOKENS,
         num_computed_tokens=0,
         lora_request=None,
+        mm_features=[],
         skip_reading_prefix_cache=False,
     )
 

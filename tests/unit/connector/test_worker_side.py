@@ -345,6 +345,10 @@ def test_after_shutdown_loads_still_end(node: ScriptedNode, side: WorkerSide) ->
     assert step(side, StepPlan(), idle=True) == (set(), set())
 
 
+def test_a_rank_that_is_served_has_nothing_to_say(side: WorkerSide) -> None:
+    assert side.unserved == ""
+
+
 @pytest.mark.parametrize("asks_for_meta", [True, False])
 def test_a_rank_without_a_cache_says_why_once_and_ends_every_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, asks_for_meta: bool
@@ -355,6 +359,7 @@ def test_a_rank_without_a_cache_says_why_once_and_ends_every_job(
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("kvstore: the cache is off: the KV cache is on meta")
     assert "this version serves CPU caches only" in line
+    assert "this version serves CPU caches only" in side.unserved
     load = job(LoadJob, (2,), request="r", lease=1)
     plan = StepPlan(loads=(load,), stores=(job(StoreJob, (3,), job=9),))
     assert step(side, plan, idle=True) == ({"r"}, {2})

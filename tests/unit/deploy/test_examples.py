@@ -10,8 +10,9 @@ import kubernetes_validate
 import pytest
 
 from kvstore.connector.config import parse_config
-from kvstore.units import GIB, parse_size
-from tests.docs.commands import node_config
+from kvstore.serve import restarts, supervisor
+from kvstore.units import GIB, NS_PER_S, parse_size
+from tests.docs.commands import node_config, parse
 from tests.unit.deploy.manifests import (
     CLUSTER_NODE,
     ENGINE,
@@ -96,7 +97,7 @@ def test_the_node_takes_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.allow_uids >= {pod(NODE)["securityContext"]["runAsUser"]}
     limits = container(NODE)["resources"]["limits"]
     assert config.dram_bytes + OVERHEAD_BYTES == parse_size(limits["memory"] + "B")
-    assert container(NODE)["resources"]["requests"] == limits, "the pod must be Guaranteed"
+    assert container(NODE)["resources"]["requests"]["memory"] == limits["memory"]
 
 
 def test_the_probes_reach_the_health_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +107,33 @@ def test_the_probes_reach_the_health_page(monkeypatch: pytest.MonkeyPatch) -> No
     node = container(NODE)
     ports = {port["name"]: port["containerPort"] for port in node["ports"]}
     assert ports["metrics"] == http.port
-    for probe in ("startupProbe", "livenessProbe"):
+    for probe in ("startupProbe", "readinessProbe"):
         assert node[probe]["httpGet"] == {"path": "/healthz", "port": "metrics"}
     annotations = workload(NODE)["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(http.port)
+
+
+@pytest.mark.parametrize("name", [NODE, CLUSTER_NODE])
+def test_no_probe_ends_a_node_that_its_supervisor_still_helps(name: str) -> None:
+    node = container(name)
+    liveness, startup = node["livenessProbe"], node["startupProbe"]
+    program, *command = liveness["exec"]["command"]
+    assert program == "kvstore"
+    topic, flags = parse(command)
+    assert (topic, flags["topic"]) == ("inspect", "nodes")
+    (socket,) = (flag for flag in node["args"] if flag.startswith("--socket="))
+    assert str(flags["socket"]) == socket.partition("=")[2]
+    # It is seen to stand still, is ended, and as many as may die early begin, each at its latest.
+    helps_ns = supervisor.STILL_LOOKS_MAX * supervisor.LOOK_NS + supervisor.STOP_LIMIT_NS
+    helps_ns += restarts.WARM_ATTEMPTS_MAX * supervisor.START_LIMIT_NS + sum(restarts.PAUSES_NS)
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] * NS_PER_S > helps_ns
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 3600
+
+
+@pytest.mark.parametrize("name", [NODE, CLUSTER_NODE])
+def test_no_node_is_throttled(name: str) -> None:
+    assert "cpu" not in container(name)["resources"]["limits"]
+    assert container(name)["resources"]["requests"]["cpu"]
 
 
 def test_no_container_can_gain_anything() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import __version__
 from tests.docs.commands import node_config
 from tests.unit.deploy.manifests import CLUSTER_INDEX, CLUSTER_NODE, NODE, pod
 
@@ -37,7 +38,7 @@ def test_it_copies_all_that_an_installation_needs(path: Path) -> None:
 def test_the_node_has_what_flags_of_a_cluster_need() -> None:
     (extras,) = re.findall(r"'/src\[(.+)\]'", IMAGE.read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"index", "redis", "events"} == set(extras.split(","))
+    assert {"node", "index", "redis", "events"} == set(extras.split(","))
     assert set(extras.split(",")) <= project["optional-dependencies"].keys()
     (pattern,) = re.findall(r"grep '(.+)' /src/requirements/transfer.txt", IMAGE.read_text())
     (line,) = re.findall(f"{pattern}.*$", (ROOT / TRANSFER).read_text(), re.MULTILINE)
@@ -62,6 +63,5 @@ def test_the_image_runs_as_the_user_of_the_manifest() -> None:
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
 def test_manifests_name_the_images_that_are_built(path: Path) -> None:
     (tag,) = re.findall(r"-t (\S+) \.$", path.read_text(), re.MULTILINE)
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert tag.endswith(f":{version}")
+    assert tag.endswith(f":{__version__}")
     assert any(f"image: {tag}\n" in example.read_text() for example in EXAMPLES.iterdir())

@@ -274,6 +274,12 @@ class Node:
         self.hear(self._connections, hello)
         return self._connections
 
+    def be_quiet(self, rank: int) -> None:
+        """A rank answers what it was asked last, once."""
+        asked = self.last(rank, Quiesce).session
+        if self.engine._state.connections[ConnectionId(rank)].quiet_session < asked:
+            self.hear(rank, Quiet(asked))
+
     def last(self, connection: int, kind: type[M]) -> M:
         """The newest message of a kind to a connection."""
         return next(m for m in reversed(self.sent[connection]) if isinstance(m, kind))
@@ -370,12 +376,11 @@ class Peer(Hellos):
         self.be_quiet()
 
     def be_quiet(self) -> None:
-        """All ranks answer; the session opens unless the peer was refused."""
+        """All ranks answer that have not; the session opens unless the peer was refused."""
         if any(rank in self.node.hangups for rank in self.ranks):
             return
         for rank in self.ranks:
-            asked = self.node.last(rank, Quiesce).session
-            self.node.hear(rank, Quiet(asked))
+            self.node.be_quiet(rank)
         self.session = self.node.last(self.scheduler, SessionOpen).session
 
     def credits(self) -> list[tuple[int, int]]:

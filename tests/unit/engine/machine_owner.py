@@ -40,9 +40,11 @@ KINDS: tuple[Kind, ...] = (
 class Lease:
     """What a scheduler was promised."""
 
-    def __init__(self, places: list[Place], until_ns: int) -> None:
+    def __init__(self, places: list[Place], until_ns: int, last_ns: int) -> None:
         self.places = places
         self.until_ns = until_ns
+        self.last_ns = last_ns
+        """However often it is renewed."""
 
 
 class Owner:

@@ -340,7 +340,7 @@ def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "KEYS_PER_TICK", 2)
+    monkeypatch.setattr(findings, "LOOKS_PER_TICK", 2)
     node = Node()
     peer = Peer(node)
     for lease in (1, 2, 3):

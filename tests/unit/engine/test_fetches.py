@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from kvstore.engine import fetches as fetches_module
-from kvstore.engine.arrivals import Arrivals, Wait
-from kvstore.engine.events import Clear, Fetched, Locate, Located
+from kvstore.engine.arrivals import WAITS_PER_STEP, Arrivals, Wait
+from kvstore.engine.events import Clear, Fetched, Locate, Located, Received, Tick
 from kvstore.engine.fetches import (
     ABSENT_NS,
     AVOID_FIRST_NS,
     AVOID_MOST_NS,
+    COMING_BYTES,
+    COMING_BYTES_PER_ENGINE,
     UNANSWERED_MAX,
     Fetches,
 )
 from kvstore.engine.state import Off
 from kvstore.engine.table import Keys, Rows
-from kvstore.types import SLOT_BYTES_MIN
-from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease, LeaseReply, Measured
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    Hint,
+    LeaseAsk,
+    LeaseMore,
+    LeaseRelease,
+    LeaseReply,
+    Measured,
+)
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, key, keys, pairs
 from tests.unit.engine.peers import PeerNode
@@ -31,6 +43,10 @@ def short(number: int) -> str:
 
 def more(node: PeerNode, peer: Peer) -> LeaseMore:
     return node.last(peer.scheduler, LeaseMore)
+
+
+def told_of(node: PeerNode, peer: Peer) -> list[LeaseMore]:
+    return [each for each in node.sent[peer.scheduler] if isinstance(each, LeaseMore)]
 
 
 def attached(**config: int) -> tuple[PeerNode, Peer]:
@@ -131,6 +147,25 @@ def test_who_asks_for_what_is_coming_waits_for_the_same_fetch() -> None:
     node.arrive()
     assert len(pairs(more(node, peer))) == len(pairs(more(node, other))) == 2
     assert (more(node, peer).from_peer, more(node, other).from_peer) == (2, 0), "told once"
+
+
+def test_a_step_looks_at_some_who_wait_and_the_next_ones_at_the_others() -> None:
+    node, peer = attached(lease_count_max=4 * WAITS_PER_STEP)
+    leases = range(1, 2 * WAITS_PER_STEP + 2)
+    for lease in leases:
+        peer.lease(lease, 1)
+    node.locate(("far", 1))
+    while node.engine.is_behind:  # of where it is, which is news too
+        node.step(Tick())
+    node.sent[peer.scheduler].clear()
+    node.arrive()
+    told = []
+    while node.engine.is_behind:
+        told.append(len(told_of(node, peer)))
+        node.step(Tick())
+    told.append(len(told_of(node, peer)))
+    assert told == [WAITS_PER_STEP, 2 * WAITS_PER_STEP, 2 * WAITS_PER_STEP + 1]
+    assert {each.lease for each in told_of(node, peer)} == set(leases)
 
 
 def test_what_is_in_dram_is_leased_and_only_the_rest_fetched() -> None:
@@ -353,9 +388,9 @@ def test_who_waits_for_the_first_looks_at_no_other_block(monkeypatch: pytest.Mon
     looks = []
     coming = Fetches.coming
 
-    def counted(its: Fetches, scope: int, keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+    def counted(its: Fetches, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
         looks.append(len(keys))
-        return coming(its, scope, keys, rows)
+        return coming(its, scopes, keys, rows)
 
     node, peer = attached(slots=64)
     other = Peer(node, "f")
@@ -439,3 +474,25 @@ def test_the_estimate_follows_the_quickest_peer() -> None:
     node.now_ns += 10**10
     node.arrive()
     assert peer.lease(2, *range(11, 19)).promoting_ms > 100 * first
+
+
+def test_what_an_engine_asks_for_takes_a_bounded_share_whatever_its_shards() -> None:
+    """475 MiB, before: 256 hints of 2,048 keys with 8 shards."""
+    node = PeerNode()
+    peer = Peer(node, shards=HALVES)
+    per_engine = COMING_BYTES_PER_ENGINE // COMING_BYTES
+    full = np.arange(KEYS_PER_DATAGRAM_MAX * 4, dtype="<u8").reshape(-1, 4)
+    for number in range(per_engine // KEYS_PER_DATAGRAM_MAX + 5):
+        hinted = (full + np.uint64(number << 32)).tobytes()
+        commands = node.engine.step(
+            [Received(ConnectionId(peer.scheduler), Hint(request=number, keys=hinted))],
+            node.now_ns,
+        )
+        asked = any(isinstance(command, Locate) for command in commands)
+        assert asked == ((number + 1) * KEYS_PER_DATAGRAM_MAX <= per_engine)
+    fetches = node.engine._fetches
+    assert sum(map(len, fetches._coming.values())) <= per_engine, "one entry a key, not a shard"
+    fetches.check()
+    other = Peer(node, "other", shards=HALVES)
+    commands = node.hear(other.scheduler, Hint(request=1, keys=keys(77)))
+    assert any(isinstance(command, Locate) for command in commands), "another has its own share"

@@ -1,23 +1,97 @@
-"""Leases by themselves: each pin is counted once, and undone once."""
+"""Leases by themselves: each pin is counted once, and undone once; what they take is bounded."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from kvstore.engine.leases import Leases
+from kvstore.engine import leases as module
+from kvstore.engine.leases import BYTES_MAX, LEASE_BYTES, SESSION_BYTES_MAX, SLOT_BYTES, Leases
+from kvstore.engine.policy.port import Words
+from kvstore.engine.slots import Slots
+from kvstore.units import NS_PER_S
 from tests.unit.engine.test_slots import one_pool
+
+TTL_NS = 10 * NS_PER_S
+
+
+def sealed() -> tuple[Slots, Words]:
+    slots, pool = one_pool()
+    words = slots.grant(pool, 2, writer=5, session=9, cause=1)
+    slots.seal(words, words.astype(np.uint64), 2)
+    return slots, words
+
+
+def table(slots: Slots, *, count_max: int = 1 << 20) -> Leases:
+    return Leases(slots, ttl_ns=TTL_NS, count_max=count_max)
 
 
 def test_a_slot_that_comes_twice_under_one_lease_is_let_go_twice() -> None:
     """Its first block was cleared while it was leased; it came back with another of the chain."""
-    slots, pool = one_pool()
-    words = slots.grant(pool, 2, writer=5, session=9, cause=1)
-    slots.seal(words, words.astype(np.uint64), 2)
-    leases = Leases(slots, ttl_ns=1, count_max=1)
+    slots, words = sealed()
+    leases = table(slots, count_max=1)
     leases.add(9, 1, words, now_ns=0)
     leases.extend(9, 1, words[:1])
     (lease,) = [lease for _, _, lease in leases.items()]
     assert slots.leases[words].tolist() == [2, 1]
     assert lease.slot_count == 3
     leases.release(9, [1])
+    assert not np.any(slots.leases)
+
+
+def test_a_lease_is_over_when_its_time_is_up_however_often_it_was_renewed() -> None:
+    slots, words = sealed()
+    leases = table(slots)
+    leases.add(9, 1, words, now_ns=0)
+    leases.add(9, 2, words, now_ns=0)
+    leases.renew(9, [2], TTL_NS // 2)
+    found = []
+    for now_ns in range(0, 2 * TTL_NS, TTL_NS // 10):
+        leases.expire(now_ns)
+        leases.check()
+        found.append(len(leases))
+    assert found == [2] * 10 + [1] * 5 + [0] * 5
+    assert not np.any(slots.leases)
+
+
+def test_a_tick_looks_at_no_lease_that_cannot_be_over() -> None:
+    slots, words = sealed()
+    leases = table(slots)
+    for number in range(100):
+        leases.add(9, number, words, now_ns=0)
+    (looked_at,) = leases._to_look_at.values()
+    for now_ns in range(0, TTL_NS, TTL_NS // 100):
+        assert not leases.expire(now_ns)
+        (same,) = leases._to_look_at.values()
+        assert same is looked_at, "moved, so looked at"
+    leases.release(9, list(range(100)))
+    assert not any(leases._to_look_at.values()), "what was let go is kept"
+
+
+def test_a_session_has_its_share_of_bytes_and_others_something_of_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots, words = sealed()
+    leases = table(slots)
+    number = 0
+    while leases.may_add(1, number):
+        leases.add(1, number, words[: leases.fitting(1, None, words, 1)], now_ns=0)
+        number += 1
+    each = LEASE_BYTES + 2 * SLOT_BYTES
+    assert number == pytest.approx(SESSION_BYTES_MAX / each, rel=0.01)
+    assert leases.fitting(1, None, words, 1) == 0
+    assert leases.may_add(2, 0)
+    # And where many sessions take all that they can.
+    monkeypatch.setattr(module, "BYTES_MAX", leases._bytes + 64 * LEASE_BYTES)
+    for session in range(2, 8):
+        assert leases.may_add(session, 0), "nothing is left"
+        while leases.may_add(session, number):
+            leases.add(session, number, words[:0], now_ns=0)
+            number += 1
+    assert leases._bytes <= module.BYTES_MAX <= BYTES_MAX
+    leases.check()
+    for session in range(1, 8):
+        leases.end_session(session)
+    leases.check()
+    assert not leases._bytes
     assert not np.any(slots.leases)

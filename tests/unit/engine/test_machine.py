@@ -27,9 +27,11 @@ from hypothesis.stateful import (
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Exited
+from kvstore.engine.pins import Pins
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
+    LEASE_LIVES_MAX,
     Distrust,
     Drop,
     Grant,
@@ -40,7 +42,6 @@ from kvstore.wire.messages import (
     LeaseRenew,
     LeaseReply,
     Quiesce,
-    Quiet,
     Seal,
     SessionClosed,
     SessionOpen,
@@ -222,7 +223,7 @@ class Machine(CountedMachine):
             session = self.node.last(connection, Quiesce).session
             held = self.writable.get(connection, {})
             self.writable[connection] = {p: h for p, h in held.items() if h[0] >= session}
-            self.node.hear(connection, Quiet(session))
+            self.node.be_quiet(connection)
             self.listen()
 
     def end_scheduler(self, owner: Owner) -> None:
@@ -337,9 +338,17 @@ class Machine(CountedMachine):
             assert place[1] == self.generation(place), "leased with another generation"
             assert self.bytes.get(place) == wanted, f"leased {self.bytes.get(place)} as {wanted}"
         if places:
-            owner.leases[lease] = Lease(places, self.node.now_ns + TTL_MS * NS_PER_MS)
+            ends_ns = [self.node.now_ns + n * TTL_MS * NS_PER_MS for n in (1, LEASE_LIVES_MAX)]
+            owner.leases[lease] = Lease(places, *ends_ns)
             self.excused -= set(places)
         self.listen()
+
+    @rule(who=whos)
+    def hoards(self, who: int) -> None:
+        """Leases all that is there, block by block."""
+        owner = self.owner(who, lambda owner: owner.session and self.there(owner))
+        for pick in range(len(self.there(owner))):
+            self.leases(who, pick, 1)
 
     @rule(who=whos, renew=st.booleans())
     def oldest_lease(self, who: int, renew: bool) -> None:
@@ -352,7 +361,8 @@ class Machine(CountedMachine):
             del owner.leases[number]
             self.node.hear(owner.scheduler, LeaseRelease([number]))
         elif owner.leases[number].until_ns > self.node.now_ns:
-            owner.leases[number].until_ns = self.node.now_ns + TTL_MS * NS_PER_MS
+            lease = owner.leases[number]
+            lease.until_ns = min(self.node.now_ns + TTL_MS * NS_PER_MS, lease.last_ns)
             self.node.hear(owner.scheduler, LeaseRenew([number]))
         self.listen()
 
@@ -443,6 +453,14 @@ def test_any_order_of_events_keeps_the_promises() -> None:
 @pytest.mark.timeout(400)
 def test_many_orders_of_events_keep_the_promises() -> None:
     verify_machine(examples=amount(100, nightly=250), steps=80)
+
+
+def test_pins_without_bounds_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pins, "fitting", lambda _, __, words, shards: len(words) // shards)
+    monkeypatch.setattr(Pins, "room", lambda *_: 1 << 40)
+    monkeypatch.setattr(Machine, "is_counted", False)
+    with pytest.raises(AssertionError, match=r"is pinned than the share|pins more than its part"):
+        verify_machine(examples=3_000, steps=50, shrink=False)
 
 
 @pytest.mark.parametrize("broken", ENGINES, ids=lambda patch: patch.__name__)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.engine.admission import Admission
+from kvstore.engine.owners import Owner
 from kvstore.engine.quotas import OTHERS, GroupId, Quotas
 from kvstore.engine.slots import Pool
 from kvstore.types import SLOT_BYTES_MIN
@@ -144,6 +145,30 @@ def test_credits_stay_below_a_small_share() -> None:
     assert len(tiny.unused()) == 2
     rest = Peer(node, "rest", tenant="u")
     assert len(rest.unused()) == 6
+
+
+def test_credits_cost_no_more_a_session_where_there_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def looks(sessions: int) -> int:
+        """At the group of an engine, in one step of a node with so many."""
+        node, count = Node(slots=32, quotas=quotas(modest=12)), 0
+        for number in range(sessions):
+            Peer(node, f"e{number}", tenant="modest")
+        member = Owner.__dict__["group"]
+
+        def looked(owner: Owner) -> GroupId:
+            nonlocal count
+            count += 1
+            return GroupId(member.__get__(owner, Owner))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Owner, "group", property(looked, member.__set__))
+            node.tick()
+        return count
+
+    assert looks(20) <= 4 * 20
+    assert looks(40) <= 4 * 40
 
 
 ops = st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 40), st.booleans())

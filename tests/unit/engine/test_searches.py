@@ -209,7 +209,7 @@ def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyP
     node.arrive()
     assert end(node, peer, blocks=4, loaded=2) == [
         (0, 2, "peer", "", "far", "on its way"),
-        (2, 2, "", "never stored", "far", "on its way"),
+        (2, 2, "", "too late (peer)", "far", "on its way"),
     ]
     node.arrive()
     assert end(node, peer, blocks=4, loaded=4) == [(0, 4, "peer", "", "far", "fetched")]
@@ -222,7 +222,7 @@ def test_what_comes_later_than_the_request_waits_says_so() -> None:
     node.hear(peer.scheduler, LeaseRelease(leases=[1]))
     node.arrive()
     rows = end(node, peer, blocks=2)
-    assert rows == [(0, 2, "", "never stored", "far", "fetched")]
+    assert rows == [(0, 2, "", "too late (peer)", "far", "fetched")]
     assert "which is longer than was waited for" in text(node)
 
 
@@ -232,7 +232,7 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
     node.locate(("far", 3))
     peer.lease(2, 3, 4, 5)
     assert end(node, peer, blocks=3, leases=[2]) == [
-        (0, 1, "", "never stored", "far", "on its way"),
+        (0, 1, "", "too late (peer)", "far", "on its way"),
         (1, 1, "", "never stored", "", "nobody has it"),
         (2, 1, "", "never stored", "", ""),
     ]

@@ -317,8 +317,9 @@ def test_who_shares_what_is_counted_by_size(monkeypatch: pytest.MonkeyPatch) -> 
     told: list[tuple[list[int], int]] = []
     target = Admission.credit_target
 
-    def spy(admission: Admission, pools: list[Pool], *, sessions: int) -> int:
-        told.append(([pool.slot_bytes for pool in pools], sessions))
+    def spy(admission: Admission, pools: dict[Pool, int], *, sessions: int) -> int:
+        sizes = [pool.slot_bytes for pool, count in pools.items() for _ in range(count)]
+        told.append((sizes, sessions))
         return target(admission, pools, sessions=sessions)
 
     monkeypatch.setattr(Admission, "credit_target", spy)
@@ -407,7 +408,8 @@ def test_an_arena_full_of_leases_grants_nothing_and_recovers(how: str) -> None:
 
 def test_room_for_half_a_block_is_no_credit_but_its_generation_is_published() -> None:
     """Everything leased but one slot: two ranks of one slot size cannot use it alone."""
-    node = Node(slots=4, slab_slots=4)
+    # More is promised than there is yet: else one who may pin no block makes no room either.
+    node = Node(slots=8, slab_slots=4, ready_slots=4)
     whole, halves = Peer(node, "whole"), Peer(node, "halves", shards=HALVES)
     assert (len(whole.unused()), len(halves.unused())) == (1, 1)
     ask = Received(ConnectionId(halves.scheduler), LeaseAsk(lease=1, keys=keys(1)))

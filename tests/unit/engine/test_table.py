@@ -29,9 +29,15 @@ def words(*numbers: int) -> NDArray[np.uint64]:
     return np.array([[n, 1, 2, 3] for n in numbers], dtype=np.uint64).reshape(-1, 4)
 
 
+def home_of(table: BlockTable, scope: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Cells where probes of these keys begin."""
+    return table._homes(np.uint64(scope * table._scope_secret % 2**64), keys)
+
+
 def alike(table: BlockTable, cell: int, count: int, scope: int = 1) -> list[int]:
     """Numbers of keys whose probes all begin at this cell."""
-    numbers = [n for n, home in enumerate(table._home(scope, words(*range(4000)))) if home == cell]
+    homes = home_of(table, scope, words(*range(4000)))
+    numbers = [n for n, home in enumerate(homes) if home == cell]
     assert len(numbers) >= count
     return numbers[:count]
 
@@ -88,7 +94,7 @@ def test_keys_that_differ_in_any_word_are_different() -> None:
 def test_the_same_key_of_another_scope_in_the_way_is_not_taken_for_it() -> None:
     t = Checked()
     before, key = alike(t.table, 5, 2)
-    other = next(scope for scope in range(2, 4000) if t.table._home(scope, words(key)) == 5)
+    other = next(scope for scope in range(2, 4000) if home_of(t.table, scope, words(key)) == 5)
     t.insert(1, before)
     t.insert(1, key)
     t.check([before, key], scopes=(1, other))
@@ -163,7 +169,7 @@ def test_no_engine_can_choose_keys_that_collide(word: int, shift: int) -> None:
     keys[:, word] = np.arange(count, dtype=np.uint64) << np.uint64(shift)
     rows = table.insert(3, keys)
     assert (table.find(3, keys) == rows).all()
-    probes = (table._cell_of[rows] - table._home(3, keys)) & table._mask
+    probes = (table._cell_of[rows] - home_of(table, 3, keys)) & table._mask
     assert probes.max() < 100
 
 
@@ -222,3 +228,16 @@ def test_behaves_like_a_dict(steps: list[tuple[str, int, set[int]]]) -> None:
         else:
             t.delete(scope, *(n for n in sorted(numbers) if (scope, n) in t.model))
         t.check(sorted(seen))
+
+
+@pytest.mark.parametrize("scope_count", [3, 40])
+def test_many_scopes_are_looked_into_together(scope_count: int) -> None:
+    table = BlockTable(row_count_max=4096, seed=3)
+    keys = words(*range(20))
+    expected = np.full((scope_count, 20), -1)
+    for scope in range(1, scope_count + 1):
+        there = np.arange(scope % 20)
+        expected[scope - 1, there] = table.insert(scope, keys[there])
+    scopes = list(range(1, scope_count + 1))
+    assert (table.find_all(scopes, keys) == expected).all()
+    assert table.find_all([], keys).shape == (0, 20)

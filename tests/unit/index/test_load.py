@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
+from kvstore.errors import ProtocolError
 from kvstore.index.feed import Beat, Hello
 from kvstore.index.index import Index, Member
 from kvstore.proto import feeds
@@ -54,3 +56,10 @@ def test_it_travels_in_beats_and_answers_whole() -> None:
     older = pb.FeedWord(beat=pb.Beat(sequence=7))
     assert feeds.word_of(older, hello(1)) == Beat("n", Incarnation(1), 1, 7, None)
     assert [field.name for field in pb.Load.DESCRIPTOR.fields] == list(Load.__struct_fields__)
+
+
+def test_a_load_that_no_node_has_is_refused() -> None:
+    """Its numbers are added to those of others, and shown to all."""
+    told = pb.FeedWord(beat=pb.Beat(sequence=7, load=pb.Load(dram_bytes=2**64 - 1)))
+    with pytest.raises(ProtocolError, match="dram_bytes"):
+        feeds.word_of(told, hello(1))

@@ -8,7 +8,7 @@ from kvstore.errors import ProtocolError
 from kvstore.index.feed import Delta, Part
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
-from kvstore.serve.feed import DELTA_KEYS_MAX
+from kvstore.serve.changes import DELTA_KEYS_MAX
 from tests.unit.index.words import hello
 
 STORED = pb.Stored(tenant="t", space=bytes(32), tier=pb.TIER_DRAM, keys=bytes(32))

@@ -47,6 +47,7 @@ class ScriptedEngine:
                     pass
         return commands
 
+    is_behind = False
     left_out_blocks = LEFT_OUT_BLOCKS
 
     def spent_bytes(self) -> int:

@@ -35,9 +35,7 @@ from tests.unit.engine.harness import (
 )
 from tests.unit.serve.two_nodes import (
     Stored,
-    Together,
     Two,
-    Whereabouts,
     checksum,
     cut,
     release,
@@ -126,12 +124,12 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
         looked: list[SlotId] = []
-        view, answer = two.a.borrower._view, two.b.lender.loan_ended
+        read, answer = two.a.borrower._read, two.b.lender.loan_ended
         late: set[asyncio.Task[None]] = set()
 
-        def look(slot: SlotId, size: int) -> memoryview:
+        def look(slot: SlotId, into: memoryview) -> None:
             looked.append(slot)
-            return view(slot, size)
+            read(slot, into)
 
         async def after_that(command: LoanEnded) -> None:
             await two.until(lambda: bool(looked), "the block is verified")
@@ -140,7 +138,7 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
         def ended(command: LoanEnded) -> None:
             late.add(asyncio.get_running_loop().create_task(after_that(command)))
 
-        monkeypatch.setattr(two.a.borrower, "_view", look)
+        monkeypatch.setattr(two.a.borrower, "_read", look)
         monkeypatch.setattr(two.b.lender, "loan_ended", ended)
         more = await two.lease(Stored(two.a, "ea"), 1, 1)
         assert more.from_peer == 1
@@ -489,10 +487,3 @@ def test_a_restarted_peer_voids_what_it_had_lent() -> None:
         assert two.a.borrower.counters.not_kept == 1
 
     run(body)
-
-
-def test_a_slot_is_seen_where_it_is() -> None:
-    node = Together("a", Whereabouts())
-    view = node.borrower._view(SlotId(16), 8)
-    node.memory[16 * PAGE_BYTES] = 9
-    assert view[0] == 9

@@ -91,10 +91,10 @@ def test_a_ca_that_is_not_whole_is_not_replaced(pki: Path) -> None:
 
 
 def test_identities_are_exact() -> None:
-    assert identities_of(
-        ["a.b.node.kvstore", "x.peer.kvstore", "node.kvstore", "index.kvstore", "C.CLIENT.KVSTORE"]
-    ) == {Identity("node", "a.b"), Identity("client", "c")}
-    context = {"x509_subject_alternative_name": [b"n1.node.kvstore", b"\xff"], "other": [b"x"]}
+    dns = ["a.b.node.kvstore", "x.peer.kvstore", "node.kvstore", "index.kvstore"]
+    names = [*(("DNS", name) for name in (*dns, "C.CLIENT.KVSTORE")), ("URI", "d.node.kvstore")]
+    assert identities_of(names) == {Identity("node", "a.b"), Identity("client", "c")}
+    context = {"peer_dns": [b"n1.node.kvstore", b"\xff"], "other": [b"x"]}
     assert peer_identities(context) == {NODE}
     assert peer_identities({}) == frozenset()
 

@@ -11,7 +11,7 @@ import pytest
 from kvstore.engine.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.serve import config as config_module
-from kvstore.serve import machine
+from kvstore.serve import disk_room, machine
 from kvstore.serve.addresses import HttpConfig
 from kvstore.serve.config import EventsConfig, load_config
 from kvstore.serve.machine import available_memory, file_system_bytes
@@ -25,7 +25,7 @@ LEAST = {"dram": "1MiB", "metrics": "off"}
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "available_memory", lambda: (8 * GIB, "the machine"))
     monkeypatch.setattr(config_module, "huge_page_pool", lambda: (0, 2 * MIB))
-    monkeypatch.setattr(config_module, "file_system_bytes", lambda _: 4 << 40)
+    monkeypatch.setattr(disk_room, "file_system_bytes", lambda _: 4 << 40)
 
 
 pytestmark = pytest.mark.usefixtures("plenty")
@@ -132,7 +132,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"dram": "-1"}, "is not a size"),
         ({"dram": "9" * 400}, "is more than any machine has"),
         ({"dram": [1]}, "configuration: dram must be a number or a text, not a list"),
-        ({"allow-uid": ["root"]}, "allow-uid[0] must be a number, not a text"),
+        ({"allow-uid": ["vllm"]}, "allow-uid 'vllm' must be a numeric user id, such as 1000: 'id"),
         ({"socket": ""}, "socket must be a path, such as /run/kvstore/node.sock"),
         ({"metrics-beyond-loopback": 1.5}, "must be true or false, not a fraction"),
         ({"slab": "2MiB"}, "must be a multiple of 64 KiB and at most dram, 1 MiB"),
@@ -154,6 +154,10 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         (
             {"file": "/x:1GiB,shared", "node-name": "n" * 300},
             f"begins with '{'n' * 32}' has 300 characters, more than the 128",
+        ),
+        (
+            {"file": "/x/y:1GiB"},
+            "file tier in /x/y: /x does not exist: mount its disk, make it, or",
         ),
         ({"file": f"{__file__}:1GiB"}, f"{__file__} is a file, not a directory: give --file a"),
         ({"file": f"{__file__}/x:1GiB"}, f"{__file__} is a file, not a directory: give --file a"),
@@ -199,11 +203,11 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"quota": {str(n): "1%" for n in range(65)}}, "65 quotas are more than 64: give fewer"),
         ({"quota": ["llama"]}, "quota must be a mapping or empty, not a list"),
         ({"log-level": "loud"}, "use one of debug, info, warning, error"),
-        ({"allow-uid": [-1]}, "must name numeric user ids"),
-        ({"allow-uid": [0xFFFF_FFFF]}, "must name numeric user ids"),
+        ({"allow-uid": [-1]}, "allow-uid '-1' must be a numeric user id"),
+        ({"allow-uid": 0xFFFF_FFFF}, "allow-uid '4294967295' must be a numeric user id"),
         ({"allow-uid": []}, "must name numeric user ids"),
         ({"socket": "/" + "x" * 110}, "choose a shorter one"),
-        ({"sokcet": "/x"}, "unknown key 'sokcet'; known keys are socket, dram,"),
+        ({"sokcet": "/x"}, "unknown key 'sokcet': did you mean 'socket'?"),
     ],
 )
 def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:

@@ -101,6 +101,7 @@ def test_the_engine_hangs_up_and_forgets(loop: Loop, connect: Connect) -> None:
     assert loop.engine.kinds() == [Received, Received], "it knows, so it is not told"
 
 
+@pytest.mark.alone
 def test_the_heart_beats_while_idle_and_while_busy(loop: Loop, connect: Connect) -> None:
     loop.engine.answers[1] = lambda _: []
     peer = attached(loop, connect)
@@ -125,6 +126,7 @@ def test_the_heart_beats_while_idle_and_while_busy(loop: Loop, connect: Connect)
     assert max(b - a for a, b in itertools.pairwise(gaps)) < 250_000_000
 
 
+@pytest.mark.alone
 def test_the_heart_beats_while_nothing_happens(loop: Loop) -> None:
     pause = threading.Event()
     beats: dict[int, None] = {}

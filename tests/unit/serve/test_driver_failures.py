@@ -6,13 +6,18 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.events import Command, Ended, Event, RaiseGenerations, Send, Tick
-from kvstore.serve.driver import RECOVERIES_MAX, Driver, NodeBusy
+from kvstore.engine.events import Command, Ended, Event, RaiseGenerations, Scrubbed, Send, Tick
+from kvstore.engine.scrubs import Sealed
+from kvstore.serve import scrub as scrub_module
+from kvstore.serve.driver import RECOVERIES_MAX, Driver, NodeBusy, NodeFailed
 from kvstore.serve.executor import Poisoned
+from kvstore.serve.scrub import DramScrub
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.scrub import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, SlotId
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
 from tests.unit.engine.harness import Node
@@ -198,10 +203,35 @@ def test_a_clear_or_a_word_that_cannot_be_published_stops_the_node(
             threading.Event().wait(0.001)
         leave.set()
         holding.result(10)
-        with pytest.raises(Poisoned):
+        with pytest.raises(NodeFailed):
             told.result(10)
         with pytest.raises(NodeBusy):
             after.result(10)
     loop.thread.join(5)
     assert isinstance(loop.failure, Poisoned)
     assert (len(seen), later) == (1, []), "nobody is served any more"
+
+
+def test_a_scrub_whose_word_fails_tries_again(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    none = np.arange(0)
+    nothing = Sealed((), none, none, none, none, none, next_word=0)
+    step, words, taken = loop.engine.step, iter(range(3)), threading.Event()
+
+    def fail_twice(events: list[Event], now_ns: int) -> list[Command]:
+        if any(isinstance(event, Scrubbed) for event in events):
+            if next(words) < 2:
+                raise RuntimeError("a bug")
+            taken.set()
+        return step(events, now_ns)
+
+    monkeypatch.setattr(loop.engine, "step", fail_twice)
+    monkeypatch.setattr(loop.engine, "sealed", lambda _: nothing, raising=False)
+    for pause in ("BUSY_PAUSE_S", "IDLE_PAUSE_S"):
+        monkeypatch.setattr(scrub_module, pause, 0.001)
+    scrub = DramScrub(loop.driver, loop.tier, ScrubRate(1, daily=False))
+    scrub.start()
+    assert taken.wait(20), "the scrub has ended"
+    scrub.close()
+    assert caplog.text.count("trying again") == 1

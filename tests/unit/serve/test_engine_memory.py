@@ -23,15 +23,15 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import Left
 from kvstore.proto.convert import MemoryReport
 from kvstore.serve import engine_memory
+from kvstore.serve.changes import Told
 from kvstore.serve.clock import MonotonicClock
-from kvstore.serve.engine_memory import EngineMemory
+from kvstore.serve.engine_memory import FRAMES_MAX, EngineMemory
 from kvstore.serve.engine_sources import (
     ENGINE_COUNT_MAX,
     EngineSource,
     check_endpoint,
     parse_sources,
 )
-from kvstore.serve.feed import Told
 from kvstore.testing.engine_publisher import (
     BLOCK_TOKENS,
     CLEARED,
@@ -41,6 +41,7 @@ from kvstore.testing.engine_publisher import (
     stored,
 )
 from kvstore.types import ConnectionId, SpaceId, Tier
+from kvstore.wire.engine_events import PAYLOAD_BYTES_MAX
 from tests.integration.node.conftest import eventually
 
 SPACE = SpaceId(b"s" * 32)
@@ -232,6 +233,25 @@ def test_garbage_is_counted_and_the_engine_is_read_on(endpoint: str) -> None:
         engine.publish(stored(TOKENS, 0, 1))
         assert comes(heard, {0})
         assert memory.counters.refused == 5
+
+
+@pytest.mark.parametrize("frames", [(b"",) * (FRAMES_MAX + 1), (bytes(PAYLOAD_BYTES_MAX),) * 3])
+def test_a_message_of_too_many_frames_or_bytes_ends_the_connection(
+    endpoint: str,
+    frames: tuple[bytes, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(engine_memory, "REOPEN_MS_MAX", 100)
+    with EnginePublisher(endpoint) as engine, reader(source(endpoint)) as (memory, heard):
+        assert engine.await_subscriber(timeout_s=JOINS_S)
+        engine.publish(stored(TOKENS, 0, 2))
+        assert comes(heard, {0, 1})
+        engine.live.send_multipart(frames)
+        assert eventually(lambda: memory.counters.refused == 1, timeout_s=JOINS_S)
+        engine.publish(stored(TOKENS, 2, 3))
+        assert comes(heard, {0, 1, 2}), "it is joined again"
+    assert "Message too long" in caplog.text
 
 
 def test_attached_engines_are_followed_until_they_are_gone(endpoint: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.index.engine_feed import EngineFeed
 from kvstore.serve import engine_memory
+from kvstore.serve.changes import Told
 from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.engine_memory import EngineMemory
-from kvstore.serve.feed import Told
 from kvstore.testing.engine_publisher import EnginePublisher, stored
 from tests.integration.node.conftest import eventually
 from tests.unit.serve.test_engine_memory import (

@@ -14,11 +14,12 @@ from kvstore.engine.events import Offered
 from kvstore.index.feed import Left, Trust
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
-from kvstore.serve import feed
+from kvstore.serve import changes, feed
 from kvstore.serve.aio import LoopThread
+from kvstore.serve.changes import Told
 from kvstore.serve.cluster import ReplicaConfig
 from kvstore.serve.driver import NodeBusy
-from kvstore.serve.feed import Feeder, Slice, Told
+from kvstore.serve.feed import Feeder, Slice
 from kvstore.serve.replica import Replica
 from kvstore.testing.raw_engine import make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
@@ -171,7 +172,7 @@ def test_long_names_fill_no_message_beyond_what_a_replica_takes(
         return Offered(Tier.HBM, stored, "t" * 255, SPACE, b"".join(keys), "e" * 255)
 
     # Of one key, there and gone: nothing of it can be joined.
-    for _ in range(feed.DELTA_KEYS_MAX):
+    for _ in range(changes.DELTA_KEYS_MAX):
         world.feeder.put(hbm(KEYS[:1]))
         world.feeder.put(hbm(KEYS[:1], stored=False))
     for _ in range(20):
@@ -288,6 +289,9 @@ def test_a_bug_in_a_feed_is_logged_once_and_what_it_cost_is_told(
     for bugs in (1, 2, 3):
         world.store(KEYS[bugs : bugs + 1])
         assert eventually(lambda: len(asked) >= bugs, timeout_s=CONVERGES_S)  # noqa: B023
+        # What is put before its stream has ended is lost with it, and told by the snapshot alone.
+        begun = world.feeder.counters
+        assert eventually(lambda: begun.streams > bugs, timeout_s=CONVERGES_S)  # noqa: B023
     assert world.is_known()
     assert world.feeder.trouble == ""
     (said,) = [record for record in caplog.records if record.exc_info]

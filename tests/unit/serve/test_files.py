@@ -115,10 +115,10 @@ def test_jobs_that_are_late_and_do_not_end_are_told_of(tier: ScriptedTier) -> No
     end = FileEnd(cast("FileTier", tier), on_hang=told.append)
     for events in ([Late(1), Late(2)], [Written(1, b"")], [Read(2, b"")], [Read(3, b"")]):
         tier.events += events
-        end.read(0)
+        list(end.read(0))
     assert told == [True, False]
     tier.events.append(Late(4))
-    end.read(0)
+    list(end.read(0))
     assert told == [True, False, True]
 
 
@@ -155,7 +155,7 @@ def test_every_word_of_the_tier_becomes_the_engines(tier: ScriptedTier, end: Fil
         Reclaim(4, (RecordSet(SCOPE, KEYS, PLACES),)),
     ]
     address = ("t", b"s" * 32, SHARD)
-    said = [end.read(0) for _ in range(5)]
+    said = [list(end.read(0)) for _ in range(5)]
     assert said == [
         [
             FileWritten(1, PLACES),
@@ -172,9 +172,9 @@ def test_every_word_of_the_tier_becomes_the_engines(tier: ScriptedTier, end: Fil
 
 def test_the_loop_is_woken_for_what_is_left(tier: ScriptedTier, end: FileEnd) -> None:
     tier.events = [known(SCOPE), known(SCOPE)]
-    end.read(0)
+    list(end.read(0))
     assert os.eventfd_read(tier.fd) == 1, "there is more"
-    end.read(0)
+    list(end.read(0))
     with pytest.raises(BlockingIOError):
         os.eventfd_read(tier.fd)
 
@@ -190,19 +190,19 @@ def test_what_is_found_is_taken_no_faster_than_it_is_told_and_no_read_waits_behi
     tier = Recovering()
     end = FileEnd(cast("FileTier", tier))
     for _ in range(100):
-        end.read(0)
+        list(end.read(0))
         assert len(end._waiting) <= KNOWN_MAX
     tier.events = [Read(2, b"")]
-    said = [end.read(0) for _ in range(1 + KNOWN_MAX)]
+    said = [list(end.read(0)) for _ in range(1 + KNOWN_MAX)]
     assert [FileRead(2, b"") in events for events in said].count(True) == 1
     os.close(tier.fd)
 
 
 def test_what_is_cleared_before_it_was_told_is_not_told(tier: ScriptedTier, end: FileEnd) -> None:
     tier.events = [known(OTHER), known(SCOPE), Written(1, PLACES), known(OTHER)]
-    assert len(end.read(0)) == 1
+    assert len(list(end.read(0))) == 1
     end.carry_out(VoidFile("t", None, 1))
-    said = end.read(0)
+    said = list(end.read(0))
     assert [type(event) for event in said] == [FileWritten, FileKnown]
     assert said[1] == FileKnown("u", b"s" * 32, SHARD, KEYS, PLACES, SUMS)
 
@@ -211,15 +211,15 @@ def test_trouble_is_told_with_the_place_until_it_is_over(
     tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier.events = [RecoveryDone(), Suspended("the disk fails", writes_only=False)]
-    end.read(0)
+    list(end.read(0))
     sentence = "the file tier in /var/lib/kvstore takes no reads and writes: the disk fails"
     assert end.trouble == sentence
     assert caplog.messages == [sentence]
     tier.events = [Suspended("no room", writes_only=True), Resumed(writes_only=False)]
-    end.read(0)
+    list(end.read(0))
     assert end.trouble == "the file tier in /var/lib/kvstore takes no writes: no room"
     tier.events = [Resumed(writes_only=True)]
-    end.read(0)
+    list(end.read(0))
     assert end.trouble == ""
 
 
@@ -252,15 +252,15 @@ def test_the_end_of_recovery_tells_how_much_is_known(
 ) -> None:
     caplog.set_level("INFO")
     tier.events = [known(SCOPE), known(SCOPE)]
-    end.read(0)
-    end.read(0)
+    list(end.read(0))
+    list(end.read(0))
     end.tell_table(left_out_blocks=0, crowded_blocks=0)
     assert caplog.messages == []
     assert end.trouble == (
         "the file tier in /var/lib/kvstore is still looked through: 4 blocks are found so far"
     )
     tier.events = [RecoveryDone(), known(OTHER)]
-    end.read(0)
+    list(end.read(0))
     assert end.trouble == ""
     for _ in range(2):
         end.tell_table(left_out_blocks=left_out, crowded_blocks=left_out)
@@ -276,8 +276,10 @@ def test_what_the_scrub_found_is_told_to_the_engine_and_the_log(
         Scrubbed(3, 300, KEYS[:32], pass_ended=False),
         Scrubbed(2, 200, b"", pass_ended=True),
     ]
-    assert end.read(0) == [FileGone("t", b"s" * 32, SHARD, KEYS[:32], PLACES[:8], damaged=True)]
-    assert end.read(0) == [
+    assert list(end.read(0)) == [
+        FileGone("t", b"s" * 32, SHARD, KEYS[:32], PLACES[:8], damaged=True)
+    ]
+    assert list(end.read(0)) == [
         TierScrubbed(Tier.FILE, 3, 300, bad_blocks=1),
         TierScrubbed(Tier.FILE, 2, 200, pass_ended=True),
     ]

@@ -7,13 +7,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from functools import partial
 
 import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.serve import http as http_module
 from kvstore.serve.addresses import HttpConfig
-from kvstore.serve.http import THREAD_COUNT, WAITING_COUNT_MAX, HttpServer, Page, text_page
+from kvstore.serve.http import CLIENT_COUNT_MAX, HttpServer, Page, text_page
+
+HEALTHZ = b"GET /healthz HTTP/1.1\r\n\r\n"
 
 
 @pytest.fixture
@@ -94,22 +98,80 @@ def test_dripping_does_not_prolong_the_deadline(
         assert got.startswith(b"HTTP/1.1 400")
 
 
-def test_a_crowd_of_silent_clients_is_bounded_and_passes(
+def silent_crowd(server: HttpServer, stack: ExitStack, count: int) -> list[socket.socket]:
+    return [stack.enter_context(connect(server)) for _ in range(count)]
+
+
+def is_hung_up_on(client: socket.socket) -> bool:
+    try:
+        return client.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\n"])
+def test_the_oldest_that_is_silent_gives_way(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT_S", 600.0)
+    with ExitStack() as stack:
+        crowd = silent_crowd(server, stack, CLIENT_COUNT_MAX)
+        for client in crowd:
+            client.sendall(said)
+        assert ask(server, HEALTHZ).endswith(b"ok\n")
+        assert is_hung_up_on(crowd[0])
+        crowd[1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            crowd[1].recv(100)
+        assert not [each for each in threading.enumerate() if "page_" in each.name][1:]
+
+
+def test_twenty_silent_clients_keep_no_probe_out(server: HttpServer) -> None:
+    with ExitStack() as stack:
+        silent_crowd(server, stack, 20)
+        assert ask(server, HEALTHZ).endswith(b"ok\n")
+
+
+def test_those_who_do_not_take_their_answers_give_way(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_module, "HEAD_TIMEOUT_S", 0.2)
-    crowd = [connect(server) for _ in range(2 * (THREAD_COUNT + WAITING_COUNT_MAX))]
-    assert threading.active_count() < THREAD_COUNT + 10
-    answers = []
-    for client in crowd:
-        try:
-            answers.append(client.recv(100)[:12])
-        except ConnectionResetError:
-            answers.append(b"")
-        client.close()
-    assert answers.count(b"HTTP/1.1 400") >= THREAD_COUNT
-    assert b"" in answers, "beyond the bound they are turned away at once"
-    assert ask(server, b"GET /healthz HTTP/1.1\r\n\r\n").endswith(b"ok\n")
+    monkeypatch.setattr(http_module, "ANSWER_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(http_module, "CLIENT_COUNT_MAX", 6)
+    with ExitStack() as stack:
+        crowd = silent_crowd(server, stack, 6)
+        for client in crowd:
+            client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+            assert client.recv(1)
+        assert ask(server, HEALTHZ).endswith(b"ok\n")
+
+
+def test_a_page_is_made_once_for_all_who_wait_for_it() -> None:
+    begun, may_go_on = threading.Semaphore(0), threading.Event()
+    made: list[int] = []
+
+    def slow() -> Page:
+        made.append(len(made))
+        begun.release()
+        may_go_on.wait(60)
+        return text_page(200, str(len(made)))
+
+    server = HttpServer(
+        HttpConfig(host="127.0.0.1", port=0),
+        {"/slow": slow, "/healthz": lambda: text_page(200, "ok")},
+    )
+    server.start()
+    with closing(server), ExitStack() as stack:
+        stack.callback(may_go_on.set)
+        crowd = silent_crowd(server, stack, CLIENT_COUNT_MAX - 1)
+        crowd[0].sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+        assert begun.acquire(timeout=60)
+        for client in crowd[1:]:
+            client.sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+        # It comes after all of them: they have been read.
+        assert ask(server, HEALTHZ).endswith(b"ok\n")
+        may_go_on.set()
+        answers = [b"".join(iter(partial(client.recv, 4096), b"")) for client in crowd]
+        assert [answer[-2:-1] for answer in answers] == [b"1"] + [b"2"] * (len(crowd) - 1)
 
 
 def test_closing_waits_for_nobody(server: HttpServer) -> None:
@@ -118,7 +180,6 @@ def test_closing_waits_for_nobody(server: HttpServer) -> None:
         assert slow.recv(10)
         begin_s = time.monotonic()
         server.close()
-        server._pool.shutdown(wait=True)
         assert time.monotonic() - begin_s < 1
 
 

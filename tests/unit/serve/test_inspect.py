@@ -27,6 +27,7 @@ from kvstore.engine.report import (
     TierReport,
 )
 from kvstore.engine.scrubs import NO_PASS
+from kvstore.engine.unserved import UnservedReport
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.convert import (
     MESSAGES,
@@ -74,6 +75,7 @@ def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None
 
 ROWS: list[Row] = [
     NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
+    UnservedReport("e (m)", "t", "the KV cache is on cuda"),
     MemberReport("n1", "exact", "10.0.0.7:9480", "ff", 2**63),
     MemoryReport("e", 1, "s", "t", "live", 2**40, 3),
     TierReport(

@@ -36,6 +36,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         (["prefix", "--keys-file", "x", "--text", "y"], "name one prompt: --tokens-file FILE, --"),
         (["prefix", "--keys-file", "x", "--cache-salt", "y"], "--cache-salt is in the keys"),
         (["prefix", "--keys-file", "/none"], "/none cannot be read"),
+        (["node"], "there is no topic 'node': did you mean 'nodes'?"),
+        (["everything"], "there is no topic 'everything': use one of nodes, tiers, "),
     ],
 )
 def test_a_wrong_question_is_one_sentence(
@@ -81,3 +83,30 @@ def test_top_of_no_node_and_of_no_index(flag: str, tmp_path: Path, typed: Typed)
     code, out, err = typed("top", flag, "--index", "127.0.0.1:1", "--insecure")
     assert (code, out) == (1, "")
     assert err.startswith("kvstore: the index did not answer")
+
+
+@pytest.mark.parametrize("command", ["inspect", "explain", "clear", "upgrade", "top --once"])
+def test_a_file_that_is_no_socket(command: str, tmp_path: Path, typed: Typed) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = typed(*command.split(), "--socket", str(tmp_path / "file"))
+    assert code == 1
+    assert err == f"kvstore: {tmp_path}/file is no socket: name the --socket of a node\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("node --dram 1MiB --metrics 9999", "metrics '9999' must be an IP address and a port: 127"),
+        (
+            "node --dram 1MiB --allow-uid vllm",
+            "allow-uid 'vllm' must be a numeric user id, such as",
+        ),
+        ("index --insecure --entries 10X", "entries '10X' must be a number from 65536 to "),
+        ("inpsect", "no such command 'inpsect'. Did you mean 'inspect'?"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(arguments: str, sentence: str, typed: Typed) -> None:
+    code, out, err = typed(*arguments.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvstore: {sentence}")
+    assert len(err.splitlines()) == 1

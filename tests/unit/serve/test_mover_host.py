@@ -9,10 +9,10 @@ import pytest
 
 from kvstore.ports import Pieces
 from kvstore.serve.clock import MonotonicClock
-from kvstore.serve.mover import Down, Ended, MoverEvent, Unusable, Up
+from kvstore.serve.mover import Down, Ended, Mover, MoverEvent, MoverSettings, Unusable, Up
 from kvstore.serve.mover_host import MoverHost
 from kvstore.transport.pieces import make_pieces
-from kvstore.wire.mover import Registered
+from kvstore.wire.mover import Beat, Registered
 
 
 class ScriptedMover:
@@ -145,3 +145,29 @@ def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
         host.close()
 
     asyncio.run(main())
+
+
+def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mover = Mover(-1, -1, 0, MoverSettings(backend="ucx", name="a"), MonotonicClock())
+    scripted = ScriptedMover()
+
+    async def main() -> None:
+        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host.start()
+        for refused in (0, 1, 1, 2, 3, 4):
+            for event in mover._take(Beat(0, 0, 0, refused)):
+                scripted.say(event)
+                await scripted.taken.get()
+        host.close()
+
+    try:
+        asyncio.run(main())
+        mover._take(up(b"another").registered)
+        mover._take(Beat(0, 0, 0, 1))
+    finally:
+        mover.close()
+    said = [record.getMessage() for record in caplog.records if "turned away" in record.message]
+    assert [text.split(" times")[0][-1] for text in said] == ["1", "2", "4"]
+    assert mover.refused == 5, "those of the mover before included"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from kvstore import __version__
 from kvstore.serve.node import Running
 from kvstore.types import Incarnation
 
@@ -44,7 +45,8 @@ def test_the_ready_line_tells_what_scripts_and_people_need() -> None:
         incarnation=Incarnation(0xAB),
     )
     assert running.line() == (
-        "kvstore node ready: socket=/run/kvstore/node.sock metrics=off events=off index=off"
+        f"kvstore node ready: version={__version__}"
+        " socket=/run/kvstore/node.sock metrics=off events=off index=off"
         " tells=10.0.0.1:9470 peers=10.0.0.2:9480/nixl"
         " incarnation=00000000000000ab huge-pages=no slab=64 MiB"
         " file=/var/lib/kvstore:2 TiB dram=3 GiB"

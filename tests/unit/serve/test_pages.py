@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvstore.engine.unserved import UnservedReport
 from kvstore.serve.driver import NodeBusy
 from kvstore.serve.http import Page
 from kvstore.serve.pages import make_pages
@@ -17,6 +18,7 @@ class ScriptedDriver:
     def __init__(self) -> None:
         self.busy = False
         self.off: list[tuple[str, SpaceId, Tier | None]] = []
+        self.lacking: list[UnservedReport] = []
 
     def query(self, ask: Any, *, timeout_s: float) -> Any:
         assert timeout_s > 0
@@ -24,11 +26,16 @@ class ScriptedDriver:
             raise NodeBusy("the node is busy")
         return ask(self)
 
+    def unserved(self) -> list[UnservedReport]:
+        return self.lacking
+
     def spaces_off(self) -> list[tuple[str, SpaceId, Tier | None]]:
         return self.off
 
 
 class EmptyCollector:
+    refused = ""
+
     def collect(self) -> list[Any]:
         return []
 
@@ -63,4 +70,16 @@ def test_a_space_that_is_off_is_named_with_what_to_do() -> None:
         "ok, but the disk is full; space abababababababab of tenant t (and 1 more) is switched off"
         " in the file tier, since a shadow check found other values:"
         " 'kvstore clear --space abababababababab' switches it on again\n"
+    )
+
+
+def test_engines_that_get_nothing_are_named_with_the_reason() -> None:
+    driver, listener = ScriptedDriver(), SimpleNamespace(is_in_place=True, path="/run/n")
+    collector = EmptyCollector()
+    page = make_pages(*cast("Any", (collector, driver, listener)))["/healthz"]
+    collector.refused = "a process that wants to attach is refused: uid 5 is not allowed"
+    assert page().body.decode() == f"ok, but {collector.refused}\n"
+    driver.lacking = [UnservedReport("e (llama)", "t", "the KV cache is on cuda")] * 2
+    assert page().body.decode() == (
+        "ok, but engine e (llama) (and 1 more) gets nothing: the KV cache is on cuda\n"
     )

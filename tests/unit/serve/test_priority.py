@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.serve.priority import LOOP_NICE, prefer_this_thread
+from kvstore.serve.priority import LOOK_NS, LOOP_NICE, Place
 
 
 class Kernel:
@@ -33,6 +33,7 @@ class Kernel:
             raise PermissionError(1, "Operation not permitted")
 
 
+ORDINARY = ("real-time", (0, os.SCHED_OTHER | os.SCHED_RESET_ON_FORK, 0))
 LEAST = ("real-time", (0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, 1))
 
 
@@ -42,7 +43,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def test_the_calling_thread_alone_is_placed(kernel: Kernel) -> None:
-    prefer_this_thread()
+    Place(0)
     assert kernel.asked == [LEAST]
 
 
@@ -52,9 +53,43 @@ def test_a_refusal_is_harmless_and_told_to_who_debugs(
 ) -> None:
     kernel.refuses = refuses
     with caplog.at_level(logging.DEBUG, logger="kvstore"):
-        prefer_this_thread()
+        Place(0)
     nice = ("nice", (os.PRIO_PROCESS, threading.get_native_id(), LOOP_NICE))
     assert kernel.asked == [LEAST, nice]
     said = ["the loop runs like any thread, real-time is refused: Operation not permitted"]
     assert caplog.messages == (said if refuses == 2 else [])
     assert {record.levelno for record in caplog.records} <= {logging.DEBUG}
+
+
+def test_a_loop_that_hardly_sleeps_goes_back_among_the_others_until_it_sleeps_again(
+    kernel: Kernel,
+) -> None:
+    place = Place(0)
+    nice = ("nice", (os.PRIO_PROCESS, threading.get_native_id(), LOOP_NICE))
+    slept_ns = 0
+    for second, (part, asked) in enumerate(
+        [
+            (0.9, []),
+            (0.3, []),  # much is asked of it
+            (0.1, [ORDINARY, nice]),
+            (0.0, []),
+            (0.4, []),
+            (0.6, [LEAST]),
+            (0.3, []),
+            (0.1, [ORDINARY, nice]),
+        ]
+    ):
+        kernel.asked.clear()
+        slept_ns += int(part * LOOK_NS)
+        place.look(second * LOOK_NS + LOOK_NS // 2, slept_ns)  # too early to tell
+        place.look((second + 1) * LOOK_NS, slept_ns)
+        assert kernel.asked == asked, second
+
+
+def test_who_was_refused_once_does_not_ask_again(kernel: Kernel) -> None:
+    kernel.refuses = 1
+    place = Place(0)
+    kernel.asked.clear()
+    for second in range(1, 5):
+        place.look(second * LOOK_NS, second // 3 * LOOK_NS)
+    assert not kernel.asked

@@ -15,7 +15,7 @@ from kvstore.engine.report import SpaceReport
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
 from kvstore.proto.convert import Row
-from kvstore.serve import look_commands
+from kvstore.serve import look
 from kvstore.serve.ask import as_json, show
 from kvstore.serve.main import main
 from kvstore.types import Incarnation
@@ -56,7 +56,7 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in
 
     def run(*arguments: str) -> str:
         where = ("--index", "h:1", "--insecure")
-        monkeypatch.setattr(look_commands, "index_client", client)
+        monkeypatch.setattr(look, "index_client", client)
         monkeypatch.setattr(sys, "argv", ["kvstore", *arguments, *where])
         main()
         out, err = capsys.readouterr()

@@ -129,7 +129,7 @@ def test_the_first_process_makes_memory_and_has_it_held(host: Host, config: Node
     assert memory.first_generation == 1
     memory.arena.close()
     host.end_process()
-    assert set(host.kept.memory) == {"arena", "journal"}
+    assert set(host.kept.memory) == {"arena", "journal", "holders"}
     assert host.prepared is not None
     assert host.prepared.layout == LAYOUT_VERSION
 
@@ -224,8 +224,32 @@ def test_what_cannot_be_believed_is_let_go_arena_and_all(
     assert fresh.arena.array[0] == 0, "another arena: somebody may write to the old one"
     fresh.arena.close()
     host.end_process()
-    assert (host.dropped, set(host.kept.memory)) == (1, {"arena", "journal"})
+    assert (host.dropped, set(host.kept.memory)) == (1, {"arena", "journal", "holders"})
     assert host.kept.writers == {}
+
+
+def test_a_mover_that_does_not_end_costs_the_memory_and_not_the_node(
+    host: Host,
+    config: NodeConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, _ = begin(host, config)
+    mover = os.dup(memory.arena.hold_fd)
+    memory.arena.close()
+    host.end_process()
+    monkeypatch.setattr("kvstore.serve.warm.HOLDERS_WAIT_S", 0.0)
+    with caplog.at_level(logging.ERROR):
+        fresh, _ = begin(host, config)
+    assert "a mover of the process before has not ended within 0 s" in caplog.text
+    assert fresh.adopt is None
+    fresh.arena.close()
+    host.end_process()
+    monkeypatch.undo()
+    again, _ = begin(host, config)
+    assert again.adopt is not None, "the old mover has nothing to do with the new memory"
+    again.arena.close()
+    os.close(mover)
 
 
 def test_other_slabs_are_another_layout(host: Host, config: NodeConfig) -> None:
@@ -285,7 +309,7 @@ def test_a_directory_that_cannot_be_read_at_a_restart_costs_no_memory(
             stack.callback(memory.arena.close)
             files = _open_files(config, memory.arena, MonotonicClock(), handover, stack)
             assert files is not None
-            files.read(0)
+            list(files.read(0))
             return files.trouble
 
     def fail(_directory: Directory, *, keep_bytes: int) -> dict[int, int]:

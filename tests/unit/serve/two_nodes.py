@@ -32,7 +32,7 @@ from kvstore.serve.clock import MonotonicClock
 from kvstore.serve.exchange import Exchange
 from kvstore.serve.lender import Lender
 from kvstore.serve.mover import Ended
-from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard
+from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard, SlotId
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import LeaseMore, LeaseRelease
 from kvstore.wire.mover import Descriptor, decode_descriptor, encode
@@ -137,13 +137,16 @@ class Together(Node):
         self.borrower = Borrower(
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
-            view=lambda slot, size: memoryview(self.memory)[slot * PAGE_BYTES :][:size],
+            read=self.read,
             clock=MonotonicClock(),
             credentials=None,
         )
         self.borrower.index = index
         self._who = who
         self._index = index
+
+    def read(self, slot: SlotId, into: memoryview) -> None:
+        into[:] = self.memory[slot * PAGE_BYTES :][: len(into)]
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

@@ -157,3 +157,24 @@ def test_help_has_examples_that_can_be_typed(capsys: pytest.CaptureFixture[str])
     _, _, examples = capsys.readouterr().out.partition("examples:\n")
     commands = [shlex.split(line) for line in examples.splitlines() if line]
     assert [command[:2] for command in commands] == [["kvstore", "demo"]] * 4
+
+
+def test_without_a_terminal_each_phase_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "build_model", lambda *_, **__: None)
+    monkeypatch.setattr(demo, "encoder", lambda _: None)
+    monkeypatch.setattr(demo, "Conversations", lambda *_: None)
+    monkeypatch.setattr(demo, "replay", lambda *_: run("alone", 0))
+    text = io.StringIO()
+    stage = demo.Stage(Console(file=text, width=96), PLAN, ["alone", "shared"], cache=tmp_path)
+    with stage.progress:
+        stage.note(0, "vLLM is starting")
+        stage.replay(0, cast("Any", None))
+        stage.note(1, "vLLM is starting")
+    assert text.getvalue().splitlines() == [
+        "building the model (once)",
+        "alone: vLLM is starting",
+        "alone: median 850 ms to first token",
+        "shared: vLLM is starting",
+    ]

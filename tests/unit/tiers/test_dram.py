@@ -11,7 +11,8 @@ import pytest
 
 from kvstore.arena import Arena
 from kvstore.tiers.dram import DramTier
-from kvstore.types import SLOT_BYTES_MIN, Incarnation, SlotId
+from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
+from tests.unit.test_arena import punch
 
 CAPACITY_BYTES = 8 * SLOT_BYTES_MIN
 
@@ -58,9 +59,9 @@ def test_want_of_memory_leaves_a_smaller_tier(caplog: pytest.LogCaptureFixture) 
         assert tier.wait_populated(10)
     assert tier.ready_bytes == 4 * SLOT_BYTES_MIN
     assert "dram stays at 256 KiB of 512 KiB" in caplog.text
-    assert len(tier.view(SlotId(0), tier.ready_bytes)) == tier.ready_bytes
+    tier.read(SlotId(0), memoryview(bytearray(tier.ready_bytes)))
     with pytest.raises(AssertionError):
-        tier.view(SlotId(0), tier.ready_bytes + 1)
+        tier.read(SlotId(0), memoryview(bytearray(tier.ready_bytes + 1)))
     tier.close()
 
 
@@ -76,3 +77,30 @@ def test_closing_stops_the_thread_between_two_chunks() -> None:
     closer.join(10)
     assert not tier._thread.is_alive()
     assert tier.ready_bytes == SLOT_BYTES_MIN, "one chunk was under way, none was begun"
+
+
+def test_pages_that_an_engine_gave_back_are_seen_and_taken_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    arena = Arena(arena_bytes=CAPACITY_BYTES, incarnation=Incarnation(1))
+    room_bytes = [0]
+    tier = DramTier(arena, room_bytes=lambda: room_bytes[0])
+    tier.start()
+    assert tier.wait_populated(10)
+    arena.array[:] = 1
+    tier.look()
+    assert (tier.losses, caplog.text) == (0, "")
+    for losses in range(1, 6):
+        punch(arena, SLOT_BYTES_MIN, 2 * SLOT_BYTES_MIN)
+        room_bytes[0] = 2 * SLOT_BYTES_MIN * (losses % 2)
+        tier.look()
+        assert tier.losses == losses
+        missing_bytes = 0 if losses % 2 else 2 * SLOT_BYTES_MIN
+        assert CAPACITY_BYTES - arena.taken_bytes == missing_bytes, "what is not there is not taken"
+        block = memoryview(bytearray(SLOT_BYTES_MIN))
+        tier.read(SlotId(PAGES_PER_GENERATION), block)
+        assert not any(block)
+        tier.read(SlotId(0), block)
+        assert all(block), "its neighbour is as it was"
+    assert caplog.text.count("an attached engine gave 128 KiB of the arena back") == 3, "1, 2, 4"
+    tier.close()

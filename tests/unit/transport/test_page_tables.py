@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.arena import Arena, hold_arena, map_arena
+from kvstore.arena import Arena, map_arena
 from kvstore.transport import page_tables
 from kvstore.transport.page_tables import PART_BYTES, PageTables
 from kvstore.types import PAGE_BYTES, Incarnation
@@ -26,10 +26,9 @@ class Mapped:
         if self.arena.huge_pages:
             pytest.skip("on huge pages there is nothing to fill")
         fd = self.arena.arena_fd
-        self.fd = hold_arena(fd)
         self.writable = map_arena(fd, size_bytes=ARENA_BYTES, writable=True)
         self.readable = map_arena(fd, size_bytes=ARENA_BYTES, writable=False)
-        self.tables = PageTables(self.fd, self.writable, self.readable)
+        self.tables = PageTables(fd, self.writable, self.readable)
 
     def fill(self) -> int:
         """All that there is; returns in how many parts."""
@@ -39,7 +38,6 @@ class Mapped:
         return parts
 
     def close(self) -> None:
-        os.close(self.fd)
         self.arena.close()
 
 

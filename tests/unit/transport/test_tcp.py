@@ -16,7 +16,8 @@ from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Outcome
 from kvstore.serve.certs import make_certificates
 from kvstore.testing.index_process import Lab
-from kvstore.transport import tcp, tcp_ends
+from kvstore.transport import guests, tcp, tcp_ends
+from kvstore.transport.guests import NODE_MAX
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
 from kvstore.transport.tcp_ends import Address
@@ -68,6 +69,31 @@ def test_only_nodes_read(opened: Open, tmp_path: Path, role: str, end: End) -> N
     reader = opened("a", options_of(lab.files(role, "a")))  # type: ignore[arg-type]
     reader.connect("b.node.kvstore", owner.describe())
     assert read(reader, owner, "b.node.kvstore").end is end
+
+
+def test_a_node_has_few_places_and_its_next_connection_takes_one_of_its_own(
+    opened: Open, tmp_path: Path
+) -> None:
+    lab = Lab(tmp_path)
+    owner = opened("b.node.kvstore", options_of(lab.files("node", "b")))
+    readers = [opened("a", options_of(lab.files("node", "a"))) for _ in range(NODE_MAX + 2)]
+    for reader in readers:
+        reader.connect("b.node.kvstore", owner.describe())
+        assert read(reader, owner, "b.node.kvstore").end is End.DONE
+    assert len(owner._guests.everybody) == NODE_MAX
+    assert read(readers[-1], owner, "b.node.kvstore").end is End.DONE
+    assert owner.refused_count == 0
+
+
+def test_a_reader_without_room_is_counted(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guests, "ADMITTED_MAX", 1)
+    owner = opened("b", INSECURE)
+    ends = []
+    for _ in range(2):
+        reader = opened("a", INSECURE)
+        reader.connect("b", owner.describe())
+        ends.append(read(reader, owner, "b").end)
+    assert (ends, owner.refused_count) == ([End.DONE, End.FAILED], 1)
 
 
 def test_only_the_node_that_is_meant_is_read_from(opened: Open, tmp_path: Path) -> None:

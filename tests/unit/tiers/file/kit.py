@@ -124,14 +124,22 @@ class OpenFails(FaultyDisk):
 class Driver:
     """A tier with an arena, driven the way a node does it: by its eventfd."""
 
-    def __init__(self, directory: Path, *, disk: PosixDisk | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        disk: PosixDisk | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings`: of the tier, and `look` (`FileTier.open`)."""
+        look = settings.pop("look", None)
         values = {"capacity_bytes": 8 * MIB, "segment_bytes": SEGMENT_BYTES, **settings}
         self.config = FileConfig(directory, **values)
         self.arena: NDArray[np.uint8] = np.frombuffer(
             mmap.mmap(-1, ARENA_SLOTS * BLOCK_BYTES), np.uint8
         )
         self.clock = FakeClock()
-        self.tier = FileTier.open(self.config, self.arena, self.clock, disk=disk)
+        self.tier = FileTier.open(self.config, self.arena, self.clock, disk=disk, look=look)
         self.known: dict[tuple[Scope, bytes], int] = {}
         self.checksums: dict[int, bytes] = {}
         self.seen: list[FileEvent] = []

@@ -17,6 +17,7 @@ from kvstore.tiers.file.breaker import Breaker
 from kvstore.tiers.file.health import Health
 from kvstore.units import NS_PER_MS
 from tests.unit.tiers.file.kit import (
+    BLOCK_BYTES,
     PATIENCE_S,
     SCOPE,
     Driver,
@@ -60,6 +61,40 @@ def start(tmp_path: Path, disk: FaultyDisk) -> Iterator[Start]:
     disk.release.set()
     for driver in opened:
         driver.close()
+
+
+def test_memory_that_is_not_there_says_nothing_against_the_disk(
+    start: Start, disk: FaultyDisk
+) -> None:
+    driver = start(failures_max=2)
+    assert all(driver.write([1, 2]))
+    disk.fail["preadv"] = failing(errno.EFAULT)
+    for _ in range(5):
+        assert driver.read([1, 2]) == [False, False]
+    disk.fail["pwritev"] = failing(errno.EFAULT)
+    for number in range(3, 8):
+        assert driver.write([number]) == [0]
+    disk.fail.clear()
+    assert all(driver.write([9])), "it was never given up"
+    assert driver.read([1, 2, 9]) == [True] * 3, "and no record was called damaged"
+    assert not [event for event in driver.seen if isinstance(event, Suspended | Gone)]
+
+
+def test_what_was_read_is_verified_without_a_touch_of_the_arena(tmp_path: Path) -> None:
+    looks: list[tuple[int, int]] = []
+    driver = Driver(tmp_path / "store").recovered()
+    driver.write([1, 2])
+    driver.close()
+
+    def look(begin: int, into: memoryview) -> None:
+        looks.append((begin, len(into)))  # the other slot's pages were given back since
+        into[:] = bytes(len(into)) if begin else driver.arena[: len(into)].tobytes()
+
+    again = Driver(tmp_path / "store", look=look).recovered()
+    driver.arena = again.arena
+    assert again.read([1, 2]) == [True, False]
+    assert sorted(looks) == [(0, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES)]
+    again.close()
 
 
 def test_a_failed_write_costs_its_blocks_and_begins_a_new_segment(

@@ -1,0 +1,61 @@
+"""The program: `kvstore` and `python -m kvstore`.
+
+A plain installation has what the connector needs inside an engine; commands need the extra `node`.
+Imports nothing of it before it has looked for all of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Final
+
+NODE_NEEDS: Final = {
+    "aiofiles": "aiofiles",
+    "click": "click",
+    "cryptography": "cryptography",
+    "google.protobuf": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "prometheus_client": "prometheus-client",
+    "rich": "rich",
+    "yaml": "pyyaml",
+}
+"""Modules of the extra `node`, and the packages that they are in."""
+
+
+def missing_packages() -> list[str]:
+    """Packages of the extra `node` that are not installed."""
+    return [package for module, package in NODE_NEEDS.items() if not _is_installed(module)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that the module is in
+        return False
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    missing = missing_packages()
+    if missing:
+        sys.exit(
+            f"kvstore: commands need {', '.join(missing)}, not installed here:"
+            " pip install 'kvstore-llm[node]'"
+        )
+    try:
+        from kvstore.serve.main import main as run
+
+        run()
+    except PermissionError as error:
+        if not str(error.filename).endswith((".py", ".pyc")):
+            raise
+        sys.exit(
+            f"kvstore: {error.filename} cannot be read: install it so that this user can read it"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Why a connection failed, in words that name a flag: gRPC's are those of its TLS library.
+
+Covers: channels to an index or a peer. Does not cover: what a server answers (its own sentences).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_CAUSES: Final = (
+    (
+        "CERTIFICATE_VERIFY_FAILED: certificate has expired",
+        "its certificate has expired: make it a new one",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "its certificate was not issued by the CA of --ca: all components need one CA",
+    ),
+    ("UNKNOWN_CA", "it does not accept this certificate: all components need one CA"),
+    (
+        "WRONG_VERSION_NUMBER",
+        "it serves without TLS (--insecure), and is asked with certificates: both need the same",
+    ),
+    ("is not in peer certificate", "its certificate is of another component"),
+    (
+        "Socket closed",
+        "it hung up: it may want certificates (--ca, --cert, --key), or others than these",
+    ),
+    ("Connection refused", "nothing listens there (connection refused)"),
+    ("No route to host", "there is no way there (no route to host)"),
+)
+"""Parts of what gRPC says, the more exact before the more general."""
+_FAILED: Final = "failed to connect to all addresses; last error: "
+
+
+def plain_reason(details: str | None) -> str:
+    """One clause about what gRPC calls the details of an error."""
+    text = details or "no reason is known"
+    if not text.startswith(_FAILED) and "handshake failed" not in text:
+        return text
+    for part, cause in _CAUSES:
+        if part in text:
+            return cause
+    return text.removeprefix(_FAILED)

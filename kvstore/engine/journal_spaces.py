@@ -1,0 +1,93 @@
+"""The journal's table of spaces: what engines said of them, for the next process.
+
+    entry of one page │ digest │ length │ msgpack: tenant, space, label, shards, Space │ zero │
+
+With it that process offers and lends what was kept, verifies it in the background and explains
+it, before any engine has attached again. An entry whose digest is wrong, torn or damaged, is none:
+then that space waits for an engine. Of more spaces than there is room for, the latest are kept.
+
+Does not cover: the blocks (`journal`), what follows (`adoption`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.types import PAGE_BYTES, Shard, SpaceId
+from kvstore.wire.space import Space
+
+SPACE_COUNT_MAX: Final = 64
+SPACE_WORDS: Final = PAGE_BYTES // 8
+_HEAD_BYTES: Final = 16
+Address = tuple[str, SpaceId]
+
+
+class Remembered(msgspec.Struct, frozen=True, array_like=True):
+    """A space as the session of it that was opened last had it."""
+
+    tenant: str
+    space_id: bytes
+    label: str
+    shards: tuple[tuple[int, int, int, int], ...]
+    """By column."""
+    space: Space
+
+    @property
+    def address(self) -> Address:
+        return self.tenant, SpaceId(self.space_id)
+
+
+class SpaceTable:
+    """Over the journal's memory, [SPACE_COUNT_MAX * SPACE_WORDS] u64."""
+
+    def __init__(self, memory: NDArray[np.uint64]) -> None:
+        self._entries = memory.reshape(SPACE_COUNT_MAX, SPACE_WORDS)
+        self._rows: dict[Address, int] = {}
+        """The one unused for longest first."""
+
+    def remember(self, address: Address, label: str, shards: list[Shard], space: Space) -> None:
+        """The next process is to know it."""
+        fields = tuple(msgspec.structs.astuple(shard) for shard in shards)
+        body = msgspec.msgpack.encode(Remembered(*address, label, fields, space))
+        if len(body) > PAGE_BYTES - _HEAD_BYTES:  # of very many ranks: an engine will say it again
+            return
+        row = self._rows.pop(address, None)
+        if row is None:
+            row = self._free_row()
+        self._rows[address] = row
+        text = len(body).to_bytes(8, "little") + body
+        words = np.frombuffer((_digest(row, text) + text).ljust(PAGE_BYTES, b"\0"), "<u8")
+        if (self._entries[row] != words).any():
+            self._entries[row] = words
+
+    def _free_row(self) -> int:
+        if len(self._rows) == SPACE_COUNT_MAX:
+            return self._rows.pop(next(iter(self._rows)))
+        return next(row for row in range(SPACE_COUNT_MAX) if row not in self._rows.values())
+
+    def found(self) -> tuple[Remembered, ...]:
+        """What an earlier process left."""
+        found: dict[Address, Remembered] = {}
+        for row in range(SPACE_COUNT_MAX):
+            entry = _entry(row, self._entries[row].tobytes())
+            if entry is not None and entry.address not in found:
+                found[entry.address] = entry
+                self._rows[entry.address] = row
+        return tuple(found.values())
+
+
+def _digest(row: int, text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=8, salt=row.to_bytes(8, "little")).digest()
+
+
+def _entry(row: int, data: bytes) -> Remembered | None:
+    """What a page says; None when it says nothing that can be believed."""
+    end = _HEAD_BYTES + int.from_bytes(data[8:_HEAD_BYTES], "little")
+    if end > PAGE_BYTES or _digest(row, data[8:end]) != data[:8]:
+        return None
+    return msgspec.msgpack.decode(data[_HEAD_BYTES:end], type=Remembered)

@@ -1,0 +1,25 @@
+"""Defaults and limits that help texts name. Imports nothing, so that a command starts at once."""
+
+from __future__ import annotations
+
+from typing import Final
+
+DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
+DEFAULT_LISTEN: Final = "127.0.0.1:9470"
+"""Of an index."""
+DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
+DEFAULT_ENTRIES: Final = 10_000_000
+HASH_FORMS: Final = ("int", "bytes")
+"""The first is the default."""
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+FETCH_WHEN: Final = ("auto", "always")
+CERTIFICATE_DAYS: Final = 365
+TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
+"""Of `kvstore inspect`."""
+BLOCKS_LISTED: Final = 100
+REQUESTS_LISTED: Final = 20
+BLOCK_ROWS_MAX: Final = 1000
+"""Rows of one Blocks reply: about 10 ms of the loop."""
+REQUEST_ROWS_MAX: Final = 100
+PREFIX_KEYS_MAX: Final = 1024
+REPLY_BYTES_MAX: Final = 4 << 20

@@ -1,0 +1,35 @@
+"""Who was turned away at the attach socket: counts, and the last sentence for /healthz.
+
+A process that is refused before it has introduced itself is known by nothing but that sentence. It
+asks again after 10 s, as all engines do, so a refusal that nobody repeats is over.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvstore.units import NS_PER_S
+
+TOLD_NS: Final = 30 * NS_PER_S
+SILENT: Final = "late"
+"""The kind that is no engine: it connected and said nothing."""
+
+
+class Refusals(dict[str, int]):
+    """Refusals since the start, by kind."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__(dict.fromkeys(kinds, 0))
+        self._last: tuple[str, int] | None = None
+
+    def add(self, kind: str, reason: str, now_ns: int) -> None:
+        """Count one."""
+        self[kind] += 1
+        if kind != SILENT:
+            self._last = (reason, now_ns)
+
+    def trouble(self, now_ns: int) -> str:
+        """The last refusal of what may be an engine; empty when it is long ago."""
+        if self._last is None or now_ns - self._last[1] > TOLD_NS:
+            return ""
+        return f"a process that wants to attach is refused: {self._last[0]}"

@@ -1,0 +1,46 @@
+"""Child processes that end with this one, however it ends: SIGKILL leaves nobody to clean up.
+
+Nothing of ours can run between a fork and an exec, so a few lines of Python run first: they ask the
+kernel for SIGKILL when their parent ends (PR_SET_PDEATHSIG), look whether it has ended already, and
+become the command. Processes of a node or an index end with their supervisor in turn.
+
+The kernel means the *thread* that made the child, so all are made by one thread that lasts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+BECOME: Final = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(137)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""With the parent's pid and the command as arguments."""
+_T = TypeVar("_T")
+
+
+def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen`, of a child that ends with this process."""
+    # Without site-packages it starts in a hundredth of a second.
+    tied = [sys.executable, "-I", "-S", "-c", BECOME, str(os.getpid()), *command]
+    return on_lasting_thread(lambda: subprocess.Popen(tied, **options))
+
+
+def on_lasting_thread(call: Callable[[], _T]) -> _T:
+    """Call it on a thread that ends with this process."""
+    return _threads(os.getpid()).submit(call).result()
+
+
+@functools.cache
+def _threads(_pid: int) -> ThreadPoolExecutor:
+    """A forked child has none of its parent's."""
+    return ThreadPoolExecutor(1, thread_name_prefix="nursery")

@@ -1,0 +1,60 @@
+"""What msgspec says of settings that do not fit, in an operator's words.
+
+Covers: unknown keys with the nearest known one, kinds of values, ranges, choices.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+KIND_NAMES: Final = {
+    "str": "a text",
+    "int": "a number",
+    "float": "a fraction",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "empty",
+}
+_AT_LEAST: Final = {">=": "at least", ">": "more than", "<=": "at most", "<": "less than"}
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question to put behind a sentence about an unknown word; empty: no known one is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
+    """One clause: which key of `kind`, and what is wrong with its value."""
+    text, _, place = str(error).partition(" - at `$.")
+    key = place.rstrip("`")
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text):
+        near = did_you_mean(unknown[1], fields)
+        return f"unknown key {unknown[1]!r}{near or '; known keys are ' + ', '.join(fields)}"
+    if kinds := re.fullmatch(r"Expected `(.*)`, got `(.*)`", text):
+        wanted = " or ".join(KIND_NAMES.get(kind, kind) for kind in kinds[1].split(" | "))
+        return f"{key} must be {wanted}, not {KIND_NAMES.get(kinds[2], kinds[2])}"
+    if limit := re.fullmatch(r"Expected `\w+` (of length )?([<>]=?) (\d+)", text):
+        if limit[0].endswith("of length >= 1"):
+            return f"{key} must not be empty"
+        unit = " characters long" if limit[1] else ""
+        return f"{key} must be {_AT_LEAST[limit[2]]} {limit[3]}{unit}"
+    if key in fields and text.startswith("Invalid enum value"):
+        choices = _choices(fields[key].type)
+        if choices:
+            given = text.removeprefix("Invalid enum value ")
+            return f"{key} {given} must be one of {', '.join(choices)}"
+    return f"{key}: {text[0].lower()}{text[1:]}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """Of a Literal."""
+    return sorted(str(choice) for choice in typing.get_args(kind))

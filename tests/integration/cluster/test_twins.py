@@ -1,0 +1,55 @@
+"""One certificate on two machines: both nodes and the index say it, in the log and in /healthz."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvstore.testing.index_process import IndexProcess
+from kvstore.testing.process import NodeProcess
+from tests.integration.cluster.kit import CONVERGES_S, Site
+from tests.integration.node.conftest import eventually
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def index(site: Site) -> Iterator[IndexProcess]:
+    with site.index("i1", "--metrics", "127.0.0.1:0") as index:
+        yield index
+
+
+def health(process: NodeProcess | IndexProcess) -> str:
+    url = process.metrics_url.replace("/metrics", "/healthz")
+    with urllib.request.urlopen(url, timeout=10) as page:
+        return str(page.read().decode())
+
+
+def knows_of_another(process: NodeProcess) -> bool:
+    return "another process, at 127.0.0.1, " in health(process)
+
+
+def test_two_processes_with_one_name_are_told_apart(site: Site, index: IndexProcess) -> None:
+    elsewhere = site.directory / "elsewhere"
+    elsewhere.mkdir()
+    flags = (*site.lab.flags("node", "n1"), "--index", index.address)
+    with site.node("n1", "--index", index.address) as one:
+        assert eventually(lambda: health(one) == "ok\n", timeout_s=CONVERGES_S)
+        with NodeProcess.start(elsewhere, dram="8MiB", flags=flags) as other:
+            for process in (one, other):
+                assert eventually(partial(knows_of_another, process), timeout_s=CONVERGES_S)
+            assert "two processes say that they are node n1" in health(index)
+            assert [node.log.count("another process, at") for node in (one, other)] == [1, 1]
+            assert index.log.count("is node n1 already") == 1
+        # It has the name for itself again.
+        assert eventually(lambda: health(one) == "ok\n", timeout_s=CONVERGES_S)
+        assert eventually(lambda: health(index) == "ok\n", timeout_s=CONVERGES_S)

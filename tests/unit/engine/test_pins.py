@@ -1,0 +1,215 @@
+"""What one who pins all that he can leaves to others: something, and all that is promised."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore.engine.events import Clear, PeerGone
+from kvstore.engine.pins import Pins
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
+from tests.unit.engine.disk import SPACE
+from tests.unit.engine.harness import Node, Peer
+from tests.unit.engine.peers import PeerNode
+from tests.unit.engine.test_quotas import fill, held, quotas
+
+MANY = 1000
+"""First lease of a hoarder."""
+
+
+def hoard(peer: Peer, first: int, count: int) -> None:
+    """Store new blocks and lease each at once, as far as credits come and leases are given."""
+    for number in range(first, first + count):
+        if peer.unused():
+            peer.seal(number)
+        peer.lease(MANY + number, number)
+
+
+def renew(peer: Peer, first: int, count: int) -> None:
+    numbers = [MANY + number for number in range(first, first + count)]
+    peer.node.hear(peer.scheduler, LeaseRenew(numbers))
+
+
+def pinned(node: Node) -> int:
+    return sum(node.engine._state.slots.quotas.pinned) // SLOT_BYTES_MIN
+
+
+def borrowed(node: Node) -> int:
+    accounts = node.engine._state.slots.pins.accounts
+    return sum(sum(accounts[name].held) for name in accounts if name == ("node",)) // (
+        SLOT_BYTES_MIN
+    )
+
+
+def test_a_lone_engine_may_pin_most_of_dram() -> None:
+    node = Node(slots=64)
+    hoard(Peer(node), 0, 80)
+    assert 56 <= pinned(node) <= 57, "15/16 of 15/16"
+
+
+def test_an_engine_that_pins_all_that_it_can_leaves_something_to_another_tenant() -> None:
+    node = Node(slots=64)
+    hoard(Peer(node, "greedy", tenant="u"), 0, 80)
+    modest = Peer(node, "modest")
+    fill(modest, 500, 20)
+    assert modest.hint(519) == [True]
+    assert len(modest.lease(1, 519).slots) == 4
+
+
+def test_an_engine_leaves_something_to_the_next_one_of_its_tenant() -> None:
+    node = Node(slots=64)
+    hoard(Peer(node, "greedy"), 0, 80)
+    modest = Peer(node, "modest")
+    fill(modest, 500, 20)
+    assert modest.hint(519) == [True]
+
+
+def test_what_is_promised_comes_though_everything_else_is_pinned() -> None:
+    node = Node(slots=32, quotas=quotas(modest=12))
+    greedy = Peer(node, "greedy", tenant="u")
+    fill(greedy, 0, 40)
+    for number in range(40):
+        greedy.lease(MANY + number, number)
+    modest = Peer(node, "modest")
+    for number in range(500, 560):
+        fill(modest, number, 1)
+        hoard(greedy, number + 1000, 1)
+        renew(greedy, 0, 2000)
+    assert held(node, "modest") >= 10, "all but what its watermark keeps free"
+
+
+def test_many_engines_of_many_tenants_leave_what_is_promised() -> None:
+    node = Node(slots=32, quotas=quotas(modest=12))
+    for number in range(20):
+        hoard(Peer(node, f"g{number}", tenant=f"u{number}"), 100 * number, 4)
+    modest = Peer(node, "modest")
+    fill(modest, 9000, 60)
+    assert held(node, "modest") >= 10
+
+
+def test_credits_of_engines_that_hang_up_and_live_leave_something() -> None:
+    """Their slots are in quarantine until they die."""
+    node = Node(slots=256)
+    for number in range(20):
+        gone = Peer(node, f"g{number}", tenant="u")
+        node.end(gone.scheduler, *gone.ranks)
+    assert 200 < node.quarantined() <= 241, "15/16"
+    modest, found = Peer(node, "modest"), 0
+    for number in range(500, 520):
+        fill(modest, number, 1)
+        found += modest.hint(number) == [True]
+    assert found > 10, "all but what its watermark takes at times"
+
+
+def test_a_lease_that_loads_nothing_is_not_renewed_for_ever() -> None:
+    node = Node(lease_ttl_ms=1000)
+    peer = Peer(node)
+    peer.seal(1)
+    peer.lease(MANY + 1, 1)
+    for _ in range(2 * LEASE_LIVES_MAX - 1):
+        assert node.engine.leases()
+        node.tick(500)
+        renew(peer, 1, 1)
+    node.tick(500)
+    assert not node.engine.leases()
+    assert len(peer.lease(1, 1).slots) == 4, "it may be asked for again"
+
+
+def test_a_prefix_that_many_requests_lease_is_pinned_once() -> None:
+    node = Node(slots=32)
+    peer = Peer(node)
+    peer.seal(*range(8))
+    before = pinned(node)
+    for lease in range(1, 101):
+        assert len(peer.lease(lease, *range(8)).slots) == 8 * 4
+    assert pinned(node) == before + 8
+    node.hear(peer.scheduler, LeaseRelease(list(range(1, 101))))
+    assert pinned(node) == before
+
+
+def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() -> None:
+    node = Node(slots=64)
+    peer = Peer(node)
+    fill(peer, 0, 64)
+    there = [number for number in range(64) if peer.hint(number) == [True]]
+    node.engine._state.slots.quotas.share[:] //= 2  # as if others pinned the rest
+    got = len(peer.lease(1, *there).slots) // 4
+    assert 0 < got < len(there)
+    assert not peer.lease(2, there[-1]).slots
+    assert node.engine.counters.pins_refused == len(there) - got + 1
+    for request, lease, blocks, outcome in (("a", 1, len(there), ""), ("b", 2, 1, "not stored")):
+        story = Story(
+            request=request,
+            prompt_tokens=16 * blocks,
+            outcome=outcome,
+            session=peer.session,
+            leases=[lease],
+        )
+        node.hear(peer.scheduler, story)
+    nothing, part = node.engine.explain.requests("", limit=2)
+    assert nothing.outcome == "pinned share used up"
+    for row in (part, nothing):
+        assert "pinned share used up" in [r.reason for r in node.engine.explain.ranges(row.number)]
+
+
+def test_a_pin_ends_with_its_block() -> None:
+    node = Node(slots=32)
+    peer = Peer(node)
+    hoard(peer, 0, 10)
+    before = pinned(node)
+    node.step(Clear(None, None))
+    assert pinned(node) == node.granted() <= before - 10
+    renew(peer, 0, 10)
+    node.hear(peer.scheduler, LeaseRelease([MANY + number for number in range(10)]))
+    assert pinned(node) == node.granted()
+
+
+def test_a_node_that_borrows_again_and_again_leaves_most() -> None:
+    node = PeerNode(slots=64)
+    engine = Peer(node)
+    fill(engine, 0, 70)
+    there = [number for number in range(70) if engine.hint(number) == [True]]
+    for loan, number in enumerate(there, 1):
+        node.lend(loan, number)
+    free_of_loans = 64 - node.granted()
+    lent = borrowed(node)
+    assert 8 <= lent <= free_of_loans // 4, "a quarter, where nobody else borrows"
+    assert node.engine.counters.pins_refused == len(there) - lent
+    for loan, number in enumerate(reversed(there), 1000):
+        node.lend(loan, number, peer=2)
+    assert lent < borrowed(node) <= free_of_loans // 2
+    node.step(PeerGone(1))
+    node.step(PeerGone(2))
+    assert borrowed(node) == 0
+
+
+def test_what_is_lent_of_a_promise_counts_for_it() -> None:
+    """Where everything is promised, nodes can borrow all the same."""
+    node = PeerNode(slots=64, quotas=quotas(e=32, f=32))
+    engine = Peer(node)
+    fill(engine, 0, 20)
+    assert node.lend(1, 0, 1, 2).slots
+    assert SPACE in {space for _, space in node.engine._state.known}
+
+
+def test_a_share_of_less_than_a_block_is_one_block() -> None:
+    node = Node(slots=32, quotas=quotas(e=32))
+    other = Peer(node, "other", tenant="u")
+    assert len(other.unused()) == 1
+    other.seal(1)
+    assert pinned(node) == len(other.unused()) == 1
+
+
+@pytest.mark.parametrize("kind", ["engine", "node"])
+def test_accounts_end_with_those_who_pin(kind: str) -> None:
+    node = PeerNode()
+    peer = Peer(node)
+    peer.seal(1)
+    if kind == "node":
+        node.lend(1, 1)
+        node.step(PeerGone(1))
+    pins: Pins = node.engine._state.slots.pins
+    assert {name[0] for name in pins.accounts} == {"engine"}
+    node.end(peer.scheduler)
+    node.end(*peer.ranks)
+    assert len(pins.accounts) == 2, "its credits are in quarantine"

@@ -1,0 +1,113 @@
+"""An engine that gets nothing from the node is listed, with the reason, until it gets something."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvstore.engine.unserved import (
+    FORMS_NS_MAX,
+    REFUSED_COUNT_MAX,
+    REFUSED_NS_MAX,
+    UnservedReport,
+)
+from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.wire.messages import Unserved
+from tests.unit.engine.harness import HALVES, Hellos, Node, Peer
+
+LONG_MS = FORMS_NS_MAX // NS_PER_MS + 1
+CUDA = "the KV cache is on cuda"
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node(slots=32)
+
+
+def reasons(node: Node) -> list[str]:
+    return [row.reason for row in node.engine.unserved()]
+
+
+def test_an_engine_with_a_session_is_served(node: Node) -> None:
+    Peer(node, "a")
+    node.tick(LONG_MS)
+    assert node.engine.unserved() == []
+
+
+def test_an_engine_says_itself_why(node: Node) -> None:
+    peer = Hellos("a")
+    scheduler = node.connect(peer.scheduler_hello())
+    node.hear(scheduler, Unserved(CUDA))
+    assert node.engine.unserved() == [UnservedReport("a (a)", "t", CUDA)]
+    node.end(scheduler)
+    assert node.engine.unserved() == [], "it is gone"
+
+
+def test_what_a_scheduler_said_is_known_while_its_ranks_are_there(node: Node) -> None:
+    """It went on without its connector; what it says next, it says after another hello."""
+    peer = Peer(node, "a")
+    node.hear(peer.scheduler, Unserved("an error"))
+    assert reasons(node) == [], "it is served until it ends"
+    node.end(peer.scheduler)
+    assert reasons(node) == ["an error"]
+    peer.scheduler = node.connect(peer.scheduler_hello())
+    peer.be_quiet()
+    assert reasons(node) == []
+
+
+def test_ranks_that_do_not_come_are_missed(node: Node) -> None:
+    peer = Hellos("a", shards=HALVES)
+    rank = node.connect(peer.rank_hello(0))
+    node.tick(LONG_MS)
+    assert reasons(node) == [], "it starts"
+    node.connect(peer.scheduler_hello())
+    node.tick(LONG_MS - 2)
+    assert reasons(node) == []
+    node.tick(2)
+    assert reasons(node) == ["1 of its 2 ranks are attached"]
+    node.connect(peer.rank_hello(1))
+    assert reasons(node) == ["its ranks do not answer: one of them may be stopped"]
+    node.end(rank)
+    assert reasons(node) == ["1 of its 2 ranks are attached"]
+
+
+def test_a_session_that_was_lost_is_given_time(node: Node) -> None:
+    peer = Peer(node, "a")
+    node.tick(LONG_MS)
+    node.end(peer.ranks[0])
+    assert reasons(node) == []
+    node.tick(LONG_MS)
+    assert reasons(node) == ["0 of its 1 ranks are attached"]
+
+
+def refuse(node: Node, name: str) -> None:
+    hello = Hellos(name).scheduler_hello()
+    node.connect(msgspec.structs.replace(hello, protocol=99))
+
+
+def test_refused_engines_are_listed_while_they_ask(node: Node) -> None:
+    refuse(node, "a")
+    ((row),) = node.engine.unserved()
+    assert row.engine == "a"
+    assert row.reason.startswith("refused: this node speaks attach protocol")
+    node.tick(REFUSED_NS_MAX // NS_PER_MS)
+    refuse(node, "a")
+    node.tick(10 * NS_PER_S // NS_PER_MS)
+    assert len(reasons(node)) == 1
+    node.tick(REFUSED_NS_MAX // NS_PER_MS)
+    assert reasons(node) == []
+
+
+def test_no_more_refusals_are_remembered_than_a_page_needs(node: Node) -> None:
+    for number in range(REFUSED_COUNT_MAX + 5):
+        refuse(node, str(number))
+    rows = node.engine.unserved()
+    assert len(rows) == REFUSED_COUNT_MAX
+    assert rows[-1].engine == str(REFUSED_COUNT_MAX + 4)
+
+
+def test_ranks_that_cannot_be_joined_are_a_refusal(node: Node) -> None:
+    peer = Hellos("a", shards=(HALVES[0],))
+    node.connect(peer.scheduler_hello())
+    node.connect(peer.rank_hello(0))
+    assert reasons(node) == ["refused: its ranks do not cover all layers and heads exactly once"]
