@@ -176,8 +176,12 @@ class Feeder:
         """What a healthy node lacks; empty while all is well."""
         if twins := [link.twin.text for link in self._links if link.twin.text]:
             return twins[0]
-        away = [link.replica for link in self._links if not link.is_connected]
-        return f"the index at {', '.join(away)} is not reached" if away else ""
+        away = [
+            f"{link.replica} is not reached{link.why}"
+            for link in self._links
+            if not link.is_connected
+        ]
+        return f"the index at {', '.join(away)}" if away else ""
 
     # ── of the asyncio loop ──────────────────────────────────────────────────────────────────────
 
@@ -245,6 +249,8 @@ class Link:
         self._streams = 0
         self._wake = asyncio.Event()
         self._is_asked = False
+        self.why = ""
+        """Behind a sentence that says that it is not reached."""
         self._told: deque[str] = deque(maxlen=REASONS_MAX)
         """What was logged of late, but for its numbers."""
 
@@ -293,6 +299,7 @@ class Link:
             await asyncio.sleep(retry_s * (0.5 + self._jitter()))
 
     def _note(self, reason: str, *, was_connected: bool) -> None:
+        self.why = f" ({reason})"
         what = "was lost" if was_connected else "is not reached"
         # Sizes and ports differ each time.
         news = f"{what} {_DIGITS.sub('', reason)}"

@@ -38,6 +38,7 @@ from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
 from kvstore.serve.addresses import address_of
 from kvstore.serve.tls import peer_identities
+from kvstore.serve.twins import OWN_NAMES
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId
 
 FEED_COUNT_MAX: Final = 4096
@@ -54,7 +55,6 @@ HELLO_TIMEOUT_S: Final = 5.0
 DIAL_TIMEOUT_S: Final = 1.0
 DIALS_MAX: Final = 3
 TICK_S: Final = 0.1
-OWN_NAMES: Final = "Give each machine a certificate, or with --insecure a --node-name, of its own"
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]

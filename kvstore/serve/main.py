@@ -139,7 +139,7 @@ def node(
     index: tuple[str, ...],
     **flags: str | bool | None,
 ) -> None:
-    """Run the cache of this machine until SIGTERM.
+    """Run the cache of this machine until SIGTERM. Engines with caches on CUDA are not served yet.
 
     A supervisor holds the memory and starts the process that does the work, again when it ends:
     what is in memory stays. 'kvstore upgrade' has it start the code that is installed now. Settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+OWN_NAMES: Final = "Give each machine a certificate, or with --insecure a --node-name, of its own"
 TOLD_S: Final = 10.0
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class Twin:
     def told(self, text: str, now_s: float) -> None:
         """Logged when it is news."""
         if not self.text:
-            _log.error("%s: give each machine a certificate, or --node-name, of its own", text)
+            _log.error("%s. %s", text, OWN_NAMES)
         self.text, self._at_s = text, now_s
 
     def look(self, now_s: float) -> None:

@@ -267,7 +267,7 @@ def test_a_node_that_is_refused_says_why_and_goes_on(site: Site) -> None:
             engine.store(make_keys(2))
             assert eventually(lambda: "is not reached" in node.log, timeout_s=CONVERGES_S)
             assert "its certificate was not issued by the CA of --ca" in node.log
-            assert f"but the index at {index.address} is not reached" in health(node.metrics_url)
+            assert f"but the index at {index.address} is not reached (" in health(node.metrics_url)
             assert client.nodes().nodes == []
 
 
