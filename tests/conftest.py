@@ -18,6 +18,7 @@ from tests.integration.engine.fixtures import (
     prompts,
     reference,
     tiny_model,
+    vllm,
 )
 from tests.leaks import Baseline, prepare
 
@@ -28,6 +29,7 @@ __all__ = [
     "prompts",
     "reference",
     "tiny_model",
+    "vllm",
 ]
 
 _LEAK_CHECKED = ("contract", "integration", "faults")

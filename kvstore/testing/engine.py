@@ -10,6 +10,7 @@ server runs under `kvstore.testing.guard`, so an engine belongs to the thread th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import os
@@ -165,16 +166,42 @@ class _Chunk(msgspec.Struct):
 _chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A server's guard (`kvstore.testing.guard`): at SIGTERM it ends the server and itself."""
+
+    pid: int
+    pidfd: int
+    reap: Callable[[], object]
+    """Called once it has ended."""
+
+
+def launch(config: EngineConfig, log: Path) -> Launched:
+    """By its command line; it ends with this process."""
+    with log.open("wb") as output:
+        process = tied.on_lasting_thread(
+            lambda: subprocess.Popen(
+                [sys.executable, guard.__file__, str(os.getpid()), *config.command()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=config.full_environment(),
+                start_new_session=True,
+            )
+        )
+    return Launched(process.pid, os.pidfd_open(process.pid), process.wait)
+
+
 class Engine:
     """A running server. Make it with `Engine.start`, use it in a `with`."""
 
-    def __init__(self, config: EngineConfig, process: subprocess.Popen[bytes], log: Path) -> None:
+    def __init__(self, config: EngineConfig, launched: Launched, log: Path) -> None:
         self.config = config
         self.log = log
         self.port = 0
         self.start_seconds = 0.0
-        self._process = process
-        self._pidfd = os.pidfd_open(process.pid)
+        self._guard = launched
+        self._ended = False
 
     @classmethod
     def start(
@@ -184,6 +211,7 @@ class Engine:
         log: Path,
         ready_timeout_s: float = READY_TIMEOUT_S,
         warm: bool = True,
+        launch: Callable[[EngineConfig, Path], Launched] = launch,
     ) -> Engine:
         """Start a server and wait until it answers; `log` receives its output.
 
@@ -191,18 +219,7 @@ class Engine:
             EngineError: it ended or was not ready in time; says what the log says. Nothing is left.
         """
         begin = time.monotonic()
-        with log.open("wb") as output:
-            process = tied.on_lasting_thread(
-                lambda: subprocess.Popen(
-                    [sys.executable, guard.__file__, str(os.getpid()), *config.command()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=config.full_environment(),
-                    start_new_session=True,
-                )
-            )
-        engine = cls(config, process, log)
+        engine = cls(config, launch(config, log), log)
         try:
             engine._wait_ready(begin + ready_timeout_s)
             engine.start_seconds = time.monotonic() - begin
@@ -250,11 +267,12 @@ class Engine:
 
     def wait(self, timeout_s: float) -> bool:
         """True when all its processes have ended, waiting for that up to `timeout_s`."""
-        if self._process.returncode is None:
-            if not select.select([self._pidfd], [], [], timeout_s)[0]:
+        if not self._ended:
+            if not select.select([self._guard.pidfd], [], [], timeout_s)[0]:
                 return False
-            self._process.wait()
-            os.close(self._pidfd)
+            self._guard.reap()
+            os.close(self._guard.pidfd)
+            self._ended = True
             self._remove_shared_memory()
         return True
 
@@ -278,10 +296,12 @@ class Engine:
 
     def kill(self) -> None:
         """SIGKILL to all its processes, reaped on return."""
-        if self._process.returncode is None:
-            self._process.terminate()  # the guard kills its descendants and ends
-        while not self.wait(STOP_TIMEOUT_S):
-            self._process.kill()
+        wanted = signal.SIGTERM  # the guard kills its descendants and ends
+        while not self.wait(0):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._guard.pidfd, wanted)
+            self.wait(STOP_TIMEOUT_S)
+            wanted = signal.SIGKILL
 
     def last_error(self) -> str:
         """The last line of the log that names an error, and where the rest is."""
@@ -295,15 +315,15 @@ class Engine:
 
     def _server(self) -> psutil.Process | None:
         try:
-            children = psutil.Process(self._process.pid).children()
+            children = psutil.Process(self._guard.pid).children()
         except psutil.NoSuchProcess:
             return None
-        return children[0] if children and self._process.returncode is None else None
+        return children[0] if children and not self._ended else None
 
     def _titled(self, title: str) -> list[int]:
         found = []
         try:
-            for process in psutil.Process(self._process.pid).children(recursive=True):
+            for process in psutil.Process(self._guard.pid).children(recursive=True):
                 try:
                     line = process.cmdline()
                 except psutil.Error:

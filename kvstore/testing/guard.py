@@ -17,28 +17,41 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 TRACKER_GRACE_S: Final = 3.0
-_SIGNALS: Final = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+SIGNALS: Final = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def main(arguments: list[str]) -> int:
     """Command line without the program's name; returns the exit status."""
-    parent, command = int(arguments[0]), arguments[1:]
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    command = arguments[1:]
+    start = partial(os.posix_spawnp, command[0], command, os.environ, setsigmask=())
+    return watch(int(arguments[0]), start)
+
+
+def watch(parent: int, start: Callable[[], int]) -> int:
+    """Be the guard of the child that `start` makes; returns the exit status.
+
+    Args:
+        parent: pid of this process's parent, with whom it dies.
+        start: returns the child's pid. Signals are blocked when it is called.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     libc = ctypes.CDLL(None, use_errno=True)
     for option, value in ((PR_SET_PDEATHSIG, signal.SIGTERM), (PR_SET_CHILD_SUBREAPER, 1)):
         if libc.prctl(option, int(value), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl")
     if os.getppid() != parent:
         return 128 + signal.SIGTERM  # the parent was gone before it could be watched
-    child = os.posix_spawnp(command[0], command, os.environ, setsigmask=())
+    child = start()
     status: int | None = None
-    while status is None and signal.sigwait(_SIGNALS) == signal.SIGCHLD:
+    while status is None and signal.sigwait(SIGNALS) == signal.SIGCHLD:
         status = _reap(child)
     _end_descendants()
     if status is None:

@@ -19,6 +19,7 @@ import pytest
 from kvstore.testing.engine import Completion, Engine, EngineConfig
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     cache_off_lines,
@@ -80,7 +81,7 @@ def tormentor(tmp_path: Path) -> Iterator[Tormentor]:
 
 
 def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
-    medium_model: Path, encode: Encode, tormentor: Tormentor, tmp_path: Path
+    vllm: EngineNursery, medium_model: Path, encode: Encode, tormentor: Tormentor, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
     shared = text_tokens(rng, encode, 4 * BLOCK_TOKENS)
@@ -95,7 +96,7 @@ def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
         kv_blocks=48,
         connector_extra={"verify_every": 1},
     )
-    with Engine.start(config, log=tmp_path / "engine.log") as engine:
+    with vllm.start(config, log=tmp_path / "engine.log") as engine:
         recompute = [_computed(engine, prompt) for prompt in prompts]
         reference = [done.tokens for done in recompute]
         order = [rng.randrange(PROMPTS) for _ in range(REQUESTS)]

@@ -11,9 +11,10 @@ from threading import Thread
 
 import pytest
 
-from kvstore.testing.engine import Engine, EngineConfig, EngineError
+from kvstore.testing.engine import EngineConfig, EngineError
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, inspect, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -44,12 +45,17 @@ def descriptors(node: NodeProcess) -> int:
 
 @pytest.mark.parametrize("victim", ["engine", "scheduler", "worker"])
 def test_after_a_kill_the_node_is_at_baseline(
-    tiny_model: Path, node: NodeProcess, encode: Encode, tmp_path: Path, victim: str
+    vllm: EngineNursery,
+    tiny_model: Path,
+    node: NodeProcess,
+    encode: Encode,
+    tmp_path: Path,
+    victim: str,
 ) -> None:
     rng = random.Random(f"{SEED} {victim}")
     baseline = descriptors(node)
     config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
-    with Engine.start(config, log=tmp_path / "engine.log") as engine:
+    with vllm.start(config, log=tmp_path / "engine.log") as engine:
         prompts = [text_tokens(rng, encode, 20 * BLOCK_TOKENS) for _ in range(6)]
         for prompt in prompts[:3]:
             engine.complete(prompt, max_tokens=1)

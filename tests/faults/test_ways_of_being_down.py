@@ -29,6 +29,7 @@ from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
 from kvstore.testing.workload import Encode, text_tokens
 from kvstore.wire.messages import LeaseReply
 from tests.faults.liar import Liar
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, cache_off_lines, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -102,7 +103,7 @@ class Victim:
 
 @pytest.fixture(scope="module")
 def victim(
-    tiny_model: Path, encode: Encode, tmp_path_factory: pytest.TempPathFactory
+    vllm: EngineNursery, tiny_model: Path, encode: Encode, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Victim]:
     directory = tmp_path_factory.mktemp("victim")
     rng = random.Random(SEED)
@@ -114,7 +115,7 @@ def victim(
     config = EngineConfig(
         model=tiny_model, socket=directory / "node.sock", connector_extra={"verify_every": 1}
     )
-    with Engine.start(config, log=directory / "engine.log") as engine:
+    with vllm.start(config, log=directory / "engine.log") as engine:
         yield Victim(engine, directory / "node.sock", prompts)
 
 

@@ -1,6 +1,6 @@
 """Fixtures of all tests that need a real engine; the conftest of all tests imports them.
 
-A start of an engine takes the processor for half a minute, so what needs no special one shares
+A start of an engine takes the processor for 5 s and more, so what needs no special one shares
 `plain`, which lives to the end of the run and through many nodes.
 """
 
@@ -17,6 +17,7 @@ from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, build_model
 from kvstore.testing.workload import Encode, text_tokens, varied_prompts
 from tests.amounts import amount
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT
 
 SEED = 20261121
@@ -75,14 +76,23 @@ VERIFIED: dict[str, object] = {**PATIENT, "verify_every": 1, "log_requests": Tru
 
 
 @pytest.fixture(scope="session")
-def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def vllm() -> Iterator[EngineNursery]:
+    """Starts engines, which end with the test that starts them."""
+    with EngineNursery() as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="session")
+def plain(
+    vllm: EngineNursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     """In float32. Nodes come and go at its socket (`support.node_for`), one at a time; between
     tests there is none. Nobody may `forget(external=True)`: others share what it stores."""
     directory = tmp_path_factory.mktemp("plain")
     config = EngineConfig(
         model=tiny_model, socket=directory / "node.sock", connector_extra=VERIFIED
     )
-    with Engine.start(config, log=directory / "engine.log") as engine:
+    with vllm.start(config, log=directory / "engine.log") as engine:
         yield engine
 
 
@@ -96,6 +106,7 @@ def prompts(encode: Encode) -> Sequence[tuple[int, ...]]:
 
 @pytest.fixture(scope="session")
 def reference(
+    vllm: EngineNursery,
     tiny_model: Path,
     prompts: Sequence[tuple[int, ...]],
     encode: Encode,
@@ -109,7 +120,7 @@ def reference(
         text_tokens(rng, encode, rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(5, 100))
         for _ in range(CONVERSATION_COUNT)
     ]
-    with Engine.start(config, log=log) as engine:
+    with vllm.start(config, log=log) as engine:
         answers = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
         turns = engine.complete_many(firsts, max_tokens=ANSWER_TOKENS, concurrency=8)
         seconds = [

@@ -13,6 +13,7 @@ from kvstore.testing.index_process import Lab
 from kvstore.testing.peers import at_rest, metric
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.fixtures import MAX_TOKENS, Reference
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     attached,
@@ -25,7 +26,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_same_tokens(
-    plain: Engine, prompts: Sequence[tuple[int, ...]], reference: Reference, tmp_path: Path
+    vllm: EngineNursery,
+    plain: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    reference: Reference,
+    tmp_path: Path,
 ) -> None:
     lab = Lab(tmp_path)
     reachable = ("--peer-listen", "127.0.0.1:0")
@@ -43,7 +48,7 @@ def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_sam
             # What it computes is not kept: every block that is here came from there.
             extra = plain.config.connector_extra | {"store": "none"}
             config = replace(plain.config, socket=near.socket, connector_extra=extra)
-            with Engine.start(config, log=here / "engine.log") as engine:
+            with vllm.start(config, log=here / "engine.log") as engine:
                 wait_until(lambda: attached(engine, near), "the engine attached", seconds=60)
 
                 def has_come() -> bool:

@@ -9,9 +9,10 @@ import pytest
 
 from kvstore.client.index import IndexClient, Tokens
 from kvstore.serve.ask import NodeClient
-from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.engine import EngineConfig
 from kvstore.testing.index_process import Lab
 from kvstore.testing.models import BLOCK_TOKENS
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT, kvstore, node_for, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -23,7 +24,7 @@ OTHER_SPACE = bytes.fromhex("ab" * 32)
 
 @pytest.mark.parametrize("hashes", ["whole", "int"])
 def test_what_it_computed_is_found_until_it_forgets(
-    hashes: str, tiny_model: Path, tmp_path: Path
+    vllm: EngineNursery, hashes: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     endpoint = f"ipc://{tmp_path}/kv"
     events = {
@@ -43,7 +44,7 @@ def test_what_it_computed_is_found_until_it_forgets(
     flags = [*lab.flags("node", "n1", with_index=True), "--index-listen", "127.0.0.1:0"]
     flags += ["--engine-events", by_flag]
     with (
-        Engine.start(config, log=tmp_path / "engine.log") as engine,
+        vllm.start(config, log=tmp_path / "engine.log") as engine,
         node_for(engine, tmp_path, flags=flags) as node,
         IndexClient([node.index], tls=lab.files("client", "router"), timeout_s=5) as index,
     ):
@@ -65,8 +66,12 @@ def test_what_it_computed_is_found_until_it_forgets(
         wait_until(lambda: in_hbm() == dict.fromkeys((True, False), BLOCKS), "told", seconds=60)
         (tmp_path / "prompt").write_text(json.dumps(PROMPT))
         asked = ("inspect", "prefix", "--tokens-file", str(tmp_path / "prompt"))
-        (row,) = kvstore(node, *asked)["prefix"]["engines"]
-        assert (row["blocks"], row["state"]) == (BLOCKS, "live")
+
+        def row() -> tuple[int, str]:
+            (row,) = kvstore(node, *asked)["prefix"]["engines"]
+            return row["blocks"], row["state"]
+
+        wait_until(lambda: row() == (BLOCKS, "live"), "all that it said is taken in", seconds=60)
         engine.forget()
         engine.warm_up()  # idle, it publishes nothing
         wait_until(lambda: in_hbm() == {}, "it has forgotten", seconds=60)

@@ -16,6 +16,7 @@ import pytest
 from kvstore.testing.engine import Completion, Engine, EngineConfig
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
@@ -67,7 +68,9 @@ def attached(engine: Engine, node: NodeProcess) -> bool:
     return bool(inspect(node, "nodes")[0]["sessions"] == 1)
 
 
-def test_every_request_can_be_asked(tiny_model: Path, encode: Encode, tmp_path: Path) -> None:
+def test_every_request_can_be_asked(
+    vllm: EngineNursery, tiny_model: Path, encode: Encode, tmp_path: Path
+) -> None:
     rng = random.Random(SEED)
     text = "".join(chr(rng.randint(97, 122)) for _ in range(BLOCKS * BLOCK_TOKENS + 20))
     prompt = encode(text)
@@ -80,7 +83,7 @@ def test_every_request_can_be_asked(tiny_model: Path, encode: Encode, tmp_path: 
         return NodeProcess.start(directory, dram=DRAM)
 
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine.start(config, log=tmp_path / "engine.log"))
+        engine = stack.enter_context(vllm.start(config, log=tmp_path / "engine.log"))
         with start() as node:
             wait_until(lambda: attached(engine, node), "the engine attached")
             check_cold_and_hit(engine, node, prompt, text, tiny_model, tmp_path)

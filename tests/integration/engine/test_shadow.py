@@ -24,6 +24,7 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
@@ -63,7 +64,11 @@ def health(node: NodeProcess) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_honest_prompts_raise_no_alarm(
-    tiny_model: Path, encode: Encode, tmp_path: Path, dtype: Literal["float32", "bfloat16"]
+    vllm: EngineNursery,
+    tiny_model: Path,
+    encode: Encode,
+    tmp_path: Path,
+    dtype: Literal["float32", "bfloat16"],
 ) -> None:
     """Stored eight at a time and in one piece, computed again three at a time and in chunks."""
     rng = random.Random(SEED + 30)
@@ -74,7 +79,7 @@ def test_honest_prompts_raise_no_alarm(
         config = EngineConfig(
             model=tiny_model, dtype=dtype, socket=node.socket, connector_extra=SHADOWED
         )
-        with Engine.start(config, log=tmp_path / "first.log") as engine:
+        with vllm.start(config, log=tmp_path / "first.log") as engine:
             engine.complete_many(prompts, max_tokens=1, concurrency=8)
             wait_until(lambda: blocks_in_dram(node) == blocks, "every block is stored")
         config = EngineConfig(
@@ -85,7 +90,7 @@ def test_honest_prompts_raise_no_alarm(
             max_model_len=1280,
             arguments=("--max-num-batched-tokens", "200"),
         )
-        with Engine.start(config, log=tmp_path / "second.log") as engine:
+        with vllm.start(config, log=tmp_path / "second.log") as engine:
             done = engine.complete_many(prompts, max_tokens=1, concurrency=3)
             assert engine.hits().external_hits == 0, "every hit is computed"
             assert [answer.cached_tokens for answer in done] == [0] * len(prompts)
@@ -99,7 +104,7 @@ def test_honest_prompts_raise_no_alarm(
 
 
 def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
-    encode: Encode, tmp_path: Path
+    vllm: EngineNursery, encode: Encode, tmp_path: Path
 ) -> None:
     patch = tmp_path / "patch"
     patch.mkdir()
@@ -114,7 +119,7 @@ def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
                 connector_extra=SHADOWED,
                 environment={"PYTHONPATH": str(patch)},
             )
-            with Engine.start(config, log=tmp_path / f"{seed}.log") as engine:
+            with vllm.start(config, log=tmp_path / f"{seed}.log") as engine:
                 if seed == 1:
                     engine.complete_many(prompts, max_tokens=1, concurrency=4)
                     wait_until(lambda: blocks_in_dram(node) == 16, "every block is stored")

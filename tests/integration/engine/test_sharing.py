@@ -13,6 +13,7 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.testing.workload import Encode, text_tokens
 from kvstore.wire.messages import LeaseReply
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
@@ -30,7 +31,7 @@ FOUR_SLOTS = "2MiB"
 
 
 def test_two_engines_share_blocks_and_two_models_do_not(
-    tiny_model: Path, encode: Encode, tmp_path: Path
+    vllm: EngineNursery, tiny_model: Path, encode: Encode, tmp_path: Path
 ) -> None:
     other_model = build_model(tmp_path / "other", size="tiny", weights_seed=77)
     prompt = text_tokens(random.Random(SEED), encode, 4 * BLOCK_TOKENS + 9)
@@ -38,9 +39,9 @@ def test_two_engines_share_blocks_and_two_models_do_not(
         mine = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
         theirs = EngineConfig(model=other_model, socket=node.socket, connector_extra=PATIENT)
         with (
-            Engine.start(mine, log=tmp_path / "a.log") as a,
-            Engine.start(mine, log=tmp_path / "b.log") as b,
-            Engine.start(theirs, log=tmp_path / "c.log") as c,
+            vllm.start(mine, log=tmp_path / "a.log") as a,
+            vllm.start(mine, log=tmp_path / "b.log") as b,
+            vllm.start(theirs, log=tmp_path / "c.log") as c,
         ):
             first = a.complete(prompt, max_tokens=8)
             assert first.cached_tokens == 0
@@ -87,13 +88,13 @@ def test_a_dram_of_four_slots_serves_what_it_can_and_answers_stay_right(
 
 
 def test_a_dram_full_of_leased_blocks_is_no_cache_and_no_trouble(
-    tiny_model: Path, encode: Encode, tmp_path: Path
+    vllm: EngineNursery, tiny_model: Path, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED + 3)
     prompts = [text_tokens(rng, encode, 5 * BLOCK_TOKENS + 3) for _ in range(6)]
     with NodeProcess.start(tmp_path, dram="8MiB") as node:
         config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
-        with Engine.start(config, log=tmp_path / "engine.log") as engine:
+        with vllm.start(config, log=tmp_path / "engine.log") as engine:
             reference = []
             for prompt in prompts:
                 engine.forget(external=True)
@@ -139,7 +140,7 @@ def _is_served(engine: Engine, prompt: tuple[int, ...]) -> bool:
 
 
 def test_a_preempted_request_loads_its_own_blocks_when_it_resumes(
-    tiny_model: Path, encode: Encode, tmp_path: Path
+    vllm: EngineNursery, tiny_model: Path, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED + 2)
     prompts = [text_tokens(rng, encode, 3 * BLOCK_TOKENS + 20) for _ in range(6)]
@@ -153,7 +154,7 @@ def test_a_preempted_request_loads_its_own_blocks_when_it_resumes(
             connector_extra=PATIENT,
             arguments=("--no-enable-prefix-caching",),
         )
-        with Engine.start(config, log=tmp_path / "engine.log") as engine:
+        with vllm.start(config, log=tmp_path / "engine.log") as engine:
             calm = engine.complete_many(prompts, max_tokens=3 * BLOCK_TOKENS, concurrency=3)
             # The last one's copies may still be under way: its next start would find less.
             held = len(prompts) * ((3 * BLOCK_TOKENS + 20 + 3 * BLOCK_TOKENS - 1) // BLOCK_TOKENS)

@@ -20,6 +20,7 @@ from kvstore.testing.models import SHAPES, build_model
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.amounts import amount
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
@@ -107,14 +108,14 @@ def assert_mostly_loaded(
 
 
 def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_restart(
-    tiny_model: Path, prompts: list[tuple[int, ...]], tmp_path: Path
+    vllm: EngineNursery, tiny_model: Path, prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     flags = ["--file", f"{tmp_path / 'files'}:1GiB"]
     slots = 2 * full_blocks(prompts)
     with ExitStack() as stack:
         first = stack.enter_context(NodeProcess.start(tmp_path, dram="512MiB", flags=flags))
         two = config(tiny_model, first, *TWO_HEADS)
-        engine = stack.enter_context(Engine.start(two, log=tmp_path / "two.log"))
+        engine = stack.enter_context(vllm.start(two, log=tmp_path / "two.log"))
         assert len(engine.worker_pids) == 2
         cold = cold_then_from_dram(engine, first, prompts, slots_per_block=2)
         wait_until(lambda: blocks_on_disk(first) == slots, "everything is on disk")
@@ -135,7 +136,7 @@ def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_re
         assert complete(engine, prompts) == cold
         assert_mostly_loaded(engine, prompts, before=before)
         engine.stop()
-        with Engine.start(two, log=tmp_path / "again.log") as engine:
+        with vllm.start(two, log=tmp_path / "again.log") as engine:
             wait_until(lambda: has_session(node), "all ranks are attached")
             assert complete(engine, prompts) == cold
             assert_mostly_loaded(engine, prompts)
@@ -183,17 +184,17 @@ def has_session(node: NodeProcess) -> bool:
 
 
 def test_replicated_heads_are_stored_once_and_shared_with_an_engine_of_one_rank(
-    node: NodeProcess, prompts: list[tuple[int, ...]], tmp_path: Path
+    vllm: EngineNursery, node: NodeProcess, prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
     model = build_model(tmp_path / "model", size="tiny-one-head")
     few = prompts[:12]
-    with Engine.start(config(model, node, *TWO_HEADS), log=tmp_path / "two.log") as engine:
+    with vllm.start(config(model, node, *TWO_HEADS), log=tmp_path / "two.log") as engine:
         assert len(engine.worker_pids) == 2
         cold_then_from_dram(engine, node, few, slots_per_block=1)
     block_bytes = BLOCK_TOKENS * SHAPES["tiny-one-head"].kv_bytes_per_token(4)
     (dram,) = [tier for tier in inspect(node, "tiers") if tier["tier"] == "dram"]
     assert dram["used_bytes"] == full_blocks(few) * block_bytes, "stored by both ranks"
-    with Engine.start(config(model, node), log=tmp_path / "one.log") as engine:
+    with vllm.start(config(model, node), log=tmp_path / "one.log") as engine:
         wait_until(lambda: has_session(node), "the rank is attached")
         complete(engine, few)
         assert_mostly_loaded(engine, few)
@@ -201,9 +202,13 @@ def test_replicated_heads_are_stored_once_and_shared_with_an_engine_of_one_rank(
 
 
 def test_pipeline_stages_give_the_same_tokens_cold_and_from_dram(
-    tiny_model: Path, node: NodeProcess, prompts: list[tuple[int, ...]], tmp_path: Path
+    vllm: EngineNursery,
+    tiny_model: Path,
+    node: NodeProcess,
+    prompts: list[tuple[int, ...]],
+    tmp_path: Path,
 ) -> None:
     few = prompts[:12]
-    with Engine.start(config(tiny_model, node, *TWO_STAGES), log=tmp_path / "stages.log") as engine:
+    with vllm.start(config(tiny_model, node, *TWO_STAGES), log=tmp_path / "stages.log") as engine:
         assert len(engine.worker_pids) == 2
         cold_then_from_dram(engine, node, few, slots_per_block=2)

@@ -14,6 +14,7 @@ from kvstore.testing.models import build_model
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED, Reference
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
@@ -32,6 +33,7 @@ def node(plain: Engine, tmp_path: Path) -> Iterator[NodeProcess]:
 
 
 def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
+    vllm: EngineNursery,
     plain: Engine,
     node: NodeProcess,
     prompts: Sequence[tuple[int, ...]],
@@ -50,7 +52,7 @@ def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
     assert loaded[1] >= distinct, f"{loaded[1]} tokens from dram of {full} in full blocks"
 
     # Another engine process: its own cache is empty, the node's is not.
-    with Engine.start(plain.config, log=tmp_path / "second.log") as engine:
+    with vllm.start(plain.config, log=tmp_path / "second.log") as engine:
         done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=8)
         assert [i for i, c in enumerate(done) if c.tokens != reference.answers[i]] == []
         assert engine.hits().external_hits >= distinct
@@ -88,7 +90,7 @@ def test_blocks_that_fill_during_decoding_serve_the_next_turn(
 
 
 def test_other_weights_in_the_same_directory_hit_nothing(
-    node: NodeProcess, encode: Encode, tmp_path: Path
+    vllm: EngineNursery, node: NodeProcess, encode: Encode, tmp_path: Path
 ) -> None:
     directory = tmp_path / "model"
     prompt = text_tokens(random.Random(SEED + 2), encode, 4 * BLOCK_TOKENS)
@@ -97,7 +99,7 @@ def test_other_weights_in_the_same_directory_hit_nothing(
         (directory.rename(tmp_path / "earlier") if directory.exists() else None)
         build_model(directory, size="tiny", weights_seed=seed)
         config = EngineConfig(model=directory, socket=node.socket, connector_extra=PATIENT)
-        with Engine.start(config, log=tmp_path / f"{seed}.log") as engine:
+        with vllm.start(config, log=tmp_path / f"{seed}.log") as engine:
             held = blocks_in_dram(node)
             engine.complete(prompt, max_tokens=2)
             wait_until(partial(_holds, node, held + 4), "all four are stored")

@@ -20,6 +20,7 @@ from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.amounts import amount
 from tests.integration.engine.fixtures import ANSWER_TOKENS, MAX_TOKENS, SEED, Reference
+from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
@@ -42,7 +43,7 @@ OWN_ERRORS = "vllm:kvstore_connector_errors_total"
 
 
 def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
-    tiny_model: Path, encode: Encode, tmp_path: Path
+    vllm: EngineNursery, tiny_model: Path, encode: Encode, tmp_path: Path
 ) -> None:
     """Against a full recompute even vLLM's own hit differs now and then in this type."""
     rng = random.Random(SEED + 10)
@@ -52,7 +53,7 @@ def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
         config = EngineConfig(
             model=tiny_model, dtype="bfloat16", socket=node.socket, connector_extra=VERIFIED
         )
-        with Engine.start(config, log=tmp_path / "engine.log") as engine:
+        with vllm.start(config, log=tmp_path / "engine.log") as engine:
             engine.complete_many(prompts, max_tokens=1, concurrency=8)
             own = [engine.complete(prompt, max_tokens=MAX_TOKENS) for prompt in prompts]
             assert engine.hits().external_hits == 0
@@ -67,7 +68,11 @@ def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
 
 
 def test_drafts_chunks_few_blocks_aborts_and_resets_change_no_token(
-    tiny_model: Path, prompts: Sequence[tuple[int, ...]], reference: Reference, tmp_path: Path
+    vllm: EngineNursery,
+    tiny_model: Path,
+    prompts: Sequence[tuple[int, ...]],
+    reference: Reference,
+    tmp_path: Path,
 ) -> None:
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
         config = EngineConfig(
@@ -79,7 +84,7 @@ def test_drafts_chunks_few_blocks_aborts_and_resets_change_no_token(
             connector_extra=VERIFIED,
             arguments=("--max-num-batched-tokens", "160", *DRAFTS),
         )
-        with Engine.start(config, log=tmp_path / "engine.log") as engine:
+        with vllm.start(config, log=tmp_path / "engine.log") as engine:
             _hold_conversations(engine, reference)
             _ask_all(engine, prompts, reference)
             _abandon_some(engine, prompts)
@@ -142,7 +147,9 @@ def _abandon(engine: Engine, prompt: Sequence[int], *, after_s: float) -> None:
     engine.abandon(prompt, max_tokens=ANSWER_TOKENS, until=lambda: time.monotonic() >= end)
 
 
-def test_a_prompt_of_thousands_of_blocks_and_one_that_is_abandoned_half_way(tmp_path: Path) -> None:
+def test_a_prompt_of_thousands_of_blocks_and_one_that_is_abandoned_half_way(
+    vllm: EngineNursery, tmp_path: Path
+) -> None:
     model = build_model(tmp_path / "model", size="long")
     rng = random.Random(SEED + 12)
     block_tokens, blocks, few = 32, amount(2000, nightly=4000), amount(750, nightly=1500)
@@ -157,7 +164,7 @@ def test_a_prompt_of_thousands_of_blocks_and_one_that_is_abandoned_half_way(tmp_
             connector_extra=VERIFIED,
             arguments=("--block-size", str(block_tokens), "--max-num-batched-tokens", "4096"),
         )
-        with Engine.start(config, log=tmp_path / "engine.log") as engine:
+        with vllm.start(config, log=tmp_path / "engine.log") as engine:
             before = blocks_in_dram(node)
             engine.abandon(half, max_tokens=4, until=lambda: blocks_in_dram(node) > before + 100)
             engine.forget()

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.testing.engine import SERVED_NAME, Engine, EngineConfig, EngineError
+from kvstore.testing.engine import SERVED_NAME, Engine, EngineConfig, EngineError, Launched
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -55,7 +55,8 @@ def answering() -> Iterator[AnsweringServer]:
 @pytest.fixture
 def engine(answering: AnsweringServer, tmp_path: Path) -> Iterator[Engine]:
     process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    engine = Engine(EngineConfig(model=tmp_path), process, tmp_path / "log")
+    launched = Launched(process.pid, os.pidfd_open(process.pid), process.wait)
+    engine = Engine(EngineConfig(model=tmp_path), launched, tmp_path / "log")
     engine.port = answering.server_address[1]
     yield engine
     engine.kill()
