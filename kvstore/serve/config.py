@@ -180,8 +180,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        summary = " ".join(str(error).split())
-        raise ConfigError(f"--config {path} is not YAML: {summary}") from None
+        raise ConfigError(f"--config {path} is not YAML: {_summary(error)}") from None
     except RecursionError:
         raise ConfigError(
             f"--config {path} is nested too deeply: it holds lines such as 'dram: 64GiB'"
@@ -191,6 +190,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"--config {path} must hold lines such as 'dram: 64GiB'")
     return content
+
+
+def _summary(error: Exception) -> str:
+    """One line; PyYAML's own has the text's name, which is not the file's, several times."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _refuse_duplicates(document: yaml.Node | None, path: Path) -> None:

@@ -106,8 +106,6 @@ class Replica:
         self._health = health.aio.HealthServicer()
         self.insecure = tls is None
         self.host = config.host
-        if tls is None:
-            _log.warning(INSECURE, joined(config.host, config.port))
         try:
             self.port = loop.call(self._listen(config, tls), timeout_s=START_TIMEOUT_S)
         except RuntimeError:
@@ -116,6 +114,8 @@ class Replica:
                 f"the index cannot listen on {joined(config.host, config.port)}: the address is in"
                 f" use or not of this machine; choose another {config.option}"
             ) from None
+        if tls is None:
+            _log.warning(INSECURE, self.address)
 
     @property
     def address(self) -> str:

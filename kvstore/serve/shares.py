@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
@@ -39,6 +40,7 @@ TOKENS_PER_KEY: Final = 16
 READ_TIMEOUT_S: Final = 5.0
 """For the message of a call whose turn it is."""
 
+_log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Any], Any]
 Details = grpc.HandlerCallDetails
@@ -50,6 +52,8 @@ class _Share:
     def __init__(self) -> None:
         self.calls = 0
         self.watches = 0
+        self.is_told = False
+        """The log has it that it wants too much."""
         self.turn = asyncio.Lock()
         self._keys = 0
         self._has_room = asyncio.Event()
@@ -170,9 +174,9 @@ class Shares(grpc.aio.ServerInterceptor):
         who = caller(context)
         share = self._shares.setdefault(who, _Share())
         if share.calls >= CALLS_MAX:
-            await self._refuse(context, f"{who} has {CALLS_MAX} calls open here already")
+            await self._refuse(context, share, f"{who} has {CALLS_MAX} calls open here already")
         if share.watches + watches > WATCHES_MAX:
-            await self._refuse(context, f"{who} has {WATCHES_MAX} watchers here already")
+            await self._refuse(context, share, f"{who} has {WATCHES_MAX} watchers here already")
         share.calls += 1
         share.watches += watches
         try:
@@ -183,8 +187,11 @@ class Shares(grpc.aio.ServerInterceptor):
             if not share.calls:
                 del self._shares[who]
 
-    async def _refuse(self, context: Context, why: str) -> None:
+    async def _refuse(self, context: Context, share: _Share, why: str) -> None:
         self._refused()
+        if not share.is_told:
+            share.is_told = True
+            _log.warning("%s: more of its calls are refused", why)
         text = f"{why}: end some of them, or ask another replica"
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
 

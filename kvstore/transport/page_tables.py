@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import fill_page_tables
+from kvstore.arena import fill_page_tables, present_bytes
 from kvstore.types import PAGE_BYTES
 
 PART_BYTES: Final = 4 << 20
@@ -27,8 +27,8 @@ class PageTables:
     """Of mappings of one arena, each all of it."""
 
     def __init__(self, fd: int, *mappings: NDArray[np.uint8]) -> None:
-        """`fd`: of the arena; its offset, which others share, is moved and not used."""
-        self._fd, self._mappings = fd, mappings
+        """`fd`: of the arena."""
+        self._mappings = mappings
         self._size_bytes = len(mappings[0])
         has_huge_pages = os.fstat(fd).st_blksize > PAGE_BYTES
         self.filled_bytes = self._size_bytes if has_huge_pages else 0
@@ -40,7 +40,8 @@ class PageTables:
             return False
         try:
             # Never what is not there: its pages would be this process's to take.
-            end = min(begin + PART_BYTES, os.lseek(self._fd, begin, os.SEEK_HOLE))
+            most = min(begin + PART_BYTES, self._size_bytes)
+            end = begin + present_bytes(self._mappings[0], begin, most)
             if end == begin:
                 return False
             for mapped in self._mappings:

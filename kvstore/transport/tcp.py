@@ -74,6 +74,8 @@ class Tcp:
         self._again_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when a turn ended before its bytes did: those may be in TLS's buffers."""
         self._selector.register(self._again_fd, selectors.EVENT_READ)
+        self._spare_fd = os.eventfd(0)
+        """Given up for a moment when there is no other."""
         self._again: set[Reader | Owner] = set()
         self._guests: Guests[Reader] = Guests()
         self._owners: dict[str, Owner] = {}
@@ -159,6 +161,8 @@ class Tcp:
         self._selector.close()
         self._listener.close()
         os.close(self._again_fd)
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
         self._again_fd = -1
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────
@@ -187,9 +191,22 @@ class Tcp:
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # no more, it left, or there are no descriptors for it
+            except OSError as error:  # no more, or it left
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._turn_away()
                 return
             self._arrived(sock)
+
+    def _turn_away(self) -> None:
+        """There is no descriptor for who waits, and as long as he waits the listener is ready."""
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+            self.refused_count += 1
+        self._spare_fd = -1
+        with contextlib.suppress(OSError):
+            self._spare_fd = os.eventfd(0)
 
     def _arrived(self, sock: socket.socket) -> None:
         sock.setblocking(False)

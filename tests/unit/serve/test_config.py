@@ -223,6 +223,7 @@ def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
     ("content", "sentence"),
     [
         ("dram: [\n", "is not YAML"),
+        ("dram: 1GiB\n slab: 2MiB\n", "is not YAML: line 2, column 6: mapping values are not"),
         ("- dram\n", "must hold lines such as 'dram: 64GiB'"),
         ("1: 2\n", "must hold lines such as"),
         ("dram_size: 1GiB\n", "unknown key 'dram_size'"),

@@ -105,7 +105,9 @@ def code(call: Any) -> grpc.StatusCode | None:
     return error.code() if error is not None else None
 
 
-def test_one_caller_does_not_take_the_index_from_others(served: Served) -> None:
+def test_one_caller_does_not_take_the_index_from_others(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     stubs = [served.dial("a") for _ in range(ASKED // CALLS_MAX)]
     refused = threading.Semaphore(0)
     calls = []
@@ -120,6 +122,8 @@ def test_one_caller_does_not_take_the_index_from_others(served: Served) -> None:
     assert over[0].exception().details() == (
         "a.client.kvstore has 64 calls open here already: end some of them, or ask another replica"
     )
+    told = "a.client.kvstore has 64 calls open here already: more of its calls are refused"
+    assert [text for text in caplog.messages if text.startswith("a.client")] == [told], "once"
     assert served.dial("b").Match(SMALL, timeout=WAIT_S).blocks == 1, "the others have their turn"
     assert served.store.begun <= 1, "of those that wait none was decoded"
     served.let_go()

@@ -88,7 +88,7 @@ def test_it_goes_on_where_it_was(mapped: Mapped) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "code"), [("fill_page_tables", errno.ENOMEM), ("os.lseek", errno.EINVAL)]
+    ("call", "code"), [("fill_page_tables", errno.ENOMEM), ("present_bytes", errno.EINVAL)]
 )
 def test_what_the_kernel_refuses_is_left_to_faults(
     mapped: Mapped, monkeypatch: pytest.MonkeyPatch, call: str, code: int

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import select
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -213,3 +217,33 @@ def test_who_does_not_answer_is_given_up(
         (outcome,) = reader.poll()
         assert outcome.end is End.FAILED
         assert "it does not answer" in outcome.reason
+
+
+def test_without_descriptors_who_dials_is_hung_up_on_and_the_mover_rests(opened: Open) -> None:
+    owner = opened("a", {"listen": "127.0.0.1:0", **INSECURE})
+    address = msgspec.msgpack.decode(decode_descriptor(owner.describe()).details, type=Address)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    with socket.socket() as caller, socket.socket() as later:
+        caller.settimeout(LIMIT_S)
+        caller.connect((address.host, address.port))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard)
+        )
+        try:
+            with pytest.raises(OSError):  # noqa: PT012 -- the last of them
+                while True:
+                    taken.append(os.dup(caller.fileno()))
+            owner.poll()
+            assert select.select([owner.fileno()], [], [], 0)[0] == [], "it waits for nothing"
+            assert caller.recv(1) == b""
+            assert owner.refused_count == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in taken:
+                os.close(fd)
+        later.settimeout(0.2)
+        later.connect((address.host, address.port))
+        owner.poll()
+        with pytest.raises(TimeoutError):  # it is let in, and is silent
+            later.recv(1)
