@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvstore.serve import main, process
-from kvstore.serve.begin import start_of
-from kvstore.serve.child import spawn_process
-from kvstore.serve.config import NodeConfig
-from kvstore.serve.supervisor import Supervisor
+from kvstore.cli import main
+from kvstore.config.node import NodeConfig
+from kvstore.node import process
+from kvstore.supervisor.begin import start_of
+from kvstore.supervisor.child import spawn_process
+from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file import tier
 from kvstore.tiers.file.disk import PosixDisk
 

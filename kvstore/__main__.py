@@ -46,7 +46,7 @@ def main() -> None:
             " pip install 'kvstore-llm[node]'"
         )
     try:
-        from kvstore.serve.main import main as run
+        from kvstore.cli.main import main as run
 
         run()
     except PermissionError as error:

@@ -14,7 +14,7 @@ An engine maps nothing that it has not checked: size, seals, magic, version, inc
 the seals a peer could shrink the memory under a reader (SIGBUS) or write its own generations.
 
 Does not cover: which slot is whose (`kvstore.engine`), how descriptors travel
-(`kvstore.client.link`, `kvstore.serve.attach`), pre-faulting in the background
+(`kvstore.client.link`, `kvstore.node.attach`), pre-faulting in the background
 (`kvstore.tiers.dram`).
 """
 

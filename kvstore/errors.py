@@ -4,7 +4,8 @@
     ├── ConfigError      the operator: a flag, key or size; the text says how to mend it
     ├── ProtocolError    the peer: a datagram that is malformed, too long or out of turn
     ├── AttachError      the surroundings: no node, another version, refused
-    └── TransportError   a peer or its back end: cannot be reached, or said what cannot be
+    ├── TransportError   a peer or its back end: cannot be reached, or said what cannot be
+    └── NodeBusy         the node's loop: it has other things to do
 
 A bug of our own is an AssertionError. Full, late, busy and absent are not errors but outcomes.
 """
@@ -30,3 +31,7 @@ class AttachError(KVStoreError):
 
 class TransportError(KVStoreError):
     """A peer cannot be read from. Nothing was begun that could still write."""
+
+
+class NodeBusy(KVStoreError):
+    """The loop did not get to a query in time, or too many wait already. Ask again later."""

@@ -1,6 +1,6 @@
 """What the pure core needs from the world, as Protocols. Mechanisms implement them.
 
-Clock       monotonic time                    serve/clock.py, testing/clock.py
+Clock       monotonic time                    net/clock.py, testing/clock.py
 Tier        memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
 Transport   reads from arenas of other nodes  transport/{nixl,tcp,ucx}.py, transport/loopback.py
                                               (reference)

@@ -78,7 +78,7 @@ class Baseline:
             parent = psutil.Process(pid).ppid()
         except psutil.NoSuchProcess:
             return False
-        return parent in self._children and "kvstore.serve.process" in _command(pid)
+        return parent in self._children and "kvstore.node.process" in _command(pid)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> list[str]:
         """What is still more than at the start when the deadline has passed; empty is good."""

@@ -35,9 +35,9 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
+from kvstore.cli.ask import NodeClient
 from kvstore.engine.report import TierReport
-from kvstore.serve.ask import NodeClient
-from kvstore.serve.clock import MonotonicClock
+from kvstore.net.clock import MonotonicClock
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.tiers.file import FileConfig, FileTier, Known, RecoveryDone

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.serve.clock import MonotonicClock
+from kvstore.net.clock import MonotonicClock
 from kvstore.tiers.file import FileConfig, FileTier, Read, RecoveryDone, Written
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import GIB, MIB

@@ -29,8 +29,8 @@ from kvstore.client.index import IndexClient, channel
 from kvstore.client.tls import load
 from kvstore.engine.events import Offered
 from kvstore.index.feed import Trust
-from kvstore.serve.aio import LoopThread
-from kvstore.serve.feed import Feeder, Slice
+from kvstore.net.aio import LoopThread
+from kvstore.peers.feed import Feeder, Slice
 from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.micro.attach_roundtrip import measure_lookups, summary
-from kvstore.serve.priority import Place
+from kvstore.node.priority import Place
 from kvstore.testing import tied
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
@@ -116,7 +116,7 @@ def main() -> None:
                 Path(directory),
                 dram="256MiB",
                 python=python[0],
-                program=(*python[1:], "-m", "kvstore.serve.main"),
+                program=(*python[1:], "-m", "kvstore.cli.main"),
             ) as node,
         ):
             result[name] = measure(node, count=options.count, seconds=options.seconds)

@@ -8,7 +8,7 @@ These are DNS names among the certificate's subject alternative names. A client 
 whom it means to reach, so that addresses need not be in certificates.
 
 Covers: reading and judging the files, credentials of a channel. Does not cover: servers
-(`kvstore.serve.tls`), making certificates (`kvstore.serve.certs`).
+(`kvstore.net.tls`), making certificates (`kvstore.cli.certs`).
 
 Ways for the files to be wrong, each a ConfigError of one sentence: missing, not readable, no PEM;
 a certificate that is expired, not valid yet, of another key, or not issued by the given CA.

@@ -2,7 +2,7 @@
 
 Covers: taking events in order, who may send what, clearing, the file tier's word. Does not cover:
 attaching (`sessions`), credits and seals (`stores`), leases (`lookups`), time (an argument),
-sockets and memory (`kvstore.serve`, `kvstore.tiers`).
+sockets and memory (`kvstore.node`, `kvstore.tiers`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 A ring of STORIES_MAX; a request's prompt and keys are in none of it. Words that say why (`reason`)
 are few and stay; the sentences beside them (`text`) are for people. Does not cover: what was found
-and why not (`findings`), what it looks like (`kvstore.serve.tell`).
+and why not (`findings`), what it looks like (`kvstore.cli.tell`).
 """
 
 from __future__ import annotations

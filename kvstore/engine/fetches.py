@@ -9,7 +9,7 @@ the arena in motion. 4: what is cleared or switched off while it is on its way i
 comes.
 
 Covers: whom to ask, and whether it pays: a peer's measured pace beside what this space takes to
-compute. Does not cover: the index, loans, bytes and checksums (`kvstore.serve`), leases that wait
+compute. Does not cover: the index, loans, bytes and checksums (`kvstore.peers`), leases that wait
 (`arrivals`), what this node lends (`loans`).
 """
 

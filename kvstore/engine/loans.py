@@ -7,7 +7,7 @@ Rules. 1: a loan is a lease of a session of its own, negative, so that time ends
 2: a peer only reads: giving a slot up early is never unsafe here, and `intact` tells it so. 3: what
 a block was lent with is what it must still be at the end: slot and generation. 4: a peer is lent as
 much as its share of pins allows (`pins`); the run ends there.
-Does not cover: who may ask (`kvstore.serve`), what is fetched from others (`fetches`).
+Does not cover: who may ask (`kvstore.peers`), what is fetched from others (`fetches`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ that a tier holds of it cover all layers and heads of the space. Rules:
 3. Before an engine has said how many layers and heads a space has, to this process or an earlier
    one (`journal_spaces`), nothing of it is offered.
 
-Covers: what is whole. Does not cover: telling it (`kvstore.serve.feed`).
+Covers: what is whole. Does not cover: telling it (`kvstore.peers.feed`).
 """
 
 from __future__ import annotations

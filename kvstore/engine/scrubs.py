@@ -3,7 +3,7 @@
     sealed(first word) ──▶ Sealed ──hashed outside──▶ Scrubbed ──▶ bad copies dropped, counts
 
 The list is a snapshot: a slot that was given to another block meanwhile has another generation, and
-then whatever was hashed says nothing. Does not cover: hashing (`kvstore.serve.scrub`), the file
+then whatever was hashed says nothing. Does not cover: hashing (`kvstore.node.scrub`), the file
 tier, which finds its records by itself (`kvstore.tiers.file.scrub`).
 """
 

@@ -37,7 +37,7 @@ FILE_WRITER = -1
 process: the next one finds these slots free."""
 PEER_WRITER = -2
 """Writer of slots that are fetched into from another node, by the mover. It ends before the next
-process of the node begins (`serve.warm`), which finds these slots free."""
+process of the node begins (`node.warm`), which finds these slots free."""
 UNKNOWN_WRITER = -15
 """Writer of slots whose writer cannot be read in the journal. It never ends."""
 _HISTORY_BATCHES = 256

@@ -6,7 +6,7 @@ again. One whose scheduler is attached, but whose session does not open. Not amo
 without a scheduler, which are an engine that is still starting.
 
 Covers: what is remembered, and the rows of it. Does not cover: refusals before there is an engine,
-such as of a uid (`kvstore.serve.refused`).
+such as of a uid (`kvstore.node.refused`).
 """
 
 from __future__ import annotations

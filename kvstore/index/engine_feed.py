@@ -21,7 +21,7 @@ The engine sends nothing before it knows that it is subscribed to, and the repla
 once more, soon after joining, the rest is asked for.
 
 Pure; time is an argument. Covers: numbers, gaps, what counts. Does not cover: names
-(`engine_blocks`), sockets (`kvstore.serve.engine_memory`).
+(`engine_blocks`), sockets (`kvstore.peers.engine_memory`).
 """
 
 from __future__ import annotations

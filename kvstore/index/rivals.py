@@ -5,7 +5,7 @@ Hello after it was replaced, and again after that was refused, lives beside the 
 it. Only the second time counts: one Hello of a dead process may come late.
 
 Pure. Covers: which names. Does not cover: which of the two is heard (`feed`), who is told
-(`kvstore.serve.index`).
+(`kvstore.indexer.service`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing exports a number that is not listed here, and the documentation is made from the same rows.
 Covers names and families of the node. Does not cover: where the values come from
-(`kvstore.serve.pages`).
+(`kvstore.node.pages`).
 """
 
 from __future__ import annotations

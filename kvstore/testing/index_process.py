@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvstore.cli.certs import make_certificates
 from kvstore.client.tls import Identity, Role, TlsFiles
-from kvstore.serve.certs import make_certificates
 from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, reap, start_ready
 
 
@@ -80,7 +80,7 @@ class IndexProcess:
         log = directory / f"{name}.log"
         process, line = start_ready(
             [
-                *("-m", "kvstore.serve.main", "index", "--listen", listen),
+                *("-m", "kvstore.cli.main", "index", "--listen", listen),
                 *("--metrics", "127.0.0.1:0", "--plain", *flags),
             ],
             log=log,

@@ -125,7 +125,7 @@ def mover_of(node: NodeProcess) -> psutil.Process:
     while time.monotonic() < deadline_s:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             for child in map(psutil.Process, children_of(node.pid)):
-                if "kvstore.serve.mover_process" in child.cmdline():
+                if "kvstore.peers.mover_process" in child.cmdline():
                     return child
         threading.Event().wait(_PAUSE_S)
     raise TimeoutError("the node has no mover")

@@ -91,7 +91,7 @@ class NodeProcess:
         dram: str = "64MiB",
         flags: Sequence[str] = (),
         timeout_s: float = READY_TIMEOUT_S,
-        program: Sequence[str] = ("-m", "kvstore.serve.main"),
+        program: Sequence[str] = ("-m", "kvstore.cli.main"),
         python: str | Path = sys.executable,
     ) -> NodeProcess:
         """Start a node with its log in `directory`, its socket too, and wait for its ready line.

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from kvstore.cli.ask import NodeClient
 from kvstore.engine.report import NodeReport, TierReport
-from kvstore.serve.ask import NodeClient
 from kvstore.testing.engine import Engine
 from kvstore.testing.process import NodeProcess
 

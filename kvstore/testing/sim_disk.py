@@ -1,6 +1,6 @@
 """The disk of the world: the real file tier on real files, with every system call at its mercy.
 
-Real: all of `kvstore.tiers.file` and `kvstore.serve.files`. Simulated: its threads, which take
+Real: all of `kvstore.tiers.file` and `kvstore.node.files`. Simulated: its threads, which take
 turns (`sim_threads`), time, and what becomes of a system call:
 
     read, write, sync error, no descriptors, disk full
@@ -29,7 +29,7 @@ from unittest import mock
 import numpy as np
 
 from kvstore.engine.events import Event, FileCommand, FileRead, ReadFile
-from kvstore.serve.files import FileEnd
+from kvstore.node.files import FileEnd
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_parts import Knobs, SimMemory
 from kvstore.testing.sim_threads import Threads

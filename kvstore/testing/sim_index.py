@@ -1,6 +1,6 @@
 """Replicas of the index in the world, and what nodes ask them.
 
-Real: `serve.index.IndexService` with its `Index`, fed by streams; the forms of answers. Simulated:
+Real: `indexer.service.IndexService` with its `Index`, fed by streams; forms of answers. Simulated:
 the way of a question, which a client takes from one replica to the next as `client.index` does.
 
 Checked all the time (I8): no answer names a node of which the replica has heard nothing for so long
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.index.feed import OUT_MS
 from kvstore.index.index import Answer, Index
+from kvstore.indexer.service import IndexService
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
-from kvstore.serve.index import IndexService
 from kvstore.stores.local import LocalStore
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_loop import SimLoop

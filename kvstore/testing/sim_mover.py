@@ -14,8 +14,8 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvstore.peers.mover import Ended
 from kvstore.ports import Pieces
-from kvstore.serve.mover import Ended
 from kvstore.transport.watch import GRACE_NS
 from kvstore.types import PAGE_BYTES, SlotId
 from kvstore.units import NS_PER_MS, NS_PER_S

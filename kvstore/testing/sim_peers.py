@@ -1,6 +1,6 @@
 """What one node process of the world has to do with other nodes.
 
-Real: `serve.borrower`, `serve.lender`, their sessions, `serve.feed`'s links. Simulated: the loop
+Real: `peers.borrower`, `peers.lender`, their sessions, `peers.feed`'s links. Simulated: the loop
 that they run on (`sim_loop`), gRPC (`sim_net`), the mover (`sim_mover`), the way to the index
 (`sim_index`).
 
@@ -33,10 +33,10 @@ from kvstore.engine.events import (
     PeerEvent,
 )
 from kvstore.engine.fetches import AVOID_FIRST_NS
+from kvstore.peers.borrower import Borrower
+from kvstore.peers.feed import FeedCounters, Link
+from kvstore.peers.lender import Lender
 from kvstore.proto import index_pb2, loans, peer_pb2
-from kvstore.serve.borrower import Borrower
-from kvstore.serve.feed import FeedCounters, Link
-from kvstore.serve.lender import Lender
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_index import SimIndexClient
 from kvstore.testing.sim_loop import SimLoop

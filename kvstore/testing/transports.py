@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from kvstore.arena import Arena
 from kvstore.errors import TransportError
+from kvstore.peers.mover import MoverChild, MoverSettings
 from kvstore.ports import End, Pieces
-from kvstore.serve.mover import MoverChild, MoverSettings
 from kvstore.transport.loopback import Hub, Loopback
 from kvstore.transport.pieces import make_pieces
 from kvstore.types import Incarnation

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from kvstore.serve.ask import NodeClient
+from kvstore.cli.ask import NodeClient
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_keys
 from kvstore.testing.troupe import SplitEngine, Troupe

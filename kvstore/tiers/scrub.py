@@ -1,6 +1,6 @@
 """How fast a background scrub reads: arithmetic only, the same for every tier.
 
-Does not cover: what is read and verified (`kvstore.tiers.file.scrub`, `kvstore.serve.scrub`).
+Does not cover: what is read and verified (`kvstore.tiers.file.scrub`, `kvstore.node.scrub`).
 """
 
 from __future__ import annotations

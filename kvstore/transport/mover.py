@@ -1,7 +1,7 @@
 """The loop of a mover child: messages of the node in, reads of a back end, outcomes out.
 
 It holds no state that the node does not, waits for no peer, and ends with its socket. Does not
-cover: how the process is made (`serve.mover_process`), when it must be killed (`watch`).
+cover: how the process is made (`peers.mover_process`), when it must be killed (`watch`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ A node knows no tokens: `token_ids` is empty, there is no parent, and `block_siz
 what vLLM itself publishes for blocks whose tokens it does not know, and what consumers skip or join
 by hash; with the real size, those that cut `token_ids` by it would read past its end.
 
-Covers the form. Does not cover: sockets, sequence numbers (`kvstore.serve.publish`).
+Covers the form. Does not cover: sockets, sequence numbers (`kvstore.node.publish`).
 """
 
 from __future__ import annotations

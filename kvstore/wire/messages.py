@@ -60,7 +60,7 @@ KEYS_PER_DATAGRAM_MAX: Final = 2048
 DATAGRAM_BYTES_MAX: Final = 160 << 10
 """Room for the largest datagram: 2,048 keys with slots, generations and checksums are 120 KiB."""
 HELLO_BYTES_MAX: Final = 48 << 10
-"""That of a rank is passed on to the node's supervisor, in a datagram of `serve.control`."""
+"""That of a rank is passed on to the node's supervisor, in a datagram of `supervisor.control`."""
 LEASES_PER_DATAGRAM_MAX: Final = 4096
 LEASE_LIVES_MAX: Final = 6
 """So many times its `ttl_ms` a lease is kept by renewing it."""

@@ -7,10 +7,11 @@ from typing import Any
 import click
 import pytest
 
-from kvstore.serve import config, disk_room
-from kvstore.serve.cluster import IndexConfig
-from kvstore.serve.index_config import load_index_config
-from kvstore.serve.main import cli
+from kvstore.cli.main import cli
+from kvstore.config import disk_room
+from kvstore.config import node as config
+from kvstore.config.cluster import IndexConfig
+from kvstore.config.index import load_index_config
 from kvstore.testing import demo_flags
 from kvstore.units import TIB
 
@@ -51,7 +52,7 @@ def node_config(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> config.Nod
     monkeypatch.setattr(config, "available_memory", lambda: (TIB, "the test"))
     monkeypatch.setattr(disk_room, "file_system_bytes", lambda _: 4 * TIB)
     seen: list[config.NodeConfig] = []
-    monkeypatch.setattr("kvstore.serve.begin.supervise", lambda made, _: seen.append(made))
+    monkeypatch.setattr("kvstore.supervisor.begin.supervise", lambda made, _: seen.append(made))
     try:
         cli.main(["node", *flags], prog_name="kvstore", standalone_mode=False)
     except click.ClickException as error:

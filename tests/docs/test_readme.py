@@ -14,10 +14,10 @@ import click
 import pytest
 from packaging.requirements import Requirement
 
+from kvstore.cli.main import cli
+from kvstore.config.transports import parse_transport
 from kvstore.connector.config import parse_config
 from kvstore.obs.metrics import BY_NAME
-from kvstore.serve.main import cli
-from kvstore.serve.transports import parse_transport
 from kvstore.units import GIB
 from tests.docs.commands import index_config, is_name, node_config, parse
 from tests.style.tree import ROOT, files

@@ -17,10 +17,10 @@ from typing import Final, Self
 from kvstore.arena import Arena
 from kvstore.client.link import received_descriptors
 from kvstore.engine.engine import Engine, EngineConfig
-from kvstore.serve.attach import Attach
-from kvstore.serve.driver import Driver
-from kvstore.serve.executor import Executor
-from kvstore.serve.listener import Listener
+from kvstore.node.attach import Attach
+from kvstore.node.driver import Driver
+from kvstore.node.executor import Executor
+from kvstore.supervisor.listener import Listener
 from kvstore.tiers.dram import DramTier
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Incarnation
 from kvstore.wire.messages import (
@@ -37,7 +37,7 @@ from kvstore.wire.messages import (
     encode,
 )
 from tests.unit.engine.harness import Hellos, arrays, checksum, keys, pairs
-from tests.unit.serve.conftest import FakeClock
+from tests.unit.node.conftest import FakeClock
 
 ARENA_SLOTS: Final = 32
 DATAGRAM_ROOM: Final = 1 << 18

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from typing import Any, NoReturn
 
-from kvstore.serve import config, main, process
-from kvstore.serve.begin import start_of
-from kvstore.serve.child import spawn_process
-from kvstore.serve.config import NodeConfig
-from kvstore.serve.supervisor import Supervisor
+from kvstore.cli import main
+from kvstore.config import node as config
+from kvstore.config.node import NodeConfig
+from kvstore.node import process
+from kvstore.supervisor.begin import start_of
+from kvstore.supervisor.child import spawn_process
+from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file.config import FileConfig
 
 SEGMENT_BYTES = 1280 << 10

@@ -20,12 +20,12 @@ import xxhash
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
+from kvstore.cli.prefix import read_tokens
+from kvstore.config.node import load_config
 from kvstore.errors import ConfigError, ProtocolError
+from kvstore.node.inspect import InspectService
+from kvstore.node.publish import Publisher
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.serve.config import load_config
-from kvstore.serve.inspect import InspectService
-from kvstore.serve.prefix import read_tokens
-from kvstore.serve.publish import Publisher
 from kvstore.tiers.file.disk import Pages
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire import kv_events

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.serve.fsck import fsck
+from kvstore.cli.fsck import fsck
 from tests.style.tree import ROOT
 from tests.unit.tiers.file.kit import Driver
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from kvstore.arena import Arena, wait_for_holders
-from kvstore.serve.mover import (
+from kvstore.peers.mover import (
     Down,
     Ended,
     Mover,
@@ -316,8 +316,8 @@ def test_a_child_ends_with_its_node() -> None:
     program = """if True:
         import os
         from kvstore.arena import Arena, wait_for_holders
-        from kvstore.serve.clock import MonotonicClock
-        from kvstore.serve.mover import Mover, MoverSettings
+        from kvstore.net.clock import MonotonicClock
+        from kvstore.peers.mover import Mover, MoverSettings
         from kvstore.types import Incarnation
         arena = Arena(arena_bytes=1 << 20, incarnation=Incarnation(1))
         settings = MoverSettings(backend="tcp", name="a", options={"insecure": "yes"})

@@ -39,10 +39,10 @@ from kvstore.engine.state import State
 from kvstore.engine.stores import Stores
 from kvstore.engine.table import BlockTable, Keys, Rows
 from kvstore.index.feed import Feed, Heard, Hello
+from kvstore.peers import borrower
+from kvstore.peers.borrower import Borrower, _session_of
+from kvstore.peers.peer_session import PeerLost, PeerSession
 from kvstore.proto.loans import Borrowed
-from kvstore.serve import borrower
-from kvstore.serve.borrower import Borrower, _session_of
-from kvstore.serve.peer_session import PeerLost, PeerSession
 from kvstore.testing.sim_copies import SimCopies
 from kvstore.tiers.file.catalog import Segment
 from kvstore.tiers.file.directory import Directory

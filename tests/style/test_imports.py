@@ -18,8 +18,8 @@ BREAKS = {
     "units.py": "import kvstore.errors",
     "engine": "import time",
     "kernels": "import kvstore.tiers.memory",
-    "connector": "import kvstore.serve",
-    "serve": "import kvstore.kernels",
+    "connector": "import kvstore.node",
+    "node": "import kvstore.kernels",
 }
 
 

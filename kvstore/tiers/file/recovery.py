@@ -3,7 +3,7 @@
 Only pages that describe are read; a payload is verified when somebody wants it. Broken, torn and
 foreign files end as a reason, never as an exception (but for OSError of the medium itself).
 
-Does not cover: what becomes of the answer (`tier.py`, `shared.py`, `kvstore.serve.fsck`).
+Does not cover: what becomes of the answer (`tier.py`, `shared.py`, `kvstore.cli.fsck`).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def becomes(client: IndexClient, expected: dict[Holder, tuple[int, int]]) -> boo
 
 
 def inspect(node: NodeProcess, *arguments: str) -> Any:
-    command = [sys.executable, "-m", "kvstore.serve.main", "inspect", *arguments, "--json"]
+    command = [sys.executable, "-m", "kvstore.cli.main", "inspect", *arguments, "--json"]
     done = subprocess.run(
         [*command, "--socket", str(node.socket)],
         check=True,

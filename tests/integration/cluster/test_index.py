@@ -70,7 +70,7 @@ def system(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[System]:
 
 
 def clear(node: NodeProcess) -> None:
-    command = [sys.executable, "-m", "kvstore.serve.main", "clear", "--socket", str(node.socket)]
+    command = [sys.executable, "-m", "kvstore.cli.main", "clear", "--socket", str(node.socket)]
     subprocess.run(
         command, check=True, capture_output=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
     )
@@ -122,7 +122,7 @@ def test_news_come_to_who_watches(system: System) -> None:
 def test_inspect_shows_the_cluster(system: System) -> None:
     assert eventually(lambda: trust(system.client, "n1") is Trust.EXACT, timeout_s=CONVERGES_S)
     command = [
-        *(sys.executable, "-m", "kvstore.serve.main", "inspect", "nodes", "--json"),
+        *(sys.executable, "-m", "kvstore.cli.main", "inspect", "nodes", "--json"),
         *("--socket", str(system.node.socket)),
     ]
     shown = subprocess.run(

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Self
 import psutil
 import pytest
 
+from kvstore.cli.top import AllNodes, Tally
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
-from kvstore.serve.top import AllNodes, Tally
 from kvstore.testing.index_process import Lab
 from kvstore.testing.peers import PeerPair, metric
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
@@ -237,7 +237,7 @@ class Terminal:
         self.seen = b""
         self._theirs = theirs
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore.serve.main", *arguments],
+            [sys.executable, "-m", "kvstore.cli.main", *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -17,12 +17,12 @@ import grpc
 import msgspec
 import pytest
 
+from kvstore.cli.certs import make_certificates
 from kvstore.client.index import IndexUnavailable, channel_options
 from kvstore.client.tls import Identity, TlsFiles, load
 from kvstore.index.index import Member
 from kvstore.proto import peer_pb2 as pb
 from kvstore.proto.peer_pb2_grpc import PeersStub
-from kvstore.serve.certs import make_certificates
 from kvstore.testing.index_process import Lab
 from kvstore.testing.peers import metric
 from kvstore.testing.process import NodeProcess

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import pytest
 
+from kvstore.cli.certs import make_certificates
 from kvstore.client.index import IndexClient
 from kvstore.client.tls import Identity
 from kvstore.errors import ConfigError
 from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Closed, Event, Left, Trust, Verdict
 from kvstore.index.index import Answer
-from kvstore.serve.certs import make_certificates
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import DEADLINES, Deadlines
 from kvstore.stores.redis import RedisStore

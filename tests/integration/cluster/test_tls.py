@@ -15,13 +15,13 @@ import grpc
 import psutil
 import pytest
 
+from kvstore.cli.certs import make_certificates
 from kvstore.client.index import IndexClient, IndexUnavailable, channel, channel_options
 from kvstore.client.tls import Identity, TlsFiles, load
 from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
-from kvstore.serve.certs import make_certificates
 from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
@@ -340,7 +340,7 @@ def test_the_commands_say_what_is_wrong_in_one_sentence(site: Site) -> None:
         [
             sys.executable,
             "-m",
-            "kvstore.serve.main",
+            "kvstore.cli.main",
             "index",
             "--ca",
             "/nowhere",

@@ -75,7 +75,7 @@ def cache_off_lines(engine: Engine) -> int:
 
 def kvstore(node: NodeProcess, *arguments: str) -> Any:
     """The JSON of a command, as an operator types it; empty when it fails."""
-    command = [sys.executable, "-m", "kvstore.serve.main", *arguments, "--json"]
+    command = [sys.executable, "-m", "kvstore.cli.main", *arguments, "--json"]
     done = subprocess.run(
         [*command, "--socket", str(node.socket)],
         capture_output=True,

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_the_demo_of_a_cluster_keeps_its_word(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kvstore.serve.main", "demo", "--cluster"]
+    command = [sys.executable, "-m", "kvstore.cli.main", "demo", "--cluster"]
     done = subprocess.run(
         [*command, "--users", "2", "--rounds", "2"],
         cwd=tmp_path,

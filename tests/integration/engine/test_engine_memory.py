@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cli.ask import NodeClient
 from kvstore.client.index import IndexClient, Tokens
-from kvstore.serve.ask import NodeClient
 from kvstore.testing.engine import EngineConfig
 from kvstore.testing.index_process import Lab
 from kvstore.testing.models import BLOCK_TOKENS

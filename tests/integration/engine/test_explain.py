@@ -35,7 +35,7 @@ DRAM = "16MiB"
 
 def kvstore(node: NodeProcess, *arguments: str) -> Any:
     """The JSON of a command, as an operator types it."""
-    command = [sys.executable, "-m", "kvstore.serve.main", *arguments, "--json"]
+    command = [sys.executable, "-m", "kvstore.cli.main", *arguments, "--json"]
     done = subprocess.run(
         [*command, "--socket", str(node.socket)],
         capture_output=True,

@@ -157,7 +157,7 @@ def _check_caught(node: NodeProcess, engine: Engine, prompts: list[tuple[int, ..
 def _clear(node: NodeProcess, digits: str) -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "kvstore.serve.main", "clear"),
+            *(sys.executable, "-m", "kvstore.cli.main", "clear"),
             *("--space", digits, "--socket", str(node.socket)),
         ],
         capture_output=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.serve.upgrade import ask_for_upgrade
+from kvstore.supervisor.upgrade import ask_for_upgrade
 from kvstore.testing.engine import Completion, Engine
 from kvstore.testing.gauges import look
 from kvstore.testing.process import NodeProcess

@@ -37,7 +37,7 @@ def knows(indexer: Indexer, medium: str, keys: list[bytes]) -> bool:
 
 
 def clear(node: NodeProcess) -> None:
-    command = [sys.executable, "-m", "kvstore.serve.main", "clear", "--socket", str(node.socket)]
+    command = [sys.executable, "-m", "kvstore.cli.main", "clear", "--socket", str(node.socket)]
     subprocess.run(
         command, check=True, capture_output=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
     )
@@ -241,7 +241,7 @@ def test_a_taken_address_is_one_sentence(tmp_path: Path) -> None:
 def test_without_pyzmq_the_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "zmq.py").write_text("raise ImportError\n")
     command = [
-        *(sys.executable, "-m", "kvstore.serve.main", "node", "--dram", "1MiB", "--metrics", "off"),
+        *(sys.executable, "-m", "kvstore.cli.main", "node", "--dram", "1MiB", "--metrics", "off"),
         *("--socket", str(tmp_path / "node.sock"), "--events", "tcp://127.0.0.1:0"),
     ]
     result = subprocess.run(

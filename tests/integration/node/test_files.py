@@ -33,7 +33,7 @@ def start(
 def tiers(node: NodeProcess) -> dict[str, Any]:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "kvstore.serve.main", "inspect", "tiers", "--json"),
+            *(sys.executable, "-m", "kvstore.cli.main", "inspect", "tiers", "--json"),
             *("--socket", str(node.socket)),
         ],
         capture_output=True,
@@ -94,7 +94,7 @@ def test_what_was_cleared_stays_away_after_a_restart(tmp_path: Path) -> None:
         assert written(node, 10)
         subprocess.run(
             [
-                *(sys.executable, "-m", "kvstore.serve.main", "clear"),
+                *(sys.executable, "-m", "kvstore.cli.main", "clear"),
                 *("--socket", str(node.socket)),
             ],
             check=True,
@@ -177,7 +177,7 @@ def test_a_flipped_bit_on_disk_is_a_miss(tmp_path: Path) -> None:
 
 def cleared(node: NodeProcess) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvstore.serve.main", "clear", "--socket", str(node.socket)],
+        [sys.executable, "-m", "kvstore.cli.main", "clear", "--socket", str(node.socket)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -187,7 +187,7 @@ def cleared(node: NodeProcess) -> subprocess.CompletedProcess[str]:
 
 def fsck(directory: Path, *flags: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.serve.main", "fsck", str(directory), *flags],
+        [sys.executable, "-m", "kvstore.cli.main", "fsck", str(directory), *flags],
         capture_output=True,
         text=True,
         timeout=60,

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 def kvstore(*arguments: str, columns: str = "100") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvstore.serve.main", *arguments],
+        [sys.executable, "-m", "kvstore.cli.main", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

@@ -21,8 +21,8 @@ import pytest
 
 from kvstore import __version__
 from kvstore.client.link import Lost
+from kvstore.node.priority import Place
 from kvstore.obs.metrics import METRICS
-from kvstore.serve.priority import Place
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from tests.integration.node.conftest import eventually
@@ -209,10 +209,12 @@ def test_its_memory_is_the_arena_and_little_more(node: NodeProcess) -> None:
 
 RUN_AS = """
 import os, signal, sys
-from kvstore.serve import begin, control, main, node, process
-from kvstore.serve.begin import start_of
-from kvstore.serve.child import Spawned
-from kvstore.serve.supervisor import Supervisor
+from kvstore.cli import main
+from kvstore.node import node, process
+from kvstore.supervisor import begin, control
+from kvstore.supervisor.begin import start_of
+from kvstore.supervisor.child import Spawned
+from kvstore.supervisor.supervisor import Supervisor
 import encodings.idna
 def spawn():
     ours, its = control.pair()
@@ -353,7 +355,7 @@ def test_a_config_file_starts_a_node(tmp_path: Path) -> None:
     file.write_text("slab: 128KiB\nallow-uid: 0\nlog-level: warning\n")
     with NodeProcess.start(tmp_path, dram="1MiB", flags=["--config", str(file)]) as node:
         assert "slab=128 KiB file=off dram=1 MiB" in node.ready_line
-        stamp, _, line = node.ready_line.partition(" INFO kvstore.serve.node: ")
+        stamp, _, line = node.ready_line.partition(" INFO kvstore.node.node: ")
         datetime.datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f")
         assert line.startswith(f"kvstore node ready: version={__version__} socket=")
         assert node.log == "", "a start in which nothing is wrong says nothing at this level"

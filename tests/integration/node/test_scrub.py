@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.serve.fsck import fsck
+from kvstore.cli.fsck import fsck
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import slots_array

@@ -49,7 +49,7 @@ def command(*arguments: str, node: NodeProcess | None = None) -> bytes:
     """What a command says, on both of its streams."""
     where = ["--socket", str(node.socket)] if node else []
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.serve.main", *arguments, *where],
+        [sys.executable, "-m", "kvstore.cli.main", *arguments, *where],
         capture_output=True,
         timeout=60,
         check=False,

@@ -49,7 +49,7 @@ def test_a_cache_that_is_not_served_is_seen_by_the_operator(node: NodeProcess) -
 
         assert eventually(told)
         assert page(node, "/healthz") == f"ok, but engine gpu gets nothing: {REASON}\n"
-        command = [sys.executable, "-m", "kvstore.serve.main", "inspect", "nodes", "--json"]
+        command = [sys.executable, "-m", "kvstore.cli.main", "inspect", "nodes", "--json"]
         done = subprocess.run(
             [*command, "--socket", str(node.socket)], capture_output=True, timeout=60, check=True
         )

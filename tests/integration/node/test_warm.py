@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import AttachError
-from kvstore.serve.upgrade import ask_for_upgrade
+from kvstore.supervisor.upgrade import ask_for_upgrade
 from kvstore.testing.process import NodeProcess, children_of
 from kvstore.testing.raw_engine import EngineGone, RawEngine, make_keys
 from kvstore.types import PAGES_PER_GENERATION
@@ -38,7 +38,7 @@ SEED = 18
 def rows(node: NodeProcess, topic: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "kvstore.serve.main", "inspect", topic),
+            *(sys.executable, "-m", "kvstore.cli.main", "inspect", topic),
             *("--json", "--socket", str(node.socket)),
         ],
         capture_output=True,
@@ -328,7 +328,7 @@ def test_upgraded_again_and_again_under_load_no_byte_is_wrong(tmp_path: Path) ->
 
 def upgrade(socket: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "kvstore.serve.main", "upgrade", "--socket", str(socket)],
+        [sys.executable, "-P", "-m", "kvstore.cli.main", "upgrade", "--socket", str(socket)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.config.defaults import DEFAULT_SOCKET
 from kvstore.connector.config import ConnectorConfig, parse_config
-from kvstore.serve.defaults import DEFAULT_SOCKET
 
 
 def test_nothing_is_needed_where_the_node_has_its_defaults() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.serve.cluster import ClusterConfig, IndexConfig
-from kvstore.serve.main import cli
+from kvstore.cli.main import cli
+from kvstore.config.cluster import ClusterConfig, IndexConfig
 from kvstore.units import GIB, parse_size
 from tests.docs.commands import index_config, node_config
 from tests.unit.deploy.manifests import (

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 
 from kvstore.connector.config import parse_config
-from kvstore.serve import restarts, supervisor
+from kvstore.supervisor import restarts, supervisor
 from kvstore.units import GIB, NS_PER_S, parse_size
 from tests.docs.commands import node_config, parse
 from tests.unit.deploy.manifests import (

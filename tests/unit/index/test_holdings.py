@@ -8,13 +8,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from kvstore.config.cluster import ENTRIES_MIN
+from kvstore.config.defaults import DEFAULT_ENTRIES
 from kvstore.index import holdings
 from kvstore.index.check import check_holdings
 from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index, default_slot_count
 from kvstore.index.rows import home_of_row
-from kvstore.serve.cluster import ENTRIES_MIN
-from kvstore.serve.defaults import DEFAULT_ENTRIES
 from kvstore.types import Tier
 from tests.unit.index.words import SPACE, keys
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from kvstore.serve.main import cli
+from kvstore.cli.main import cli
 from kvstore.testing import demo, demo_cluster
 from kvstore.testing.demo_flags import PLAN
 
@@ -127,7 +127,7 @@ def test_a_wrong_count_is_one_sentence(wrong: str, capsys: pytest.CaptureFixture
 def test_without_an_engine_the_demo_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvstore.serve.main.DEMO_NEEDS", ("vllm_that_is_not_there",))
+    monkeypatch.setattr("kvstore.cli.main.DEMO_NEEDS", ("vllm_that_is_not_there",))
     with pytest.raises(SystemExit) as stopped:
         cli(["demo"], standalone_mode=False)
     assert stopped.value.code == 2
@@ -137,7 +137,7 @@ def test_without_an_engine_the_demo_says_what_is_missing(
 def test_help_needs_nothing_that_the_demo_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.serve.main.DEMO_NEEDS", ("vllm_that_is_not_there",))
+    monkeypatch.setattr("kvstore.cli.main.DEMO_NEEDS", ("vllm_that_is_not_there",))
     run: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, command: run.append(command))
     cli(["demo", "--help"], standalone_mode=False)

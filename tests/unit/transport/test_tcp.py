@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvstore.cli.certs import make_certificates
 from kvstore.client.tls import Identity, TlsFiles
 from kvstore.errors import ConfigError, TransportError
 from kvstore.ports import End, Outcome
-from kvstore.serve.certs import make_certificates
 from kvstore.testing.index_process import Lab
 from kvstore.transport import guests, tcp, tcp_ends
 from kvstore.transport.guests import NODE_MAX

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cli.fsck import fsck
 from kvstore.errors import ConfigError
-from kvstore.serve.fsck import fsck
 from kvstore.tiers.file.directory import Directory, segment_name
 from kvstore.tiers.file.disk import PosixDisk
 from kvstore.types import PAGE_BYTES

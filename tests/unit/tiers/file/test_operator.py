@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvstore.cli.fsck import fsck, reports_as_json, stores_in
 from kvstore.errors import ConfigError
-from kvstore.serve.fsck import fsck, reports_as_json, stores_in
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.file.health import Health
 from kvstore.units import MIB

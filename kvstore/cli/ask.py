@@ -1,0 +1,281 @@
+"""The client of the inspect service, and how its answers look in a terminal."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.config.defaults import REPLY_BYTES_MAX
+from kvstore.engine.explain import HashingReport, RangeReport, RequestReport
+from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.engine.report import (
+    NO_BUDGET,
+    BlockReport,
+    JobReport,
+    LeaseReport,
+    NodeReport,
+    QuotaReport,
+    SpaceReport,
+    TierReport,
+)
+from kvstore.engine.scrubs import NO_PASS
+from kvstore.engine.unserved import UnservedReport
+from kvstore.errors import AttachError
+from kvstore.proto import feeds
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.convert import (
+    MemberReport,
+    MemoryReport,
+    Row,
+    TransferReport,
+    from_message,
+)
+from kvstore.proto.inspect_pb2_grpc import InspectStub
+from kvstore.supervisor.listener import INSPECT_SUFFIX
+from kvstore.supervisor.upgrade import no_node_at, not_yours
+from kvstore.units import format_size
+from kvstore.wire.load import Load
+
+TIMEOUT_S: Final = 5.0
+LOAD_TIMEOUT_S: Final = 1.0
+"""Of what is asked again and again."""
+WITH_NODES: Final = ("nodes", "unserved", "members", "engines")
+SUMMARY: Final = (*WITH_NODES, "tiers", "quotas", "spaces", "leases", "jobs")
+"""What comes with nodes, and quotas with tiers, is left out where there is none."""
+OPTIONAL: Final = ("unserved", "members", "engines", "quotas")
+TITLE: Final[Any] = {
+    "title_justify": "left",
+    "title_style": "bold",
+    "box": None,
+    "pad_edge": False,
+}
+"""How tables look."""
+WIDE_COLUMNS: Final = 240
+"""Of output that is no terminal: scripts must not see a line break in a row."""
+
+
+class NodeClient:
+    """Asks one node. Use as a context."""
+
+    def __init__(self, node_socket: Path) -> None:
+        """Connect to the node whose attach socket is `node_socket`.
+
+        Raises:
+            AttachError: there is none; the text says how to start one.
+        """
+        path = node_socket.absolute()
+        path = path.with_name(path.name + INSPECT_SUFFIX)
+        _probe(path, node_socket)
+        self._channel = grpc.insecure_channel(
+            f"unix:{path}", options=[("grpc.max_receive_message_length", REPLY_BYTES_MAX)]
+        )
+        self._stub = InspectStub(self._channel)
+
+    def rows(self, topic: str, *, limit: int, space: str) -> list[Row]:
+        """The rows of one topic. Raises AttachError."""
+        stub = self._stub
+        kinds: dict[str, tuple[Any, Any, type[Any]]] = {
+            "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
+            "unserved": (stub.Unserved, pb.UnservedRequest(), UnservedReport),
+            "members": (stub.Members, pb.MembersRequest(), MemberReport),
+            "engines": (stub.Memories, pb.MemoriesRequest(), MemoryReport),
+            "transfers": (stub.Transfers, pb.TransfersRequest(), TransferReport),
+            "tiers": (stub.Tiers, pb.TiersRequest(), TierReport),
+            "quotas": (stub.Quotas, pb.QuotasRequest(), QuotaReport),
+            "spaces": (stub.Spaces, pb.SpacesRequest(), SpaceReport),
+            "blocks": (stub.Blocks, pb.BlocksRequest(limit=limit, space=space), BlockReport),
+            "leases": (stub.Leases, pb.LeasesRequest(), LeaseReport),
+            "jobs": (stub.Jobs, pb.JobsRequest(), JobReport),
+        }
+        call, request, kind = kinds[topic]
+        return [from_message(kind, row) for row in _call(call, request).rows]
+
+    def requests(self, request: str, *, limit: int) -> list[RequestReport]:
+        """Recent requests whose id fits, newest first. Raises AttachError."""
+        reply = _call(self._stub.Requests, pb.RequestsRequest(request=request, limit=limit))
+        return [from_message(RequestReport, row) for row in reply.rows]
+
+    def ranges(self, number: int) -> list[RangeReport]:
+        """What became of the blocks of one request. Raises AttachError."""
+        reply = _call(self._stub.Ranges, pb.RangesRequest(number=number))
+        return [from_message(RangeReport, row) for row in reply.rows]
+
+    def hashings(self) -> list[HashingReport]:
+        """How keys are made, by space. Raises AttachError."""
+        reply = _call(self._stub.Hashings, pb.HashingsRequest())
+        return [from_message(HashingReport, row) for row in reply.rows]
+
+    def prefix(self, tenant: str, space: bytes, keys: bytes) -> list[RangeReport]:
+        """Where the blocks with these keys are now. Raises AttachError."""
+        request = pb.PrefixRequest(tenant=tenant, space=space, keys=keys)
+        return [from_message(RangeReport, row) for row in _call(self._stub.Prefix, request).rows]
+
+    def load(self) -> tuple[str, int, Load | None]:
+        """What it does: its name in the cluster, its incarnation, the figures. Raises
+        AttachError."""
+        reply = _call(self._stub.Load, pb.LoadRequest(), timeout_s=LOAD_TIMEOUT_S)
+        return reply.node, reply.incarnation, feeds.load_of(reply)
+
+    def memories(self, tenant: str, space: bytes, keys: bytes) -> list[MemoryReport]:
+        """Engines whose own memory holds the first of these blocks. Raises AttachError."""
+        prefix = pb.PrefixRequest(tenant=tenant, space=space, keys=keys)
+        reply = _call(self._stub.Memories, pb.MemoriesRequest(prefix=prefix))
+        return [from_message(MemoryReport, row) for row in reply.rows]
+
+    def clear(self, *, space: str) -> int:
+        """Forget blocks; returns how many. Raises AttachError."""
+        return int(_call(self._stub.Clear, pb.ClearRequest(space=space)).blocks)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._channel.close()
+
+
+def _probe(path: Path, node_socket: Path) -> None:
+    """Say precisely why nobody answers: gRPC would only say that nobody does."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except PermissionError:
+            raise AttachError(not_yours(node_socket)) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
+                raise AttachError(f"no answer from {path}: {error.strerror}") from None
+            raise AttachError(no_node_at(node_socket)) from None
+
+
+def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_S) -> Any:
+    try:
+        return call(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            details = (
+                f"the node did not answer within {timeout_s:.0f} s: it is stopped or overloaded"
+            )
+        raise AttachError(str(details)) from None
+
+
+# ── what it looks like ───────────────────────────────────────────────────────────────────────────
+
+_SIZES = (
+    "capacity_bytes",
+    "ready_bytes",
+    "used_bytes",
+    "promised_bytes",
+    "bytes_dram",
+    "budget_left_bytes",
+    "scrubbed_bytes",
+    "size_bytes",
+    "bytes_per_s",
+)
+MS_PER_HOUR: Final = 3_600_000
+_OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
+_OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
+_BREAKERS = {
+    "closed": "ok",
+    "half-open": "being tried again",
+    "open": "off: errors",
+}
+"""Of a disk, after failures."""
+
+
+def as_json(found: Mapping[str, list[Row] | str]) -> str:
+    """One object, a list of rows per topic."""
+    return msgspec.json.format(msgspec.json.encode(found)).decode()
+
+
+def show(found: dict[str, list[Row]]) -> None:
+    """Print tables to stdout: one line a row, numbers to the right, sizes readable."""
+    out = console()
+    for number, (topic, every) in enumerate(found.items()):
+        rows = [row for row in every if not _is_absent(row)]
+        if number:
+            out.print()
+        if rows:
+            out.print(_columns(topic, rows) if topic == "tiers" else _table(topic, rows))
+        else:
+            out.print(Text(topic, style="bold"), Text("none", style="dim"))
+
+
+def console() -> Console:
+    """Stdout, as wide as a terminal or wide enough for scripts."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=WIDE_COLUMNS)
+
+
+def _is_absent(row: Row) -> bool:
+    """A tier that this node was not given."""
+    return isinstance(row, TierReport) and not row.capacity_bytes and not row.blocks
+
+
+def _table(topic: str, rows: Sequence[Row]) -> Table:
+    """One line a row."""
+    table = Table(title=topic, **TITLE)
+    values = [msgspec.structs.asdict(row) for row in rows]
+    for name, value in values[0].items():
+        number = isinstance(value, int) and not isinstance(value, bool)
+        table.add_column(_title(name), justify="right" if number else "left", header_style="dim")
+    for row in values:
+        table.add_row(*(_cell(name, value) for name, value in row.items()))
+    return table
+
+
+def _columns(topic: str, rows: Sequence[Row]) -> Table:
+    """One column a row: of few rows with many fields, each for some of them only."""
+    table = Table(title=topic, **TITLE)
+    (_, *names), values = rows[0].__struct_fields__, [msgspec.structs.asdict(row) for row in rows]
+    table.add_column("", style="dim")
+    for value in values:
+        table.add_column(value["tier"], justify="right", header_style="dim")
+    for name in names:
+        cells = [
+            Text("-") if name in _elsewhere(value["tier"]) else _cell(name, value[name])
+            for value in values
+        ]
+        if any(cell.plain != "-" for cell in cells):
+            table.add_row(_title(name), *cells)
+    return table
+
+
+def _elsewhere(tier: str) -> tuple[str, ...]:
+    """Fields that mean nothing for a tier."""
+    return _OF_FILE if tier == "dram" else _OF_DRAM
+
+
+def _title(name: str) -> str:
+    return name.removesuffix("_bytes").removesuffix("_ms").replace("_", " ")
+
+
+def _cell(name: str, value: object) -> Text:
+    if (name, value) == ("budget_left_bytes", NO_BUDGET):
+        return Text("any")
+    if name == "scrub_age_ms" and isinstance(value, int):
+        return Text("-" if value == NO_PASS else f"{value / MS_PER_HOUR:.1f} h")
+    if name == "space" and isinstance(value, str):
+        return printable(value[:SPACE_DIGITS])
+    if name in ("reads", "writes") and isinstance(value, str):
+        return printable(f"breaker {_BREAKERS.get(value, value)}")
+    if name == "quota" and not value:
+        return Text("(all others)")
+    if name in _SIZES and isinstance(value, int):
+        return Text(format_size(value))
+    if isinstance(value, bool):
+        return Text("yes" if value else "no")
+    if name in ("slots_quarantined", "scrub_bad") and value:
+        return Text(str(value), style="yellow")
+    return printable("-" if value in ("", None) else str(value))
+
+
+def printable(text: str) -> Text:
+    """Engines choose their names and users the ids of requests; terminals obey some characters."""
+    return Text("".join(c if c.isprintable() else "?" for c in text))

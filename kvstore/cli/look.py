@@ -1,0 +1,212 @@
+"""What `kvstore inspect`, `explain` and `top` do once it is clear what is meant: ask, and print.
+
+Apart from the commands themselves, because this needs gRPC, the tables and what rows are made of.
+Does not cover: what is asked and how it looks (`ask`, `prefix`, `tell`, `top`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+import click
+
+from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, as_json, console, show
+from kvstore.cli.commands import IndexFlags, fail, index_client, node_client
+from kvstore.cli.prefix import (
+    ClusterPrefix,
+    PrefixReport,
+    Prompt,
+    choose,
+    hashing_of_keys,
+    is_whole,
+    look_up,
+    look_up_everywhere,
+    prompt_of_keys,
+    prompt_of_tokens,
+    read_keys,
+    read_tokens,
+    tokenize,
+)
+from kvstore.cli.tell import (
+    Story,
+    prefix_as_json,
+    show_cluster_prefix,
+    show_prefix,
+    show_stories,
+    show_story,
+    stories_as_json,
+)
+from kvstore.cli.top import AllNodes, OneNode, Source, one_view
+from kvstore.cli.top_screen import watch
+from kvstore.cli.top_view import as_json as figures_as_json
+from kvstore.cli.top_view import page
+from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
+from kvstore.config.engine_sources import DEFAULT_TENANT
+from kvstore.engine.explain import HashingReport
+from kvstore.errors import AttachError, ConfigError
+from kvstore.index.feed import Trust
+from kvstore.proto.convert import INDEX_IS_STALE, Row, member_report
+
+_NO_NODE_HINT: Final = (
+    "keys are made as the node at --socket says its engines do; none is needed with --keys-file and"
+    " all 64 digits of --space"
+)
+_P = TypeVar("_P", PrefixReport, ClusterPrefix)
+
+
+def inspect_members(flags: IndexFlags, *, json_: bool) -> None:
+    """The nodes of the cluster, by an index."""
+    with index_client(flags) as client:
+        known = client.nodes()
+    rows: list[Row] = [member_report(member, known.trust) for member in known.nodes]
+    if json_:
+        click.echo(as_json({"members": rows, "index": known.trust.word}))
+        return
+    if known.trust is Trust.STALE:
+        click.echo(INDEX_IS_STALE)
+    show({"members": rows})
+    if known.trust is Trust.CATCHING_UP:
+        click.echo(f"the index is {known.trust.word}: there may be more", err=True)
+
+
+def inspect_node(
+    socket: Path, topic: str | None, *, limit: int | None, space: str | None, json_: bool
+) -> None:
+    """What one node holds. `topic` None: everything but single blocks."""
+    both = {"tiers": ("tiers", "quotas"), "nodes": WITH_NODES}
+    topics = SUMMARY if topic is None else both.get(topic, (topic,))
+    shown = limit or BLOCKS_LISTED
+    with node_client(socket) as client:
+        found = {name: client.rows(name, limit=shown + 1, space=space or "") for name in topics}
+    found = {name: rows for name, rows in found.items() if rows or name not in OPTIONAL}
+    left_out = len(found.get("blocks", ())) > shown
+    if left_out:
+        found["blocks"] = found["blocks"][:shown]
+    if json_:
+        click.echo(as_json(found))
+        return
+    show(found)
+    if left_out:
+        hint = f": --limit shows up to {BLOCK_ROWS_MAX}" if shown < BLOCK_ROWS_MAX else ""
+        click.echo(f"there are more blocks than these {shown}{hint}", err=True)
+
+
+def inspect_prefix(
+    socket: Path,
+    flags: IndexFlags | None,
+    *,
+    space: str,
+    json_: bool,
+    tenant: str | None,
+    tokens_file: Path | None,
+    keys_file: Path | None,
+    text: str | None,
+    tokenizer: str | None,
+    cache_salt: str | None,
+) -> None:
+    """Where the blocks of one prompt are. `flags` None: at the node of `socket` only."""
+    if sum(given is not None for given in (tokens_file, keys_file, text)) != 1:
+        raise click.UsageError(
+            "name one prompt: --tokens-file FILE, --keys-file FILE or --text TEXT"
+        )
+    if (text is None) != (tokenizer is None):
+        raise click.UsageError("--text and --tokenizer go together")
+    if keys_file is not None and cache_salt is not None:
+        raise click.UsageError("--cache-salt is in the keys already: leave it out")
+    try:
+        keys = read_keys(keys_file) if keys_file is not None else []
+        tokens = read_tokens(tokens_file) if tokens_file is not None else []
+        if text is not None:
+            assert tokenizer is not None
+            tokens = tokenize(text, tokenizer)
+        if flags is not None and keys and is_whole(space):
+            hashing = hashing_of_keys(space, tenant or DEFAULT_TENANT)
+            _inspect_prefix_everywhere(flags, prompt_of_keys(keys, hashing), hashing, json_=json_)
+            return
+        with node_client(socket, hint=_NO_NODE_HINT if flags is not None else "") as client:
+            hashing = choose(client.hashings(), space=space, tenant=tenant or "")
+            prompt = (
+                prompt_of_keys(keys, hashing)
+                if keys
+                else prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
+            )
+            here = look_up(client, prompt, hashing) if flags is None else None
+    except ConfigError as error:
+        fail(str(error), code=2)
+    if here is not None:
+        _print(here, show_prefix, json_=json_)
+    elif flags is not None:
+        _inspect_prefix_everywhere(flags, prompt, hashing, json_=json_)
+
+
+def _inspect_prefix_everywhere(
+    flags: IndexFlags, prompt: Prompt, hashing: HashingReport, *, json_: bool
+) -> None:
+    with index_client(flags) as index:
+        try:
+            found = look_up_everywhere(index, prompt, hashing)
+        except ValueError as error:
+            fail(str(error), code=2)
+    _print(found, show_cluster_prefix, json_=json_)
+
+
+def _print(prefix: _P, show_it: Callable[[_P], None], *, json_: bool) -> None:
+    if json_:
+        click.echo(prefix_as_json(prefix))
+    else:
+        show_it(prefix)
+
+
+def explain_request(socket: Path, request_id: str | None, last: int | None, *, json_: bool) -> None:
+    """Why one request hit or missed, or a list of the latest."""
+    limit = REQUEST_ROWS_MAX if request_id is not None else last or REQUESTS_LISTED
+    stories: list[Story] = []
+    with node_client(socket) as client:
+        found = client.requests(request_id or "", limit=limit)
+        for row in found:
+            wanted = request_id is not None and (json_ or len(found) == 1)
+            stories.append((row, client.ranges(row.number) if wanted else None))
+    if request_id is not None and not found:
+        fail(
+            f"no request that this node remembers has the id {request_id!r}: it may be running "
+            "still, or too long ago; 'kvstore explain' lists the latest",
+            code=1,
+        )
+    if json_:
+        click.echo(stories_as_json(stories))
+    elif request_id is not None and len(found) == 1:
+        show_story(found[0], stories[0][1] or [])
+    elif found:
+        show_stories(found)
+        if request_id is not None:
+            click.echo(f"{len(found)} requests fit {request_id!r}: give one of these ids")
+    else:
+        click.echo("no request has ended since the node started")
+
+
+def watch_nodes(
+    socket: Path, flags: IndexFlags | None, interval_s: float, *, once: bool, json_: bool
+) -> None:
+    """What nodes do, once or until q. `flags` None: the node at `socket` only."""
+    out = console()
+    with contextlib.ExitStack() as stack:
+        source: Source = OneNode(socket)
+        if flags is not None:
+            source = AllNodes(stack.enter_context(index_client(flags)), ", ".join(flags["index"]))
+        try:
+            source.sample()  # what was never there is not silent, it is a wrong flag
+        except AttachError as error:
+            fail(str(error), code=1)
+        if not once:
+            watch(source, out, interval_s=interval_s)
+            return
+        view = one_view(source, threading.Event().wait, interval_s=interval_s)
+        if json_:
+            click.echo(figures_as_json(view))
+        else:
+            head = f"kvstore top {source.name}"
+            out.print(page(view.figures, head=head, trouble=view.trouble, width=out.width))

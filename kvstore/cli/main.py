@@ -1,0 +1,339 @@
+"""The command line: flags to configuration, answers to tables.
+
+Errors are one sentence on stderr; exit code 2 for a wrong flag or configuration, 1 when there is
+no node to talk to.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from kvstore import __version__
+from kvstore.cli.cluster_commands import certs, cluster_options, index
+from kvstore.cli.commands import SOCKET_OPTION, fail, node_client
+from kvstore.cli.look_commands import explain, inspect, top
+from kvstore.config.addresses import DEFAULT_METRICS, EXAMPLE_EVENTS
+from kvstore.config.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
+from kvstore.errors import AttachError, ConfigError
+
+DEMO_NEEDS = ("vllm", "psutil")
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="kvstore", message="%(prog)s %(version)s")
+def cli() -> None:
+    """A shared, verified KV cache for LLM engines.
+
+    \b
+    Examples:
+      kvstore node --dram 64GiB        start the cache of this machine
+      kvstore inspect                  what is cached, by whom
+      kvstore explain                  why recent requests hit or missed
+      kvstore top                      what it does now
+      kvstore clear                    forget it all
+      kvstore upgrade                  run the code that is installed now, keep the memory
+      kvstore index                    be told by all nodes what they hold
+    """
+
+
+@cli.command()
+@click.option("--socket", help=f"Attach socket of the node.  [default: {DEFAULT_SOCKET}]")
+@click.option(
+    "--dram",
+    metavar="SIZE|auto",
+    help="Memory for blocks; auto takes half of what is available.  [default: auto]",
+)
+@click.option(
+    "--policy",
+    metavar="lru|reuse",
+    help="What leaves memory first: what was used longest ago, or what was used once. "
+    " [default: lru]",
+)
+@click.option(
+    "--file",
+    metavar="PATH:SIZE[,shared]",
+    help="Keep blocks on disk too; ',shared' for one directory of several nodes. As many blocks are"
+    " remembered as there are 256KiB in SIZE, so of smaller ones a part of SIZE holds all.",
+)
+@click.option(
+    "--file-admission",
+    metavar="all|second-sight",
+    help="Blocks to write to disk: all, or those that a second request names.  [default: all]",
+)
+@click.option(
+    "--file-writes-per-day",
+    metavar="SIZE",
+    help="What the disk is to endure; near the end of it only second-sight is written, then"
+    " nothing. Reading goes on.  [default: no limit]",
+)
+@click.option(
+    "--node-name",
+    metavar="NAME",
+    help="Its part of a shared directory, and its name in events.  [default: the host's name]",
+)
+@click.option(
+    "--slab", metavar="SIZE|auto", help="Unit in which dram goes to block sizes.  [default: auto]"
+)
+@click.option(
+    "--scrub",
+    metavar="auto|SIZE|off",
+    help="Verify what memory and disk hold in the background: once a day, at most 32MiB a second;"
+    " or all the time, so much a second of each.  [default: auto]",
+)
+@click.option(
+    "--metrics",
+    metavar="ADDR|off",
+    help=f"Where /metrics and /healthz are; port 0 picks one.  [default: {DEFAULT_METRICS}]",
+)
+@click.option(
+    "--metrics-beyond-loopback/--metrics-loopback-only",
+    default=None,
+    help="Allow an address that other machines can read, such as a pod's.",
+)
+@click.option(
+    "--events",
+    metavar="ADDR|off",
+    help=f"Publish KV events for indexers, such as {EXAMPLE_EVENTS}.  [default: off]",
+)
+@click.option(
+    "--event-hashes",
+    type=click.Choice(HASH_FORMS),
+    help="Form of block hashes in events: that of the engines' own events.  [default: int]",
+)
+@click.option(
+    "--insecure/--secure",
+    default=None,
+    help="Without TLS: events beyond this machine, index and feeds. For labs.",
+)
+@cluster_options
+@click.option(
+    "--quota",
+    multiple=True,
+    metavar="NAME=SHARE",
+    help="Dram promised to a model (served name) or tenant, such as llama=30%; repeatable.",
+)
+@click.option(
+    "--allow-uid",
+    multiple=True,
+    metavar="UID",
+    help="User whose engines may attach; repeatable.  [default: own uid and 0]",
+)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), help="[default: info]")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="YAML with the same names as the flags; flags win.",
+)
+def node(
+    config_path: Path | None,
+    allow_uid: tuple[str, ...],
+    quota: tuple[str, ...],
+    index: tuple[str, ...],
+    **flags: str | bool | None,
+) -> None:
+    """Run the cache of this machine until SIGTERM. Engines with caches on CUDA are not served yet.
+
+    A supervisor holds the memory and starts the process that does the work, again when it ends:
+    what is in memory stays. 'kvstore upgrade' has it start the code that is installed now. Settings
+    are read once; to change them, and after the supervisor itself has ended, memory begins empty.
+
+    \b
+    Examples:
+      kvstore node --socket /run/kvstore/node.sock --dram 64GiB
+      kvstore node --dram 64GiB --file /var/lib/kvstore:2TiB --file-writes-per-day 1TiB
+      kvstore node --config node.yaml --metrics off
+      kvstore node --events tcp://127.0.0.1:5557 --node-name $HOSTNAME
+      kvstore node --index 10.0.0.1:9470 --ca ca.crt --cert node-n1.crt --key node-n1.key
+
+    \b
+    node.yaml:
+      dram: 64GiB
+      allow-uid: [1000, 1001]
+      quota: {llama: 30%, team-a: 20GiB}
+    """
+    from kvstore.config.node import load_config, read_settings
+    from kvstore.supervisor.begin import supervise
+
+    settings: dict[str, object] = {name.replace("_", "-"): value for name, value in flags.items()}
+    settings["allow-uid"] = list(allow_uid) or None
+    settings["index"] = list(index) or None
+    shares = [(q.rpartition("=") if "=" in q else (q, "", ""))[::2] for q in quota]
+    if len(dict(shares)) != len(shares):
+        fail("--quota names one model or tenant twice: keep one of them", code=2)
+    settings["quota"] = dict(shares) or None
+    try:
+        supervise(load_config(config_path, settings), read_settings(config_path, settings))
+    except ConfigError as error:
+        fail(str(error), code=2)
+
+
+cli.add_command(index)
+cli.add_command(certs)
+cli.add_command(inspect)
+cli.add_command(explain)
+cli.add_command(top)
+
+
+@cli.command()
+@SOCKET_OPTION
+@click.option("--space", metavar="HEX", help="Only this space; its first digits do.")
+def clear(socket: Path, space: str | None) -> None:
+    """Forget cached blocks. Engines go on: what they look for is a miss until stored again.
+
+    The exit status is 1 when the disk could not take note of it: a restart would bring back what
+    is on it. A node forgets its own blocks only, also in a shared directory, and may fetch from
+    other nodes what they still hold: clear at each node.
+
+    \b
+    Examples:
+      kvstore clear
+      kvstore clear --space 3f9a
+    """
+    if space == "":
+        raise click.UsageError("--space is empty: give its first digits, or leave it out for all")
+    with node_client(socket) as client:
+        blocks = client.clear(space=space or "")
+    click.echo(f"{blocks} block{'' if blocks == 1 else 's'} forgotten")
+
+
+@cli.command()
+@SOCKET_OPTION
+def upgrade(socket: Path) -> None:
+    """Run the code that is installed now, and keep what is in memory. Engines go on.
+
+    The new code is loaded beside the old one, which serves until then; the node is away for less
+    than a second, in which requests are computed. Where the new code cannot go on with the memory,
+    or does not start, the old one stays: the exit status is 1. Settings stay as they were; files
+    of certificates are read again.
+
+    \b
+    Example:
+      pip install --upgrade kvstore_llm-*.whl && kvstore upgrade
+    """
+    from kvstore.supervisor.upgrade import UpgradeRefused, ask_for_upgrade
+
+    try:
+        click.echo(ask_for_upgrade(socket))
+    except (AttachError, UpgradeRefused) as error:
+        fail(str(error), code=1)
+
+
+@cli.command()
+@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--quarantine",
+    is_flag=True,
+    help="Save the good records of damaged segments and move those aside; no node may be running.",
+)
+@click.option("--json", "json_", is_flag=True, help="One JSON object: a list of directories.")
+def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
+    """Read every byte of a file tier's DIRECTORY and say what is wrong with it.
+
+    A node may be running, unless --quarantine is given. Of a directory that several nodes share,
+    the part of each is read. The exit status is 0 when all is well, 1 when damage was found, with
+    --quarantine too, which has then moved it aside (look again: 0), 2 when it is no file tier, or
+    --quarantine could not be done.
+
+    \b
+    Examples:
+      kvstore fsck /var/lib/kvstore
+      kvstore fsck /var/lib/kvstore --quarantine
+      kvstore fsck /mnt/shared --json | jq '.directories[] | select(.status > 0)'
+    """
+    from kvstore.cli.fsck import fsck as check_directory
+    from kvstore.cli.fsck import reports_as_json, stores_in
+
+    stores = stores_in(directory)
+    try:
+        reports = [check_directory(store, quarantine=quarantine) for store in stores]
+    except ConfigError as error:
+        fail(str(error), code=2)
+    if json_:
+        click.echo(reports_as_json(reports))
+    else:
+        for report in reports:
+            if not report.is_store:
+                fail(report.text(), code=report.status)
+            if len(reports) > 1:
+                click.echo(f"{report.directory}:")
+            click.echo(report.text())
+    sys.exit(max(report.status for report in reports))
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def demo(arguments: tuple[str, ...]) -> None:
+    """A real vLLM without and with kvstore, in a few minutes; --keep lets all go on.
+
+    \b
+    Examples:
+      kvstore demo
+      kvstore demo --keep
+      kvstore demo --cluster
+    """
+    module = "kvstore.testing.demo"
+    missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
+    if {"-h", "--help"} & set(arguments):
+        module = "kvstore.testing.demo_flags"
+    elif missing:
+        fail(
+            f"the demo runs a real vLLM, and this Python has no {' and no '.join(missing)}: "
+            "'make demo' in a clone installs all of it",
+            code=2,
+        )
+    # A program of its own: the node needs neither the engine nor the test kit that it is made of.
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    os.execv(sys.executable, command)  # noqa: S606
+
+
+def main() -> None:
+    """Entry point of the program."""
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        _discard_output()
+        fail(f"the output cannot be written: {error.strerror}", code=1)
+
+
+def _discard_output() -> None:
+    """Python flushes at its end, and would complain of what cannot be written once more."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def _run() -> None:
+    try:
+        cli(prog_name="kvstore", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(2)
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "kvstore"
+        message = error.format_message().rstrip(".")
+        see = " See" if message.endswith("?") else ": see"
+        fail(f"{message[0].lower()}{message[1:]}{see} '{path} --help'", code=2)
+    except click.ClickException as error:
+        fail(error.format_message(), code=2)
+    except click.Abort:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""`kvstore inspect prefix`: where the blocks of a prompt are, on one node or on all of a cluster.
+
+Tokens become keys here, in the CLI's own process, as a node says that its engines make them; node
+and index are sent keys only. Does not cover: what it looks like (`tell`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
+
+from kvstore.cli.ask import NodeClient
+from kvstore.config.defaults import PREFIX_KEYS_MAX
+from kvstore.engine.explain import HashingReport, RangeReport
+from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.errors import ConfigError
+from kvstore.index.chain import ALGORITHM, block_keys
+from kvstore.proto.convert import MemoryReport
+from kvstore.proto.feeds import KEYS_MAX
+from kvstore.types import KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstore.client.index import IndexClient
+
+TOKENS_FILE_BYTES_MAX: Final = 64 << 20
+TOKEN_MAX: Final = 2**32 - 1
+TOKENIZER_TIMEOUT_S: Final = 60.0
+
+
+class PrefixReport(msgspec.Struct, frozen=True):
+    """A prompt's blocks, now."""
+
+    space: str
+    tenant: str
+    label: str
+    block_tokens: int
+    prompt_tokens: int
+    held_tokens: int
+    """From the front: what a request would find."""
+    ranges: list[RangeReport]
+    engines: list[MemoryReport]
+    """Whose own memory holds how many of the leading blocks."""
+
+
+class HolderReport(msgspec.Struct, frozen=True):
+    """How far one holder goes: leading blocks that it has in a tier or in a faster one."""
+
+    node: str
+    engine: str
+    """Whose own memory it is; empty: the node's."""
+    rank: int
+    """Data-parallel."""
+    trust: str
+    hbm_blocks: int
+    dram_blocks: int
+    file_blocks: int
+    """All that it has."""
+
+
+class ClusterPrefix(msgspec.Struct, frozen=True):
+    """A prompt's blocks on all nodes, by what they told the index."""
+
+    space: str
+    tenant: str
+    label: str
+    block_tokens: int | None
+    """None, as the tokens below: no node was asked how large blocks are."""
+    prompt_tokens: int | None
+    asked_blocks: int
+    held_blocks: int
+    """Of whoever goes furthest."""
+    held_tokens: int | None
+    trust: str
+    """exact: nobody else holds the first block; catching-up: somebody may; stale: not known."""
+    holders: list[HolderReport]
+    """Furthest first."""
+
+
+class Prompt(NamedTuple):
+    """What is looked for."""
+
+    keys: Sequence[bytes]
+    """Of its full blocks."""
+    tokens: int
+
+
+def read_keys(path: Path) -> list[bytes]:
+    """Keys of blocks in chain order, from a file: 64 hex digits each, with white space between.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    words = _read(path).split()
+    try:
+        keys = [bytes.fromhex(word) for word in words]
+    except ValueError:
+        keys = []
+    if not keys or any(len(key) != KEY_BYTES for key in keys):
+        raise ConfigError(
+            f"{path} holds no keys of blocks: write 64 hex digits for each, one a line"
+        )
+    return keys
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > TOKENS_FILE_BYTES_MAX:
+            raise ConfigError(f"{path} is too long for a prompt: at most 64 MiB")
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def read_tokens(path: Path) -> list[int]:
+    """Token ids from a file: a JSON list, or numbers with white space between.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    text = _read(path)
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        tokens = [int(token) for token in found if not isinstance(token, bool)]
+    except (ValueError, TypeError, RecursionError):
+        tokens, found = [], [""]
+    if (
+        not tokens
+        or len(tokens) != len(found)
+        or not all(0 <= token <= TOKEN_MAX for token in tokens)
+    ):
+        raise ConfigError(
+            f"{path} holds no token ids: write a JSON list of numbers, or numbers with spaces"
+        )
+    return tokens
+
+
+def tokenize(text: str, tokenizer: str) -> list[int]:
+    """Token ids of a plain prompt, as the engine makes them for /v1/completions.
+
+    Raises:
+        ConfigError: there is no such tokenizer, it does not come in time, or there is nothing to
+            load it with.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError(
+            "--text needs the package transformers, which comes with the engine: run this where "
+            "the engine is installed, or give --tokens-file"
+        ) from None
+    found: list[int] = []
+    problem = "it could not be loaded"
+    ended = threading.Event()
+
+    def load() -> None:
+        nonlocal problem
+        try:
+            found.extend(AutoTokenizer.from_pretrained(tokenizer)(text).input_ids)
+            problem = ""
+        except (OSError, ValueError) as error:
+            problem = str(error).strip().splitlines()[0]
+        finally:
+            ended.set()
+
+    # A hub that cannot be reached is asked for file after file, again and again: that is not
+    # waited for, and a thread that still asks keeps no program from ending.
+    threading.Thread(target=load, name="tokenizer", daemon=True).start()
+    if not ended.wait(TOKENIZER_TIMEOUT_S):
+        raise ConfigError(
+            f"no tokenizer at {tokenizer!r} within {TOKENIZER_TIMEOUT_S:.0f} s: the hub is slow or"
+            " not reachable; give --tokenizer a directory, or set HF_HUB_OFFLINE=1 to use what was"
+            " downloaded before"
+        )
+    if problem:
+        raise ConfigError(f"no tokenizer at {tokenizer!r}: {problem}")
+    return found
+
+
+def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> HashingReport:
+    """The one space that is meant.
+
+    Raises:
+        ConfigError: none or several are.
+    """
+    found = [
+        row
+        for row in known
+        if row.space.startswith(space.lower()) and (not tenant or row.tenant == tenant)
+    ]
+    if not found:
+        raise ConfigError(
+            "no engine of that space has attached since the node started, so its keys are not "
+            "known: see 'kvstore inspect spaces'"
+        )
+    if len(found) > 1:
+        names = ", ".join(f"{row.space[:16]} (tenant {row.tenant}, {row.label})" for row in found)
+        raise ConfigError(f"several spaces fit, say which with --space and --tenant: {names}")
+    if found[0].hash_algorithm != ALGORITHM:
+        raise ConfigError(f"keys of {found[0].hash_algorithm} cannot be computed, {ALGORITHM} only")
+    return found[0]
+
+
+def is_whole(space: str) -> bool:
+    """Whether these are all digits of a space."""
+    return re.fullmatch(r"[0-9a-fA-F]{64}", space) is not None
+
+
+def hashing_of_keys(space: str, tenant: str) -> HashingReport:
+    """Of keys that are made already: no node says how, nor how many tokens a block has (0)."""
+    return HashingReport(space.lower(), tenant, "", 0, ALGORITHM, "")
+
+
+def prompt_of_tokens(tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str) -> Prompt:
+    """Tokens as the engines of a space name their blocks."""
+    keys = block_keys(
+        tokens,
+        block_tokens=hashing.block_tokens,
+        seed=hashing.hash_seed,
+        cache_salt=cache_salt,
+    )
+    return Prompt(keys, len(tokens))
+
+
+def prompt_of_keys(keys: Sequence[bytes], hashing: HashingReport) -> Prompt:
+    """Blocks whose names are known."""
+    return Prompt(keys, len(keys) * hashing.block_tokens)
+
+
+def look_up(client: NodeClient, prompt: Prompt, hashing: HashingReport) -> PrefixReport:
+    """Ask the node about a prompt's blocks. Raises AttachError."""
+    keys = prompt.keys
+    ranges: list[RangeReport] = []
+    for begin in range(0, len(keys), PREFIX_KEYS_MAX):
+        batch = b"".join(keys[begin : begin + PREFIX_KEYS_MAX])
+        ranges += [
+            msgspec.structs.replace(row, first_block=begin + row.first_block)
+            for row in client.prefix(hashing.tenant, bytes.fromhex(hashing.space), batch)
+        ]
+    engines = _in_engines(client, hashing, keys)
+    held = 0
+    for row in ranges:
+        if row.reason:
+            break
+        held += row.blocks
+    return PrefixReport(
+        space=hashing.space[:SPACE_DIGITS],
+        tenant=hashing.tenant,
+        label=hashing.label,
+        block_tokens=hashing.block_tokens,
+        prompt_tokens=prompt.tokens,
+        held_tokens=held * hashing.block_tokens,
+        ranges=ranges,
+        engines=engines,
+    )
+
+
+def _in_engines(
+    client: NodeClient, hashing: HashingReport, keys: Sequence[bytes]
+) -> list[MemoryReport]:
+    """By the events of the node's engines, batch after batch as long as somebody has all of it."""
+    found: dict[tuple[str, int], MemoryReport] = {}
+    for begin in range(0, len(keys), PREFIX_KEYS_MAX):
+        batch = keys[begin : begin + PREFIX_KEYS_MAX]
+        rows = client.memories(hashing.tenant, bytes.fromhex(hashing.space), b"".join(batch))
+        for row in rows:
+            name = (row.engine, row.rank)
+            before = found[name].blocks if name in found else 0
+            if before == begin:
+                found[name] = msgspec.structs.replace(row, blocks=begin + row.blocks)
+        if all(row.blocks < len(batch) for row in rows):
+            break
+    return list(found.values())
+
+
+def look_up_everywhere(index: IndexClient, prompt: Prompt, hashing: HashingReport) -> ClusterPrefix:
+    """Ask the index about a prompt's blocks, as far as it can be asked. Raises IndexUnavailable."""
+    keys = prompt.keys[:KEYS_MAX]
+    answer = index.match(hashing.tenant, bytes.fromhex(hashing.space), b"".join(keys))
+    holders = [
+        HolderReport(
+            node=match.holder.node,
+            engine=match.holder.engine,
+            rank=match.holder.rank,
+            trust=match.trust.word,
+            hbm_blocks=match.hbm_blocks,
+            dram_blocks=match.dram_blocks,
+            file_blocks=match.file_blocks,
+        )
+        for match in answer.matches
+    ]
+    held = max((each.file_blocks for each in holders), default=0)
+    size = hashing.block_tokens
+    holders.sort(key=lambda each: (-each.file_blocks, each.node, each.engine, each.rank))
+    return ClusterPrefix(
+        space=hashing.space[:SPACE_DIGITS],
+        tenant=hashing.tenant,
+        label=hashing.label,
+        block_tokens=size or None,
+        prompt_tokens=prompt.tokens if size else None,
+        asked_blocks=len(keys),
+        held_blocks=held,
+        held_tokens=held * size if size else None,
+        trust=answer.trust.word,
+        holders=holders,
+    )

@@ -1,0 +1,185 @@
+"""What `kvstore explain` and `kvstore inspect prefix` look like: facts, then a table of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvstore.cli.ask import TITLE, console, printable
+from kvstore.cli.prefix import ClusterPrefix, PrefixReport
+from kvstore.engine.explain import RangeReport, RequestReport
+from kvstore.index.feed import Trust
+from kvstore.proto.convert import INDEX_IS_STALE
+
+_TRUSTS: Final = {
+    "exact": "exact: nobody else holds the first block",
+    "catching-up": "catching-up: it is still being told, others may hold some too",
+    "stale": INDEX_IS_STALE,
+}
+Story = tuple[RequestReport, list[RangeReport] | None]
+"""A request and, where they were asked for, its ranges."""
+
+
+def stories_as_json(stories: Sequence[Story]) -> str:
+    """One object: a list of requests, each with its ranges where they were asked for."""
+    found = []
+    for request, ranges in stories:
+        row = msgspec.structs.asdict(request)
+        found.append(row if ranges is None else {**row, "ranges": ranges})
+    return _json({"requests": found})
+
+
+def prefix_as_json(prefix: PrefixReport | ClusterPrefix) -> str:
+    """One object."""
+    return _json({"prefix": prefix})
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
+def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
+    """One request, to stdout."""
+    out = console()
+    engine = f"{request.engine_id} ({request.label})" if request.label else request.engine_id
+    lines = {
+        "request": request.request,
+        "engine": f"{engine}, tenant {request.tenant}, space {request.space}",
+        "ended": f"{request.ended_ms_ago / 1000:.1f} s ago",
+        "prompt": _prompt(request),
+        "outcome": f"{request.outcome}: {request.text}" if request.outcome else "loaded",
+        "times": _times(request),
+        "stored": f"{request.stored_blocks} blocks of it are stored, or were already",
+    }
+    _facts(out, lines)
+    _blocks(out, ranges, request.block_tokens, request.prompt_tokens)
+
+
+def show_stories(requests: Sequence[RequestReport]) -> None:
+    """One line a request, newest first."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("request", "ended", "prompt", "own", "loaded", "from disk", "lookup", "outcome"):
+        justify = "left" if name in ("request", "outcome") else "right"
+        table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
+    for row in requests:
+        cells = (
+            row.request,
+            f"{row.ended_ms_ago / 1000:.1f} s ago",
+            row.prompt_tokens,
+            row.local_tokens,
+            row.loaded_tokens,
+            row.file_tokens,
+            _ms(row.lookup_us),
+            row.outcome or "loaded",
+        )
+        table.add_row(*(printable(str(cell)) for cell in cells))
+    console().print(table)
+
+
+def show_prefix(prefix: PrefixReport) -> None:
+    """Where a prompt's blocks are, to stdout."""
+    out = console()
+    space = f"{prefix.space} ({prefix.label})" if prefix.label else prefix.space
+    lines = {
+        "space": f"{space}, tenant {prefix.tenant}",
+        "prompt": f"{prefix.prompt_tokens} tokens, of which a request would find "
+        f"{prefix.held_tokens}",
+    }
+    if prefix.engines:
+        lines["hbm"] = ", ".join(
+            f"{row.blocks} blocks in engine {row.engine} rank {row.rank}" for row in prefix.engines
+        )
+    _facts(out, lines)
+    _blocks(out, prefix.ranges, prefix.block_tokens, prefix.prompt_tokens)
+
+
+def show_cluster_prefix(prefix: ClusterPrefix) -> None:
+    """Who holds a prompt's blocks, and how many from the front, to stdout."""
+    out, size = console(), prefix.block_tokens
+    space = f"{prefix.space} ({prefix.label})" if prefix.label else prefix.space
+    prompt = f"{prefix.asked_blocks} blocks asked for; at most {prefix.held_blocks} of them"
+    if size is not None:
+        prompt = f"{prefix.prompt_tokens} tokens, {prefix.asked_blocks} blocks of {size} asked for"
+        prompt += f"; at most {prefix.held_tokens} of them"
+    is_known = prefix.holders or prefix.trust != Trust.STALE.word
+    lines = {
+        "space": f"{space}, tenant {prefix.tenant}",
+        "prompt": f"{prompt} from one holder" if is_known else prompt.partition(";")[0],
+        "index": _TRUSTS.get(prefix.trust, prefix.trust),
+    }
+    _facts(out, lines)
+    if not prefix.holders:
+        nobody = "no node holds the first block"
+        out.print(Text(nobody if is_known else "not known: the index is stale", style="dim"))
+        return
+    table = Table(title="blocks from the first on, in this tier or a faster one", **TITLE)
+    for name in ("node", "engine", "trust", "gpu", "dram", "disk"):
+        is_number = name in ("gpu", "dram", "disk")
+        table.add_column(name, justify="right" if is_number else "left", header_style="dim")
+    for row in prefix.holders:
+        engine = f"{row.engine} rank {row.rank}" if row.engine else "-"
+        counts = map(str, (row.hbm_blocks, row.dram_blocks, row.file_blocks))
+        table.add_row(*map(printable, (row.node, engine, row.trust, *counts)))
+    out.print(table)
+
+
+def _facts(out: Console, lines: dict[str, str]) -> None:
+    for name, text in lines.items():
+        out.print(Text(f"{name:<9}", style="bold") + printable(text), soft_wrap=True)
+    out.print()
+
+
+def _prompt(request: RequestReport) -> str:
+    loaded = f"{request.loaded_tokens} loaded"
+    if request.loaded_tokens:
+        dram = request.loaded_tokens - request.file_tokens - request.peer_tokens
+        loaded += f" ({dram} from dram, {request.file_tokens} from disk"
+        loaded += f", {request.peer_tokens} from other nodes)" if request.peer_tokens else ")"
+    computed = max(0, request.prompt_tokens - request.local_tokens - request.loaded_tokens)
+    return (
+        f"{request.prompt_tokens} tokens: {request.local_tokens} in the engine's own cache, "
+        f"{loaded}, {computed} computed"
+    )
+
+
+def _times(request: RequestReport) -> str:
+    return (
+        f"queued {_ms(request.queued_us)}, lookup {_ms(request.lookup_us)}, "
+        f"waited for blocks {_ms(request.promotion_us)}, load {_ms(request.load_us)}"
+    )
+
+
+def _ms(us: int) -> str:
+    return f"{us / 1000:.1f} ms"
+
+
+def _blocks(
+    out: Console, ranges: Sequence[RangeReport], block_tokens: int, prompt_tokens: int
+) -> None:
+    table = Table(box=None, pad_edge=False)
+    has_nodes = any(row.node for row in ranges)
+    names = ("blocks", "tokens", "tier", *(["node"] if has_nodes else []), "missed", "why")
+    for name in names:
+        table.add_column(name, header_style="dim")
+    end = 0
+    for row in ranges:
+        end = row.first_block + row.blocks
+        tokens = _from_to(row.first_block * block_tokens, end * block_tokens)
+        node = [row.node or "-"] if has_nodes else []
+        cells = (_from_to(row.first_block, end), tokens, row.tier or "-", *node, row.reason or "-")
+        table.add_row(*(printable(cell) for cell in (*cells, row.text)))
+    if end * block_tokens < prompt_tokens:
+        tokens = _from_to(end * block_tokens, prompt_tokens)
+        node = ["-"] if has_nodes else []
+        full = "a block that is not full is never stored"
+        table.add_row("-", tokens, "-", *node, "no full block", full)
+    out.print(table)
+
+
+def _from_to(begin: int, end: int) -> str:
+    return str(begin) if end == begin + 1 else f"{begin}-{end - 1}"

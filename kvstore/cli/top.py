@@ -1,0 +1,229 @@
+"""`kvstore top`: what nodes say of themselves, made into figures. Who is asked, and the arithmetic.
+
+    a node's socket ─┐
+    the index ───────┴▶ Sample per node ─▶ Tally (the sample before) ─▶ Figures
+
+Loads of other nodes come from the index, which they tell with their beats: a node that is silent
+is seen there, and nobody waits for it. Rates are of what was counted between two samples, over the
+node's own clock. Does not cover: what it looks like (`top_view`), the terminal (`top_screen`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+import msgspec
+
+from kvstore.cli.ask import LOAD_TIMEOUT_S, NodeClient
+from kvstore.errors import KVStoreError
+from kvstore.index.feed import Trust
+from kvstore.proto.convert import INDEX_IS_STALE, UNKNOWN
+from kvstore.wire.load import Load
+
+if TYPE_CHECKING:
+    from kvstore.client.index import IndexClient
+
+MS_PER_S: Final = 1000
+UP, SILENT, GONE = "up", "silent", "gone"
+_STATES: Final = {Trust.EXACT: UP, Trust.CATCHING_UP: UP, Trust.STALE: SILENT, None: GONE}
+THIS_NODE: Final = "(this node)"
+WAITS: Final = 3
+"""Nodes tell their load every two seconds, and looks may be closer."""
+
+
+class Sample(NamedTuple):
+    """What is known of a node at one moment."""
+
+    node: str
+    state: str
+    trust: str
+    """How the index believes it; empty: nobody asked."""
+    incarnation: int
+    load: Load | None
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What is shown of a node. None: not known, or not yet."""
+
+    node: str
+    state: str
+    """up, silent (does not answer, or its beats are late), gone; unknown: the index is stale."""
+    index: str
+    """exact, catching-up, stale, out: how the index believes it; or unknown."""
+    replicas: int | None = None
+    """Of the index, that it is to tell …"""
+    replicas_reached: int | None = None
+    """… and reaches."""
+    dram_bytes: int | None = None
+    dram_used_bytes: int | None = None
+    file_bytes: int | None = None
+    file_used_bytes: int | None = None
+    leases: int | None = None
+    engines: int | None = None
+    slots_quarantined: int | None = None
+    fetch_p50_us: int | None = None
+    fetch_p99_us: int | None = None
+    hit_percent: float | None = None
+    """Of the blocks that were looked up between two samples; the rates below, too."""
+    stored_bytes_per_s: float | None = None
+    leased_bytes_per_s: float | None = None
+    fetched_bytes_per_s: float | None = None
+    lent_bytes_per_s: float | None = None
+
+
+class View(NamedTuple):
+    """What is shown."""
+
+    figures: list[Figures]
+    trouble: str
+    """Why it may be wrong; empty: it is not."""
+
+
+class Source(Protocol):
+    """Whom to ask."""
+
+    name: str
+    doubt: str
+    """Why the last sample cannot be believed; empty: it can."""
+
+    def sample(self) -> list[Sample]:
+        """All nodes, now. Raises KVStoreError."""
+        ...
+
+
+class OneNode:
+    """The node at a socket."""
+
+    doubt = ""
+
+    def __init__(self, socket: Path) -> None:
+        self.name = f"at {socket}"
+        self._socket = socket
+
+    def sample(self) -> list[Sample]:
+        """That node. Raises AttachError."""
+        with contextlib.closing(NodeClient(self._socket)) as client:
+            node, incarnation, load = client.load()
+        return [Sample(node or THIS_NODE, UP, "", incarnation, load)]
+
+
+class AllNodes:
+    """Those that the index knows."""
+
+    def __init__(self, client: IndexClient, name: str) -> None:
+        self.name = f"by the index {name}"
+        self.doubt = ""
+        self._client = client
+
+    def sample(self) -> list[Sample]:
+        """All of them. Raises IndexUnavailable."""
+        known = self._client.nodes(timeout_s=LOAD_TIMEOUT_S)
+        if known.trust is Trust.STALE:
+            self.doubt = INDEX_IS_STALE
+            return [Sample(m.node, UNKNOWN, UNKNOWN, m.incarnation, None) for m in known.nodes]
+        self.doubt = ""
+        return [
+            Sample(
+                member.node,
+                _STATES[member.trust],
+                "out" if member.trust is None else member.trust.word,
+                member.incarnation,
+                member.load,
+            )
+            for member in known.nodes
+        ]
+
+
+class Tally:
+    """Two samples of each node, and what lies between them."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Sample, Figures]] = {}
+        self.trouble = ""
+        """Why nobody answered the last time, or who did cannot be believed; empty: all is well."""
+
+    def ask(self, source: Source) -> list[Figures]:
+        """Of all nodes that answered now, or else of those that did the last time, as silent."""
+        try:
+            samples = source.sample()
+            self.trouble = source.doubt
+        except KVStoreError as error:
+            self.trouble = str(error)
+            lost = [sample for sample, _ in self._last.values()]
+            samples = [sample._replace(state=SILENT) for sample in lost]
+        return self.take(samples)
+
+    def take(self, samples: list[Sample]) -> list[Figures]:
+        """Figures of these nodes."""
+        made = {sample.node: (sample, self._figures(sample)) for sample in samples}
+        self._last = made
+        return [figures for _, figures in made.values()]
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether all that can be known of nodes that are up is known."""
+        return all(
+            figures.stored_bytes_per_s is not None or figures.state != UP or sample.load is None
+            for sample, figures in self._last.values()
+        )
+
+    def _figures(self, sample: Sample) -> Figures:
+        load = sample.load
+        if load is None or sample.state != UP:
+            return _nothing(sample)
+        before = self._last.get(sample.node)
+        figures = _gauges(sample, load)
+        if before is None or before[0].load is None or before[0].incarnation != sample.incarnation:
+            return figures
+        earlier, told = before[0].load, before[1]
+        if load.at_ms <= earlier.at_ms:  # not told anew
+            rates = {name: getattr(told, name) for name in _RATES.values()}
+            return msgspec.structs.replace(figures, hit_percent=told.hit_percent, **rates)
+        seconds = (load.at_ms - earlier.at_ms) / MS_PER_S
+        hit = max(0, load.blocks_hit - earlier.blocks_hit)
+        asked = hit + max(0, load.blocks_missed - earlier.blocks_missed)
+        rates = {
+            rate: max(0, getattr(load, name) - getattr(earlier, name)) / seconds
+            for name, rate in _RATES.items()
+        }
+        percent = 100 * hit / asked if asked else None
+        return msgspec.structs.replace(figures, hit_percent=percent, **rates)
+
+
+class WaitFor(Protocol):
+    """Lets time pass."""
+
+    def __call__(self, seconds: float, /) -> object: ...
+
+
+def one_view(source: Source, wait: WaitFor, *, interval_s: float) -> View:
+    """Figures with rates, as soon as there are some: two samples, at most WAITS intervals apart."""
+    tally = Tally()
+    tally.take(source.sample())
+    figures: list[Figures] = []
+    for _ in range(WAITS):
+        wait(interval_s)
+        figures = tally.take(source.sample())
+        if tally.has_rates:
+            break
+    return View(figures, source.doubt)
+
+
+_RATES: Final = {
+    "stored_bytes": "stored_bytes_per_s",
+    "leased_bytes": "leased_bytes_per_s",
+    "fetched_bytes": "fetched_bytes_per_s",
+    "lent_bytes": "lent_bytes_per_s",
+}
+
+
+def _nothing(sample: Sample) -> Figures:
+    return Figures(sample.node, sample.state, sample.trust)
+
+
+def _gauges(sample: Sample, load: Load) -> Figures:
+    names = set(Figures.__struct_fields__) & set(Load.__struct_fields__)
+    gauges = {name: getattr(load, name) for name in names}
+    return msgspec.structs.replace(_nothing(sample), **gauges)

@@ -1,0 +1,73 @@
+"""Whether the file system of --file can hold it: refused if it cannot, a warning if it may not.
+
+    the parent is missing                         refused: a disk that is not mounted, or a typo
+    SIZE is more than the file system has         refused
+    free + what the tier has there < the least    refused: not one segment could be written
+    free + what the tier has there < SIZE         a warning with the numbers, in the log
+
+Only at the first start of a node; a later process has memory to serve without its disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from kvstore.config.machine import file_system_bytes, file_system_free_bytes
+from kvstore.errors import ConfigError
+from kvstore.tiers.file import FileConfig
+from kvstore.tiers.file.config import CAPACITY_BYTES_MIN
+from kvstore.units import format_size
+
+_log = logging.getLogger(__name__)
+
+
+def refuse_what_cannot_hold(file: FileConfig) -> None:
+    """Raises ConfigError: one sentence with what to do."""
+    directory = file.directory
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if os.path.isfile(there):
+        raise ConfigError(
+            f"file tier in {directory}: {there} is a file, not a directory: give --file a directory"
+        )
+    if there not in (directory, directory.parent):
+        raise ConfigError(
+            f"file tier in {directory}: {directory.parent} does not exist: mount its disk, make it,"
+            " or give --file another directory"
+        )
+    size_bytes = file_system_bytes(directory)
+    if file.capacity_bytes > size_bytes:
+        raise ConfigError(
+            f"file of {format_size(file.capacity_bytes)} is more than the"
+            f" {format_size(size_bytes)} that the file system of {directory} has: choose a smaller"
+            " --file"
+        )
+    if file_system_free_bytes(directory) + used_bytes(file.home) < CAPACITY_BYTES_MIN:
+        raise ConfigError(
+            f"file tier in {directory}: its file system is full: make room for at least"
+            f" {format_size(CAPACITY_BYTES_MIN)}, or give --file another directory"
+        )
+
+
+def warn_of_too_little_room(file: FileConfig) -> None:
+    """At the start of a node: others use the disk as well, and more than was thought."""
+    free_bytes, own_bytes = file_system_free_bytes(file.directory), used_bytes(file.home)
+    if free_bytes + own_bytes < file.capacity_bytes:
+        _log.warning(
+            "the file tier in %s may grow to %s, but has %s and its file system %s free: blocks are"
+            " not written once it is full; make room, or choose a smaller --file",
+            file.directory,
+            format_size(file.capacity_bytes),
+            format_size(own_bytes),
+            format_size(free_bytes),
+        )
+
+
+def used_bytes(directory: Path) -> int:
+    """What the files of a tier take on disk; 0 where it cannot be looked at."""
+    try:
+        with os.scandir(directory) as found:
+            return sum(each.stat(follow_symlinks=False).st_blocks * 512 for each in found)
+    except OSError:
+        return 0

@@ -1,0 +1,472 @@
+"""The configuration of a node: one frozen tree, made from flags and YAML.
+
+Covers: every setting with its default and meaning, sizes that fit the machine, the sentence an
+operator reads when one does not. Does not cover: how the command line is spelled
+(`kvstore.cli.main`), addresses (`addresses`), what is about a cluster (`cluster`).
+
+Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
+text that is no size; dram larger than the memory there is; slab larger than dram; an address
+beyond loopback without the opt-in; events on what is no address; quotas
+that are no shares, or more than there is; a file tier that is no PATH:SIZE
+or too small; a scrub that is no rate; a policy or admission that does not exist; limits of writes
+without a file tier, or too small for a block.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import yaml
+
+from kvstore.arena import huge_page_pool
+from kvstore.config.addresses import (
+    DEFAULT_METRICS,
+    HttpConfig,
+    http_config,
+    no_events_address,
+    tcp_endpoints,
+)
+from kvstore.config.cluster import ClusterConfig, TlsSettings, resolve_cluster
+from kvstore.config.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
+from kvstore.config.disk_room import refuse_what_cannot_hold
+from kvstore.config.machine import available_memory
+from kvstore.engine.policy.choose import POLICIES
+from kvstore.engine.policy.disk import AdmissionMode
+from kvstore.engine.quotas import QUOTA_COUNT_MAX
+from kvstore.engine.writes import MOVING_SHARE
+from kvstore.errors import ConfigError
+from kvstore.tiers.file import FileConfig
+from kvstore.tiers.scrub import AUTO, ScrubRate
+from kvstore.types import SLOT_BYTES_MIN
+from kvstore.units import KIB, MIB, format_size, parse_size
+from kvstore.wording import why_not
+
+DEFAULT_POLICY: Final = "lru"
+DEFAULT_ADMISSION: Final = AdmissionMode.ALL
+UID_MAX: Final = (1 << 32) - 2
+ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
+SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
+SCRUB_BYTES_MIN: Final = 64 * KIB
+SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
+"""The kernel's limit for a unix socket path, less the longest suffix we add."""
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventsConfig:
+    """Where and how KV events are published; addresses as ZeroMQ spells them."""
+
+    endpoint: str
+    replay_endpoint: str
+    node: str
+    beyond_loopback: bool
+    whole_hashes: bool
+    """32 bytes each, as engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 publish theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """Everything a node needs to know, checked."""
+
+    socket: Path
+    """Attach socket; whatever else the node makes lies beside it."""
+    dram_bytes: int
+    """Size of the arena; a multiple of SLOT_BYTES_MIN."""
+    dram_note: str
+    """How `auto` chose, for the ready line; empty when the operator chose."""
+    slab_bytes: int
+    """Unit in which the arena is divided among slot sizes; a multiple of SLOT_BYTES_MIN."""
+    policy: str
+    """Which block leaves dram next: a name of POLICIES."""
+    file: FileConfig | None
+    file_admission: AdmissionMode
+    """Which blocks are written to the file tier."""
+    file_day_bytes: int
+    """What may be written to it in a day; 0: any amount."""
+    scrub: ScrubRate | None
+    """How fast dram and file are verified in the background, each; None: not at all."""
+    http: HttpConfig | None
+    events: EventsConfig | None
+    cluster: ClusterConfig | None
+    """Whom this node tells what it holds; None: nobody."""
+    quotas: tuple[tuple[str, int], ...]
+    """Bytes of dram promised to (model label or tenant)."""
+    allow_uids: frozenset[int]
+    """Users whose processes may attach: the trust domain of the arena."""
+    log_level: str
+
+
+class Settings(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab", kw_only=True
+):
+    """The settings as an operator writes them, in YAML with the names of the flags."""
+
+    socket: str = DEFAULT_SOCKET
+    dram: str | int = "auto"
+    policy: str = DEFAULT_POLICY
+    file: str | None = None
+    file_admission: str = DEFAULT_ADMISSION.value
+    file_writes_per_day: str | int | None = None
+    node_name: str | None = None
+    slab: str | int = "auto"
+    scrub: str | int | bool = "auto"
+    metrics: str | int | bool = DEFAULT_METRICS
+    metrics_beyond_loopback: bool = False
+    events: str | bool = "off"
+    event_hashes: str | None = None
+    insecure: bool = False
+    index: list[str] | str | None = None
+    engine_events: list[str] | None = None
+    index_listen: str | None = None
+    index_entries: str | int | None = None
+    peer_listen: str | None = None
+    transport: str | None = None
+    fetch: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    quota: dict[str, str | int] | None = None
+    allow_uid: list[int | str] | int | str | None = None
+    log_level: str = "info"
+
+
+def read_settings(path: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a YAML file, if any, overridden by flags that are not None.
+
+    `flags` has the keys of `Settings` in YAML spelling.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    merged = {} if path is None else _read_yaml(path)
+    merged.update({name: value for name, value in flags.items() if value is not None})
+    return merged
+
+
+def load_config(
+    path: Path | None, flags: Mapping[str, Any], *, arena: tuple[int, str] | None = None
+) -> NodeConfig:
+    """The configuration that the settings of `read_settings` mean.
+
+    `arena`: size and note of the dram, when that was chosen at an earlier start.
+
+    Raises:
+        ConfigError: one sentence: what is wrong and how to mend it.
+    """
+    return _resolve(convert_settings(path, flags, Settings), arena)
+
+
+def convert_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -> _S:
+    """The settings of `read_settings` as a struct of these. Raises ConfigError."""
+    try:
+        return msgspec.convert(read_settings(path, flags), kind)
+    except msgspec.ValidationError as error:
+        where = f"--config {path}" if path else "configuration"
+        raise ConfigError(f"{where}: {why_not(error, kind)}") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), path)
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {_summary(error)}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"--config {path} is nested too deeply: it holds lines such as 'dram: 64GiB'"
+        ) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"--config {path} must hold lines such as 'dram: 64GiB'")
+    return content
+
+
+def _summary(error: Exception) -> str:
+    """One line; PyYAML's own has the text's name, which is not the file's, several times."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def _refuse_duplicates(document: yaml.Node | None, path: Path) -> None:
+    """YAML lets the last of two equal keys win, silently; an operator meant one of them."""
+    if isinstance(document, yaml.MappingNode):
+        names = [str(key.value) for key, _ in document.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"--config {path} has {name!r} twice: keep one of them")
+
+
+def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
+    dram_bytes, note = arena or _dram(settings.dram)
+    level = settings.log_level.lower()
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"log-level {level!r} is unknown: use one of {', '.join(LOG_LEVELS)}")
+    if settings.policy not in POLICIES:
+        raise ConfigError(f"policy {settings.policy!r} is unknown: use {' or '.join(POLICIES)}")
+    slab_bytes = _slab(settings.slab, dram_bytes)
+    scrub = _scrub(settings.scrub)
+    if settings.node_name is not None and not _has_use_for_a_name(settings):
+        raise ConfigError(
+            "node-name is for a shared directory, for events and for a cluster: add ',shared' to"
+            " --file, or --events, or --index, or leave it out"
+        )
+    file = _file(settings.file, settings.node_name, dram_bytes=dram_bytes, scrub=scrub)
+    if file is not None and arena is None:  # a later process has memory to serve without its disk
+        refuse_what_cannot_hold(file)
+    return NodeConfig(
+        socket=_socket(settings.socket),
+        dram_bytes=dram_bytes,
+        dram_note=note,
+        slab_bytes=slab_bytes,
+        policy=settings.policy,
+        file=file,
+        file_admission=_file_admission(settings),
+        file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
+        scrub=scrub,
+        http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
+        events=_events(settings),
+        cluster=_cluster(settings),
+        quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes),
+        allow_uids=_uids(settings.allow_uid),
+        log_level=level,
+    )
+
+
+def _has_use_for_a_name(settings: Settings) -> bool:
+    has_events = settings.events not in (False, "off")
+    has_cluster = bool(settings.index) or settings.index_listen is not None
+    return has_events or has_cluster or (settings.file or "").endswith(",shared")
+
+
+def _cluster(settings: Settings) -> ClusterConfig | None:
+    return resolve_cluster(
+        indexes=[settings.index] if isinstance(settings.index, str) else settings.index or [],
+        engine_events=settings.engine_events or (),
+        index_listen=settings.index_listen,
+        index_entries=settings.index_entries,
+        peer_listen=settings.peer_listen,
+        transport=settings.transport,
+        fetch=settings.fetch,
+        node_name=settings.node_name,
+        tls=TlsSettings(
+            ca=settings.ca, cert=settings.cert, key=settings.key, insecure=settings.insecure
+        ),
+    )
+
+
+def _file(
+    text: str | None, node_name: str | None, *, dram_bytes: int, scrub: ScrubRate | None
+) -> FileConfig | None:
+    """PATH:SIZE of the file tier, with ,shared behind it for a directory of several nodes."""
+    if text is None:
+        return None
+    path, colon, size = text.rpartition(":")
+    if not colon or not path:
+        raise ConfigError(
+            f"file {text!r} must be PATH:SIZE or PATH:SIZE,shared, such as /var/lib/kvstore:2TiB"
+        )
+    size, comma, mode = size.partition(",")
+    if comma and mode != "shared":
+        raise ConfigError(f"file {text!r} ends in {mode!r}: only 'shared' may stand there")
+    directory, capacity_bytes = Path(path).absolute(), _size("file", size)
+    return FileConfig(
+        directory=directory,
+        capacity_bytes=capacity_bytes,
+        shared=bool(comma),
+        node=node_name or platform.node(),
+        # As much as the engine core may have in motion each way.
+        queued_bytes_max=max(FileConfig.queued_bytes_max, dram_bytes // MOVING_SHARE),
+        scrub=scrub,
+    )
+
+
+def _scrub(text: str | int | bool) -> ScrubRate | None:
+    """auto, off, or a size: so much a second, of each tier."""
+    if text is False or text == "off":  # YAML reads a bare off as false
+        return None
+    if text == "auto":
+        return AUTO
+    try:
+        size = parse_size(str(text))
+    except ValueError:
+        size = 0
+    if size < SCRUB_BYTES_MIN:
+        raise ConfigError(
+            f"scrub {text!r} must be what is read a second of each tier, at least"
+            f" {format_size(SCRUB_BYTES_MIN)}, such as 64MiB, or auto, or off"
+        )
+    return ScrubRate(size, daily=False)
+
+
+def _file_admission(settings: Settings) -> AdmissionMode:
+    modes = {mode.value: mode for mode in AdmissionMode}
+    if settings.file_admission not in modes:
+        raise ConfigError(
+            f"file-admission {settings.file_admission!r} is unknown: use {' or '.join(modes)}"
+        )
+    mode = modes[settings.file_admission]
+    if settings.file is None and mode is not DEFAULT_ADMISSION:
+        raise ConfigError("file-admission is about the file tier: add --file, or leave it out")
+    return mode
+
+
+def _file_day_bytes(settings: Settings, *, slab_bytes: int) -> int:
+    if settings.file_writes_per_day is None:
+        return 0
+    if settings.file is None:
+        raise ConfigError("file-writes-per-day is about the file tier: add --file, or leave it out")
+    size = _size("file-writes-per-day", settings.file_writes_per_day)
+    # A block is never larger than a slab: each can be written some day. Its page comes on top.
+    if size < 2 * slab_bytes:
+        raise ConfigError(
+            f"file-writes-per-day of {format_size(size)} is too small: give at least"
+            f" {format_size(2 * slab_bytes)}, two slabs, with its unit, such as 1TiB"
+        )
+    return size
+
+
+def _size(name: str, text: str | int) -> int:
+    try:
+        return parse_size(str(text))
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _dram(text: str | int) -> tuple[int, str]:
+    """(bytes, how auto chose)."""
+    available, source = available_memory()
+    note = ""
+    if text == "auto":
+        size = available // 2
+        note = f"half of the {format_size(available)} that {source} has available"
+    else:
+        size = _size("dram", text)
+    size -= size % SLOT_BYTES_MIN
+    if size < ARENA_BYTES_MIN:
+        raise ConfigError(
+            f"--dram {text} is too small: give at least {format_size(ARENA_BYTES_MIN)}, with its"
+            " unit, such as 64GiB"
+        )
+    if size > max(available, huge_page_pool()[0]):
+        raise ConfigError(
+            f"dram of {format_size(size)} is more than the {format_size(available)} that {source}"
+            " has available: choose a smaller --dram, or auto"
+        )
+    return size, note
+
+
+def _slab(text: str | int, dram_bytes: int) -> int:
+    if text == "auto":
+        size = min(SLAB_BYTES_AUTO_MAX, dram_bytes // 4)
+        return size - size % SLOT_BYTES_MIN
+    size = _size("slab", text)
+    if not SLOT_BYTES_MIN <= size <= dram_bytes or size % SLOT_BYTES_MIN:
+        raise ConfigError(
+            f"slab of {format_size(size)} must be a multiple of {format_size(SLOT_BYTES_MIN)}"
+            f" and at most dram, {format_size(dram_bytes)}: leave it out, or use auto"
+        )
+    return size
+
+
+def _socket(text: str) -> Path:
+    if not text.strip():
+        raise ConfigError(f"socket must be a path, such as {DEFAULT_SOCKET}")
+    path = Path(text)
+    if not path.is_absolute():
+        path = Path.cwd() / path
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"socket path {path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes a socket may"
+            " have: choose a shorter one"
+        )
+    return path
+
+
+def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[str, int], ...]:
+    """NAME: SHARE, a share being a part of dram (30%) or a size."""
+    if len(quotas) > QUOTA_COUNT_MAX:
+        raise ConfigError(f"{len(quotas)} quotas are more than {QUOTA_COUNT_MAX}: give fewer")
+    found = []
+    for name, text in quotas.items():
+        percent = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?%", str(text))
+        if not name or not str(text):
+            raise ConfigError(_no_quota(name, text))
+        size = int(dram_bytes * float(percent[1]) / 100) if percent else _size("quota", text)
+        if size == 0:
+            raise ConfigError(_no_quota(name, text))
+        if size < SLOT_BYTES_MIN:
+            raise ConfigError(
+                f"quota {name}={text} is {format_size(size)}, less than any block: give a part of"
+                " dram with its %, or a size with its unit"
+            )
+        found.append((name, size))
+    if sum(size for _, size in found) > dram_bytes:
+        raise ConfigError(
+            f"quotas promise {format_size(sum(size for _, size in found))}, more than dram has,"
+            f" {format_size(dram_bytes)}: choose smaller shares"
+        )
+    return tuple(found)
+
+
+def _no_quota(name: str, text: str | int) -> str:
+    given = f"{name}={text}" if str(text) else name
+    return (
+        f"quota {given} must be NAME=SHARE, such as llama=30% or llama=20GiB, where NAME is"
+        " a model's served name or a tenant"
+    )
+
+
+def _events(settings: Settings) -> EventsConfig | None:
+    """ipc:///PATH, with the replay socket at PATH.replay, or tcp://ADDRESS:PORT, with it one port
+    above; port 0 lets the kernel choose both."""
+    hashes = settings.event_hashes or HASH_FORMS[0]
+    if settings.events is False or settings.events == "off":
+        if settings.event_hashes is not None:
+            raise ConfigError("event-hashes is about events: add --events, or leave it out")
+        return None
+    if hashes not in HASH_FORMS:
+        raise ConfigError(
+            f"event-hashes {settings.event_hashes!r} is unknown: use one of {', '.join(HASH_FORMS)}"
+        )
+    kind, _, place = str(settings.events).partition("://")
+    beyond_loopback = False
+    if kind == "ipc" and place.startswith("/"):
+        endpoints = f"ipc://{_socket(place)}", f"ipc://{_socket(place + '.replay')}"
+    elif kind == "tcp":
+        endpoints, beyond_loopback = tcp_endpoints(place, insecure=settings.insecure)
+    else:
+        raise ConfigError(no_events_address(settings.events))
+    return EventsConfig(
+        endpoint=endpoints[0],
+        replay_endpoint=endpoints[1],
+        node=settings.node_name or platform.node(),
+        beyond_loopback=beyond_loopback,
+        whole_hashes=hashes == "bytes",
+    )
+
+
+def _uids(value: list[int | str] | int | str | None) -> frozenset[int]:
+    if value is None:
+        return frozenset({os.geteuid(), 0})
+    texts = [str(each) for each in (value if isinstance(value, list) else [value])]
+    for text in texts:
+        if not (text.isascii() and text.isdigit() and int(text) <= UID_MAX):
+            raise ConfigError(
+                f"allow-uid {text!r} must be a numeric user id, such as 1000: 'id -u NAME' prints"
+                " that of a user"
+            )
+    if not texts:
+        raise ConfigError("allow-uid must name numeric user ids, such as 1000")
+    return frozenset(map(int, texts)) | {os.geteuid()}

@@ -1,0 +1,283 @@
+"""A replica of the index: its socket, its pages, its process.
+
+    kvstore index ─▶ run_index ─▶ Replica (loop thread: service, health, reflection) and pages
+    kvstore node --index-listen ─▶ the same Replica, on the loop that the node's feed runs on
+
+Covers: listening, draining, what /metrics and /healthz say. Does not cover: the service (`index`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from kvstore import __version__
+from kvstore.client.tls import Tls
+from kvstore.config.addresses import joined
+from kvstore.config.cluster import IndexConfig, ReplicaConfig
+from kvstore.errors import ConfigError
+from kvstore.index import native
+from kvstore.index.index import Index
+from kvstore.indexer.service import TICK_S, IndexService, now_ms
+from kvstore.indexer.shares import Shares
+from kvstore.net import callers
+from kvstore.net.aio import LoopThread, persist
+from kvstore.net.http import HttpServer, Page, text_page
+from kvstore.net.tls import (
+    INSECURE,
+    INSECURE_NOTE,
+    certificate_ends,
+    server_credentials,
+    warn_of_its_end,
+)
+from kvstore.obs import logs
+from kvstore.obs.metrics import Family, family
+from kvstore.ports import IndexStore
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
+from kvstore.stores.local import LocalStore
+
+CALL_COUNT_MAX: Final = 8192
+"""Feeds and watchers included."""
+CALLS_PER_CONNECTION_MAX: Final = 64
+UNREAD_BYTES_MAX: Final = (64 << 10) - 1
+DRAIN_S: Final = 1.0
+START_TIMEOUT_S: Final = 10.0
+PAGE_TIMEOUT_S: Final = 1.0
+PING_MS: Final = 10_000
+"""A connection that is silent for so long is asked whether it lives …"""
+PING_TIMEOUT_MS: Final = 5_000
+"""… and closed when it does not answer."""
+PING_LEAST_MS: Final = 1_000
+"""Of others: who asks more often is hung up on."""
+SERVICES: Final = (
+    pb.DESCRIPTOR.services_by_name["Index"].full_name,
+    health.SERVICE_NAME,
+    reflection.SERVICE_NAME,
+)
+_OPTIONS: Final = (
+    # Or a second replica could take the same port, and half of the calls.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", feeds.MESSAGE_BYTES_MAX),
+    ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION_MAX),
+    # Of what nobody reads yet no more than this is taken in, of each call.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", UNREAD_BYTES_MAX),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.keepalive_time_ms", PING_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    # The one above is of kernels, this is of processes; and an index may have no news for hours.
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", PING_LEAST_MS),
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Replica:
+    """Listens from construction until `close`."""
+
+    def __init__(self, config: ReplicaConfig, tls: Tls | None, loop: LoopThread) -> None:
+        """`tls` None: everybody is believed.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        self._loop = loop
+        self._store = _store_of(config, loop)
+        self._service = IndexService(self._store, demands_names=tls is not None)
+        self._health = health.aio.HealthServicer()
+        self.insecure = tls is None
+        self.host = config.host
+        try:
+            self.port = loop.call(self._listen(config, tls), timeout_s=START_TIMEOUT_S)
+        except RuntimeError:
+            self._service.close()
+            raise ConfigError(
+                f"the index cannot listen on {joined(config.host, config.port)}: the address is in"
+                f" use or not of this machine; choose another {config.option}"
+            ) from None
+        if tls is None:
+            _log.warning(INSECURE, self.address)
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return joined(self.host, self.port)
+
+    @property
+    def note(self) -> str:
+        """What an operator should know of a replica that serves; empty when there is nothing."""
+        notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble, self._service.trouble)
+        return ", and ".join(filter(None, notes))
+
+    async def _listen(self, config: ReplicaConfig, tls: Tls | None) -> int:
+        self._server = grpc.aio.server(
+            interceptors=[Shares(self._service.call_refused)],
+            options=[*_OPTIONS, *callers.limits()],
+            maximum_concurrent_rpcs=CALL_COUNT_MAX,
+        )
+        add_IndexServicer_to_server(self._service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(SERVICES, self._server)
+        for service in ("", SERVICES[0]):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        place = joined(config.host, config.port)
+        if tls is None:
+            port = self._server.add_insecure_port(place)
+        else:
+            port = self._server.add_secure_port(place, server_credentials(tls))
+        await self._server.start()
+        ticking = persist("regular work of the index", self._service.tick, pause_s=TICK_S)
+        self._tick = asyncio.get_running_loop().create_task(ticking)
+        return int(port)
+
+    def close(self) -> None:
+        """Say that it goes, let calls end for a moment, and stop."""
+        with contextlib.suppress(TimeoutError):
+            self._loop.call(self._stop(), timeout_s=DRAIN_S + START_TIMEOUT_S)
+        self._service.close()
+
+    async def _stop(self) -> None:
+        await self._health.enter_graceful_shutdown()
+        self._tick.cancel()
+        await self._server.stop(DRAIN_S)
+        await self._store.close()
+
+    # ── pages ────────────────────────────────────────────────────────────────────────────────────
+
+    def families(self) -> list[Family]:
+        """Its metrics. Raises TimeoutError."""
+        return self._loop.call(self._families(), timeout_s=PAGE_TIMEOUT_S)
+
+    async def _families(self) -> list[Family]:
+        service, sizes = self._service, self._store.statistics()
+        trusts = [member.trust for member in self._store.members(now_ms())]
+        states = [("out" if trust is None else trust.name.lower()) for trust in trusts]
+        names = ("exact", "catching_up", "stale", "out")
+        return [
+            family("kvstore_index_entries", [((), sizes.entry_count)]),
+            family("kvstore_index_blocks", [((), sizes.block_count)]),
+            family("kvstore_index_memory_bytes", [((), sizes.memory_bytes)]),
+            family("kvstore_index_evictions_total", [((), sizes.evicted_count)]),
+            family("kvstore_index_nodes", [((name,), states.count(name)) for name in names]),
+            family("kvstore_index_feeds", [((), service.feed_count)]),
+            family("kvstore_index_store_up", [((), int(not self._store.trouble))]),
+            family("kvstore_index_store_failures_total", [((), self._store.failure_count)]),
+            family("kvstore_index_watchers", [((), service.watcher_count)]),
+            *(
+                family(f"kvstore_index_{name}_total", [((), count)])
+                for name, count in vars(service.counters).items()
+            ),
+        ]
+
+
+def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
+    """Where what nodes say is kept. Raises ConfigError."""
+    if config.store is None:
+        is_native = native.is_available() and not config.is_plain
+        if is_native:  # before the clock is read: it is young for its first seconds of listening
+            _log.info("compiling the index's loops: half a minute at most; --plain starts at once")
+            native.compiled()
+        index = Index(
+            entry_count_max=config.entry_count_max,
+            now_ms=now_ms(),
+            seed=secrets.randbits(62),
+            is_native=is_native,
+        )
+        return LocalStore(index)
+    # Only here: its library comes with an extra.
+    from kvstore.stores.redis import RedisStore
+
+    store = RedisStore(config.store, entry_count_max=config.entry_count_max)
+    loop.call(store.verify(), timeout_s=START_TIMEOUT_S)
+    return store
+
+
+class IndexCollector(Collector):
+    """The metrics of a replica that is a process of its own."""
+
+    def __init__(self, replica: Replica, tls: Tls | None) -> None:
+        self._replica, self._tls = replica, tls
+        self._version = __version__
+
+    def collect(self) -> Iterator[Family]:
+        """Raises TimeoutError when the loop does not answer."""
+        yield family("kvstore_index_info", [((self._version,), 1)])
+        yield certificate_ends(self._tls)
+        yield from self._replica.families()
+
+    def describe(self) -> list[Family]:
+        return []
+
+
+def make_pages(replica: Replica, tls: Tls | None) -> dict[str, Callable[[], Page]]:
+    """The pages of a replica by path. `tls`: what it was started with."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(IndexCollector(replica, tls))
+
+    def metrics() -> Page:
+        try:
+            return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+        except TimeoutError:
+            return text_page(503, "the index is busy: ask again later")
+
+    def healthz() -> Page:
+        try:
+            replica.families()
+        except TimeoutError:
+            return text_page(503, "the index did not answer in time")
+        return text_page(200, ", but ".join(filter(None, ["ok", replica.note])))
+
+    return {"/metrics": metrics, "/healthz": healthz}
+
+
+def run_index(config: IndexConfig) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP. Call it in the main thread.
+
+    Raises:
+        ConfigError: it cannot start with this configuration on this machine.
+    """
+    warn_of_its_end(config.tls, renewal="this index reads it when it is started again")
+    with contextlib.ExitStack() as stack:
+        loop = LoopThread("index")
+        stack.callback(loop.close)
+        replica = Replica(config.replica, config.tls, loop)
+        stack.callback(replica.close)
+        url = ""
+        if config.http is not None:
+            http = HttpServer(config.http, make_pages(replica, config.tls))
+            stack.callback(http.close)
+            http.start()
+            url = http.url + "/metrics"
+        asked_to_stop = threading.Event()
+        store = config.replica.store
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: asked_to_stop.set())
+        logs.say(
+            __name__,
+            f"kvstore index ready: version={__version__} listen={replica.address}"
+            f" metrics={url or 'off'}"
+            f" tls={'off' if replica.insecure else 'on'}"
+            f" entries={config.replica.entry_count_max}"
+            f" store={store.place if store is not None else 'memory'}",
+        )
+        asked_to_stop.wait()
+    _log.info("stopped")

@@ -1,0 +1,402 @@
+"""The index service: feeds in, answers out, over gRPC.
+
+    Feed ─▶ checked words ─▶ IndexStore.hear ─▶ go on, ask for a snapshot, or close
+    Match, Nodes, Watch ─▶ IndexStore.match, .members
+
+One asyncio loop owns the store, so nothing is locked. Bounded: messages of 1 MiB, calls, watchers
+and questions by tokens by number, what a caller does not read by time, each caller by `shares`.
+
+When a stream breaks, the node's peer address is dialled once: refused means that nobody is there,
+and it is out of every answer at once. Only an address at the host that the stream came from is
+dialled, so that no node can make this process knock elsewhere.
+
+Covers: the service. Does not cover: what is believed (`kvstore.index`), where it is kept
+(`kvstore.stores`), forms (`kvstore.proto.feeds`), sockets, threads and pages (`replica`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NoReturn
+from urllib.parse import unquote
+
+import grpc
+
+from kvstore.config.addresses import address_of
+from kvstore.errors import ProtocolError
+from kvstore.index.chain import block_keys
+from kvstore.index.feed import Beat, Closed, Delta, Event, Hello, Part, Refused, Trust, Verdict
+from kvstore.index.index import Answer, Member
+from kvstore.index.rivals import Rivals
+from kvstore.indexer.twins import OWN_NAMES
+from kvstore.net.tls import peer_identities
+from kvstore.ports import IndexStore
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import IndexServicer
+from kvstore.types import KEY_BYTES, Incarnation, SpaceId
+
+FEED_COUNT_MAX: Final = 4096
+WATCHER_COUNT_MAX: Final = 64
+WATCH_KEYS_MAX: Final = 1024
+TOKEN_QUESTIONS_MAX: Final = 16
+"""Prompts of tokens that wait for their keys: a second of work and 32 MiB, or so."""
+WATCH_PERIOD_S: Final = 0.1
+"""A watcher is told at most this often; what came and went in between is left out. All who ask for
+the nodes are told one list for so long."""
+READER_TIMEOUT_S: Final = 5.0
+"""Who takes longer to read what he watches is hung up on."""
+HELLO_TIMEOUT_S: Final = 5.0
+DIAL_TIMEOUT_S: Final = 1.0
+DIALS_MAX: Final = 3
+TICK_S: Final = 0.1
+
+_log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+News = tuple[Incarnation, str, Trust | None]
+"""What a watcher is told of at once. Sequence numbers and loads move all the time."""
+
+
+class IndexCounters:
+    """What the service did since the start."""
+
+    def __init__(self) -> None:
+        self.matches = 0
+        self.words = 0
+        self.keys_told = 0
+        self.snapshots_asked = 0
+        self.words_refused = 0
+        self.feeds_refused = 0
+        self.watchers_dropped = 0
+        self.calls_refused = 0
+
+
+class _Sight:
+    """The nodes as watchers see them, taken from the store once a period for all of them."""
+
+    def __init__(self, store: IndexStore) -> None:
+        self._store = store
+        self._due_ms = 0
+        self._news: dict[str, News] = {}
+        self.members: dict[str, Member] = {}
+
+    def look(self, now_ms: int) -> dict[str, News]:
+        """By node; the same object for as long as nothing is news."""
+        if now_ms >= self._due_ms:
+            self._due_ms = now_ms + int(WATCH_PERIOD_S * 1000)
+            self.members = {member.node: member for member in self._store.members(now_ms)}
+            news = {
+                name: (its.incarnation, its.address, its.trust)
+                for name, its in self.members.items()
+            }
+            if news != self._news:
+                self._news = news
+        return self._news
+
+
+class IndexService(IndexServicer):
+    """One replica. All of it runs on one loop."""
+
+    def __init__(self, store: IndexStore, *, demands_names: bool) -> None:
+        """`demands_names`: a feed is of the node that its certificate names."""
+        self.store = store
+        self.counters = IndexCounters()
+        self._demands_names = demands_names
+        self._feeds: dict[str, Hello] = {}
+        """The newest stream of each node."""
+        self._hosts: dict[str, str] = {}
+        """From where it came."""
+        self._rivals = Rivals()
+        self._watchers = 0
+        self._endings: set[asyncio.Task[None]] = set()
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
+        """Keys of long prompts take tens of milliseconds."""
+        self._token_questions = 0
+        """Of that thread, those included whose callers have hung up."""
+        self._sight = _Sight(store)
+        self._listed = pb.NodesReply()
+        self._listed_until_ms = 0
+
+    @property
+    def feed_count(self) -> int:
+        return len(self._feeds)
+
+    @property
+    def watcher_count(self) -> int:
+        return self._watchers
+
+    def call_refused(self) -> None:
+        """Its caller had too many (`shares`)."""
+        self.counters.calls_refused += 1
+
+    async def tick(self) -> None:
+        """What time alone brings about, for as long as it is not cancelled."""
+        while True:
+            await self.store.tick(loop_ms())
+            await asyncio.sleep(TICK_S)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._hashing.shutdown(wait=False, cancel_futures=True)
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────
+
+    async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchReply:
+        keys = await self._keys(request, context)
+        return feeds.reply_of(await self._match(request, keys), blocks=len(keys) // KEY_BYTES)
+
+    async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
+        # Every node asks each second: a list for each of them would be the square of the nodes.
+        if loop_ms() >= self._listed_until_ms:
+            # What it says of a prompt that nobody has is what it can say of itself.
+            trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
+            now_ms = loop_ms()
+            rows = [_row(member) for member in self.store.members(now_ms)]
+            self._listed = pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
+            self._listed_until_ms = now_ms + int(WATCH_PERIOD_S * 1000)
+        return self._listed
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
+        keys = b""
+        if request.HasField("prefix"):
+            keys = await self._keys(request.prefix, context)
+        if len(keys) > WATCH_KEYS_MAX * KEY_BYTES:
+            await _refuse(context, f"a watcher names {WATCH_KEYS_MAX} blocks at most")
+        if not request.nodes and not keys:
+            await _refuse(context, "watch nodes, or a prefix, or both")
+        if self._watchers >= WATCHER_COUNT_MAX:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, f"{WATCHER_COUNT_MAX} watchers are there already")
+        self._watchers += 1
+        try:
+            await self._watch(request, keys, context)
+        finally:
+            self._watchers -= 1
+
+    async def _watch(self, request: pb.WatchRequest, keys: bytes, context: Context) -> None:
+        told: dict[str, News] = {}
+        answered: pb.MatchReply | None = None
+        is_first = True
+        while True:
+            reply = pb.WatchReply()
+            if request.nodes and (news := self._sight.look(loop_ms())) is not told:
+                changed = [name for name, its in news.items() if its != told.get(name)]
+                reply.nodes.extend(_row(self._sight.members[name]) for name in changed)
+                reply.gone.extend(told.keys() - news.keys())
+                told = news
+            if keys:
+                blocks = len(keys) // KEY_BYTES
+                answer = feeds.reply_of(await self._match(request.prefix, keys), blocks=blocks)
+                if answer != answered:
+                    reply.prefix.CopyFrom(answer)
+                    answered = answer
+            if is_first or reply.ByteSize():
+                try:
+                    await asyncio.wait_for(context.write(reply), READER_TIMEOUT_S)
+                except TimeoutError:
+                    self.counters.watchers_dropped += 1
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it is not read")
+            is_first = False
+            await asyncio.sleep(WATCH_PERIOD_S)
+
+    async def _match(self, request: pb.MatchRequest, keys: bytes) -> Answer:
+        self.counters.matches += 1
+        return await self.store.match(request.tenant, SpaceId(request.space), keys, loop_ms())
+
+    async def _keys(self, request: pb.MatchRequest, context: Context) -> bytes:
+        try:
+            feeds.check_match(request)
+        except ProtocolError as error:
+            await _refuse(context, str(error))
+        if request.WhichOneof("prompt") == "keys":
+            return request.keys
+        if self._token_questions >= TOKEN_QUESTIONS_MAX:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, f"{TOKEN_QUESTIONS_MAX} prompts of tokens wait already")
+        self._token_questions += 1
+        loop = asyncio.get_running_loop()
+        making = loop.run_in_executor(self._hashing, _keys_of_tokens, request.tokens)
+        making.add_done_callback(self._made)
+        # What is cancelled stays in the queue of the thread, where nobody would count it.
+        return await asyncio.shield(making)
+
+    def _made(self, _: asyncio.Future[bytes]) -> None:
+        self._token_questions -= 1
+
+    # ── feeds ────────────────────────────────────────────────────────────────────────────────────
+
+    async def Feed(
+        self, words: AsyncIterator[pb.FeedWord], context: Context
+    ) -> AsyncIterator[pb.FeedOrder]:
+        hello = await self._hello(words, context)
+        verdict = await self._tell_store(hello)
+        if verdict is Verdict.CLOSE:
+            await self._refuse_stream(hello, context)
+        # A stream that this one replaces is closed at its next word, or by keep-alive.
+        self._feeds[hello.node] = hello
+        self._hosts[hello.node] = _host_of(context.peer())
+        _log.info("node %s feeds, stream %d", hello.node, hello.stream)
+        try:
+            await context.send_initial_metadata(())
+            if verdict is Verdict.ASK:
+                yield self._order()
+            async for word in words:
+                verdict = await self._hear(word, hello, context)
+                if verdict is Verdict.ASK:
+                    yield self._order()
+                if (rival := self._rivals.of(hello.node, loop_ms())) is not None:
+                    yield pb.FeedOrder(another=rival)
+        finally:
+            if self._feeds.get(hello.node) is hello:
+                del self._feeds[hello.node], self._hosts[hello.node]
+            # Not here: a call that was cancelled has no time to wait for a store.
+            ending = asyncio.get_running_loop().create_task(self._ended(hello, context.peer()))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+
+    async def _hello(self, words: AsyncIterator[pb.FeedWord], context: Context) -> Hello:
+        """The first word, of a node that may say it."""
+        try:
+            hello = feeds.hello_of(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
+        except (TimeoutError, StopAsyncIteration):
+            await _refuse(context, f"a feed begins with Hello, within {HELLO_TIMEOUT_S:.0f} s")
+        except ProtocolError as error:
+            self.counters.words_refused += 1
+            await _refuse(context, str(error))
+        if self._demands_names:
+            names = {
+                who.name for who in peer_identities(context.auth_context()) if who.role == "node"
+            }
+            if hello.node not in names:
+                self.counters.feeds_refused += 1
+                whose = f"node {min(names)}" if names else "no node"
+                _log.warning("the certificate of %s would speak for another node", whose)
+                await context.abort(
+                    grpc.StatusCode.PERMISSION_DENIED,
+                    f"this certificate is of {whose}: it may not speak for {hello.node}",
+                )
+        if len(self._feeds) >= FEED_COUNT_MAX and hello.node not in self._feeds:
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, f"{FEED_COUNT_MAX} nodes feed already")
+        return hello
+
+    async def _hear(self, message: pb.FeedWord, hello: Hello, context: Context) -> Verdict:
+        try:
+            word = feeds.word_of(message, hello)
+        except ProtocolError as error:
+            self.counters.words_refused += 1
+            await _refuse(context, str(error))
+        counters = self.counters
+        counters.words += 1
+        counters.keys_told += feeds.key_count(word)
+        verdict = await self._tell_store(word)
+        if verdict is Verdict.CLOSE:
+            await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
+        return verdict
+
+    async def _refuse_stream(self, hello: Hello, context: Context) -> NoReturn:
+        """A Hello that came too late, or of a process that lives beside the one that is heard."""
+        now_ms, name, host = loop_ms(), hello.node, _host_of(context.peer())
+        heard = next((each for each in self.store.members(now_ms) if each.node == name), None)
+        if heard is not None and heard.incarnation != hello.incarnation:
+            was_known = self._rivals.of(name, now_ms) is not None
+            if self._rivals.refused(name, hello.incarnation, host, now_ms):
+                other = self._hosts.get(name, "another machine")
+                text = f"another process, at {other}, is node {name} already"
+                if not was_known:
+                    _log.error("%s: the one at %s is not heard. %s", text, host, OWN_NAMES)
+                await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
+        await context.abort(grpc.StatusCode.ABORTED, "a newer stream of this node is open")
+        raise AssertionError("abort raises")
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy index lacks; empty while all is well."""
+        names = self._rivals.names(now_ms())
+        return f"two processes say that they are node {', '.join(names)}" if names else ""
+
+    async def _tell_store(self, event: Event) -> Verdict:
+        """Who comes, goes or is whole again is in the next list of the nodes."""
+        verdict = await self.store.hear(event, loop_ms())
+        match event:
+            case Delta() | Beat() | Part(is_last=False) if verdict is Verdict.GO_ON:
+                pass
+            case _:
+                self._listed_until_ms = 0
+        return verdict
+
+    def _order(self) -> pb.FeedOrder:
+        self.counters.snapshots_asked += 1
+        return pb.FeedOrder()
+
+    async def _ended(self, hello: Hello, peer: str) -> None:
+        """Its stream is over: is the node?"""
+        await self._tell_store(Closed(hello.node, hello.incarnation, hello.stream))
+        found = address_of(hello.address)
+        if found is None or str(found[0]) != _host_of(peer) or hello.node in self._feeds:
+            return
+        for _ in range(DIALS_MAX):
+            try:
+                async with asyncio.timeout(DIAL_TIMEOUT_S):
+                    reader, writer = await asyncio.open_connection(str(found[0]), found[1])
+                    with contextlib.closing(writer):
+                        if await reader.read(1):
+                            return  # somebody is there
+            except ConnectionRefusedError:
+                if hello.node not in self._feeds:
+                    _log.info("node %s is gone: its address refuses connections", hello.node)
+                    await self._tell_store(Refused(hello.node))
+                return
+            except ConnectionResetError:
+                continue
+            except OSError:
+                return  # slow, or unreachable: silence will tell (TimeoutError is an OSError)
+            # Hung up on at once: a process that dies closes its sockets one after the other.
+
+
+def now_ms() -> int:
+    """Of the clock that the index is told."""
+    return time.monotonic_ns() // 1_000_000
+
+
+def loop_ms() -> int:
+    """The same, on a loop: its clock is that one, or in tests a virtual one."""
+    return int(asyncio.get_running_loop().time() * 1000)
+
+
+async def _refuse(context: Context, text: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    raise AssertionError("abort raises")
+
+
+def _row(member: Member) -> pb.Node:
+    return pb.Node(
+        node=member.node,
+        incarnation=member.incarnation,
+        address=member.address,
+        trust=feeds.trust_number(member.trust),
+        sequence=member.sequence,
+        load=feeds.load_message(member.load) if member.load is not None else None,
+    )
+
+
+def _keys_of_tokens(tokens: pb.Tokens) -> bytes:
+    keys = block_keys(
+        tokens.ids,
+        block_tokens=tokens.block_tokens,
+        seed=tokens.hash_seed,
+        cache_salt=tokens.cache_salt,
+    )
+    return b"".join(keys)
+
+
+def _host_of(peer: str) -> str:
+    """The IP address in gRPC's name of a peer: ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
+    found = address_of(unquote(peer).partition(":")[2])
+    # Of one that listens on [::], callers over IPv4 have addresses such as ::ffff:10.0.0.1.
+    return str(getattr(found[0], "ipv4_mapped", None) or found[0]) if found else ""

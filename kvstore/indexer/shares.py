@@ -1,0 +1,225 @@
+"""How much of an index one caller may have at a time: of its loop, its memory, its calls.
+
+    call ─▶ a place? ─▶ its turn ─▶ read and decoded ─▶ room for its keys? ─▶ answered
+              └─ RESOURCE_EXHAUSTED, nothing read
+
+A caller is the names in its certificate; where it has none, its connection. One caller has at most
+CALLS_MAX calls, of which WATCHES_MAX watch; a call beyond is refused before its message is read.
+Its questions are read one at a time, in the order of their arrival, and are answered side by side
+up to KEYS_AT_ONCE keys together: what waits is neither read nor decoded, and between two large
+questions of one caller all others have their turn.
+
+Covers: every service of the server. Does not cover: how many may be connected (`callers`), how much
+one question may be (`proto.feeds`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+
+from kvstore.net.tls import peer_identities
+from kvstore.proto import index_pb2 as pb
+from kvstore.types import KEY_BYTES
+
+CALLS_MAX: Final = 64
+"""As many as one connection has."""
+WATCHES_MAX: Final = 8
+KEYS_AT_ONCE: Final = 16_384
+"""One question of the largest."""
+SMALL_KEYS: Final = 1024
+"""A question of no more stops the loop for no longer than a few calls do."""
+REST_MAX_S: Final = 0.2
+TOKENS_PER_KEY: Final = 16
+"""So many are as much work, at the least."""
+READ_TIMEOUT_S: Final = 5.0
+"""For the message of a call whose turn it is."""
+
+_log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+Behavior = Callable[[Any, Any], Any]
+Details = grpc.HandlerCallDetails
+
+
+class _Share:
+    """What one caller has; there while it has calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.watches = 0
+        self.is_told = False
+        """The log has it that it wants too much."""
+        self.turn = asyncio.Lock()
+        self._keys = 0
+        self._has_room = asyncio.Event()
+        self._rest_s = 0.0
+
+    async def rest(self) -> None:
+        """For as long as its large questions took: the loop, which they stop, takes in the calls of
+        others meanwhile. In `turn`."""
+        rest_s, self._rest_s = self._rest_s, 0.0
+        if rest_s:
+            await asyncio.sleep(min(rest_s, REST_MAX_S))
+
+    async def take(self, keys: int) -> None:
+        """Wait for room. In `turn`."""
+        while self._keys and self._keys + keys > KEYS_AT_ONCE:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._keys += keys
+
+    def give_back(self, keys: int, rest_s: float) -> None:
+        self._keys -= keys
+        self._rest_s += rest_s
+        self._has_room.set()
+
+
+class _Written:
+    """Writes a reply once that is given to one caller after the other: the list of the nodes."""
+
+    def __init__(self, write: Callable[[Any], bytes]) -> None:
+        self._write = write
+        self._reply: Any = None
+        self._bytes = b""
+
+    def __call__(self, reply: Any) -> bytes:
+        if reply is not self._reply:
+            self._reply, self._bytes = reply, self._write(reply)
+        return self._bytes
+
+
+class Shares(grpc.aio.ServerInterceptor):
+    """Stands before all calls of one server. On its loop."""
+
+    def __init__(self, refused: Callable[[], None]) -> None:
+        """`refused`: counts a call that was refused."""
+        self._refused = refused
+        self._shares: dict[str, _Share] = {}
+        self._handlers: dict[str, Any] = {}
+
+    @property
+    def caller_count(self) -> int:
+        """Those that have calls."""
+        return len(self._shares)
+
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
+    ) -> Any:
+        """The handler of a call. It sees the caller before the message: as gRPC has it, one who
+        answers a stream begins before its first message is there, and on the wire a stream of one
+        message is what a single message is."""
+        method = handler_call_details.method
+        if method not in self._handlers:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._handlers[method] = self._guarded(handler)
+        return self._handlers[method]
+
+    def _guarded(self, handler: Any) -> Any:
+        forms = (handler.request_deserializer, handler.response_serializer)
+        if handler.request_streaming:
+            its_stream = self._stream(handler.stream_stream)
+            return grpc.stream_stream_rpc_method_handler(its_stream, *forms)
+        if handler.response_streaming:
+            its_watch = self._watch(handler.unary_stream)
+            return grpc.stream_stream_rpc_method_handler(its_watch, *forms)
+        forms = (forms[0], _Written(forms[1]))
+        return grpc.stream_unary_rpc_method_handler(self._question(handler.unary_unary), *forms)
+
+    def _question(self, behavior: Behavior) -> Behavior:
+        async def guarded(_: AsyncIterator[Any], context: Context) -> Any:
+            async with self._place(context) as share:
+                async with share.turn:
+                    await share.rest()
+                    request = await _read(context)
+                    keys = _keys_of(request)
+                    await share.take(keys)
+                begin_s = asyncio.get_running_loop().time()
+                try:
+                    return await behavior(request, context)
+                finally:
+                    took_s = asyncio.get_running_loop().time() - begin_s
+                    share.give_back(keys, took_s if keys > SMALL_KEYS else 0.0)
+
+        return guarded
+
+    def _watch(self, behavior: Behavior) -> Behavior:
+        async def guarded(_: AsyncIterator[Any], context: Context) -> None:
+            async with self._place(context, watches=1) as share:
+                async with share.turn:
+                    request = await _read(context)
+                await behavior(request, context)
+
+        return guarded
+
+    def _stream(self, behavior: Behavior) -> Behavior:
+        async def guarded(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            async with (
+                self._place(context),
+                contextlib.aclosing(behavior(messages, context)) as replies,
+            ):
+                async for reply in replies:
+                    yield reply
+
+        return guarded
+
+    @contextlib.asynccontextmanager
+    async def _place(self, context: Context, *, watches: int = 0) -> AsyncIterator[_Share]:
+        who = caller(context)
+        share = self._shares.setdefault(who, _Share())
+        if share.calls >= CALLS_MAX:
+            await self._refuse(context, share, f"{who} has {CALLS_MAX} calls open here already")
+        if share.watches + watches > WATCHES_MAX:
+            await self._refuse(context, share, f"{who} has {WATCHES_MAX} watchers here already")
+        share.calls += 1
+        share.watches += watches
+        try:
+            yield share
+        finally:
+            share.calls -= 1
+            share.watches -= watches
+            if not share.calls:
+                del self._shares[who]
+
+    async def _refuse(self, context: Context, share: _Share, why: str) -> None:
+        self._refused()
+        if not share.is_told:
+            share.is_told = True
+            _log.warning("%s: more of its calls are refused", why)
+        text = f"{why}: end some of them, or ask another replica"
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+
+
+def caller(context: Context) -> str:
+    """Whose share a call is of."""
+    names = sorted(map(str, peer_identities(context.auth_context())))
+    return "+".join(names) or context.peer()
+
+
+async def _read(context: Context) -> Any:
+    """Not from the iterator that a handler is given: that one is part of a cycle with what it has
+    read, which lasts until garbage is collected."""
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            request = await context.read()
+    except TimeoutError:
+        why = f"no message came within {READ_TIMEOUT_S:.0f} s"
+    else:
+        if request is not grpc.aio.EOF:
+            return request
+        why = "a call has one message"
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+    raise AssertionError("abort raises")
+
+
+def _keys_of(request: Any) -> int:
+    """What work it is."""
+    if not isinstance(request, pb.MatchRequest):
+        return 1
+    return max(1, len(request.keys) // KEY_BYTES, len(request.tokens.ids) // TOKENS_PER_KEY)

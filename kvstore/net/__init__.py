@@ -1,0 +1,14 @@
+"""What all processes need of sockets, threads and the system.
+
+aio       a thread with an asyncio loop
+tls, callers   who is calling, until when, and how many may be connected
+http      two read-only pages
+turns     whose turn it is on a loop
+clock, pidfd, harden   time; which process a descriptor stands for; limits and protections
+"""
+
+import os
+
+# gRPC writes a line of its own for every handshake that fails: anybody who reaches a port could
+# fill the log. What concerns an operator is logged by us. Read when gRPC is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

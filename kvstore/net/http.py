@@ -1,0 +1,301 @@
+"""/metrics and /healthz: two read-only pages over HTTP, bounded in every direction.
+
+    thread "http"   accept ─▶ head ─▶ wait for the page ─▶ answer ─▶ closed
+    one per page                        └─ made once for all that wait ─┘
+
+One thread has all connections: a silent one costs a place and no thread. A request head has at most
+8 KiB and must arrive within 2 s in all, an answer must be taken within 5 s. Where CLIENT_COUNT_MAX
+are connected, the oldest that is silent gives way to the newest, so that silence keeps no probe
+out. A page is made by one thread at a time, for all requests that had arrived by then: a crowd
+costs the node no more than a few. Not a web server: GET of known paths, one request per connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+from kvstore.config.addresses import HttpConfig, joined
+from kvstore.errors import ConfigError
+
+HEAD_BYTES_MAX: Final = 8 << 10
+HEAD_TIMEOUT_S: Final = 2.0
+ANSWER_TIMEOUT_S: Final = 5.0
+CLIENT_COUNT_MAX: Final = 64
+ACCEPTS_PER_TURN: Final = 16
+PAUSE_S: Final = 0.2
+"""Without descriptors, until the next `accept`."""
+_REASONS: Final = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed"}
+
+_log = logging.getLogger(__name__)
+
+
+class Page(NamedTuple):
+    """One answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+def text_page(status: int, text: str) -> Page:
+    """A plain text answer."""
+    return Page(status, "text/plain; charset=utf-8", text.encode() + b"\n")
+
+
+class _Client:
+    """A connection: its head arrives, it waits for a page, its answer goes."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.head = bytearray()
+        self.answer: memoryview | None = None
+        self.deadline_s: float | None = time.monotonic() + HEAD_TIMEOUT_S
+        """For the other end. None: it waits for us."""
+
+    def hears(self) -> bool:
+        """Whether the head, or the connection, is at its end. Raises OSError."""
+        while b"\r\n\r\n" not in self.head and len(self.head) <= HEAD_BYTES_MAX:
+            try:
+                piece = self.socket.recv(HEAD_BYTES_MAX)
+            except BlockingIOError:
+                return False
+            if not piece:
+                break
+            self.head += piece
+        return True
+
+    def begin(self, answer: bytes) -> None:
+        """To answer."""
+        self.answer = memoryview(answer)
+        self.deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+
+    def says(self) -> bool:
+        """Whether all of the answer has gone. Raises OSError."""
+        assert self.answer is not None
+        with contextlib.suppress(BlockingIOError):
+            while self.answer:
+                self.answer = self.answer[self.socket.send(self.answer) :]
+        return not self.answer
+
+
+class HttpServer:
+    """Serves `pages` (path → function that makes the page) until `close`."""
+
+    def __init__(
+        self, config: HttpConfig, pages: Mapping[str, Callable[[], Page]], *, held_fd: int = -1
+    ) -> None:
+        """Listen.
+
+        Args:
+            config: where.
+            pages: what.
+            held_fd: the listening socket, if an earlier process left it; ours from now on.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        self._pages = pages
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        self._socket = socket.socket(fileno=held_fd) if held_fd >= 0 else _listen(config, family)
+        # Another process may have it, too: nothing but `accept` is ever done to it, and that may
+        # come too late.
+        self._socket.setblocking(False)
+        host, self.port = self._socket.getsockname()[:2]
+        self.url = f"http://{joined(host, self.port)}"
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()
+        self._closing = False
+        self._clients: dict[int, _Client] = {}
+        """By descriptor; those whose heads arrive and those whose answers go, oldest first."""
+        self._waiting: dict[str, list[_Client]] = {path: [] for path in pages}
+        """For the page of that path, which is begun when the one that is being made is there."""
+        self._making: set[str] = set()
+        self._made: deque[tuple[str, list[_Client], bytes]] = deque()
+        self._accept_again_s = 0.0
+        self._pool = ThreadPoolExecutor(max(1, len(pages)), thread_name_prefix="http-page")
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer. Once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more and cut off the requests in flight: a slow reader delays no exit.
+
+        Who connects then is heard by the process that holds the socket next, if there is one.
+        """
+        self._closing = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        for client in self._clients.values():
+            client.socket.close()
+        self._clients.clear()
+        self._socket.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+            self._wake_fd = -1
+
+    def fileno(self) -> int:
+        """Of the listening socket."""
+        return self._socket.fileno()
+
+    def _wake(self) -> None:
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        while not self._closing:
+            ready = self._ready()
+            if self._wake_fd in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+            while self._made:
+                self._answer(*self._made.popleft())
+            for client in [self._clients[fd] for fd in ready if fd in self._clients]:
+                self._turn(client)
+            if self._socket.fileno() in ready:
+                self._accept()
+            self._expire(time.monotonic())
+
+    def _ready(self) -> list[int]:
+        """Descriptors on which something has happened."""
+        poll, now_s = select.poll(), time.monotonic()
+        poll.register(self._wake_fd, select.POLLIN)
+        times = [client.deadline_s for client in self._clients.values() if client.deadline_s]
+        for fd, client in self._clients.items():
+            if client.deadline_s is not None:
+                poll.register(fd, select.POLLIN if client.answer is None else select.POLLOUT)
+        if now_s < self._accept_again_s:
+            times.append(self._accept_again_s)
+        elif len(self._clients) < CLIENT_COUNT_MAX or self._silent() is not None:
+            poll.register(self._socket, select.POLLIN)
+        wait_ms = max(0.0, min(times) - now_s) * 1000 + 1 if times else None
+        return [fd for fd, _ in poll.poll(wait_ms)]
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            silent = self._silent()
+            if len(self._clients) >= CLIENT_COUNT_MAX and silent is None:
+                return  # all of them wait for pages, which others come to when those are made
+            try:
+                sock, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:  # out of descriptors
+                self._accept_again_s = time.monotonic() + PAUSE_S
+                return
+            if len(self._clients) >= CLIENT_COUNT_MAX and silent is not None:
+                self._hang_up(silent)
+            sock.setblocking(False)
+            client = self._clients[sock.fileno()] = _Client(sock)
+            self._turn(client)
+
+    def _silent(self) -> _Client | None:
+        """The oldest whose head does not come, or else whose answer does not go."""
+        late = [client for client in self._clients.values() if client.deadline_s is not None]
+        return next((each for each in late if each.answer is None), next(iter(late), None))
+
+    def _turn(self, client: _Client) -> None:
+        try:
+            if client.answer is None and client.hears():
+                self._heard(client)
+            if client.answer is not None and client.says():
+                self._hang_up(client)
+        except OSError:
+            self._hang_up(client)
+
+    def _heard(self, client: _Client) -> None:
+        parts = bytes(client.head).split(b"\r\n", 1)[0].split(b" ")
+        path = parts[1].split(b"?", 1)[0].decode("latin-1") if len(parts) == 3 else ""
+        if b"\r\n\r\n" not in client.head or not parts[-1].startswith(b"HTTP/1.") or not path:
+            client.begin(_response(text_page(400, "not an HTTP/1.1 request")))
+        elif parts[0] != b"GET":
+            client.begin(_response(text_page(405, "only GET")))
+        elif path not in self._pages:
+            client.begin(_response(text_page(404, f"only {', '.join(self._pages)}")))
+        else:
+            client.deadline_s = None
+            self._waiting[path].append(client)
+            self._make(path)
+
+    def _make(self, path: str) -> None:
+        """The page, for all who wait for it by now."""
+        clients = self._waiting[path]
+        if path in self._making or not clients:
+            return
+        self._waiting[path] = []
+        self._making.add(path)
+
+        making = self._pool.submit(self._pages[path])
+        making.add_done_callback(lambda made: self._is_made(path, clients, made))
+
+    def _is_made(self, path: str, clients: list[_Client], made: Future[Page]) -> None:
+        """Of the thread that made it."""
+        error = None if made.cancelled() else made.exception()
+        if error is not None:
+            _log.error("a page could not be made", exc_info=error)
+        self._made.append(
+            (path, clients, b"" if error or made.cancelled() else _response(made.result()))
+        )
+        self._wake()
+
+    def _answer(self, path: str, clients: Iterable[_Client], answer: bytes) -> None:
+        self._making.discard(path)
+        for client in clients:
+            # Of those whose answers go it is now the newest.
+            self._clients[client.socket.fileno()] = self._clients.pop(client.socket.fileno())
+            client.begin(answer)
+            self._turn(client)
+        self._make(path)
+
+    def _expire(self, now_s: float) -> None:
+        for client in list(self._clients.values()):
+            if client.deadline_s is None or now_s < client.deadline_s:
+                continue
+            if client.answer is None:
+                client.begin(_response(text_page(400, "not an HTTP/1.1 request")))
+                self._turn(client)
+            else:
+                self._hang_up(client)
+
+    def _hang_up(self, client: _Client) -> None:
+        del self._clients[client.socket.fileno()]
+        client.socket.close()
+
+
+def _response(page: Page) -> bytes:
+    head = (
+        f"HTTP/1.1 {page.status} {_REASONS.get(page.status, 'Unavailable')}\r\n"
+        f"Content-Type: {page.content_type}\r\nContent-Length: {len(page.body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + page.body
+
+
+def _listen(config: HttpConfig, family: socket.AddressFamily) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+        sock.listen()
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"metrics cannot listen on {joined(config.host, config.port)}: {error.strerror};"
+            " choose another --metrics, such as 127.0.0.1:0, or off"
+        ) from None
+    return sock

@@ -1,0 +1,97 @@
+"""Whose turn it is on the loop: kinds of sources in order, and within a kind users and processes.
+
+    wake-up ▶ ranks ▶ processes that ended ▶ files, peers ▶ schedulers ▶ newcomers ▶ listener
+
+Within a kind the user comes first that took least of the loop's time lately, of its processes the
+one that took least, and of its sockets the one that waited longest. So a process has one share,
+however many engines it plays, and who asks little waits for little. What was taken counts half
+with each tick. A process that comes anew begins with what the busiest of its user has: a fork is no
+way to the front. Does not cover: how long a turn is (`kvstore.node.driver`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple, TypeVar
+
+from kvstore.engine.events import Event
+from kvstore.types import ConnectionId
+
+(
+    TURN_WAKE,
+    TURN_RANK,
+    TURN_PROCESS,
+    TURN_FILES,
+    TURN_SCHEDULER,
+    TURN_NEWCOMER,
+    TURN_LISTENER,
+) = range(7)
+FORGOTTEN_NS: Final = 1000.0
+"""So little counts as nothing."""
+
+_K = TypeVar("_K")
+Read = Callable[[int], Iterable[Event]]
+"""Events of a descriptor, given its mask; who stops half way finds the rest with the next call."""
+
+
+class Party(NamedTuple):
+    """Whose time it is."""
+
+    uid: int
+    process: int
+    """Its pid, or another number that no other process of the user has."""
+
+
+NODE: Final = Party(-1, 0)
+
+
+class Source(NamedTuple):
+    """Something in epoll: its turn in the round, whom it belongs to, how to read it."""
+
+    turn: int
+    connection: ConnectionId | None
+    read: Read
+    party: Party = NODE
+
+
+class Turns:
+    """Time that parties took, and the order that follows from it."""
+
+    def __init__(self) -> None:
+        self._of_user: dict[int, float] = {}
+        self._of_party: dict[Party, float] = {}
+        self._served: dict[int, int] = {}
+        """By descriptor, when it was served last; one that is used again waits once for it."""
+        self._serial = 0
+
+    def order(self, found: list[tuple[int, int]], sources: Mapping[int, Source]) -> None:
+        """Sort (descriptor, mask) by whose turn it is."""
+
+        def rank(item: tuple[int, int]) -> tuple[int, float, float, int]:
+            turn, party = sources[item[0]].turn, sources[item[0]].party
+            user = self._of_user.get(party.uid, 0.0)
+            return turn, user, self._of_party.get(party, 0.0), self._served.get(item[0], 0)
+
+        found.sort(key=rank)
+
+    def join(self, party: Party) -> None:
+        """A process has introduced itself."""
+        if party not in self._of_party:
+            its = (time for other, time in self._of_party.items() if other.uid == party.uid)
+            self._of_party[party] = max(its, default=0.0)
+
+    def charge(self, fd: int, party: Party, duration_ns: int) -> None:
+        """This descriptor of a party was served for so long."""
+        self._serial += 1
+        self._served[fd] = self._serial
+        self._of_user[party.uid] = self._of_user.get(party.uid, 0.0) + duration_ns
+        self._of_party[party] = self._of_party.get(party, 0.0) + duration_ns
+
+    def tick(self) -> None:
+        """What was taken counts half from now on."""
+        self._of_user = _half(self._of_user)
+        self._of_party = _half(self._of_party)
+
+
+def _half(times: dict[_K, float]) -> dict[_K, float]:
+    return {key: time / 2 for key, time in times.items() if time > FORGOTTEN_NS}

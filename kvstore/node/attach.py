@@ -1,0 +1,490 @@
+"""The node's end of the attach sockets: who may come in, and datagrams both ways.
+
+Covers: the check of every newcomer (uid, pidfd, hello in time, room), reading in the order that
+the protocol promises, bounded outboxes, and the pidfds by which the death of a process is seen.
+Turns sockets into engine events. Does not cover: what the messages mean (`kvstore.engine`), whose
+turn it is (`kvstore.node.driver`), the socket's files (`kvstore.supervisor.listener`).
+
+Order of one round: ranks, read until empty; then processes that ended; then one datagram of each
+scheduler; then newcomers (`turns`). One datagram, because a second one may be younger than the look
+at the ranks: every datagram that is read from a scheduler was there when the ranks were looked at,
+so a seal sent before a lookup is seen by it. A scheduler waits for the next round while what its
+ranks sent is not read to the end.
+
+Events are read as they are taken, one at a time: what a step has no time for stays in its socket,
+where it holds up its sender and takes no memory of the node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import logging
+import os
+import select
+import socket
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvstore.client.link import received_descriptors
+from kvstore.engine.events import Ended, Event, Exited, Received
+from kvstore.engine.owners import OwnerKey
+from kvstore.errors import ProtocolError
+from kvstore.net.pidfd import process_of, vouches_for, why_no_descriptor
+from kvstore.net.turns import (
+    TURN_LISTENER,
+    TURN_NEWCOMER,
+    TURN_PROCESS,
+    TURN_RANK,
+    TURN_SCHEDULER,
+    Party,
+    Read,
+    Source,
+    Turns,
+)
+from kvstore.node.connection import RANK_COUNT_MAX, AttachCounters, Connection
+from kvstore.ports import Clock
+from kvstore.supervisor.listener import Door
+from kvstore.types import ConnectionId
+from kvstore.units import NS_PER_S
+from kvstore.wire.messages import (
+    DATAGRAM_BYTES_MAX,
+    HelloRank,
+    HelloScheduler,
+    Refused,
+    decode_from_engine,
+    encode,
+)
+
+HELLO_DEADLINE_NS = 2 * NS_PER_S
+OUTBOX_COUNT_MAX = 512
+OUTBOX_BYTES_MAX = 512 << 10
+RANK_BYTES_MAX = 2 << 20
+"""Most that one rank is read for in one round: what its socket can hold at once."""
+ACCEPT_COUNT_MAX = 64
+ACCEPT_PAUSE_NS = NS_PER_S // 2
+SEND_BUFFER_BYTES = 1 << 20
+ENGINE_CHARACTERS_MAX = 64
+"""Of an engine's id in the log."""
+_ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+_log = logging.getLogger(__name__)
+
+
+class Sent(enum.Enum):
+    """What became of a datagram."""
+
+    DONE = enum.auto()
+    """With the kernel, or queued in the outbox."""
+    OVERFLOW = enum.auto()
+    """It cannot be had: the peer does not read and its outbox is full, or the kernel refuses."""
+    GONE = enum.auto()
+    """There is no such connection any more."""
+
+
+Register = Callable[[ConnectionId, bytes, int], bool]
+
+
+class Attach:
+    """All attached sockets. One thread.
+
+    The driver asks `ready` whose turn it is and calls each `Source.read`, which yields engine
+    events; the executor calls `send`, `hang_up` and `release`.
+    """
+
+    def __init__(
+        self,
+        listener: Door,
+        *,
+        allow_uids: frozenset[int],
+        connection_count_max: int,
+        clock: Clock,
+        register: Register = lambda _number, _hello, _pidfd: True,
+        unregister: Callable[[ConnectionId], None] = lambda _: None,
+        first_number: int = 1,
+    ) -> None:
+        """`register`: has a rank remembered beyond this process, given its Hello and pidfd, until
+        `unregister`; False: it cannot be. `first_number`: higher than any of earlier processes."""
+        self.counters = AttachCounters()
+        self._register = register
+        self._unregister = unregister
+        self._registered: set[ConnectionId] = set()
+        self._listener = listener
+        self._allow_uids = allow_uids
+        self._connection_count_max = connection_count_max
+        self._clock = clock
+        self._epoll = select.epoll()
+        self._sources: dict[int, Source] = {}
+        self._turns = Turns()
+        self._unread: dict[OwnerKey, set[ConnectionId]] = {}
+        """Ranks of an engine that were ready when the round began and are not read to the end."""
+        self._connections: dict[ConnectionId, Connection] = {}
+        """Everyone with an open socket or a pidfd that the engine still needs."""
+        self._socket_count = 0
+        self._next_number = first_number
+        self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
+        self._view = memoryview(self._buffer)
+        self._accept_again_ns: int | None = None
+        self.watch(listener.socket.fileno(), Source(TURN_LISTENER, None, self._accept))
+
+    # ── for the driver ───────────────────────────────────────────────────────────────────────────
+
+    def watch(self, fd: int, source: Source) -> None:
+        """Have `ready` return `source` whenever `fd` can be read."""
+        self._epoll.register(fd, select.EPOLLIN)
+        self._sources[fd] = source
+
+    def ready(self, timeout_s: float) -> list[tuple[int, int]]:
+        """(descriptor, epoll mask) of what is ready, in the order in which to `read` it."""
+        found = self._epoll.poll(timeout_s)
+        self._turns.order(found, self._sources)
+        self._unread.clear()
+        for fd, _ in found:
+            source = self._sources[fd]
+            if source.turn == TURN_RANK and source.connection is not None:
+                owner = self._connections[source.connection].owner
+                if owner is not None:
+                    self._unread.setdefault(owner, set()).add(source.connection)
+        return found
+
+    def owner(self, fd: int) -> ConnectionId | None:
+        """Whose descriptor this is; None for what belongs to the node itself or is gone."""
+        source = self._sources.get(fd)
+        return None if source is None else source.connection
+
+    def source(self, fd: int) -> Source | None:
+        """What this descriptor is; None if it was closed earlier in this round."""
+        return self._sources.get(fd)
+
+    def charge(self, fd: int, party: Party, duration_ns: int) -> None:
+        """To serve this descriptor took so long."""
+        self._turns.charge(fd, party, duration_ns)
+
+    def read(self, fd: int, mask: int) -> Iterable[Event]:
+        """The events of one ready descriptor; none if it was closed earlier in this round. Those
+        that are not taken are there in the next round."""
+        source = self._sources.get(fd)
+        return () if source is None else source.read(mask)
+
+    def expire(self, now_ns: int) -> None:
+        """Hang up on newcomers that stay silent; listen again after a pause. Once a tick."""
+        self._turns.tick()
+        for connection in [c for c in self._connections.values() if not c.introduced]:
+            if connection.deadline_ns <= now_ns:
+                self._refuse(connection, "late", "no hello within 2 s")
+        if self._accept_again_ns is not None and self._accept_again_ns <= now_ns:
+            self._epoll.register(self._listener.socket.fileno(), select.EPOLLIN)
+            self._accept_again_ns = None
+
+    # ── for the executor ─────────────────────────────────────────────────────────────────────────
+
+    def send(self, number: ConnectionId, datagram: bytes, descriptors: Sequence[int] = ()) -> Sent:
+        """Send now or queue; never blocks. Descriptors go only with the first datagram."""
+        connection = self._connections.get(number)
+        if connection is None or connection.socket is None:
+            return Sent.GONE
+        if not connection.outbox:
+            try:
+                if descriptors:
+                    socket.send_fds(connection.socket, [datagram], descriptors, socket.MSG_NOSIGNAL)
+                else:
+                    connection.socket.send(datagram, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                if descriptors:
+                    return Sent.OVERFLOW
+                self._epoll.modify(connection.socket, select.EPOLLIN | select.EPOLLOUT)
+            except (BrokenPipeError, ConnectionResetError):
+                return Sent.DONE  # it hung up; reading will tell the engine so
+            except OSError as error:
+                _log.warning("connection %d cannot be sent to: %s", number, error.strerror)
+                return Sent.OVERFLOW
+            else:
+                self.counters.datagrams_sent += 1
+                return Sent.DONE
+        if (
+            len(connection.outbox) >= OUTBOX_COUNT_MAX
+            or connection.outbox_bytes + len(datagram) > OUTBOX_BYTES_MAX
+        ):
+            return Sent.OVERFLOW
+        connection.outbox.append(datagram)
+        connection.outbox_bytes += len(datagram)
+        return Sent.DONE
+
+    def hang_up(self, number: ConnectionId, kind: str = "") -> None:
+        """Close the socket of a connection; its process stays watched until `release`.
+
+        What is queued goes out as far as the peer's socket takes it; nobody waits for it.
+        """
+        connection = self._connections.get(number)
+        if connection is None or connection.socket is None:
+            return
+        if connection.outbox:
+            self._flush(connection)
+        if kind:
+            self.counters.ended[kind] += 1
+        self._forget(connection.socket.fileno())
+        connection.socket.close()
+        connection.socket = None
+        connection.outbox.clear()
+        self._socket_count -= 1
+        if connection.engine:
+            _log.info("engine %s detached (connection %d)", connection.engine, number)
+        if connection.pidfd is None:
+            del self._connections[number]
+
+    def release(self, number: ConnectionId) -> None:
+        """Forget a connection altogether: the engine has nothing left that its process holds."""
+        self.hang_up(number)
+        connection = self._connections.pop(number, None)
+        if connection is not None:
+            self._let_go(connection)
+        if number in self._registered:
+            self._registered.remove(number)
+            self._unregister(number)
+
+    def adopt(self, number: ConnectionId, pidfd: int) -> None:
+        """A rank of an earlier process: its socket has ended, its process is watched."""
+        connection = Connection(number, None, deadline_ns=0)
+        connection.pidfd = pidfd
+        self._registered.add(number)
+        self._connections[number] = connection
+        self.watch(pidfd, Source(TURN_PROCESS, number, lambda _: self._exited(connection)))
+
+    def _let_go(self, connection: Connection) -> None:
+        """Watch its process no more."""
+        if connection.pidfd is not None:
+            self._forget(connection.pidfd)
+            os.close(connection.pidfd)
+            connection.pidfd = None
+
+    def close(self) -> None:
+        """Close every socket and pidfd. What is registered stays so: the journal names it."""
+        self._registered.clear()
+        for number in list(self._connections):
+            self.release(number)
+        self._listener.close()
+        self._epoll.close()
+
+    @property
+    def socket_count(self) -> int:
+        """Sockets open now, introduced or not."""
+        return self._socket_count
+
+    # ── newcomers ────────────────────────────────────────────────────────────────────────────────
+
+    def _accept(self, _mask: int) -> list[Event]:
+        for _ in range(ACCEPT_COUNT_MAX):
+            try:
+                sock, _ = self._listener.socket.accept()
+            except BlockingIOError:
+                return []
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                    continue
+                # Level-triggered, the listener would spin the loop: leave it alone for a moment.
+                _log.warning("cannot accept connections: %s", error.strerror)
+                self._epoll.unregister(self._listener.socket.fileno())
+                self._accept_again_ns = self._clock.now_ns() + ACCEPT_PAUSE_NS
+                return []
+            self._admit(sock)
+        return []
+
+    def _admit(self, sock: socket.socket) -> None:
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            pid, uid, _ = _CREDENTIALS.unpack(
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            self._epoll.register(sock, select.EPOLLIN)
+        except OSError as error:
+            # Before anything knows of it: whose uid was not seen is never listened to.
+            _log.warning("a connection cannot be admitted: %s", error.strerror)
+            sock.close()
+            return
+        number = ConnectionId(self._next_number)
+        self._next_number += 1
+        deadline_ns = self._clock.now_ns() + HELLO_DEADLINE_NS
+        party = Party(uid, pid)
+        connection = Connection(number, sock, deadline_ns=deadline_ns, party=party)
+        self._connections[number] = connection
+        self._socket_count += 1
+        self.counters.accepted += 1
+        self._sources[sock.fileno()] = Source(
+            TURN_NEWCOMER, number, self._reader(connection), party
+        )
+        if uid not in self._allow_uids:
+            self._refuse(connection, "uid", f"uid {uid} is not allowed: start with --allow-uid")
+        elif (
+            self._socket_count > self._connection_count_max
+            or len(self._connections) > 2 * self._connection_count_max
+        ):
+            self._refuse(
+                connection,
+                "full",
+                f"the node serves at most {self._connection_count_max} connections",
+                permanent=False,
+            )
+
+    def _refuse(
+        self, connection: Connection, kind: str, reason: str, *, permanent: bool = True
+    ) -> None:
+        """Tell a newcomer why, as far as it listens, and hang up."""
+        self.counters.refused.add(kind, reason, self._clock.now_ns())
+        _log.info("connection refused: %s", reason)
+        self.send(connection.number, encode(Refused(reason=reason, permanent=permanent)))
+        self.hang_up(connection.number)
+
+    def _introduce(self, connection: Connection, sock: socket.socket) -> list[Event]:
+        """Read the first datagram: a Hello with the pidfd of its process."""
+        descriptors: list[int] = []
+        try:
+            size, ancillary, flags, _ = sock.recvmsg_into(
+                [self._buffer], _ANCILLARY_BYTES, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+            descriptors = received_descriptors(ancillary)
+            if not size:
+                self.hang_up(connection.number)
+                return []
+            if flags & socket.MSG_CTRUNC and not descriptors:
+                self._refuse(connection, "full", why_no_descriptor(), permanent=False)
+                return []
+            hello = decode_from_engine(self._view[:size])
+            if not isinstance(hello, HelloScheduler | HelloRank):
+                raise ProtocolError("the first datagram is no hello")
+            peer_pid, _, _ = _CREDENTIALS.unpack(
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            if len(descriptors) != 1 or not vouches_for(descriptors[0], peer_pid):
+                raise ProtocolError("hello came without the pidfd of its process")
+            # Where that fails, as with too many watches of a user, nothing holds the pidfd.
+            self._epoll.register(descriptors[0], select.EPOLLIN)
+            connection.is_rank = isinstance(hello, HelloRank)
+            if connection.is_rank:
+                self._remember(connection.number, bytes(self._view[:size]), descriptors[0])
+            connection.pidfd = descriptors.pop()
+        except BlockingIOError:
+            return []
+        except OSError:
+            self.hang_up(connection.number)
+            return []
+        except ProtocolError as error:
+            self._refuse(connection, "hello", str(error))
+            return []
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        number, party = connection.number, connection.party
+        if party.process <= 0:
+            party = connection.party = Party(party.uid, process_of(connection.pidfd, number))
+        self._turns.join(party)
+        connection.owner = (hello.tenant, hello.engine_id, hello.nonce)
+        turn = TURN_RANK if connection.is_rank else TURN_SCHEDULER
+        self._sources[sock.fileno()] = Source(turn, number, self._reader(connection), party)
+        self._sources[connection.pidfd] = Source(
+            TURN_PROCESS, number, lambda _: self._exited(connection), party
+        )
+        self.counters.datagrams_received += 1
+        if isinstance(hello, HelloScheduler):
+            connection.engine = hello.engine_id[:ENGINE_CHARACTERS_MAX]
+            _log.info("engine %s attached (connection %d)", connection.engine, number)
+        return [Received(number, hello)]
+
+    def _remember(self, number: ConnectionId, hello: bytes, pidfd: int) -> None:
+        """Before the engine hears of a rank: what it is granted must outlive this process."""
+        if not self._register(number, hello, pidfd):
+            raise ProtocolError("the node's supervisor does not read")
+        self._registered.add(number)
+
+    # ── datagrams ────────────────────────────────────────────────────────────────────────────────
+
+    def _reader(self, connection: Connection) -> Read:
+        if not connection.introduced:
+            return lambda _: (
+                [] if connection.socket is None else self._introduce(connection, connection.socket)
+            )
+
+        def read(mask: int) -> Iterable[Event]:
+            if mask & select.EPOLLOUT:
+                self._flush(connection)
+            if mask & ~select.EPOLLOUT == 0:
+                return ()
+            if connection.is_rank:
+                return self._receive(connection, RANK_COUNT_MAX)
+            is_behind = connection.owner is not None and self._unread.get(connection.owner)
+            return () if is_behind else self._receive(connection, 1)
+
+        return read
+
+    def _receive(self, connection: Connection, count_max: int) -> Iterator[Event]:
+        """Up to `count_max` datagrams as events; Ended is the last one if it hung up."""
+        number, sock = connection.number, connection.socket
+        bytes_left = RANK_BYTES_MAX
+        kind = "closed"
+        try:
+            while sock is not None and count_max > 0 and bytes_left > 0:
+                size = sock.recv_into(self._buffer)
+                if not size:
+                    break
+                event = Received(number, decode_from_engine(self._view[:size]))
+                self.counters.datagrams_received += 1
+                count_max -= 1
+                bytes_left -= size
+                yield event
+            else:
+                self._was_read(connection)
+                return
+        except BlockingIOError:
+            self._was_read(connection)
+            return
+        except OSError:
+            pass  # reset by the peer: the end, like an orderly one
+        except ProtocolError as error:
+            kind = "protocol"
+            _log.warning("connection %d hung up: %s", number, error)
+        self._was_read(connection)
+        self.hang_up(number, kind)
+        yield Ended(number)
+
+    def _was_read(self, connection: Connection) -> None:
+        """All that it had sent when the round began."""
+        if connection.owner is not None and connection.owner in self._unread:
+            self._unread[connection.owner].discard(connection.number)
+
+    def _exited(self, connection: Connection) -> Iterator[Event]:
+        """The process is gone: what it sent counts, then its socket and pidfd are closed.
+
+        A forked grandchild may hold the socket open; it is nobody the node knows.
+        """
+        for event in self._receive(connection, connection.left_when_exited):
+            connection.left_when_exited -= 1
+            yield event
+        if connection.socket is not None:
+            self.hang_up(connection.number, "exited")
+            yield Ended(connection.number)
+        self._let_go(connection)
+        self._connections.pop(connection.number, None)
+        yield Exited(connection.number)
+
+    def _flush(self, connection: Connection) -> None:
+        sock = connection.socket
+        if sock is None:
+            return
+        try:
+            while connection.outbox:
+                sock.send(connection.outbox[0], socket.MSG_NOSIGNAL)
+                connection.outbox_bytes -= len(connection.outbox.popleft())
+                self.counters.datagrams_sent += 1
+        except BlockingIOError:
+            return
+        except OSError:
+            connection.outbox.clear()  # it hung up; reading will tell the engine so
+        self._epoll.modify(sock, select.EPOLLIN)
+
+    def _forget(self, fd: int) -> None:
+        """Before it is closed, which must happen in any case."""
+        if self._sources.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)

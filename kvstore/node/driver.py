@@ -1,0 +1,397 @@
+"""The loop of a node: one thread that reads sockets, steps the engine and carries out commands.
+
+    epoll ─▶ Attach.read ─▶ events ─▶ Engine.step ─▶ commands ─▶ Executor ─▶ tier, sockets
+      ▲                                                              │
+      └── wake-up: queries of other threads            events ◀──────┘
+
+Covers: whose turn it is, heartbeat, ticks, queries from other threads, and the broad excepts of
+the node. Does not cover: what anything means. Everything that touches engine, executor or sockets
+runs in this loop; other threads come in through `query` and `clear` only.
+
+One connection's datagrams are one step, so a failure in them is that connection's alone: it is
+logged once per place, counted, and the connection is hung up. Steps are cut by time: the engine
+takes events from the socket until STEP_NS are spent, and sources of one kind (`turns`) are served
+for KIND_NS; what is left waits in its socket for the next round, which begins with those that took
+least. The heart beats between any two events, so it is as late as the costliest one takes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
+from kvstore.engine.events import Adopt, Clear, Ended, Event, Ready, Tick
+from kvstore.errors import KVStoreError, NodeBusy
+from kvstore.net.turns import TURN_FILES, TURN_WAKE, Source
+from kvstore.node.attach import Attach
+from kvstore.node.executor import Executor, Poisoned
+from kvstore.node.files import FileEnd
+from kvstore.node.priority import Place
+from kvstore.ports import Clock, Tier
+from kvstore.types import ConnectionId
+from kvstore.units import NS_PER_MS, NS_PER_S
+
+if TYPE_CHECKING:
+    from kvstore.peers.exchange import Exchange
+
+BEAT_NS: Final = 20 * NS_PER_MS
+"""Engines call a heartbeat older than 250 ms dead; the protocol asks for one every 50 ms."""
+TICK_NS: Final = 100 * NS_PER_MS
+REMEMBER_NS: Final = 60 * NS_PER_S
+"""How often what was learned is kept; a killed node loses no more than that."""
+STEP_NS: Final = 2 * NS_PER_MS
+"""No further event is taken into a step of this age."""
+KIND_NS: Final = 4 * NS_PER_MS
+"""No further source of a kind is served in a round after so long."""
+SPIN_NS: Final = 50_000
+"""So long after a datagram the loop looks for the next one before it sleeps: a hint is followed by
+a lookup, and waking up costs a lookup a quarter of its time."""
+QUERY_COUNT_MAX: Final = 64
+RECOVERIES_MAX: Final = 4
+"""Failures one after the other, each in what the one before left to be done. Then the node ends: it
+does not know what it has promised."""
+STEP_BUCKETS_NS: Final = tuple(1000 << n for n in range(0, 16, 2))
+"""Upper bounds of the step histogram: 1 µs, 4 µs, … 16 ms."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class NodeFailed(KVStoreError):
+    """The loop could not do what it was told, logged why, and goes on."""
+
+
+class NotDurable(KVStoreError):
+    """Blocks were forgotten, but a restart of the node may bring those on disk back."""
+
+
+class DriverCounters:
+    """What the loop did since the start; read by /metrics through `Driver.query`."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.step_ns = 0
+        self.step_buckets = [0] * (len(STEP_BUCKETS_NS) + 1)
+        self.failures = 0
+        self.queries = 0
+        self.beat_gap_ns_max = 0
+
+
+class _Query(NamedTuple):
+    """What another thread wants done on the loop."""
+
+    future: concurrent.futures.Future[object]
+    call: Callable[[], object]
+    steps: bool
+    """Whether it steps the engine; where not, its failure is that of who asked."""
+
+
+class Driver:
+    """Runs one node until `stop`."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        tier: Tier,
+        attach: Attach,
+        executor: Executor,
+        clock: Clock,
+        files: FileEnd | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.counters = DriverCounters()
+        self._engine = engine
+        self._tier = tier
+        self._attach = attach
+        self._executor = executor
+        self._clock = clock
+        self._files = files
+        self._ready_bytes = 0
+        self._beat_ns = 0
+        self._tick_ns = 0
+        self._remember_ns = clock.now_ns()
+        self._spin_until_ns = 0
+        self._slept_ns = 0
+        self._stopping = False
+        self._poisoned = False
+        self._failed_places: set[str] = set()
+        self._queries: deque[_Query] = deque()
+        self._queries_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        attach.watch(self._wake_fd, Source(TURN_WAKE, None, self._answer))
+        if files is not None:
+            attach.watch(files.fileno(), Source(TURN_FILES, None, files.read))
+        if exchange is not None:
+            attach.watch(exchange.fileno(), Source(TURN_FILES, None, exchange.read))
+
+    # ── from any thread ──────────────────────────────────────────────────────────────────────────
+
+    def stop(self) -> None:
+        """End `run` soon. Safe in a signal handler."""
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def query(self, ask: Callable[[Engine], _T], *, timeout_s: float) -> _T:
+        """Run `ask` on the loop, between two steps, and return its answer.
+
+        Raises:
+            NodeBusy: no answer within `timeout_s`, or QUERY_COUNT_MAX queries wait already.
+        """
+        return self._on_loop(lambda: ask(self._engine), timeout_s)
+
+    def tell(self, event: Event, *, timeout_s: float) -> None:
+        """Let the engine take an event that another thread brings.
+
+        Raises:
+            NodeBusy: it was not taken within `timeout_s`, or it is not known whether it was.
+            NodeFailed: the step failed.
+        """
+        try:
+            self._on_loop(lambda: self._step([event]), timeout_s, steps=True)
+        except NodeBusy:
+            raise
+        except Exception as error:
+            raise NodeFailed("the node failed at an event") from error
+
+    def clear(self, *, space: bytes | None, tenant: str | None, timeout_s: float) -> int:
+        """Forget blocks: of a space, a tenant, both, or all. Returns how many.
+
+        A slice at a time, so that the loop serves engines in between; what they store meanwhile
+        may be forgotten too.
+
+        Raises:
+            NodeBusy: a slice was not done within `timeout_s`. Asking again goes on from there.
+            NotDurable: all is forgotten, but the disk did not take note of it within `timeout_s`.
+        """
+        cleared_blocks = 0
+        while True:
+            count = self._on_loop(
+                lambda: self._step([Clear(space=space, tenant=tenant)]), timeout_s, steps=True
+            )
+            cleared_blocks += count
+            if count < CLEAR_ROWS_MAX:
+                break
+        if self._files is not None and not self._files.wait_for_voids(timeout_s):
+            raise NotDurable(
+                f"{cleared_blocks} blocks are forgotten, but the disk of {self._files.path} is"
+                " full, failing or slow and took no note of it: a restart of the node would bring"
+                " back what is on it; mend that and clear again, or stop the node and empty the"
+                " directory"
+            )
+        return cleared_blocks
+
+    def _on_loop(self, call: Callable[[], _T], timeout_s: float, *, steps: bool = False) -> _T:
+        future: concurrent.futures.Future[object] = concurrent.futures.Future()
+        with self._queries_lock:
+            if len(self._queries) >= QUERY_COUNT_MAX or self._stopping:
+                raise NodeBusy("the node is busy: ask again later")
+            self._queries.append(_Query(future, call, steps))
+        os.eventfd_write(self._wake_fd, 1)
+        try:
+            return future.result(timeout_s)  # type: ignore[return-value]
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            future.cancel()
+            raise NodeBusy(f"the node did not answer within {timeout_s} s") from None
+
+    # ── the loop ─────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, adopt: Adopt | None) -> None:
+        """Before `run`: go on with what an earlier process left. The engine knows the time then,
+        which it may be asked about before anything happens."""
+        self._ready_bytes = self._tier.ready_bytes
+        ready = Ready(self._ready_bytes)
+        self._step([ready] if adopt is None else [ready, adopt])
+
+    def run(self, place: Place | None = None) -> None:
+        """Serve until `stop`; `place` is the calling thread's.
+
+        Raises:
+            Poisoned: the tier and the engine disagree; no engine may trust this node any more.
+        """
+        self._beat_ns = self._clock.now_ns()
+        self._tier.beat(self._beat_ns)
+        while not self._stopping:
+            now_ns = self._beat_if_due()
+            if now_ns - self._tick_ns >= TICK_NS or self._engine.is_behind:
+                self._tick(now_ns)
+                if place is not None:
+                    place.look(now_ns, self._slept_ns)
+            wait_ns = self._beat_ns + BEAT_NS - now_ns
+            if now_ns < self._spin_until_ns or self._engine.is_behind:
+                wait_ns = 0
+            self._round(self._sleep(wait_ns))
+        with self._queries_lock:
+            for query in self._queries:
+                query.future.cancel()
+        self._remember(self._clock.now_ns())
+        if self._poisoned:
+            raise Poisoned("generations could not be published")
+
+    def _sleep(self, wait_ns: int) -> Sequence[tuple[int, int]]:
+        """Until something is ready, or so long."""
+        if wait_ns <= 0:
+            return self._attach.ready(0)
+        begin_ns = self._clock.now_ns()
+        ready = self._attach.ready(wait_ns / NS_PER_S)
+        self._slept_ns += self._clock.now_ns() - begin_ns
+        return ready
+
+    def _round(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Serve what is ready, in order, as far as there is time for each kind."""
+        turn = until_ns = -1
+        for fd, mask in ready:
+            source = self._attach.source(fd)
+            now_ns = self._beat_if_due()
+            if self._poisoned or source is None:
+                continue
+            if source.turn != turn:
+                turn, until_ns = source.turn, now_ns + KIND_NS
+            elif now_ns >= until_ns:
+                continue
+            self._serve(fd, mask)
+            end_ns = self._beat_if_due()
+            self._attach.charge(fd, source.party, end_ns - now_ns)
+            self._spin_until_ns = end_ns + SPIN_NS
+
+    def _serve(self, fd: int, mask: int) -> None:
+        """Read one descriptor and act on it: one of the three places that catch everything."""
+        owner = self._attach.owner(fd)
+        try:
+            events = iter(self._attach.read(fd, mask))
+            first = next(events, None)
+            if first is not None:
+                self._step(self._as_time_allows(first, events))
+        except Exception as error:
+            self._recover(error, owner)
+
+    def _as_time_allows(self, event: Event | None, events: Iterator[Event]) -> Iterator[Event]:
+        """Events for one step. What is not taken from `events` is not lost."""
+        end_ns = self._clock.now_ns() + STEP_NS
+        while event is not None:
+            yield event
+            event = next(events, None) if self._beat_if_due() < end_ns else None
+
+    def _tick(self, now_ns: int) -> None:
+        """What time alone brings about: another place that catches everything."""
+        self._tick_ns = now_ns
+        try:
+            self._attach.expire(now_ns)
+            files = self._files
+            events: list[Event] = [Tick(files.used_bytes, files.breakers) if files else Tick()]
+            ready_bytes = self._tier.ready_bytes
+            if ready_bytes != self._ready_bytes:
+                self._ready_bytes = ready_bytes
+                events.insert(0, Ready(ready_bytes))
+            self._step(events)
+            self._look_after_files(now_ns)
+        except Exception as error:
+            self._recover(error, None)
+
+    def _look_after_files(self, now_ns: int) -> None:
+        if self._files is None:
+            return
+        engine = self._engine
+        self._files.tell_budget(engine.counters.file_blocks_over_budget, now_ns)
+        self._files.tell_table(
+            left_out_blocks=engine.left_out_blocks,
+            crowded_blocks=engine.counters.file_blocks_crowded,
+        )
+        is_due = now_ns - self._remember_ns >= REMEMBER_NS
+        if is_due or self._files.should_remember(engine.spent_bytes()):
+            self._remember(now_ns)
+
+    def _remember(self, now_ns: int) -> None:
+        self._remember_ns = now_ns
+        if self._files is not None:
+            self._files.remember(self._engine.learned(), self._engine.spent_bytes())
+
+    def _step(self, events: Iterable[Event]) -> int:
+        """Step until nothing follows. Returns how many blocks were cleared."""
+        cleared_blocks = 0
+        while events:
+            begin_ns = self._clock.now_ns()
+            outcome = self._executor.carry_out(self._engine.step(events, begin_ns))
+            self._measure(self._clock.now_ns() - begin_ns)
+            cleared_blocks += outcome.cleared_blocks
+            events = outcome.events
+        return cleared_blocks
+
+    def _measure(self, duration_ns: int) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.step_ns += duration_ns
+        # 1 µs and each factor of four above it: half the bit length, without a search.
+        bucket = ((duration_ns // 1000).bit_length() + 1) // 2
+        counters.step_buckets[min(bucket, len(STEP_BUCKETS_NS))] += 1
+
+    def _beat_if_due(self) -> int:
+        now_ns = self._clock.now_ns()
+        gap_ns = now_ns - self._beat_ns
+        if gap_ns >= BEAT_NS:
+            self.counters.beat_gap_ns_max = max(self.counters.beat_gap_ns_max, gap_ns)
+            self._beat_ns = now_ns
+            self._tier.beat(now_ns)
+        return now_ns
+
+    def _answer(self, _mask: int) -> list[Event]:
+        """What other threads ask: the third place that catches everything."""
+        os.eventfd_read(self._wake_fd)
+        while not self._poisoned:
+            with self._queries_lock:
+                if not self._queries:
+                    break
+                future, call, steps = self._queries.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            self.counters.queries += 1
+            try:
+                future.set_result(call())
+            except Exception as error:
+                try:
+                    if steps:
+                        self._recover(error, None)
+                finally:
+                    future.set_exception(error)
+            self._beat_if_due()
+        return []
+
+    def _recover(self, error: Exception, owner: ConnectionId | None) -> None:
+        """A bug costs one connection, not the node, and never a wrong byte."""
+        for _ in range(RECOVERIES_MAX):
+            self._failed(error)
+            if isinstance(error, Poisoned):
+                self._poisoned = True
+                self.stop()
+                return
+            try:
+                # A step that failed keeps its commands. Without those that raised generations, a
+                # reader could take the bytes of a slot that was reused for the ones it asked for;
+                # of a read that is refused now, the engine keeps the slots until it hears of it.
+                events = self._executor.carry_out(self._engine.salvage()).events
+                if owner is not None:
+                    self._attach.hang_up(owner, "failure")
+                    events.insert(0, Ended(owner))
+                    owner = None
+                self._step(events)
+            except Exception as again:
+                error = again
+            else:
+                return
+        raise error
+
+    def _failed(self, error: Exception) -> None:
+        self.counters.failures += 1
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        place = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else "?"
+        if place not in self._failed_places and len(self._failed_places) < 100:
+            self._failed_places.add(place)
+            _log.error("a bug in the node, its connection is closed", exc_info=error)

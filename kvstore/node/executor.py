@@ -1,0 +1,175 @@
+"""Carries out what the engine core decided.
+
+Covers: the order that safety asks for (generations before every send), sending, admitting with
+descriptors, hanging up. What goes wrong comes back as events for the next step, never as a call
+into the engine. Does not cover: deciding (`kvstore.engine`), sockets (`kvstore.node.attach`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.engine.events import (
+    Admit,
+    Changed,
+    Cleared,
+    Command,
+    Ended,
+    Event,
+    Fetch,
+    Follow,
+    Hangup,
+    Lent,
+    LoanEnded,
+    Locate,
+    Offered,
+    OffersUntold,
+    RaiseGenerations,
+    Release,
+    Send,
+    SwitchedOff,
+    Unfollow,
+)
+from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.node.attach import Attach, Sent
+from kvstore.node.files import FileEnd
+from kvstore.ports import Tier
+from kvstore.types import ConnectionId
+from kvstore.wire.messages import encode
+
+if TYPE_CHECKING:
+    from kvstore.peers.engine_memory import EngineMemory
+    from kvstore.peers.exchange import Exchange
+    from kvstore.peers.feed import Feeder
+
+_log = logging.getLogger(__name__)
+
+
+class Poisoned(Exception):
+    """Slots may be reused without their readers noticing: the node must stop at once."""
+
+
+class Outcome(NamedTuple):
+    """What came of one batch of commands."""
+
+    events: list[Event]
+    """For the engine's next step."""
+    cleared_blocks: int
+
+
+class Executor:
+    """Commands to effects. One thread."""
+
+    def __init__(
+        self,
+        *,
+        tier: Tier,
+        attach: Attach,
+        arena_fd: int,
+        generation_fd: int,
+        files: FileEnd | None = None,
+        publish: Callable[[Changed], None] | None = None,
+        feeder: Feeder | None = None,
+        exchange: Exchange | None = None,
+        memory: EngineMemory | None = None,
+    ) -> None:
+        self._memory = memory
+        self._publish = publish
+        self._feeder = feeder
+        self._exchange = exchange
+        self._tier = tier
+        self._files = files
+        self._attach = attach
+        self._arena_fd = arena_fd
+        self._generation_fd = generation_fd
+
+    def carry_out(self, commands: Sequence[Command]) -> Outcome:
+        """Do all of it. Never raises for a peer that is slow or gone.
+
+        Raises:
+            Poisoned: the tier refused to raise a generation.
+        """
+        # Before anything else can tell somebody about these slots: see DESIGN.md, generation page.
+        try:
+            for command in commands:
+                if isinstance(command, RaiseGenerations):
+                    self._tier.raise_generations(command.slots, command.generations)
+        except AssertionError as error:
+            raise Poisoned("generations could not be published") from error
+        events: list[Event] = []
+        cleared_blocks = 0
+        for command in commands:
+            match command:
+                case RaiseGenerations():
+                    pass
+                case Send(connection=number, message=message):
+                    self._send(number, encode(message), (), events)
+                case Admit(connection=number, welcome=welcome, with_arena=with_arena):
+                    descriptors = (
+                        (self._arena_fd, self._generation_fd)
+                        if with_arena
+                        else (self._generation_fd,)
+                    )
+                    self._send(number, encode(welcome), descriptors, events)
+                case Hangup(connection=number, reason=reason):
+                    _log.info("connection %d: the node hangs up: %s", number, reason)
+                    self._attach.hang_up(number, "engine")
+                case Release(connection=number):
+                    self._attach.release(number)
+                case Cleared(blocks=blocks):
+                    cleared_blocks += blocks
+                case SwitchedOff():
+                    _tell_what_is_off(command)
+                case Changed():
+                    assert self._publish is not None, "a change that nobody asked for"
+                    self._publish(command)
+                case Offered() | OffersUntold():
+                    self._offer(command)
+                case Follow() | Unfollow():
+                    assert self._memory is not None, "an engine that nobody wants to follow"
+                    self._memory.carry_out(command)
+                case Locate() | Fetch() | Lent() | LoanEnded():
+                    assert self._exchange is not None, "a peer command without peers"
+                    self._exchange.carry_out(command)
+                case _:
+                    assert self._files is not None, "a file command without a file tier"
+                    events += self._files.carry_out(command)
+        return Outcome(events, cleared_blocks)
+
+    def _offer(self, command: Offered | OffersUntold) -> None:
+        assert self._feeder is not None, "an offer that nobody asked for"
+        if isinstance(command, Offered):
+            self._feeder.put(command)
+        else:
+            self._feeder.lose()
+
+    def _send(
+        self,
+        number: ConnectionId,
+        datagram: bytes,
+        descriptors: Sequence[int],
+        events: list[Event],
+    ) -> None:
+        if self._attach.send(number, datagram, descriptors) is Sent.OVERFLOW:
+            _log.warning("connection %d does not read: the node hangs up", number)
+            self._attach.hang_up(number, "overflow")
+            events.append(Ended(number))
+
+
+def _tell_what_is_off(off: SwitchedOff) -> None:
+    digits = off.space.hex()[:SPACE_DIGITS]
+    _log.error(
+        "space %s of tenant %s is switched off in %s: %s computed %d of its blocks again, and %d"
+        " hold other values (error %.2f); look at its engines' models and settings, then"
+        " 'kvstore clear --space %s' switches it on again",
+        digits,
+        off.tenant,
+        f"the {off.tier.name.lower()} tier" if off.tier is not None else "all tiers",
+        off.engine,
+        off.blocks,
+        off.diverged,
+        off.error_ppm / 1e6,
+        digits,
+    )

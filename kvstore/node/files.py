@@ -1,0 +1,326 @@
+"""Between the engine and the file tier: commands one way, events the other.
+
+The tier's words become the engine's, a little at a time: after a start millions of records may be
+known at once, and the loop must serve engines in between. Does not cover: what moves bytes
+(`kvstore.tiers.file`), what is decided (`kvstore.engine.files`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from kvstore.engine.events import (
+    Event,
+    FileCommand,
+    FileGone,
+    FileKnown,
+    FileLate,
+    FileMoved,
+    FilePart,
+    FileRead,
+    FileReclaim,
+    FileWritten,
+    ReadFile,
+    ReclaimFile,
+    VoidFile,
+    WriteFile,
+)
+from kvstore.engine.events import Scrubbed as TierScrubbed
+from kvstore.node.late import LateTier
+from kvstore.node.passes import PassLog
+from kvstore.tiers.file import (
+    FileEvent,
+    FileTier,
+    Gone,
+    Known,
+    Late,
+    Moved,
+    Read,
+    Reclaim,
+    RecoveryDone,
+    Resumed,
+    Scrubbed,
+    Suspended,
+    Written,
+)
+from kvstore.tiers.file.outbox import ring
+from kvstore.types import KEY_BYTES, Tier
+from kvstore.units import KIB, NS_PER_S, format_size
+from kvstore.wire.learned import (
+    Learned,
+    NotLearned,
+    Spent,
+    decode_learned,
+    encode_learned,
+    still_spent,
+)
+from kvstore.wire.record import Scope
+
+LOCATION_BYTES = 8
+FILE_ROW_BYTES = 256 * KIB
+"""One row of metadata for so much of the file tier. Blocks of models that serve are larger; with
+smaller ones a part of the tier stays unused."""
+SPENT_SHARE = 64
+"""One part in so many of a day's budget is written before that is kept: what a kill loses."""
+TOLD_NS = 86_400 * NS_PER_S
+"""That the budget is used up is said once in so long."""
+_log = logging.getLogger(__name__)
+
+
+class FileEnd:
+    """The driver's end of one file tier. One thread.
+
+    Args:
+        tier: which.
+        day_bytes: what may be written to it in a day; 0: any amount.
+        wall_s: seconds of the wall clock: the only one that goes on while no node runs.
+        on_hang: is told when jobs have become late and have not ended, and when all have.
+    """
+
+    def __init__(
+        self,
+        tier: FileTier | LateTier,
+        *,
+        day_bytes: int = 0,
+        wall_s: Callable[[], float] = time.time,
+        on_hang: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        self._tier = tier
+        self._day_bytes = day_bytes
+        self._wall_s = wall_s
+        self._on_hang = on_hang
+        self._late_jobs: set[int] = set()
+        """Nobody waits for them any more; the disk has not let go of them."""
+        self._over_budget_blocks = 0
+        self._told_ns: int | None = None
+        self._waiting: deque[FileEvent] = deque()
+        self.learned = _learned(tier.note)
+        """By an earlier start, as it is kept now."""
+        self._trouble: dict[bool, str] = {}
+        """By whether it is about writes only."""
+        self._scrub_log = PassLog("file")
+        self._found_blocks = 0
+        """That the tier told of, until it had told of all."""
+        self._is_recovered = self._is_recovery_told = self._is_crowd_told = False
+
+    def spent_bytes(self) -> int:
+        """Of the day's budget, used up by earlier starts."""
+        now_s = int(self._wall_s())
+        return still_spent(self.learned.spent, day_bytes=self._day_bytes, now_s=now_s)
+
+    def remember(self, learned: Learned, spent_bytes: int) -> None:
+        """Keep this for the next start, if it is news."""
+        spent = self.learned.spent
+        if spent_bytes != spent.size_bytes:
+            spent = Spent(spent_bytes, int(self._wall_s()))
+        learned = msgspec.structs.replace(learned, spent=spent)
+        if learned != self.learned:
+            self.learned = learned
+            self._tier.keep_note(encode_learned(learned))
+
+    def should_remember(self, spent_bytes: int) -> bool:
+        """Whether a node killed now would forget much of what it has written today."""
+        news_bytes = spent_bytes - self.learned.spent.size_bytes
+        return news_bytes * SPENT_SHARE > self._day_bytes
+
+    def tell_budget(self, over_budget_blocks: int, now_ns: int) -> None:
+        """Say, once a day, that blocks were not written because the budget is used up.
+
+        Args:
+            over_budget_blocks: how many, since the start.
+            now_ns: of the loop's clock.
+        """
+        is_news = over_budget_blocks > self._over_budget_blocks
+        self._over_budget_blocks = over_budget_blocks
+        if is_news and (self._told_ns is None or now_ns - self._told_ns >= TOLD_NS):
+            self._told_ns = now_ns
+            _log.warning(
+                "--file-writes-per-day %s is used up: blocks are written to %s as it refills, and"
+                " reading goes on; this is said once a day",
+                format_size(self._day_bytes),
+                self.path,
+            )
+
+    def tell_table(self, *, left_out_blocks: int, crowded_blocks: int) -> None:
+        """Say, once each, what was found again, and that the table of blocks is full.
+
+        Args:
+            left_out_blocks: that the tier told of and that found no row, since the start.
+            crowded_blocks: those, and those on disk that gave their row to dram.
+        """
+        if crowded_blocks and not self._is_crowd_told:
+            self._is_crowd_told = True
+            _log.warning(
+                "blocks in %s are forgotten, or not found again: the node's table has a row for"
+                " each %s of --file, and it is full, because blocks are smaller or because there"
+                " are those of other nodes; a larger --file has more rows, a larger --block-size of"
+                " the engines needs fewer; this is said once, kvstore_file_blocks_crowded_total"
+                " counts on",
+                self.path,
+                format_size(FILE_ROW_BYTES),
+            )
+        if self._is_recovered and not self._is_recovery_told:
+            self._is_recovery_told = True
+            if left_out_blocks:
+                _log.warning(
+                    "%d of the %d records of the file tier are known: there is no row for more",
+                    max(0, self._found_blocks - left_out_blocks),
+                    self._found_blocks,
+                )
+            else:
+                _log.info("all records of the file tier are known")
+
+    @property
+    def used_bytes(self) -> int:
+        """What the tier takes of its capacity."""
+        return self._tier.taken_bytes
+
+    @property
+    def trouble(self) -> str:
+        """What the tier does not do at present, and why; empty while all is well."""
+        trouble = self._trouble.get(False) or self._trouble.get(True, "")
+        if trouble or self._is_recovered:
+            return trouble
+        return (
+            f"the file tier in {self.path} is still looked through: {self._found_blocks} blocks are"
+            " found so far"
+        )
+
+    @property
+    def breakers(self) -> tuple[str, str]:
+        """State of those of reads and of writes."""
+        reads, writes = self._tier.breakers
+        return reads.value, writes.value
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        """Whether what was cleared stays away after a restart; from any thread."""
+        return self._tier.wait_for_voids(timeout_s)
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self._tier.path
+
+    def fileno(self) -> int:
+        """Readable while `read` has something."""
+        return self._tier.fileno()
+
+    def carry_out(self, command: FileCommand) -> list[Event]:
+        """Give the tier its order. What it does not take ends here and now."""
+        match command:
+            case WriteFile():
+                scope = _scope(command)
+                if not self._tier.write(
+                    command.job, scope, command.keys, command.slots, command.checksums
+                ):
+                    count = len(command.keys) // KEY_BYTES
+                    return [FileWritten(command.job, bytes(LOCATION_BYTES * count))]
+            case ReadFile():
+                scope = _scope(command)
+                if not self._tier.read(
+                    *(command.job, scope, command.keys, command.locations, command.slots),
+                    command.checksums,
+                ):
+                    return [FileRead(command.job, bytes(len(command.keys) // KEY_BYTES))]
+            case VoidFile(tenant=tenant, space=space):
+                # What was found at the start and not told yet would come back.
+                self._waiting = deque(e for e in self._waiting if not _covers(command, e))
+                self._tier.void(tenant, space)
+            case ReclaimFile(segment=segment, keep=keep):
+                self._tier.reclaim(segment, keep)
+        return []
+
+    def read(self, _mask: int) -> Iterator[Event]:
+        """What the tier says: one event at a time of those that are long.
+
+        More is taken when all is told: recovery goes on at the pace of the engine, and the end of a
+        read waits behind no more of what it found than the tier tells at once.
+        """
+        if not self._waiting:
+            self._waiting.extend(self._tier.take_events())
+            if len(self._waiting) > 1:
+                ring(self._tier.fileno())  # what is not asked for now is there in the next round
+        is_long = False
+        while self._waiting and not is_long:
+            event = self._waiting.popleft()
+            is_long = isinstance(event, Known | Moved | Gone | Reclaim)
+            yield from self._translate(event)
+
+    def _are_late(self, jobs: set[int]) -> None:
+        if bool(jobs) != bool(self._late_jobs):
+            self._on_hang(bool(jobs))
+        self._late_jobs = jobs
+
+    def _translate(self, event: FileEvent) -> list[Event]:
+        match event:
+            case Known(scope=s, keys=keys, locations=locations, checksums=checksums):
+                self._found_blocks += 0 if self._is_recovered else len(keys) // KEY_BYTES
+                return [FileKnown(s.tenant, s.space, s.shard, keys, locations, checksums)]
+            case Moved(scope=s, keys=keys, old_locations=old, locations=locations):
+                return [FileMoved(s.tenant, s.space, s.shard, keys, old, locations)]
+            case Gone(scope=s, keys=keys, locations=locations, damaged=damaged):
+                return [FileGone(s.tenant, s.space, s.shard, keys, locations, damaged)]
+            case Scrubbed(blocks=blocks, size_bytes=size, bad_key=key, pass_ended=ended):
+                bad = int(key != b"")
+                self._scrub_log.add(blocks, size, bad=bad, bad_key=key, ended=ended)
+                return [TierScrubbed(Tier.FILE, blocks, size, bad, pass_ended=ended)]
+            case Written(job=job, locations=locations):
+                self._are_late(self._late_jobs - {job})
+                return [FileWritten(job, locations)]
+            case Read(job=job, good=good):
+                self._are_late(self._late_jobs - {job})
+                return [FileRead(job, good)]
+            case Late(job=job):
+                self._are_late(self._late_jobs | {job})
+                return [FileLate(job)]
+            case Reclaim(segment=segment, records=records):
+                parts = tuple(
+                    FilePart(
+                        r.scope.tenant,
+                        r.scope.space,
+                        r.scope.shard,
+                        r.scope.block_bytes,
+                        r.keys,
+                        r.locations,
+                    )
+                    for r in records
+                )
+                return [FileReclaim(segment, parts)]
+            case Suspended(reason=reason, writes_only=writes_only):
+                what = "writes" if writes_only else "reads and writes"
+                trouble = f"the file tier in {self.path} takes no {what}: {reason}"
+                self._trouble[writes_only] = trouble
+                _log.warning("%s", trouble)
+            case Resumed(writes_only=writes_only):
+                self._trouble.pop(writes_only, None)
+                if not self._trouble:
+                    _log.info("the file tier in %s works again", self.path)
+            case RecoveryDone():
+                self._is_recovered = True
+        return []
+
+
+def _learned(note: bytes) -> Learned:
+    try:
+        return decode_learned(note) if note else Learned()
+    except NotLearned as error:
+        _log.warning("what an earlier start learned is not used, it is learned anew: %s", error)
+        return Learned()
+
+
+def _scope(command: WriteFile | ReadFile) -> Scope:
+    return Scope(command.tenant, command.space, command.shard, command.block_bytes)
+
+
+def _covers(void: VoidFile, event: FileEvent) -> bool:
+    """Whether a Known tells of what is cleared."""
+    if not isinstance(event, Known):
+        return False
+    scope = event.scope
+    return void.tenant in (None, scope.tenant) and void.space in (None, scope.space)

@@ -1,0 +1,457 @@
+"""Puts one node process together and takes it apart again.
+
+    config, what the supervisor holds ─▶ arena, journal ─▶ tier ─▶ engine ─▶ attach ─▶ executor
+                                                    ─▶ driver, with inspect and http beside
+
+Covers: order of start and stop, what is taken over from the process before. Does not cover: any of
+the parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore import __version__
+from kvstore.arena import Arena
+from kvstore.config.disk_room import warn_of_too_little_room
+from kvstore.config.machine import available_memory
+from kvstore.config.node import NodeConfig
+from kvstore.engine.engine import Engine, EngineConfig
+from kvstore.engine.events import Event
+from kvstore.errors import ConfigError
+from kvstore.net.clock import MonotonicClock
+from kvstore.net.http import HttpServer, Page
+from kvstore.net.turns import TURN_WAKE, Source
+from kvstore.node.attach import Attach
+from kvstore.node.driver import Driver
+from kvstore.node.executor import Executor
+from kvstore.node.files import FILE_ROW_BYTES, FileEnd
+from kvstore.node.inspect import InspectServer
+from kvstore.node.late import LateTier
+from kvstore.node.pages import EventCounters, NodeCollector, make_pages
+from kvstore.node.priority import Place
+from kvstore.node.scrub import DramScrub
+from kvstore.node.warm import Memory, take_memory
+from kvstore.obs import logs
+from kvstore.ports import Clock
+from kvstore.supervisor import control
+from kvstore.supervisor.control import Places, Serving
+from kvstore.supervisor.handover import Handover
+from kvstore.supervisor.listener import Door
+from kvstore.tiers.dram import DramTier
+from kvstore.tiers.file import FileTier
+from kvstore.tiers.file.outbox import Outbox
+from kvstore.types import SLOT_BYTES_MIN, Incarnation
+from kvstore.units import NS_PER_MS, format_size
+from kvstore.wire.learned import Learned
+
+if TYPE_CHECKING:
+    from kvstore.node.publish import Publisher
+    from kvstore.peers.member import ClusterMember
+
+CONNECTION_COUNT_MAX: Final = 256
+HELD_TIMEOUT_S: Final = 1.0
+NEWCOMER_COUNT_MAX: Final = 16
+CONNECTIONS_PER_LIFE: Final = 1 << 32
+"""Connections of one process have numbers that no other has."""
+
+_log = logging.getLogger(__name__)
+
+
+class Running(NamedTuple):
+    """A node that serves, as an operator is told."""
+
+    socket: str
+    dram_bytes: int
+    dram_note: str
+    slab_bytes: int
+    file: str
+    """Directory and size of the file tier; empty when there is none."""
+    huge_pages: bool
+    metrics_url: str
+    """Empty when off."""
+    events: str
+    """Where KV events and their replay are; empty when off."""
+    replica: str
+    """Where the replica inside this node is; empty when there is none."""
+    tells: str
+    """Replicas elsewhere that it tells what it holds."""
+    peers: str
+    """Where other nodes reach it, and by what blocks move; empty when off."""
+    incarnation: Incarnation
+
+    def line(self) -> str:
+        """The line that tells an operator, and a script, that the node is ready."""
+        note = f" ({self.dram_note})" if self.dram_note else ""
+        return (
+            f"kvstore node ready: version={__version__} socket={self.socket}"
+            f" metrics={self.metrics_url or 'off'}"
+            f" events={self.events or 'off'} index={self.replica or 'off'}"
+            f" tells={self.tells or 'off'} peers={self.peers or 'off'}"
+            f" incarnation={self.incarnation:016x} huge-pages={'yes' if self.huge_pages else 'no'}"
+            f" slab={format_size(self.slab_bytes)} file={self.file or 'off'}"
+            f" dram={format_size(self.dram_bytes)}{note}"
+        )
+
+
+def run_node(config: NodeConfig, handover: Handover) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP (a closed terminal), or until the supervisor ends. Call
+    it in the main thread.
+
+    Raises:
+        ConfigError: the node cannot start with this configuration on this machine.
+        SupervisorGone: it ended.
+    """
+    with contextlib.ExitStack() as stack:
+        node = _assemble(_in_place(config, handover.begin.places), handover, stack)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: node.driver.stop())
+        # Start-up objects live for ever: no collection needs to look at them again.
+        gc.freeze()
+        handover.serving(node.serving)
+        if handover.begin.life == 0:
+            logs.say(__name__, node.running.line())
+        else:
+            away_ms = (time.monotonic_ns() - handover.begin.died_ns) // NS_PER_MS
+            node.collector.away_ns = away_ms * NS_PER_MS
+            _log.info(
+                "serves again after %d ms: %d blocks (%s) were kept in memory",
+                *(away_ms, node.serving.blocks, format_size(node.serving.size_bytes)),
+            )
+            if trouble := handover.code.trouble():
+                _log.warning("%s", trouble)
+        # Last: threads that are made before have the place of any other.
+        node.driver.run(Place(time.monotonic_ns()))
+
+
+class _Node(NamedTuple):
+    driver: Driver
+    running: Running
+    serving: Serving
+    collector: NodeCollector
+
+
+def _in_place(config: NodeConfig, places: Places) -> NodeConfig:
+    """Where the process before could be reached, this one is."""
+    http, events = config.http, config.events
+    if http is not None and places.metrics_port:
+        http = dataclasses.replace(http, port=places.metrics_port)
+    if events is not None and places.events:
+        events = dataclasses.replace(
+            events, endpoint=places.events, replay_endpoint=places.events_replay
+        )
+    cluster = config.cluster
+    if cluster is not None and cluster.replica is not None and places.index_port:
+        replica = dataclasses.replace(cluster.replica, port=places.index_port)
+        cluster = dataclasses.replace(cluster, replica=replica)
+    if cluster is not None and cluster.peers is not None and places.peer_port:
+        peers = dataclasses.replace(cluster.peers, port=places.peer_port)
+        cluster = dataclasses.replace(cluster, peers=peers)
+    return dataclasses.replace(config, http=http, events=events, cluster=cluster)
+
+
+def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStack) -> _Node:
+    """Make all parts, in order; `stack` takes them apart in the opposite one."""
+    clock, life = MonotonicClock(), handover.begin.life
+    incarnation = Incarnation(secrets.randbelow(2**63 - 1) + 1)
+    door = Door(config.socket, socket.socket(fileno=handover.listener_fd))
+    stack.callback(door.close)
+    memory = take_memory(config, incarnation, handover)
+    arena = memory.arena
+    tier = _make_tier(memory)
+    stack.callback(tier.close)
+    attach = _make_attach(config, door, handover, clock)
+    stack.callback(attach.close)
+    files = _open_files(config, arena, clock, handover, stack)
+    publisher = _open_publisher(config, incarnation, clock, stack)
+    member = _open_member(config, incarnation, arena, tier, clock, stack)
+    engine = _make_engine(config, memory, life, files, member)
+    exchange = member.peering.exchange if member and member.peering else None
+    driver = Driver(
+        engine=engine,
+        tier=tier,
+        attach=attach,
+        executor=_make_executor(arena, tier, attach, files, publisher, member),
+        clock=clock,
+        files=files,
+        exchange=exchange,
+    )
+    attach.watch(handover.fileno(), Source(TURN_WAKE, None, lambda _: _supervisor_ended(driver)))
+    _adopt_writers(memory, attach)
+    driver.begin(memory.adopt)
+    collector = NodeCollector(
+        driver=driver,
+        attach=attach,
+        tier=tier,
+        incarnation=incarnation,
+        version=handover.code.version,
+        events=publisher.counters if publisher else EventCounters(),
+        member=member,
+    )
+    parts = collector, driver, door, files, publisher, member
+    pages = make_pages(*parts, code_trouble=handover.code.trouble)
+    http = _serve_pages(config, pages, handover, stack)
+    rpc = InspectServer(config.socket, driver, member, incarnation)
+    stack.callback(rpc.close)
+    tier.start()
+    _start_scrub(config, driver, tier, stack)
+    if publisher is not None:
+        _start_publisher(publisher, driver)
+    if member is not None:
+        _start_member(member, driver)
+    metrics_url = http.url + "/metrics" if http else ""
+    return _Node(
+        driver,
+        _running(config, arena, incarnation, metrics_url, publisher, member),
+        _serving(engine, http, publisher, member),
+        collector,
+    )
+
+
+def _make_tier(memory: Memory) -> DramTier:
+    return DramTier(
+        memory.arena,
+        ready_bytes=memory.journal.ready_bytes,
+        on_ready=memory.journal.set_ready,
+        room_bytes=lambda: available_memory()[0],
+    )
+
+
+def _make_executor(
+    arena: Arena,
+    tier: DramTier,
+    attach: Attach,
+    files: FileEnd | None,
+    publisher: Publisher | None,
+    member: ClusterMember | None,
+) -> Executor:
+    return Executor(
+        tier=tier,
+        attach=attach,
+        arena_fd=arena.arena_fd,
+        generation_fd=arena.generation_fd,
+        files=files,
+        publish=publisher.put if publisher else None,
+        feeder=member.feeder if member else None,
+        exchange=member.peering.exchange if member and member.peering else None,
+        memory=member.memory if member else None,
+    )
+
+
+def _make_attach(config: NodeConfig, door: Door, handover: Handover, clock: Clock) -> Attach:
+    return Attach(
+        door,
+        allow_uids=config.allow_uids,
+        # A process that attaches again holds two sockets for a moment.
+        connection_count_max=CONNECTION_COUNT_MAX + NEWCOMER_COUNT_MAX,
+        clock=clock,
+        register=handover.attached,
+        unregister=handover.released,
+        first_number=handover.begin.life * CONNECTIONS_PER_LIFE + 1,
+    )
+
+
+def _serving(
+    engine: Engine,
+    http: HttpServer | None,
+    publisher: Publisher | None,
+    member: ClusterMember | None,
+) -> Serving:
+    places = Places(
+        metrics_port=http.port if http else 0,
+        events=publisher.endpoint if publisher else "",
+        events_replay=publisher.replay_endpoint if publisher else "",
+        index_port=member.index_port if member else 0,
+        peer_port=member.peer_port if member else 0,
+    )
+    kept_bytes = engine.tiers()[0].used_bytes
+    return Serving(places, blocks=engine.counters.blocks_kept, size_bytes=kept_bytes)
+
+
+def _supervisor_ended(driver: Driver) -> list[Event]:
+    _log.warning("the supervisor has ended: so does its node")
+    driver.stop()
+    return []
+
+
+def _serve_pages(
+    config: NodeConfig,
+    pages: Mapping[str, Callable[[], Page]],
+    handover: Handover,
+    stack: contextlib.ExitStack,
+) -> HttpServer | None:
+    if config.http is None:
+        return None
+    http = HttpServer(config.http, pages, held_fd=handover.places.pop(control.METRICS, -1))
+    stack.callback(http.close)
+    handover.keep(control.METRICS, http.fileno())
+    http.start()
+    return http
+
+
+def _running(
+    config: NodeConfig,
+    arena: Arena,
+    incarnation: Incarnation,
+    metrics_url: str,
+    publisher: Publisher | None,
+    member: ClusterMember | None,
+) -> Running:
+    return Running(
+        socket=str(config.socket),
+        dram_bytes=config.dram_bytes,
+        dram_note=config.dram_note,
+        slab_bytes=config.slab_bytes,
+        file=f"{config.file.home}:{format_size(config.file.capacity_bytes)}" if config.file else "",
+        huge_pages=arena.huge_pages,
+        metrics_url=metrics_url,
+        events=f"{publisher.endpoint},{publisher.replay_endpoint}" if publisher else "",
+        replica=member.index if member else "",
+        tells=member.tells if member else "",
+        peers=member.reached if member else "",
+        incarnation=incarnation,
+    )
+
+
+def _open_publisher(
+    config: NodeConfig, incarnation: Incarnation, clock: Clock, stack: contextlib.ExitStack
+) -> Publisher | None:
+    if config.events is None:
+        return None
+    try:
+        # Only here: a node without --events needs no ZeroMQ.
+        from kvstore.node.publish import Publisher
+    except ImportError:
+        raise ConfigError("--events needs pyzmq: pip install 'kvstore-llm[events]'") from None
+    if config.events.beyond_loopback:
+        _log.warning(
+            "--insecure: whoever reaches %s reads, without TLS, which blocks this node holds",
+            config.events.endpoint,
+        )
+    publisher = Publisher(config.events, incarnation=incarnation, clock=clock)
+    stack.callback(publisher.close)
+    return publisher
+
+
+def _adopt_writers(memory: Memory, attach: Attach) -> None:
+    for writer, pidfd in memory.writers:
+        attach.adopt(writer.connection, pidfd)
+
+
+def _start_scrub(
+    config: NodeConfig, driver: Driver, tier: DramTier, stack: contextlib.ExitStack
+) -> None:
+    if config.scrub is not None:
+        scrub = DramScrub(driver, tier, config.scrub)
+        stack.callback(scrub.close)
+        scrub.start()
+
+
+def _open_member(
+    config: NodeConfig,
+    incarnation: Incarnation,
+    arena: Arena,
+    tier: DramTier,
+    clock: Clock,
+    stack: contextlib.ExitStack,
+) -> ClusterMember | None:
+    if config.cluster is None:
+        return None
+    # Only here: a node by itself needs no gRPC beyond its own socket.
+    from kvstore.peers.member import ClusterMember
+
+    member = ClusterMember(config.cluster, incarnation, arena=arena, tier=tier, clock=clock)
+    stack.callback(member.close)
+    return member
+
+
+def _start_member(member: ClusterMember, driver: Driver) -> None:
+    member.start(
+        lambda row: driver.query(lambda engine: engine.offered(row), timeout_s=HELD_TIMEOUT_S),
+        lambda: driver.query(lambda engine: engine.load(), timeout_s=HELD_TIMEOUT_S),
+    )
+
+
+def _start_publisher(publisher: Publisher, driver: Driver) -> None:
+    publisher.start(
+        lambda row: driver.query(lambda engine: engine.held(row), timeout_s=HELD_TIMEOUT_S)
+    )
+
+
+def _open_files(
+    config: NodeConfig,
+    arena: Arena,
+    clock: Clock,
+    handover: Handover,
+    stack: contextlib.ExitStack,
+) -> FileEnd | None:
+    if config.file is None:
+        return None
+    where, lock_fd = config.file, handover.places.get(control.STORE, -1)
+
+    def open_tier(outbox: Outbox | None) -> FileTier:
+        held_fd = os.dup(lock_fd) if lock_fd >= 0 else -1
+        tier = FileTier.open(
+            where, arena.array, clock, lock_fd=held_fd, outbox=outbox, look=arena.read
+        )
+        handover.keep(control.STORE, tier.lock_fd)
+        return tier
+
+    tier: FileTier | LateTier
+    if handover.begin.life == 0:
+        warn_of_too_little_room(where)
+    try:
+        tier = open_tier(None)
+    except ConfigError as error:
+        if handover.begin.life == 0:
+            raise
+        tier = LateTier(where.home, open_tier, str(error))
+    stack.callback(tier.close)
+    return FileEnd(tier, day_bytes=config.file_day_bytes, on_hang=handover.disk_hangs)
+
+
+def _make_engine(
+    config: NodeConfig,
+    memory: Memory,
+    life: int,
+    files: FileEnd | None,
+    member: ClusterMember | None,
+) -> Engine:
+    file_bytes = config.file.capacity_bytes if config.file else 0
+    peers = config.cluster.peers if config.cluster else None
+    return Engine(
+        EngineConfig(
+            incarnation=memory.incarnation,
+            seed=secrets.randbits(64),
+            arena_bytes=config.dram_bytes,
+            slab_bytes=config.slab_bytes,
+            generation_bytes=memory.arena.generation_bytes,
+            block_count_max=config.dram_bytes // SLOT_BYTES_MIN + file_bytes // FILE_ROW_BYTES,
+            first_generation=memory.first_generation,
+            restarts=life,
+            file_bytes=file_bytes,
+            policy=config.policy,
+            file_admission=config.file_admission,
+            file_day_bytes=config.file_day_bytes,
+            file_spent_bytes=files.spent_bytes() if files else 0,
+            learned=files.learned if files else Learned(),
+            connection_count_max=CONNECTION_COUNT_MAX,
+            quotas=config.quotas,
+            tell_changes=config.events is not None,
+            tell_offers=config.cluster is not None,
+            follows=member is not None and member.memory is not None,
+            fetches=peers is not None,
+            fetches_always=peers is not None and peers.is_fetched_always,
+        ),
+        memory.journal,
+    )

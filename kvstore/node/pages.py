@@ -1,0 +1,262 @@
+"""What /metrics and /healthz say: the state of the loop, asked on the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from kvstore.engine.engine import Engine
+from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.engine.report import NO_BUDGET, TierReport
+from kvstore.errors import NodeBusy
+from kvstore.net.http import Page, text_page
+from kvstore.node.attach import Attach
+from kvstore.node.driver import STEP_BUCKETS_NS, Driver
+from kvstore.node.files import FileEnd
+from kvstore.obs.metrics import Family, absent, family, histogram
+from kvstore.ports import Tier
+from kvstore.supervisor.listener import Door
+from kvstore.types import Incarnation, SpaceId
+from kvstore.types import Tier as TierName
+from kvstore.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvstore.node.publish import Publisher
+    from kvstore.peers.member import ClusterMember
+
+HEALTH_TIMEOUT_S: Final = 0.25
+METRICS_TIMEOUT_S: Final = 1.0
+MS_PER_S: Final = 1000
+OFF_LABELS: Final = {"file": TierName.FILE, "all": None}
+FEED_COUNTERS: Final = ("deltas", "snapshots", "keys_lost", "streams")
+BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
+
+
+class EventCounters:
+    """What was published since the start; each is written by one thread."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.keys_lost = 0
+        self.replays = 0
+        self.requests_refused = 0
+
+
+class NodeCollector(Collector):
+    """The metrics of one node, read between two steps so that they belong together."""
+
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        attach: Attach,
+        tier: Tier,
+        incarnation: Incarnation,
+        version: str,
+        events: EventCounters,
+        member: ClusterMember | None = None,
+    ) -> None:
+        self._events = events
+        self._member = member
+        self._driver = driver
+        self._attach = attach
+        self._tier = tier
+        self._info = (version, f"{incarnation:016x}")
+        self.away_ns = 0
+        """From the end of the process before until this one served."""
+
+    def collect(self) -> Iterator[Family]:
+        """What this node has no part for is named, without a value.
+
+        Raises NodeBusy when the loop does not answer.
+        """
+        found = self._driver.query(
+            lambda engine: [*self._process_families(), *_engine_families(engine)],
+            timeout_s=METRICS_TIMEOUT_S,
+        )
+        found += self._feed_families()
+        found += absent(found)
+        if self._member is not None:
+            found += self._member.index_families()
+        yield from found
+
+    def describe(self) -> list[Family]:
+        return []
+
+    @property
+    def refused(self) -> str:
+        """Of processes that were turned away lately, the last one's sentence."""
+        return self._attach.counters.refused.trouble(time.monotonic_ns())
+
+    def _process_families(self) -> list[Family]:
+        loop, door = self._driver.counters, self._attach.counters
+        return [
+            family("kvstore_info", [(self._info, 1)]),
+            family("kvstore_away_seconds", [((), self.away_ns / NS_PER_S)]),
+            family("kvstore_ready_bytes", [(("dram",), self._tier.ready_bytes)]),
+            family("kvstore_capacity_bytes", [(("dram",), self._tier.capacity_bytes)]),
+            family("kvstore_connections", [((), self._attach.socket_count)]),
+            family("kvstore_connections_accepted_total", [((), door.accepted)]),
+            family(
+                "kvstore_connections_refused_total", [((k,), n) for k, n in door.refused.items()]
+            ),
+            family("kvstore_connections_ended_total", [((k,), n) for k, n in door.ended.items()]),
+            family(
+                "kvstore_datagrams_total",
+                [(("received",), door.datagrams_received), (("sent",), door.datagrams_sent)],
+            ),
+            histogram(
+                "kvstore_step_seconds",
+                bounds=[bound / NS_PER_S for bound in STEP_BUCKETS_NS],
+                counts=list(loop.step_buckets),
+                total=loop.step_ns / NS_PER_S,
+            ),
+            family("kvstore_loop_failures_total", [((), loop.failures)]),
+            family("kvstore_heartbeat_gap_seconds", [((), loop.beat_gap_ns_max / NS_PER_S)]),
+            family("kvstore_queries_total", [((), loop.queries)]),
+            *(
+                family(f"kvstore_event_{name}_total", [((), count)])
+                for name, count in vars(self._events).items()
+            ),
+        ]
+
+    def _feed_families(self) -> list[Family]:
+        feeder = self._member.feeder if self._member is not None else None
+        peering = self._member.peering if self._member is not None else None
+        counts = vars(feeder.counters) if feeder is not None else dict.fromkeys(FEED_COUNTERS, 0)
+        return [
+            family("kvstore_feeds", [((), feeder.connected_count if feeder is not None else 0)]),
+            *(family(f"kvstore_feed_{name}_total", [((), n)]) for name, n in counts.items()),
+            *(peering.families() if peering is not None else ()),
+            *(self._member.engine_families() if self._member is not None else ()),
+            *((self._member.certificate_ends,) if self._member is not None else ()),
+        ]
+
+
+def _engine_families(engine: Engine) -> list[Family]:
+    (node,), tiers, counters = engine.nodes(), engine.tiers(), engine.counters
+    dram, file = tiers
+    quotas = engine.quotas()
+    has_budget = file.budget_left_bytes != NO_BUDGET
+    return [
+        family("kvstore_blocks", [((tier.tier,), tier.blocks) for tier in tiers]),
+        family("kvstore_used_bytes", [((tier.tier,), tier.used_bytes) for tier in tiers]),
+        family(
+            "kvstore_slots",
+            [
+                (("sealed",), dram.slots_sealed),
+                (("granted",), dram.slots_granted),
+                (("quarantined",), dram.slots_quarantined),
+                (("leased",), dram.slots_leased),
+            ],
+        ),
+        family(
+            "kvstore_file_budget_left_bytes", [((), file.budget_left_bytes)] if has_budget else []
+        ),
+        *_integrity_families(tiers, engine.spaces_off()),
+        family("kvstore_shadow_error_max", [((), engine.worst_shadow_error)]),
+        *(
+            family(
+                f"kvstore_quota_{name}_bytes",
+                [((row.quota,), getattr(row, f"{name}_bytes")) for row in quotas if row.quota],
+            )
+            for name in ("promised", "used")
+        ),
+        family("kvstore_restarts_total", [((), node.restarts)]),
+        family("kvstore_sessions", [((), node.sessions)]),
+        family("kvstore_engines_unserved", [((), len(engine.unserved()))]),
+        family("kvstore_leases", [((), node.leases)]),
+        *(
+            family(f"kvstore_{name}_total", [((), getattr(counters, name))])
+            for name in counters.__slots__
+        ),
+    ]
+
+
+def _integrity_families(
+    tiers: Sequence[TierReport], spaces_off: Sequence[tuple[str, SpaceId, TierName | None]]
+) -> list[Family]:
+    off = {name: sum(tier is kind for *_, tier in spaces_off) for name, kind in OFF_LABELS.items()}
+    ages = [((tier.tier,), tier.scrub_age_ms / MS_PER_S) for tier in tiers]
+    file = tiers[1]
+    return [
+        family("kvstore_scrubbed_blocks_total", [((t.tier,), t.scrubbed_blocks) for t in tiers]),
+        family("kvstore_scrubbed_bytes_total", [((t.tier,), t.scrubbed_bytes) for t in tiers]),
+        family("kvstore_scrub_bad_total", [((t.tier,), t.scrub_bad) for t in tiers]),
+        family("kvstore_scrub_age_seconds", [age for age in ages if age[1] >= 0]),
+        family("kvstore_spaces_off", [((name,), float(count)) for name, count in off.items()]),
+        family(
+            "kvstore_breaker_open",
+            [
+                (("file", "reads"), BREAKER_LEVELS[file.reads]),
+                (("file", "writes"), BREAKER_LEVELS[file.writes]),
+            ],
+        ),
+    ]
+
+
+def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
+    """What a healthy node lacks."""
+    found = [files.trouble] if files is not None and files.trouble else []
+    if unserved := engine.unserved():
+        more = f" (and {len(unserved) - 1} more)" if len(unserved) > 1 else ""
+        found.append(f"engine {unserved[0].engine}{more} gets nothing: {unserved[0].reason}")
+    elif refused:
+        found.append(refused)
+    off = engine.spaces_off()
+    if off:
+        tenant, space, tier = off[0]
+        digits = space.hex()[:SPACE_DIGITS]
+        where = f"the {tier.name.lower()} tier" if tier is not None else "all tiers"
+        more = f" (and {len(off) - 1} more)" if len(off) > 1 else ""
+        found.append(
+            f"space {digits} of tenant {tenant}{more} is switched off in {where}, since a shadow"
+            f" check found other values: 'kvstore clear --space {digits}' switches it on again"
+        )
+    return "; ".join(found)
+
+
+def make_pages(
+    collector: NodeCollector,
+    driver: Driver,
+    door: Door,
+    files: FileEnd | None = None,
+    publisher: Publisher | None = None,
+    member: ClusterMember | None = None,
+    *,
+    code_trouble: Callable[[], str] = str,
+) -> dict[str, Callable[[], Page]]:
+    """The pages of a node by path. A node whose disk or events are in trouble serves from memory:
+    it is healthy, and says what it lacks."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+
+    def metrics() -> Page:
+        try:
+            return Page(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+        except NodeBusy as error:
+            return text_page(503, str(error))
+
+    def health() -> Page:
+        try:
+            troubles = [
+                driver.query(
+                    lambda engine: _trouble(engine, files, collector.refused),
+                    timeout_s=HEALTH_TIMEOUT_S,
+                ),
+                publisher.trouble if publisher else "",
+                member.trouble if member else "",
+                code_trouble(),
+            ]
+        except NodeBusy as error:
+            return text_page(503, str(error))
+        if not door.is_in_place:
+            return text_page(503, f"{door.path} is not this node's socket any more: restart it")
+        return text_page(200, ", but ".join(["ok", *filter(None, troubles)]))
+
+    return {"/metrics": metrics, "/healthz": health}

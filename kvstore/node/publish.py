@@ -1,0 +1,362 @@
+"""Publishes KV events over ZeroMQ, in a thread of its own, and never makes the node wait.
+
+    loop ─put─▶ bounded list ─▶ thread ─▶ PUB     topic, sequence number, batch
+                                   └────▶ ROUTER  replay or snapshot, to whoever asks
+
+Subscribe first, then ask. A replay request is [empty, first sequence number]; the answer is what is
+kept of the batches from there on, [empty, sequence number, payload] each, then [empty, -1, empty].
+When the first of them is later than asked for, or the live stream has a gap that a replay does not
+fill, ask for a snapshot: [empty, -1]. Its batches say what is held, and all carry the number of the
+last batch that they include: go on with the live stream after that number.
+
+Everything is bounded. What does not fit the list is dropped and its number is used up, so that
+subscribers see the gap. A subscriber that does not read loses batches by ZeroMQ's high-water mark,
+and one that does not take its replay is given up. Who asks again before he has his answer has no
+use for it: it ends there, and the next begins when nobody else is being answered.
+
+Covers: sockets, numbers, what is kept. Does not cover: the form (`kvstore.wire.kv_events`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import zmq
+
+from kvstore.config.node import EventsConfig
+from kvstore.engine.events import Changed
+from kvstore.errors import ConfigError, NodeBusy
+from kvstore.node.pages import EventCounters
+from kvstore.ports import Clock
+from kvstore.supervisor.listener import refuse_what_is_not_ours
+from kvstore.types import KEY_BYTES, Incarnation
+from kvstore.units import NS_PER_S
+from kvstore.wire import kv_events as wire
+
+BATCH_KEYS_MAX: Final = 1024
+WAITING_KEYS_MAX: Final = 1 << 17
+"""Not yet published: 4 MiB of keys."""
+KEPT_BATCHES_MAX: Final = 10_000
+KEPT_BYTES_MAX: Final = 64 << 20
+SUBSCRIBER_BATCHES_MAX: Final = 4096
+"""Batches that wait for one slow subscriber."""
+REPLY_BATCHES_MAX: Final = 64
+"""Batches of a replay that wait for one slow reader."""
+REQUEST_BYTES_MAX: Final = 256
+REPLAY_COUNT_MAX: Final = 4
+"""At once; other requests wait their turn."""
+ASKED_COUNT_MAX: Final = 64
+"""Clients whose requests were read and wait; those of others wait in ZeroMQ's queues."""
+REPLAY_STUCK_NS: Final = 5 * NS_PER_S
+_TURN_BATCHES: Final = 16
+_STUCK_POLL_MS: Final = 10
+_IPC: Final = "ipc://"
+
+Held = tuple[list[Changed], int]
+_Frames = tuple[bytes, bytes]
+
+
+class _Batch(NamedTuple):
+    topic: bytes
+    payload: bytes
+
+
+class _Request(NamedTuple):
+    first: bytes
+    """Number that it asks from, or END for a snapshot."""
+    again: bool
+    """It came before its client had the answer to the one before."""
+
+
+class _Reply:
+    """A replay or snapshot on its way to one client."""
+
+    def __init__(self, frames: Iterator[_Frames], now_ns: int) -> None:
+        self.frames = frames
+        self.unsent: _Frames | None = None
+        self.moved_ns = now_ns
+
+
+class Publisher:
+    """The publisher of one node, from construction until `close`."""
+
+    def __init__(self, config: EventsConfig, *, incarnation: Incarnation, clock: Clock) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: an address cannot be listened on.
+        """
+        self.counters = EventCounters()
+        self._whole_hashes = config.whole_hashes
+        self._who = wire.Publisher(config.node, f"{incarnation:016x}")
+        self._clock = clock
+        self._waiting: deque[Changed | None] = deque()
+        """None: something was dropped here."""
+        self._waiting_keys = 0
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._next_number = 0
+        self._replies: dict[bytes, _Reply] = {}
+        self._asked: dict[bytes, _Request] = {}
+        """Of each client the last one, in the order in which they come up."""
+        self._closing = False
+        self._files: dict[str, os.stat_result | None] = {}
+        """Of ipc:// sockets, which ZeroMQ leaves behind."""
+        self._ask: Callable[[int], Held] | None = None
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._context = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        try:
+            self._pub = self._listen(zmq.PUB, config.endpoint, SUBSCRIBER_BATCHES_MAX)
+            self._router = self._listen(zmq.ROUTER, config.replay_endpoint, REPLY_BATCHES_MAX)
+        except ConfigError:
+            self.close()
+            raise
+        # Without it, what a slow reader's queue does not take would be dropped in silence.
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.replay_endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _listen(self, kind: int, endpoint: str, queued_max: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.SNDHWM, queued_max)
+        made.setsockopt(zmq.RCVHWM, REPLY_BATCHES_MAX)
+        made.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
+        made.setsockopt(zmq.IPV6, int("[" in endpoint))
+        # ZeroMQ makes the file of ipc:// itself: the mask keeps others out from the first moment.
+        mask = os.umask(0o177)
+        try:
+            if endpoint.startswith(_IPC):
+                # ZeroMQ would replace whatever is there.
+                path = Path(endpoint.removeprefix(_IPC))
+                refuse_what_is_not_ours(path, option="--events")
+            made.bind(endpoint)
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(
+                f"events cannot be published on {endpoint}: {os.strerror(error.errno or 0)};"
+                " choose another --events"
+            ) from None
+        finally:
+            os.umask(mask)
+        if endpoint.startswith(_IPC):
+            file = endpoint.removeprefix(_IPC)
+            self._files[file] = _stat(file)
+        return made
+
+    @property
+    def trouble(self) -> str:
+        """Why nobody new reaches this publisher; empty while all is well. Any thread."""
+        for file, made in self._files.items():
+            found = _stat(file)
+            if found is None or made is None or not os.path.samestat(found, made):
+                return f"{file} is not this node's events socket any more: restart the node"
+        return ""
+
+    # ── of the loop ──────────────────────────────────────────────────────────────────────────────
+
+    def start(self, ask: Callable[[int], Held]) -> None:
+        """Begin to publish. `ask` is `Engine.held`, on the loop, and may raise NodeBusy."""
+        self._ask = ask
+        self._thread.start()
+
+    def put(self, change: Changed) -> None:
+        """Publish soon, or drop it when too much waits already. Never blocks for long."""
+        count = len(change.keys) // KEY_BYTES
+        with self._lock:
+            if self._waiting_keys + count <= WAITING_KEYS_MAX:
+                self._waiting.append(change)
+                self._waiting_keys += count
+            else:
+                self.counters.keys_lost += count
+                if not self._waiting or self._waiting[-1] is not None:
+                    self._waiting.append(None)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Stop; what waits is not published any more."""
+        self._closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._context.destroy(linger=0)
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                os.unlink(file)
+        os.close(self._wake_fd)
+
+    # ── of the thread ────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        # Who kept what an earlier incarnation said is told that it is void.
+        cleared = wire.AllBlocksCleared(kvstore=self._who)
+        self._publish(_Batch(self._topic(""), wire.encode_batch(time.time(), [cleared])))
+        while not self._closing:
+            self._turn()
+
+    def _turn(self) -> None:
+        ready = self._poll()
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+            self._publish_waiting()
+        if self._router in ready:
+            self._take_request()
+        for client, reply in list(self._replies.items()):
+            if not self._advance(client, reply):
+                del self._replies[client]
+        # Last: whoever waits while nobody is answered would wait for ever.
+        self._begin()
+
+    def _poll(self) -> set[object]:
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        if len(self._asked) < ASKED_COUNT_MAX:
+            poller.register(self._router, zmq.POLLIN)
+        wait_ms = None
+        if self._replies:
+            stuck = all(reply.unsent for reply in self._replies.values())
+            wait_ms = _STUCK_POLL_MS if stuck else 0
+        return {source for source, _ in poller.poll(wait_ms)}
+
+    def _publish_waiting(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+            self._waiting_keys = 0
+        run: list[Changed] = []
+        for change in waiting:
+            if change is not None:
+                run.append(change)
+                continue
+            self._publish_all(run)
+            run = []
+            self._next_number += 1  # of what was dropped: nobody will ever have it
+        self._publish_all(run)
+
+    def _publish_all(self, changes: Iterable[Changed]) -> None:
+        for batch in self._batches(changes):
+            self._publish(batch)
+
+    def _publish(self, batch: _Batch) -> None:
+        number, payload = self._next_number, batch.payload
+        self._next_number += 1
+        self.counters.batches += 1
+        self._pub.send_multipart((batch.topic, _sequence(number), payload), zmq.NOBLOCK)
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > KEPT_BATCHES_MAX or self._kept_bytes > KEPT_BYTES_MAX:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _batches(self, changes: Iterable[Changed]) -> Iterator[_Batch]:
+        """In order; a batch is of one model, because its topic names it."""
+        events: list[wire.KVEvent] = []
+        label, count = "", 0
+        for change in changes:
+            for begin in range(0, len(change.keys), BATCH_KEYS_MAX * KEY_BYTES):
+                keys = change.keys[begin : begin + BATCH_KEYS_MAX * KEY_BYTES]
+                size = len(keys) // KEY_BYTES
+                if events and (change.label != label or count + size > BATCH_KEYS_MAX):
+                    yield _Batch(self._topic(label), wire.encode_batch(time.time(), events))
+                    events, count = [], 0
+                events.append(self._event(change, keys))
+                label, count = change.label, count + size
+        if events:
+            yield _Batch(self._topic(label), wire.encode_batch(time.time(), events))
+
+    def _event(self, change: Changed, keys: bytes) -> wire.KVEvent:
+        origin = wire.Origin(
+            node=self._who.node,
+            incarnation=self._who.incarnation,
+            tenant=change.tenant,
+            space=change.space,
+            shard=change.shard,
+            label=change.label,
+            block_tokens=change.block_tokens,
+            keys=keys,
+        )
+        return wire.block_event(
+            origin, tier=change.tier, stored=change.stored, whole_hashes=self._whole_hashes
+        )
+
+    def _topic(self, label: str) -> bytes:
+        return f"kv@{self._who.node}@{label}".encode()
+
+    # ── replay and snapshot ──────────────────────────────────────────────────────────────────────
+
+    def _take_request(self) -> None:
+        match self._router.recv_multipart():
+            case [client, b"", first] if len(first) == wire.SEQUENCE_BYTES:
+                cut = self._replies.pop(client, None) is not None
+                again = cut or self._asked.pop(client, None) is not None
+                self._asked[client] = _Request(first, again)
+                self.counters.replays += 1
+            case _:
+                self.counters.requests_refused += 1
+
+    def _begin(self) -> None:
+        """Begin to answer who waits, as far as there is room."""
+        for client, request in list(self._asked.items()):
+            if len(self._replies) >= (1 if request.again else REPLAY_COUNT_MAX):
+                continue
+            del self._asked[client]
+            first = request.first
+            wanted = self._snapshot() if first == wire.END else self._replay(first)
+            self._replies[client] = _Reply(wanted, self._clock.now_ns())
+
+    def _replay(self, request: bytes) -> Iterator[_Frames]:
+        first = int.from_bytes(request, "big")
+        for number, payload in [kept for kept in self._kept if kept[0] >= first]:
+            yield _sequence(number), payload
+        yield wire.END, b""
+
+    def _snapshot(self) -> Iterator[_Frames]:
+        """What is held, told while the loop goes on: a change that a slice has or has not seen is
+        in the live stream after this number, and the last word about a block counts."""
+        assert self._ask is not None
+        number = _sequence(self._next_number - 1)
+        cleared = wire.AllBlocksCleared(kvstore=self._who)
+        yield number, wire.encode_batch(time.time(), [cleared])
+        row = 0
+        while row >= 0:
+            try:
+                held, row = self._ask(row)
+            except NodeBusy:
+                return  # without an end: the client asks again
+            for batch in self._batches(held):
+                yield number, batch.payload
+        yield wire.END, b""
+
+    def _advance(self, client: bytes, reply: _Reply) -> bool:
+        """Send a few batches. False: there are no more, or nobody takes them."""
+        now_ns = self._clock.now_ns()
+        for _ in range(_TURN_BATCHES):
+            frames = reply.unsent or next(reply.frames, None)
+            if frames is None:
+                return False
+            try:
+                self._router.send_multipart((client, b"", *frames), zmq.NOBLOCK)
+            except zmq.Again:
+                reply.unsent = frames
+                return now_ns - reply.moved_ns < REPLAY_STUCK_NS
+            except zmq.ZMQError:
+                return False  # it is gone
+            reply.unsent, reply.moved_ns = None, now_ns
+        return True
+
+
+def _stat(file: str) -> os.stat_result | None:
+    try:
+        return os.stat(file)
+    except OSError:
+        return None
+
+
+def _sequence(number: int) -> bytes:
+    return number.to_bytes(wire.SEQUENCE_BYTES, "big")

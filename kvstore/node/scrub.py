@@ -1,0 +1,130 @@
+"""The background scrub of dram.
+
+    the loop ──Engine.sealed──▶ list of blocks ──hashed here, slowly──▶ Scrubbed ──▶ the loop
+
+One thread. A block is copied and hashed without the interpreter's lock; its generation is read
+after that, so a slot that was reused meanwhile is nobody's fault. The loop is asked for lists of
+some hundred blocks and answers when it gets to it: a busy node is scrubbed later.
+
+Does not cover: what is logged (`passes.py`), which blocks, and what becomes of bad ones
+(`kvstore.engine.scrubs`), how fast (`kvstore.tiers.scrub`), the file tier's scrub
+(`kvstore.tiers.file.scrub`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Final
+
+from kvstore.engine.events import Scrubbed
+from kvstore.engine.scrubs import Sealed
+from kvstore.errors import NodeBusy
+from kvstore.node.driver import Driver, NodeFailed
+from kvstore.node.passes import PassLog
+from kvstore.ports import Tier
+from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
+from kvstore.types import SlotId
+from kvstore.types import Tier as TierName
+from kvstore.wire.record import block_checksum
+
+ASK_TIMEOUT_S: Final = 2.0
+BUSY_PAUSE_S: Final = 1.0
+"""After a node that was busy or failed."""
+IDLE_PAUSE_S: Final = 0.05
+"""After a list without blocks: of an arena that is all but empty, or of spaces that no engine has
+named yet, there are thousands in a row."""
+
+_log = logging.getLogger(__name__)
+
+
+class DramScrub:
+    """Verifies sealed blocks of dram, over and over, from `start` until `close`."""
+
+    def __init__(self, driver: Driver, tier: Tier, rate: ScrubRate) -> None:
+        self._driver = driver
+        self._tier = tier
+        self._rate = rate
+        self._log = PassLog("dram")
+        self._buffer = memoryview(b"")
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
+
+    def start(self) -> None:
+        """Once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the block at hand. Idempotent."""
+        self._leaving.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        word, has_failed = 0, False
+        while not self._leaving.is_set():
+            try:
+                word = self.look(word)
+            except NodeBusy:
+                self._leaving.wait(BUSY_PAUSE_S)
+            except NodeFailed:
+                if not has_failed:
+                    _log.warning("scrub of dram: the node failed at what was found; trying again")
+                has_failed = True
+                self._leaving.wait(BUSY_PAUSE_S)
+            else:
+                has_failed = False
+                if word == 0:
+                    self._leaving.wait(PASS_PAUSE_S)
+
+    def look(self, first_word: int) -> int:
+        """Verify the next few blocks; where to go on, 0 at the end of a pass.
+
+        Raises:
+            NodeBusy: the loop has other things to do; look again from the same word.
+            NodeFailed: it could not take what was found; the same.
+        """
+        batch = self._driver.query(
+            lambda engine: engine.sealed(first_word), timeout_s=ASK_TIMEOUT_S
+        )
+        bad = []
+        prefixes = [scope.prefix() for scope in batch.scopes]
+        done = size_bytes = 0
+        for row in range(len(batch.slots)):
+            scope = batch.scopes[int(batch.scope_of[row])]
+            pause_s = self._rate.seconds(scope.block_bytes, held_bytes=self._tier.capacity_bytes)
+            if self._leaving.wait(pause_s):
+                return first_word
+            if not self._is_good(batch, row, scope.block_bytes, prefixes):
+                bad.append(row)
+            done += 1
+            size_bytes += scope.block_bytes
+        ended = batch.next_word == 0
+        event = Scrubbed(
+            TierName.DRAM,
+            done,
+            size_bytes,
+            slots=batch.slots[bad].astype("<u4").tobytes(),
+            generations=batch.generations[bad].astype("<u8").tobytes(),
+            pass_ended=ended,
+        )
+        if done or ended:
+            self._driver.tell(event, timeout_s=ASK_TIMEOUT_S)
+        if not done:
+            self._leaving.wait(IDLE_PAUSE_S)
+        bad_key = batch.keys[bad[0]].tobytes() if bad else b""
+        self._log.add(done, size_bytes, bad=len(bad), bad_key=bad_key, ended=ended)
+        return batch.next_word
+
+    def _is_good(self, batch: Sealed, row: int, block_bytes: int, prefixes: list[bytes]) -> bool:
+        """True too where nothing can be said: the slot was given to another block meanwhile."""
+        slot = SlotId(int(batch.slots[row]))
+        key = batch.keys[row].tobytes()
+        if len(self._buffer) < block_bytes:
+            self._buffer = memoryview(bytearray(block_bytes))
+        payload = self._buffer[:block_bytes]
+        self._tier.read(slot, payload)
+        found = block_checksum(prefixes[int(batch.scope_of[row])], key, payload)
+        if found == batch.checksums[row].tobytes():
+            return True
+        return self._tier.generation(slot) != int(batch.generations[row])

@@ -1,0 +1,144 @@
+"""The memory of a node: taken over from the process before, or made.
+
+Nothing is taken over by halves. A journal that cannot be believed means an arena of which nobody
+knows who still writes to it: then all of it is let go, and new memory is made.
+
+Covers: arena, generation page, journal, the ranks of earlier processes. Does not cover: how they
+come here (`handover`), what the engine makes of them (`kvstore.engine.adoption`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final, NamedTuple
+
+from kvstore.arena import Arena, JournalMemory, wait_for_holders
+from kvstore.config.node import NodeConfig
+from kvstore.engine.events import Adopt, Writer
+from kvstore.engine.journal import UNREADABLE, Journal, JournalUnusable
+from kvstore.errors import ConfigError, ProtocolError
+from kvstore.supervisor.handover import Handover
+from kvstore.types import ConnectionId, Incarnation
+from kvstore.units import format_size
+from kvstore.wire.messages import HelloRank, decode_from_engine
+
+HOLDERS_WAIT_S: Final = 30.0
+"""For movers of the process before: the kernel takes less to unmap 1 TiB of small pages twice."""
+GENERATIONS_PER_LIFE: Final = 1 << 40
+"""What one process gives a slot, no other does: a reader of an earlier one finds his copy void."""
+_ARENA, _JOURNAL, _HOLDERS = "arena", "journal", "holders"
+
+_log = logging.getLogger(__name__)
+
+
+class Memory(NamedTuple):
+    """All that a node process needs."""
+
+    arena: Arena
+    journal: Journal
+    incarnation: Incarnation
+    first_generation: int
+    adopt: Adopt | None
+    """What was taken over; None: everything is new."""
+    writers: list[tuple[Writer, int]]
+    """Ranks of earlier processes, with their pidfds, which are the caller's."""
+
+
+def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover) -> Memory:
+    """The memory that the supervisor holds if it can be used, else new memory, which it holds then.
+
+    Raises:
+        ConfigError: there is not as much.
+        SupervisorGone: it ended.
+    """
+    first_generation = 1 + handover.begin.life * GENERATIONS_PER_LIFE
+    found: tuple[Journal, Adopt] | None = None
+    if handover.memory:
+        try:
+            found = _examine(config, handover)
+        except (JournalUnusable, ProtocolError, OSError) as error:
+            _log.error("all that was in memory is lost: its journal cannot be used: %s", error)
+            handover.drop()
+    try:
+        arena = Arena(
+            arena_bytes=config.dram_bytes,
+            incarnation=incarnation,
+            held_fd=handover.memory.pop(_ARENA, -1),
+            first_generation=first_generation,
+            share_page=handover.share_page,
+        )
+        # Before a mover is started.
+        handover.keep(_HOLDERS, arena.holders_fd)
+        if found is None:
+            handover.keep(_ARENA, arena.arena_fd)
+            journal, adopt = _new_journal(config, handover), None
+        else:
+            journal, adopt = found
+    except OSError as error:
+        raise ConfigError(
+            f"dram of {format_size(config.dram_bytes)} cannot be had: {error.strerror};"
+            " choose a smaller --dram"
+        ) from None
+    writers = [
+        (writer, pidfd)
+        for writer, (_, pidfd) in zip(adopt.writers if adopt else (), handover.writers, strict=True)
+    ]
+    handover.writers.clear()
+    return Memory(arena, journal, incarnation, first_generation, adopt, writers)
+
+
+def _quota_names(config: NodeConfig) -> list[str]:
+    return [name for name, _ in config.quotas]
+
+
+def _new_journal(config: NodeConfig, handover: Handover) -> Journal:
+    memory = JournalMemory(Journal.size_bytes(config.dram_bytes, config.slab_bytes))
+    journal = Journal.fresh(
+        arena_bytes=config.dram_bytes,
+        slab_bytes=config.slab_bytes,
+        quotas=_quota_names(config),
+        memory=memory.array,
+    )
+    handover.keep(_JOURNAL, memory.fd)
+    memory.close()
+    return journal
+
+
+def _wait_for_movers(holders_fd: int) -> None:
+    """The mover of the process before was killed with it, and may be in the kernel still, writing:
+    its slots are taken for free."""
+    ended = wait_for_holders(holders_fd, timeout_s=HOLDERS_WAIT_S)
+    os.close(holders_fd)
+    if not ended:
+        raise JournalUnusable(
+            f"a mover of the process before has not ended within {HOLDERS_WAIT_S:.0f} s, and may"
+            " still write to what it tells of"
+        )
+
+
+def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
+    """Raises JournalUnusable, ProtocolError, OSError."""
+    if set(handover.memory) != {_ARENA, _JOURNAL, _HOLDERS}:
+        raise JournalUnusable("a part of it was never kept")
+    _wait_for_movers(handover.memory.pop(_HOLDERS))
+    size_bytes = Journal.size_bytes(config.dram_bytes, config.slab_bytes)
+    memory = JournalMemory(size_bytes, held_fd=handover.memory.pop(_JOURNAL))
+    memory.close()
+    journal = Journal(memory.array, arena_bytes=config.dram_bytes, slab_bytes=config.slab_bytes)
+    writers = []
+    for writer, _ in handover.writers:
+        hello = decode_from_engine(writer.hello)
+        assert isinstance(hello, HelloRank), "a scheduler was registered as a writer"
+        writers.append(Writer(ConnectionId(writer.number), hello))
+    found = journal.examine(
+        quotas=_quota_names(config), writers={writer.connection for writer in writers}
+    )
+    lost_count = int((found.slot_bytes == UNREADABLE).sum())
+    if len(found.doubtful) or lost_count:
+        _log.error(
+            "the journal is damaged: %d slots and %d slabs are out of use until the whole node is"
+            " restarted; look at this machine's memory",
+            *(len(found.doubtful), lost_count),
+        )
+    return journal, Adopt(found, tuple(writers))

@@ -1,0 +1,11 @@
+"""What a node does with other nodes, on an asyncio loop of its own.
+
+member          its part in a cluster: all that follows
+feed, changes   what it offers, told to every replica of the index
+peering, borrower, lender, peer_session   blocks from others, and for others
+exchange        between this loop and the node's
+mover, mover_host, mover_process   the child that moves bytes: started, watched, awaited
+engine_memory   KV events of engines: what their own memory holds
+"""
+
+import kvstore.net  # noqa: F401 -- it makes gRPC quiet, before anything imports it

@@ -1,0 +1,496 @@
+"""Blocks from other nodes, as the engine wants them: where they are, and their bytes, verified.
+
+    Locate ─▶ index ─▶ Located
+    Fetch ──▶ lend ─▶ mover reads ─▶ give back: did they stay? and verify ─▶ Fetched
+
+Rules. 1: every Locate and every Fetch is answered, whatever happens. 2: Fetched comes when nothing
+writes to its slots any more: a transfer that was begun is awaited to its end. 3: a block is good if
+it was lent until after it was read, and its bytes are what was stored under its key. 4: addresses
+come from the index's members, never from an answer of a peer.
+
+Does not cover: what is worth it (`engine.fetches`), sessions (`peer_session`), the mover
+(`mover_host`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.client.index import IndexUnavailable, Members
+from kvstore.client.tls import Identity
+from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
+from kvstore.index.index import Answer
+from kvstore.net import aio
+from kvstore.obs.timings import Timings
+from kvstore.peers.exchange import Exchange
+from kvstore.peers.mover_host import MoverHost
+from kvstore.peers.peer_session import Dial, PeerLost, PeerSession
+from kvstore.ports import Clock, Pieces
+from kvstore.proto import loans
+from kvstore.transport.backends import is_at
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, SlotId
+from kvstore.units import NS_PER_S
+from kvstore.wire.assembly import Assembly
+from kvstore.wire.record import Scope
+
+LOCATE_TIMEOUT_S: Final = 0.25
+MEMBERS_EVERY_S: Final = 1.0
+"""About: nodes that ask in step would have an index answer all of them at once."""
+ASK_TIMEOUT_S: Final = 2.0
+MOVE_TIMEOUT_S: Final = 10.0
+"""Whoever waits has given up long before; the mover of a peer that stopped is not waited for
+longer."""
+FETCHES_AT_ONCE: Final = 4
+"""Of one peer: 64 MiB, as `engine.fetches` cuts them. All of a long prompt at a time would share
+the link until none ends within its timeout."""
+KINDS: Final = ("ask", "move", "verify", "fetch")
+"""What is timed: until the peer lent, the mover's reading, verifying, all of it."""
+TROUBLE_MAX: Final = 200
+"""Characters of what is told of a failure."""
+ASK_THREADS: Final = 4
+"""That ask the index."""
+VERIFY_THREADS: Final = 4
+"""Of their own: what has come does not wait for an index that hangs."""
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_log = logging.getLogger(__name__)
+
+
+class Index(Protocol):
+    """What is needed of `client.index.IndexClient`."""
+
+    def match(
+        self, tenant: str, space: bytes, prompt: bytes, *, timeout_s: float | None = None
+    ) -> Answer: ...
+
+    def nodes(self, *, timeout_s: float | None = None) -> Members: ...
+
+
+class BorrowerCounters:
+    """Since the start."""
+
+    def __init__(self) -> None:
+        self.damaged = 0
+        """Blocks that were lent all the while, and are not what was stored."""
+        self.not_kept = 0
+        """Blocks that did not stay until they were read."""
+        self.fetched_bytes = 0
+
+
+class Stopwatch:
+    """The parts of one fetch, one after the other."""
+
+    def __init__(self, timings: Mapping[str, Timings], clock: Clock) -> None:
+        self._timings, self._clock = timings, clock
+        self._begin_ns = self._lap_ns = clock.now_ns()
+
+    def lap(self, kind: str, size_bytes: int = 0) -> None:
+        """A part has ended."""
+        now_ns = self._clock.now_ns()
+        self._timings[kind].add(now_ns - self._lap_ns, size_bytes)
+        self._lap_ns = now_ns
+
+    def end(self, kind: str, size_bytes: int) -> None:
+        """All of it has."""
+        self._timings[kind].add(self._clock.now_ns() - self._begin_ns, size_bytes)
+
+
+class _Turns:
+    """Whose turn it is to fetch from one peer."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Semaphore(FETCHES_AT_ONCE)
+        self.losses = 0
+        self.trouble = ""
+        """Of the last loss."""
+
+    def lost(self, trouble: str) -> None:
+        """Who waits for a turn does not try it, too: each would wait as long again."""
+        self.losses += 1
+        self.trouble = trouble
+
+
+class Borrower:
+    """On the asyncio loop; `start` and `close` too."""
+
+    def __init__(
+        self,
+        *,
+        who: loans.Who,
+        mover: MoverHost,
+        read: Callable[[SlotId, memoryview], None],
+        clock: Clock,
+        credentials: grpc.ChannelCredentials | None,
+        dial: Dial | None = None,
+        jitter: Callable[[], float] | None = None,
+    ) -> None:
+        """`read`: copies bytes of a slot of this arena (`ports.Tier.read`). `dial`: see
+        `PeerSession.open`. `jitter`: a random part of 1."""
+        self.counters = BorrowerCounters()
+        self.timings = {kind: Timings() for kind in KINDS}
+        """Of what went well."""
+        self.exchange: Exchange | None = None
+        """Where answers go; set before the first command."""
+        self.index: Index | None = None
+        """Who is asked; set before `start`."""
+        self._who = who
+        self._mover = mover
+        self._read = read
+        self._clock = clock
+        self._credentials = credentials
+        self._dial = dial
+        self._jitter = jitter or aio.jitter
+        self._members = {who.node}
+        """All that the index named the last time."""
+        self._addresses: dict[str, str] = {}
+        """Of those who can be asked."""
+        self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
+        self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
+        self._askers = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix="ask-index")
+        self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="verify")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Begin to follow the members."""
+        self._run(self._follow_members())
+
+    async def close(self) -> None:
+        """Hang up on all peers. Fetches under way are not answered any more: the node ends."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for opening in list(self._sessions.values()):
+            opening.cancel()
+            (session,) = await asyncio.gather(opening, return_exceptions=True)
+            if isinstance(session, PeerSession):
+                await session.close()
+        for threads in (self._askers, self._verifiers):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def locate(self, command: Locate) -> None:
+        """Answered by Located."""
+        self._run(self._locate(command))
+
+    def fetch(self, command: Fetch) -> None:
+        """Answered by Fetched."""
+        self._run(self._fetch(command))
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a bug in what asks other nodes", exc_info=error)
+
+    # ── where blocks are ─────────────────────────────────────────────────────────────────────────
+
+    async def _locate(self, command: Locate) -> None:
+        assert self.exchange is not None
+        located = Located(command.locate, is_known=False)
+        try:
+            begin_ns = self._clock.now_ns()
+            answer = await _on(self._askers, lambda: self._match(command, begin_ns))
+            # What an engine has in its own memory, nobody lends.
+            found = {
+                match.holder.node: match.file_blocks
+                for match in answer.matches
+                if match.file_blocks and not match.holder.engine
+            }
+            if not found.keys() <= self._members:  # it has just joined
+                with contextlib.suppress(TimeoutError):  # who waits has no time for more
+                    async with asyncio.timeout(LOCATE_TIMEOUT_S):
+                        await self._look()
+            candidates = tuple(
+                Candidate(node, blocks) for node, blocks in found.items() if node in self._addresses
+            )
+            located = Located(command.locate, candidates)
+        except (IndexUnavailable, ValueError) as error:  # away, or it refuses the question
+            self._note("the index", str(error))
+        finally:
+            self.exchange.post(located)
+
+    def _match(self, command: Locate, begin_ns: int) -> Answer:
+        """On a thread of its own. Raises IndexUnavailable.
+
+        Questions queue up behind those that an index does not answer. By the time that it would be
+        their turn nobody waits for them: all are answered within twice LOCATE_TIMEOUT_S.
+        """
+        assert self.index is not None
+        if self._clock.now_ns() - begin_ns > LOCATE_TIMEOUT_S * NS_PER_S:
+            raise IndexUnavailable("it does not answer, and questions wait for it")
+        return self.index.match(
+            command.tenant, command.space, command.keys, timeout_s=LOCATE_TIMEOUT_S
+        )
+
+    async def _follow_members(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(MEMBERS_EVERY_S * (0.5 + self._jitter()))
+
+    async def _look(self) -> None:
+        """Who is a member now."""
+        assert self.index is not None
+        index = self.index
+        try:
+            members = await _on(self._askers, lambda: index.nodes(timeout_s=MEMBERS_EVERY_S))
+        except (IndexUnavailable, ValueError) as error:
+            self._note("the index", str(error))
+            return
+        self._note("the index", "")
+        self._members = {self._who.node, *(member.node for member in members.nodes)}
+        self._addresses = {
+            member.node: member.address
+            for member in members.nodes
+            if member.address and member.node != self._who.node
+        }
+        self._forget_departed()
+
+    def _forget_departed(self) -> None:
+        """Nodes that are no members any more, and sessions that have ended: who has left is not
+        fetched from again, and would be kept for ever."""
+        for name in self._told.keys() - {"the index", *map(_title, self._addresses)}:
+            del self._told[name]
+        for node, opening in list(self._sessions.items()):
+            if opening.done() and (node not in self._addresses or _is_lost(opening)):
+                self._forget(node, _session_of(opening))
+
+    def _note(self, name: str, trouble: str) -> None:
+        """One line when it changes."""
+        if self._told.get(name, "") != trouble:
+            self._told[name] = trouble
+            is_index = name == "the index"
+            if trouble and is_index:
+                _log.warning("where blocks are cannot be asked: %s", trouble)
+            elif trouble:
+                _log.warning("blocks are not fetched from %s: %s", name, trouble)
+            elif is_index:
+                _log.info("where blocks are can be asked again")
+            else:
+                _log.info("blocks are fetched from %s again", name)
+
+    # ── their bytes ──────────────────────────────────────────────────────────────────────────────
+
+    async def _fetch(self, command: Fetch) -> None:
+        assert self.exchange is not None
+        count = len(command.keys) // KEY_BYTES
+        fetched = Fetched(command.job, bytes(count), peer_failed=True)
+        turns = self._turns.setdefault(command.node, _Turns())
+        losses = turns.losses
+        try:
+            async with turns.free:
+                if losses != turns.losses:
+                    raise PeerLost(turns.trouble)
+                fetched = await self._take_turn(turns, command, count)
+        except PeerLost as error:
+            # Without a mover of our own nothing is said of the peer.
+            fetched = Fetched(
+                command.job,
+                bytes(count),
+                peer_failed=not self._mover.trouble,
+                trouble=(self._mover.trouble or str(error))[:TROUBLE_MAX],
+            )
+        finally:
+            self.exchange.post(fetched)
+
+    async def _take_turn(self, turns: _Turns, command: Fetch, count: int) -> Fetched:
+        """Raises PeerLost."""
+        session: PeerSession | None = None
+        try:
+            session = await self._session(command.node)
+            fetched = await self._borrow(session, command, count)
+        except PeerLost as error:
+            turns.lost(str(error))
+            self._forget(command.node, session)
+            self._note(_title(command.node), str(error))
+            raise
+        self._note(_title(command.node), "")
+        return fetched
+
+    async def _borrow(self, session: PeerSession, command: Fetch, count: int) -> Fetched:
+        """Raises PeerLost; nothing is under way then."""
+        watch = Stopwatch(self.timings, self._clock)
+        loan, borrowed = await session.lend(
+            command.tenant, command.space, command.keys, timeout_s=ASK_TIMEOUT_S
+        )
+        watch.lap("ask")
+        lent = len(borrowed.slots)
+        if not lent:
+            return Fetched(command.job, bytes(count), not_lent=count)
+        targets = [
+            Scope(command.tenant, command.space, shard, size)
+            for shard, size in zip(command.shards, command.block_bytes, strict=True)
+        ]
+        sources = [
+            Scope(command.tenant, command.space, shard, size)
+            for shard, size in zip(borrowed.shards, borrowed.block_bytes, strict=True)
+        ]
+        try:
+            assembly = Assembly(sources, targets)
+        except ValueError as error:
+            raise PeerLost(f"node {command.node} lends {error}") from None
+        slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:lent]
+        remote, local, length = assembly.moves(borrowed.slots * PAGE_BYTES, slots * PAGE_BYTES)
+        ended = await self._mover.move(
+            _mover_name(command.node),
+            session.descriptor,
+            Pieces(_u64(local), _u64(remote), _u64(length)),
+            timeout_s=MOVE_TIMEOUT_S,
+        )
+        if not ended.good:
+            raise PeerLost(f"reading from node {command.node} failed: {ended.reason}")
+        size_bytes = int(length.sum())
+        watch.lap("move", size_bytes)
+        # The peer is asked while the bytes are verified. Both have ended when this returns: nobody
+        # looks at the slots any more.
+        stayed, sums = await _both(
+            session.give_back(loan, count=lent, timeout_s=ASK_TIMEOUT_S),
+            _on(self._verifiers, lambda: self._verify(assembly, command, slots, borrowed)),
+        )
+        good, checksums = self._judge(command, stayed, sums, shards=len(targets))
+        watch.lap("verify", size_bytes)
+        watch.end("fetch", size_bytes)
+        self.counters.fetched_bytes += size_bytes
+        behind = count - lent
+        checksums += bytes(behind * len(targets) * CHECKSUM_BYTES)
+        kept = int(stayed.sum())
+        return Fetched(
+            command.job,
+            good + bytes(behind),
+            checksums,
+            not_lent=behind,
+            not_kept=lent - kept,
+            damaged=kept - sum(good),
+        )
+
+    def _verify(
+        self,
+        assembly: Assembly,
+        command: Fetch,
+        slots: NDArray[np.int64],
+        borrowed: loans.Borrowed,
+    ) -> list[Sequence[bytes] | None]:
+        """Checksums of our shards of each block, None: it is another; on a thread of its own."""
+        found: list[Sequence[bytes] | None] = []
+        views = [memoryview(bytearray(scope.block_bytes)) for scope in assembly.targets]
+        for number, row in enumerate(slots.tolist()):
+            at = number * KEY_BYTES
+            for slot, view in zip(row, views, strict=True):
+                self._read(SlotId(slot), view)
+            key = BlockKey(command.keys[at : at + KEY_BYTES])
+            found.append(assembly.verify(key, views, borrowed.checksums_of(number)))
+        return found
+
+    def _judge(
+        self,
+        command: Fetch,
+        stayed: NDArray[np.bool_],
+        sums: Sequence[Sequence[bytes] | None],
+        *,
+        shards: int,
+    ) -> tuple[bytes, bytes]:
+        """(one bool per block, checksums of our shards). What did not stay is no damage."""
+        self.counters.not_kept += int((~stayed).sum())
+        good, made = bytearray(len(stayed)), bytearray()
+        for number, (kept, its) in enumerate(zip(stayed.tolist(), sums, strict=True)):
+            if kept and its is None:
+                self._damaged(command.node)
+            good[number] = kept and its is not None
+            made += b"".join(its) if kept and its else bytes(shards * CHECKSUM_BYTES)
+        return bytes(good), bytes(made)
+
+    def _damaged(self, node: str) -> None:
+        self.counters.damaged += 1
+        self._note(_title(node), "a block that it lent is not what was stored; see its scrub")
+
+    # ── sessions ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _session(self, node: str) -> PeerSession:
+        """The open one, or a new one; who asks at the same time waits for the same. Raises
+        PeerLost."""
+        opening = self._sessions.get(node)
+        if opening is None or (opening.done() and _is_lost(opening)):
+            address = self._addresses.get(node)
+            if address is None:
+                raise PeerLost(f"node {node} is no member any more")
+            self._forget(node, None if opening is None else _session_of(opening))
+            opening = asyncio.get_running_loop().create_task(
+                PeerSession.open(
+                    node, address, me=self._who, credentials=self._credentials, dial=self._dial
+                )
+            )
+            self._sessions[node] = opening
+        session = await asyncio.shield(opening)
+        if not session.descriptor:
+            self._forget(node, session)
+            raise PeerLost(f"the mover of node {node} is not up")
+        if not is_at(session.descriptor, self._addresses.get(node, "")):
+            self._forget(node, session)
+            raise PeerLost(
+                f"node {node} describes no mover on its own machine: whatever it is, run a kvstore"
+                " of this version there"
+            )
+        return session
+
+    def _forget(self, node: str, session: PeerSession | None) -> None:
+        """This session ends, if nobody has opened another by now; None: none could be opened. The
+        next fetch opens one."""
+        opening = self._sessions.get(node)
+        if opening is None or not opening.done() or _session_of(opening) is not session:
+            return
+        del self._sessions[node]
+        self._mover.forget(_mover_name(node))
+        if session is not None:
+            self._run(session.close())
+
+
+def _title(node: str) -> str:
+    """In sentences."""
+    return f"node {node}"
+
+
+async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+
+async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
+    """Both results, or the first error, when both have ended."""
+    asked, worked = await asyncio.gather(asking, working, return_exceptions=True)
+    for each in (asked, worked):
+        if isinstance(each, BaseException):
+            raise each
+    return asked, worked  # type: ignore[return-value]  # neither is an exception
+
+
+def _mover_name(node: str) -> str:
+    """What its mover is called: as in its certificate."""
+    return str(Identity("node", node))
+
+
+def _session_of(opening: asyncio.Task[PeerSession]) -> PeerSession | None:
+    """Of an opening that is done; None: it failed."""
+    return None if opening.cancelled() or opening.exception() else opening.result()
+
+
+def _is_lost(opening: asyncio.Task[PeerSession]) -> bool:
+    session = _session_of(opening)
+    return session is None or bool(session.lost)
+
+
+def _u64(array: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return array.astype(np.uint64)

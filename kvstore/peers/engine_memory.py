@@ -1,0 +1,486 @@
+"""Reads KV events of engines, so that what their own memory holds is in the index: tier hbm.
+
+    engine ── PUB ─────▶ SUB ────┐
+           ◀─ first number ─ DEALER ─▶ EngineFeed ─▶ changes ─▶ Feeder
+           ── ROUTER ──────▶ ────┘
+
+One thread for all engines. A connection is one life of an engine: when it ends, and when the engine
+does not answer ZeroMQ's own heartbeat for HEARTBEAT_TIMEOUT_MS (a stopped process), all that it
+held is taken back, its sockets are closed with whatever they had read, and new ones wait for it. So
+no number of one life is taken for one of another. So it begins again, too, whose events meet a bug.
+
+Bounded: a frame is PAYLOAD_BYTES_MAX at most, a message FRAMES_MAX and MESSAGE_BYTES_MAX (one with
+more ends the connection), QUEUED_BATCHES_MAX wait in a socket, one message of
+a socket is taken at a time and worked on in pieces, between which others have their turn: an engine
+that floods waits on its own side. The node's loop takes no lock of this thread.
+
+Covers: sockets, threads. Does not cover: numbers and gaps (`index.engine_feed`), names
+(`index.engine_blocks`), where engines may be (`engine_sources`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvstore.config.engine_sources import ENGINE_COUNT_MAX, EngineSource, check_endpoint
+from kvstore.engine.events import Follow, Offered, Unfollow
+from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.errors import ConfigError
+from kvstore.index.engine_blocks import EngineBlocks
+from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase, Place
+from kvstore.index.feed import Change, Left, Removed, Stored
+from kvstore.peers.changes import Told
+from kvstore.peers.feed import Slice
+from kvstore.ports import Clock
+from kvstore.proto.convert import MemoryReport
+from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.units import NS_PER_MS
+from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES
+
+TURN_MS: Final = 250
+"""Deadlines are looked at this often."""
+HEARTBEAT_MS: Final = 1000
+HEARTBEAT_TIMEOUT_MS: Final = 3000
+REOPEN_MS: Final = 200
+REOPEN_MS_MAX: Final = 5000
+RECONNECT_MS: Final = 100
+RECONNECT_MS_MAX: Final = 2000
+QUEUED_BATCHES_MAX: Final = 32
+FRAMES_MAX: Final = 16
+"""Of one message, which has four at most where it makes sense."""
+MESSAGE_BYTES_MAX: Final = PAYLOAD_BYTES_MAX + (64 << 10)
+"""In all frames but the last."""
+BUGS_MAX: Final = 8
+"""So many are remembered, to be logged once."""
+_FIRST_ROW: Final = 1 << 40
+"""Of slices of a snapshot: the node's own rows are below."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Follower:
+    """The sockets of one engine, and what came of them."""
+
+    def __init__(
+        self,
+        source: EngineSource,
+        serial: int,
+        context: zmq.Context[zmq.Socket[bytes]],
+        counters: EngineCounters,
+        *,
+        failed_until_ms: int = 0,
+    ) -> None:
+        """`failed_until_ms`: a bug ended the one before; begin then."""
+        self.source = source
+        self.serial = serial
+        place = Place(source.engine, source.rank, source.tenant, source.space)
+        blocks = EngineBlocks(
+            seed=source.hash_seed,
+            block_tokens=source.block_tokens,
+            names_are_keys=source.names_are_keys,
+        )
+        self.feed = EngineFeed(
+            place, blocks, can_replay=bool(source.replay_endpoint), counters=counters
+        )
+        self._context = context
+        self._counters = counters
+        self._live: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._replay: zmq.Socket[bytes] | None = None
+        self._reopen_ms = failed_until_ms
+        self.has_failed = failed_until_ms > 0
+        """And has not joined again."""
+
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """To be polled in this order: whoever sees a batch then sees the connection it came by."""
+        # While there is something to work on, nothing more is read.
+        read = () if self.feed.has_more else (self._live, self._replay)
+        return [each for each in (*read, self._monitor) if each is not None]
+
+    def turn(self, ready: set[object], now_ms: int) -> list[Change]:
+        """Take what is there, a message of each socket at most, or go on with what was."""
+        changes: list[Change] = []
+        try:
+            if self._live is None and now_ms >= self._reopen_ms:
+                self._open()
+            if self._monitor in ready:
+                changes += self._watch(now_ms)
+            if self.feed.has_more:
+                changes += self.feed.more(now_ms)
+            if self._live is not None and self._live in ready:
+                changes += self._hear(_take(self._live), now_ms)
+            changes += self.feed.tick(now_ms)
+            self._ask()
+            if self._replay is not None and self._replay in ready:
+                changes += self._hear_replay(_take(self._replay), now_ms)
+                self._ask()
+        except zmq.ZMQError as error:  # no descriptors are left, a message is too long, …
+            self._counters.refused += error.errno == errno.EMSGSIZE
+            _log.warning("engine %s: its KV events cannot be read: %s", self.source.engine, error)
+            changes += self._close_until(now_ms + REOPEN_MS_MAX)
+        return changes
+
+    def close(self) -> list[Change]:
+        """It is followed no more."""
+        self.hang_up()
+        return self.feed.end()
+
+    def hang_up(self) -> None:
+        """Close its sockets."""
+        self._close_replay()
+        if self._live is not None:
+            assert self._monitor is not None
+            self._live.disable_monitor()
+            self._monitor.close(0)
+            self._live.close(0)
+            self._live = self._monitor = None
+
+    def _open(self) -> None:
+        self._live = live = self._socket(zmq.SUB)
+        live.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        live.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        live.setsockopt(zmq.SUBSCRIBE, b"")
+        self._monitor = live.get_monitor_socket(
+            zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+        )
+        live.connect(self.source.endpoint)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.RCVHWM, QUEUED_BATCHES_MAX)
+        made.setsockopt(zmq.MAXMSGSIZE, PAYLOAD_BYTES_MAX)
+        made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        made.setsockopt(zmq.IPV6, 1)
+        return made
+
+    def _watch(self, now_ms: int) -> list[Change]:
+        assert self._monitor is not None
+        if recv_monitor_message(self._monitor)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self.has_failed = False
+            return self.feed.begin(now_ms)
+        return self._close_until(now_ms + REOPEN_MS)
+
+    def _close_until(self, reopen_ms: int) -> list[Change]:
+        self._reopen_ms = reopen_ms
+        return self.close()
+
+    def _ask(self) -> None:
+        """As far as it is wanted. On a socket of its own, so that what is still on its way of an
+        earlier answer is not taken for this one's."""
+        number = self.feed.take_ask()
+        if number is None:
+            return
+        self._close_replay()
+        self._replay = self._socket(zmq.DEALER)
+        self._replay.connect(self.source.replay_endpoint)
+        self._replay.send_multipart((b"", number.to_bytes(SEQUENCE_BYTES, "big")), zmq.NOBLOCK)
+
+    def _close_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.close(0)
+            self._replay = None
+
+    def _hear(self, frames: list[bytes], now_ms: int) -> list[Change]:
+        match frames:
+            case []:
+                return []
+            case [_, number, payload] if len(number) == SEQUENCE_BYTES and number != END:
+                return self.feed.heard(int.from_bytes(number, "big"), payload, now_ms)
+        self._counters.refused += 1
+        return []
+
+    def _hear_replay(self, frames: list[bytes], now_ms: int) -> list[Change]:
+        # vLLM puts the topic before the number, kvstore's own publisher nothing.
+        match frames:
+            case []:
+                return []
+            case [b"", number, _] | [b"", _, number, _] if number == END:
+                self._close_replay()
+                return self.feed.replay_ended(now_ms)
+            case [b"", number, payload] | [b"", _, number, payload] if (
+                len(number) == SEQUENCE_BYTES
+            ):
+                return self.feed.replayed(int.from_bytes(number, "big"), payload, now_ms)
+        self._counters.refused += 1
+        return []
+
+
+class EngineMemory:
+    """All engines that a node follows, from construction until `close`."""
+
+    def __init__(
+        self, sources: Sequence[EngineSource], *, clock: Clock, tell: Callable[[Told], None]
+    ) -> None:
+        """`tell`: `Feeder.put`."""
+        self.counters = EngineCounters()
+        self._clock = clock
+        self._tell = tell
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._configured = {(source.engine, source.rank) for source in sources}
+        self._followers: dict[int, _Follower] = {}
+        """By connection; those of the configuration by numbers below 0."""
+        self._serial = 0
+        self._orders: deque[tuple[int, EngineSource | None]] = deque(
+            (-1 - number, source) for number, source in enumerate(sources)
+        )
+        self._bugs: deque[str] = deque(maxlen=BUGS_MAX)
+        """Of late."""
+        self._lock = threading.Lock()
+        """Of changes until they are told: a slice must not fall between a change and its word. Held
+        for a turn of one engine. Whoever looks at one fact at a time needs no lock."""
+        self._wake_fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = False
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="engine-memory", daemon=True)
+
+    # ── of the node's loop ───────────────────────────────────────────────────────────────────────
+
+    def carry_out(self, command: Follow | Unfollow) -> None:
+        """Begin or end to follow an engine that is attached. Never waits."""
+        if isinstance(command, Unfollow):
+            self._order(command.connection, None)
+            return
+        replay = command.replay_endpoint
+        try:
+            source = EngineSource(
+                engine=command.engine,
+                rank=command.rank,
+                endpoint=check_endpoint(command.endpoint, insecure=False),
+                replay_endpoint=check_endpoint(replay, insecure=False) if replay else "",
+                tenant=command.tenant,
+                space=command.space,
+                hash_seed=command.hash_seed,
+                block_tokens=command.block_tokens,
+                names_are_keys=True,
+            )
+        except ConfigError as error:
+            _log.warning("engine %s: %s", command.engine, error)
+            return
+        self._order(command.connection, source)
+
+    def _order(self, number: int, source: EngineSource | None) -> None:
+        self._orders.append((number, source))
+        os.eventfd_write(self._wake_fd, 1)
+
+    # ── of any other thread ──────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop."""
+        self._closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._context.destroy(linger=0)
+        os.close(self._wake_fd)
+
+    def behind(self, ask: Callable[[int], Slice]) -> Callable[[int], Slice]:
+        """Slices of a snapshot: those of `ask`, and then of what engines hold."""
+
+        def both(row: int) -> Slice:
+            if row >= _FIRST_ROW:
+                return self._slice(row - _FIRST_ROW)
+            offers, following = ask(row)
+            return offers, following if following >= 0 else _FIRST_ROW
+
+        return both
+
+    def _slice(self, serial: int) -> Slice:
+        with self._lock:
+            left = [each for each in self._followers.values() if each.serial >= serial]
+            if not left:
+                return [], -1
+            first = min(left, key=lambda each: each.serial)
+            keys = first.feed.held_keys()
+        held = first.feed.held_of(keys)
+        return [_offered(each) for each in held], _FIRST_ROW + first.serial + 1
+
+    def reports(
+        self, *, tenant: str = "", space: SpaceId | None = None, keys: bytes = b""
+    ) -> list[MemoryReport]:
+        """All engines; or with a space those that hold the first of `keys`, and how many."""
+        wanted = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+        rows = []
+        for follower in list(self._followers.values()):
+            its, held = follower.source, follower.feed.blocks
+            blocks = len(held)
+            if space is not None:
+                if (its.tenant, its.space) != (tenant, space):
+                    continue
+                blocks = next((n for n, key in enumerate(wanted) if key not in held), len(wanted))
+                if not blocks:
+                    continue
+            rows.append(_report(follower, blocks))
+        return rows
+
+    @property
+    def block_count(self) -> int:
+        """Held by all engines."""
+        return sum(len(each.feed.blocks) for each in list(self._followers.values()))
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy node lacks; empty while all is well."""
+        if self._has_ended:
+            return "KV events of engines are not read any more after a bug, which the log has"
+        away: dict[bool, list[str]] = {False: [], True: []}
+        for each in list(self._followers.values()):
+            if each.feed.phase is Phase.AWAY:
+                name = f"{each.source.engine} at {each.source.endpoint}"
+                away[each.has_failed].append(name)
+        notes = {False: "are not reached", True: "are not read after a bug, which the log has"}
+        return "; ".join(
+            f"KV events of {', '.join(names)} {notes[has_failed]}"
+            for has_failed, names in away.items()
+            if names
+        )
+
+    # ── of the thread ────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                with self._guarded(None):
+                    self._turn()
+        finally:
+            self._has_ended = True
+            with self._lock:  # after a bug, too: nobody would take it back any more
+                for number in list(self._followers):
+                    self._end(number)
+
+    @contextlib.contextmanager
+    def _guarded(self, number: int | None) -> Iterator[None]:
+        """A bug costs the follower of that number, or all: they begin again."""
+        try:
+            yield
+        except Exception as error:
+            if repr(error) not in self._bugs:
+                self._bugs.append(repr(error))
+                _log.exception("a bug: reading KV events failed; it is tried again")
+            with self._lock:
+                for each in list(self._followers) if number is None else [number]:
+                    self._begin_again(each)
+
+    def _begin_again(self, number: int) -> None:
+        """What it holds, and what it has told of that, may be wrong."""
+        failed = self._followers[number]
+        source, until_ms = failed.source, self._clock.now_ns() // NS_PER_MS + REOPEN_MS_MAX
+        self._serial += 1
+        self._followers[number] = _Follower(
+            source, self._serial, self._context, self.counters, failed_until_ms=until_ms
+        )
+        failed.hang_up()
+        self._tell(Left(source.engine, source.rank))
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        for follower in self._followers.values():
+            for socket in follower.sockets():
+                poller.register(socket, zmq.POLLIN)
+        wait_ms = TURN_MS if self._followers else None
+        if any(each.feed.has_more for each in self._followers.values()):
+            wait_ms = 0
+        ready = {source for source, _ in poller.poll(wait_ms)}
+        if self._wake_fd in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+        self._take_orders()
+        now_ms = self._clock.now_ns() // NS_PER_MS
+        for number, follower in list(self._followers.items()):
+            with self._guarded(number), self._lock:
+                self._say(follower.turn(ready, now_ms))
+
+    def _take_orders(self) -> None:
+        while self._orders:
+            number, source = self._orders.popleft()
+            follower = self._followers.get(number)
+            if follower is not None and follower.source == source:
+                continue
+            with self._lock:
+                self._end(number)
+                if source is not None:
+                    self._begin(number, source)
+
+    def _begin(self, number: int, source: EngineSource) -> None:
+        name = (source.engine, source.rank)
+        if number >= 0 and name in self._configured:
+            _log.warning(
+                "engine %s rank %d is attached, and --engine-events has one of that name, which"
+                " counts: give that another NAME",
+                *name,
+            )
+            return
+        for other, its in list(self._followers.items()):
+            if (its.source.engine, its.source.rank) == name:
+                self._end(other)  # an engine that comes back before its end was noticed
+        if len(self._followers) >= ENGINE_COUNT_MAX:
+            _log.warning("engine %s rank %d: %d are followed already", *name, ENGINE_COUNT_MAX)
+            return
+        self._serial += 1
+        self._followers[number] = _Follower(source, self._serial, self._context, self.counters)
+        _log.info("engine %s rank %d: KV events are read from %s", *name, source.endpoint)
+
+    def _end(self, number: int) -> None:
+        follower = self._followers.pop(number, None)
+        if follower is not None:
+            self._say(follower.close())
+
+    def _say(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            match change:
+                case Stored() | Removed():
+                    self._tell(_offered(change))
+                case Left():
+                    self._tell(change)
+                case _:
+                    raise AssertionError(f"an engine does not say {change}")
+
+
+def _take(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The frames of a message. Raises ZMQError: it has too many, or too many bytes, and what is
+    left of it is still in the socket."""
+    try:
+        frames = [socket.recv(zmq.NOBLOCK)]
+    except zmq.Again:
+        return []
+    size_bytes = len(frames[0])
+    while socket.getsockopt(zmq.RCVMORE):
+        if len(frames) == FRAMES_MAX or size_bytes > MESSAGE_BYTES_MAX:
+            raise zmq.ZMQError(errno.EMSGSIZE)
+        frames.append(socket.recv(zmq.NOBLOCK))
+        size_bytes += len(frames[-1])
+    return frames
+
+
+def _offered(change: Stored | Removed) -> Offered:
+    stored = isinstance(change, Stored)
+    named = (change.tenant, change.space, change.keys, change.engine, change.rank)
+    return Offered(change.tier, stored, *named)
+
+
+def _report(follower: _Follower, blocks: int) -> MemoryReport:
+    return MemoryReport(
+        engine=follower.source.engine,
+        rank=follower.source.rank,
+        space=follower.source.space.hex()[:SPACE_DIGITS],
+        tenant=follower.source.tenant,
+        state=follower.feed.phase.value,
+        blocks=blocks,
+        left_out=follower.feed.blocks.left_out,
+    )

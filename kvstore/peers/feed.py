@@ -1,0 +1,470 @@
+"""The node's end of its feeds: what it offers, told to every replica of the index.
+
+    loop of the node ─put─▶ bounded list ─▶ Feeder (asyncio) ─▶ Link per replica ─▶ gRPC stream
+
+Nothing here makes the node wait. What does not fit a link's queue is dropped and its number is used
+up, so that the replica sees a gap and asks for a snapshot; so it does after a stream broke with
+something on its way. A snapshot is read from the engine slice by slice, between steps; what changes
+meanwhile follows as deltas, and the last word about a block counts.
+
+A link that fails dials again, with jitter, for ever. A replica that takes nothing for so long as
+WRITE_TIMEOUT_S is hung up on. Carries keys, tenants and spaces; never a token.
+
+Covers: queues, numbers, streams. Does not cover: what is offered (`engine.offers`), what a replica
+believes (`index.feed`), forms (`proto.feeds`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import grpc
+
+from kvstore.client.index import channel_options
+from kvstore.client.reasons import plain_reason
+from kvstore.engine.events import Offered
+from kvstore.errors import NodeBusy
+from kvstore.index.feed import BEAT_MS, Left
+from kvstore.indexer.twins import Twin
+from kvstore.net import aio
+from kvstore.net.aio import LoopThread, persist
+from kvstore.peers.changes import (
+    DELTA_KEYS_MAX,
+    Told,
+    head_bytes,
+    is_like,
+    joined,
+    key_count,
+    pieces,
+    split,
+)
+from kvstore.proto import feeds
+from kvstore.proto import index_pb2 as pb
+from kvstore.proto.index_pb2_grpc import IndexStub
+from kvstore.types import Incarnation
+from kvstore.wire.load import Load
+
+MESSAGE_BYTES: Final = feeds.MESSAGE_BYTES_MAX // 4
+"""Of one message, but for its last change, which is half of that and two names at most."""
+WAITING_KEYS_MAX: Final = 1 << 17
+"""Of one link, and of those that no link has taken yet: 4 MiB of keys each."""
+BEAT_S: Final = BEAT_MS / 1000
+LOAD_S: Final = 2.0
+"""How often the node is asked what it does."""
+CONNECT_TIMEOUT_S: Final = 5.0
+WRITE_TIMEOUT_S: Final = 5.0
+RETRY_MIN_S: Final = 0.1
+RETRY_MAX_S: Final = 2.0
+STEADY_S: Final = 30.0
+"""A stream that lasted so long was well: what ends the next one is news again."""
+REASONS_MAX: Final = 8
+BUSY_RETRY_S: Final = 0.2
+
+Slice = tuple[list[Offered], int]
+"""What peers can have of some rows, and the next row, -1 after the last."""
+
+Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
+"""(address, credentials) of a replica → a channel to it."""
+
+_DIGITS: Final = re.compile(r"\d+")
+_log = logging.getLogger(__name__)
+
+
+class FeedCounters:
+    """What was told since the start, to all replicas together."""
+
+    def __init__(self) -> None:
+        self.deltas = 0
+        self.snapshots = 0
+        self.keys_lost = 0
+        self.streams = 0
+
+
+class Feeder:
+    """All feeds of one node, from construction until `close`."""
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        *,
+        node: str,
+        incarnation: Incarnation,
+        address: str,
+        replicas: Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+    ) -> None:
+        self.counters = FeedCounters()
+        self._loop = loop
+        self._waiting: deque[Told] = deque()
+        self._waiting_keys = 0
+        self._overflowed = False
+        self._is_woken = False
+        self._lock = threading.Lock()
+        self._load: pb.Load | None = None
+        hello = pb.Hello(node=node, incarnation=incarnation, address=address)
+        self._links = [
+            Link(replica, credentials, hello, self.counters, lambda: self._load)
+            for replica in replicas
+        ]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ── of the node's loop, and of what follows its engines ──────────────────────────────────────
+
+    def put(self, told: Told) -> None:
+        """Tell soon, or see to it that replicas ask. Never blocks for long."""
+        count = key_count(told)
+        with self._lock:
+            if self._waiting_keys + count <= WAITING_KEYS_MAX:
+                self._waiting.append(told)
+                self._waiting_keys += count
+            else:
+                self._overflowed = True
+                self.counters.keys_lost += count
+        self._wake()
+
+    def lose(self) -> None:
+        """What replicas know is not all there is: see to it that they ask."""
+        with self._lock:
+            self._overflowed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            if self._is_woken:
+                return
+            self._is_woken = True
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.loop.call_soon_threadsafe(self._take)
+
+    # ── of any other thread ──────────────────────────────────────────────────────────────────────
+
+    def start(self, ask: Callable[[int], Slice], load: Callable[[], Load] = Load) -> None:
+        """Begin to dial. `ask` is `Engine.offered`, and `load` what the node does; both are asked
+        on the node's loop, and may raise NodeBusy."""
+        self._loop.loop.call_soon_threadsafe(self._begin, ask, load)
+
+    def close(self) -> None:
+        """Hang up."""
+        with contextlib.suppress(TimeoutError):
+            self._loop.call(self._end(), timeout_s=WRITE_TIMEOUT_S)
+
+    @property
+    def waiting_keys(self) -> int:
+        """Keys that some replica is still to be told."""
+        return self._waiting_keys + max((link.queued_keys for link in self._links), default=0)
+
+    @property
+    def replica_count(self) -> int:
+        """Replicas that are to be told."""
+        return len(self._links)
+
+    @property
+    def connected_count(self) -> int:
+        """Replicas that are being told."""
+        return sum(link.is_connected for link in self._links)
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy node lacks; empty while all is well."""
+        if twins := [link.twin.text for link in self._links if link.twin.text]:
+            return twins[0]
+        away = [
+            f"{link.replica} is not reached{link.why}"
+            for link in self._links
+            if not link.is_connected
+        ]
+        return f"the index at {', '.join(away)}" if away else ""
+
+    # ── of the asyncio loop ──────────────────────────────────────────────────────────────────────
+
+    def _begin(self, ask: Callable[[int], Slice], load: Callable[[], Load]) -> None:
+        loop = asyncio.get_running_loop()
+        works = [
+            persist(f"the feed of {link.replica}", partial(link.run, ask), pause_s=RETRY_MAX_S)
+            for link in self._links
+        ]
+        asking = partial(self._follow_load, load)
+        works.append(persist("asking the node what it does", asking, pause_s=LOAD_S))
+        self._tasks = [loop.create_task(work) for work in works]
+
+    async def _follow_load(self, load: Callable[[], Load]) -> None:
+        """Beats repeat the last one: they do not wait for a node that is busy."""
+        while True:
+            with contextlib.suppress(NodeBusy):
+                self._load = feeds.load_message(await asyncio.to_thread(load))
+            await asyncio.sleep(LOAD_S)
+
+    async def _end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _take(self) -> None:
+        with self._lock:
+            taken, self._waiting = self._waiting, deque()
+            overflowed, self._overflowed = self._overflowed, False
+            self._waiting_keys, self._is_woken = 0, False
+        for link in self._links:
+            if overflowed:
+                link.lose()
+            link.put(taken)
+
+
+class Link:
+    """The feed of one replica."""
+
+    def __init__(
+        self,
+        replica: str,
+        credentials: grpc.ChannelCredentials | None,
+        hello: pb.Hello,
+        counters: FeedCounters,
+        load: Callable[[], pb.Load | None],
+        *,
+        dial: Dial | None = None,
+        jitter: Callable[[], float] | None = None,
+    ) -> None:
+        """`dial`: what makes a channel; None: gRPC. `jitter`: a random part of 1."""
+        self.replica = replica
+        self._load = load
+        self.is_connected = False
+        self.twin = Twin()
+        self._credentials = credentials
+        self._hello = hello
+        self._counters = counters
+        self._dial = dial or _channel
+        self._jitter = jitter or aio.jitter
+        self._queue: deque[Told] = deque()
+        self.queued_keys = 0
+        self._sequence = 0
+        """Of the last delta that was made, sent or not."""
+        self._streams = 0
+        self._wake = asyncio.Event()
+        self._is_asked = False
+        self.why = ""
+        """Behind a sentence that says that it is not reached."""
+        self._told: deque[str] = deque(maxlen=REASONS_MAX)
+        """What was logged of late, but for its numbers."""
+
+    def put(self, told: Sequence[Told] | deque[Told]) -> None:
+        """Queue; what is too much makes a gap."""
+        self._queue.extend(told)
+        self.queued_keys += sum(map(key_count, told))
+        if self.queued_keys > WAITING_KEYS_MAX:
+            self._counters.keys_lost += self.queued_keys
+            self.lose()
+        self._wake.set()
+
+    def lose(self) -> None:
+        """A number that nobody will ever see tells the replica that it lacks something."""
+        self._queue.clear()
+        self.queued_keys = 0
+        self._sequence += 1
+        self._wake.set()
+
+    async def run(self, ask: Callable[[int], Slice]) -> None:
+        """Tell, and dial again, until cancelled."""
+        retry_s = RETRY_MIN_S
+        loop = asyncio.get_running_loop()
+        while True:
+            begin_s = loop.time()
+            reason = "it ended the stream"
+            try:
+                await self._stream(ask)
+            except grpc.RpcError as error:
+                reason = _reason(error)
+                if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+                    self.twin.told(reason, loop.time())
+                    reason = ""  # that is said
+            except TimeoutError:
+                reason = f"it took nothing for {WRITE_TIMEOUT_S:.0f} s"
+            except Exception:  # a bug, which may have kept what was taken to be told
+                self.lose()
+                raise
+            finally:
+                was_connected, self.is_connected = self.is_connected, False
+            if was_connected and loop.time() - begin_s >= STEADY_S:
+                self._told.clear()
+            if reason:
+                self._note(reason, was_connected=was_connected)
+            retry_s = RETRY_MIN_S if was_connected else min(2 * retry_s, RETRY_MAX_S)
+            await asyncio.sleep(retry_s * (0.5 + self._jitter()))
+
+    def _note(self, reason: str, *, was_connected: bool) -> None:
+        self.why = f" ({reason})"
+        what = "was lost" if was_connected else "is not reached"
+        # Sizes and ports differ each time.
+        news = f"{what} {_DIGITS.sub('', reason)}"
+        if news not in self._told:
+            self._told.append(news)
+            _log.warning("the index at %s %s: %s; trying on", self.replica, what, reason)
+
+    async def _stream(self, ask: Callable[[int], Slice]) -> None:
+        async with self._dial(self.replica, self._credentials) as channel:
+            await _connect(channel)
+            call = IndexStub(channel).Feed()
+            try:
+                await self._feed(call, ask)
+            finally:
+                call.cancel()
+
+    async def _feed(self, call: Any, ask: Callable[[int], Slice]) -> None:
+        self._streams += 1
+        self._counters.streams += 1
+        self._is_asked = False
+        hello = pb.Hello()
+        hello.CopyFrom(self._hello)
+        hello.stream, hello.sequence = self._streams, self._sequence
+        await _write(call, pb.FeedWord(hello=hello))
+        listening = asyncio.get_running_loop().create_task(self._listen(call))
+        try:
+            # A replica says that it takes the Hello, before it has anything else to say.
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await call.initial_metadata()
+            self.is_connected = not call.done()
+            loop = asyncio.get_running_loop()
+            beat_s = loop.time()
+            while not listening.done():
+                self._wake.clear()
+                # First: what waits may be much, and come faster than it goes.
+                if self._is_asked:
+                    self._is_asked = False
+                    await self._write_snapshot(call, ask)
+                await self._write_waiting(call)
+                if self._is_asked:
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEAT_S):
+                        await self._wake.wait()
+                # Who stores all the time is heard of in deltas, but tells its load in beats only.
+                if not self._queue or loop.time() - beat_s >= BEAT_S:
+                    beat = pb.Beat(sequence=self._sequence, load=self._load())
+                    await _write(call, pb.FeedWord(beat=beat))
+                    beat_s = loop.time()
+                    self.twin.look(beat_s)
+        finally:
+            listening.cancel()
+            (ended,) = await asyncio.gather(listening, return_exceptions=True)
+        if isinstance(ended, grpc.RpcError):
+            raise ended
+
+    async def _listen(self, call: Any) -> None:
+        """Orders of the replica, until its end of the stream. Raises grpc.RpcError."""
+        try:
+            async for order in call:
+                if order.another:
+                    text = f"another process, at {order.another}, says it is {self._hello.node}"
+                    self.twin.told(text, asyncio.get_running_loop().time())
+                    continue
+                self._is_asked = True
+                self._wake.set()
+        finally:
+            self._wake.set()
+
+    async def _write_waiting(self, call: Any) -> None:
+        """What is there now: for what comes meanwhile, no snapshot waits."""
+        left = len(self._queue)
+        while self._queue and left > 0:
+            before = len(self._queue)
+            changes = self._take_changes()
+            left -= before - len(self._queue)
+            self._sequence += 1
+            self._counters.deltas += 1
+            delta = pb.Delta(sequence=self._sequence, changes=changes)
+            await _write(call, pb.FeedWord(delta=delta))
+
+    def _take_changes(self) -> list[pb.Change]:
+        """Of the queue, as many as a message may have; what is alike is joined."""
+        runs: list[tuple[Told, list[bytes]]] = []
+        count = size = 0
+        while self._queue and count < DELTA_KEYS_MAX and size < MESSAGE_BYTES:
+            told = self._queue.popleft()
+            if isinstance(told, Left):
+                runs.append((told, []))
+                count, size = count + key_count(told), size + head_bytes(told)
+                continue
+            first, rest = split(told, DELTA_KEYS_MAX - count)
+            if rest is not None:
+                self._queue.appendleft(rest)
+            if runs and is_like(runs[-1][0], first):
+                runs[-1][1].append(first.keys)
+            else:
+                runs.append((first, [first.keys]))
+                size += head_bytes(first)
+            count, size = count + key_count(first), size + len(first.keys)
+        self.queued_keys -= count
+        return [feeds.change_of(joined(told, keys)) for told, keys in runs]
+
+    async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
+        """All that peers can have, in parts, with deltas between them."""
+        self._counters.snapshots += 1
+        # Before anything is read: what is told from here on counts, and what is lost is noticed.
+        await self._write_part(call, 0, [], is_last=False)
+        number, row = 1, 0
+        while row >= 0:
+            offers, row = await _slice(ask, row)
+            for piece in pieces(offers):
+                await self._write_part(call, number, piece, is_last=False)
+                number += 1
+            await self._write_waiting(call)
+        await self._write_part(call, number, [], is_last=True)
+
+    async def _write_part(
+        self, call: Any, number: int, offers: Sequence[Offered], *, is_last: bool
+    ) -> None:
+        part = pb.Part(
+            sequence=self._sequence,
+            number=number,
+            is_last=is_last,
+            stored=[feeds.stored_of(offer) for offer in offers],
+        )
+        await _write(call, pb.FeedWord(part=part))
+
+
+def _channel(replica: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    options = channel_options()
+    if credentials is None:
+        return grpc.aio.insecure_channel(replica, options=options)
+    return grpc.aio.secure_channel(replica, credentials, options=options)
+
+
+async def _slice(ask: Callable[[int], Slice], row: int) -> Slice:
+    while True:
+        try:
+            return await asyncio.to_thread(ask, row)
+        except NodeBusy:
+            await asyncio.sleep(BUSY_RETRY_S)
+
+
+async def _write(call: Any, word: pb.FeedWord) -> None:
+    """Raises grpc.RpcError, TimeoutError."""
+    async with asyncio.timeout(WRITE_TIMEOUT_S):
+        try:
+            await call.write(word)
+        except asyncio.InvalidStateError:
+            # The other end is done with this call; its status says why.
+            raise grpc.aio.AioRpcError(
+                await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), await call.details()
+            ) from None
+
+
+async def _connect(channel: grpc.aio.Channel) -> None:
+    """Without it a first write would wait as long as nobody is there. Raises RpcError."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await channel.channel_ready()
+    except TimeoutError:  # a call that does not wait is told why
+        await IndexStub(channel).Nodes(pb.NodesRequest(), timeout=CONNECT_TIMEOUT_S)
+
+
+def _reason(error: grpc.RpcError) -> str:
+    details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+    return " ".join(plain_reason(details).split())[:300]

@@ -1,0 +1,171 @@
+"""What other nodes read here: their sessions, and the engine's answers to their asks.
+
+    peer ──Ask──▶ Session ──Lend, LoanReturned, PeerGone──▶ engine
+    peer ◀──Answer── Session ◀──────Lent, LoanEnded──────── engine
+
+A session is one stream of one incarnation of a node, by the name in its certificate. It may have
+ASKS_MAX asks without an answer; whoever sends more is hung up on. Its loans end with it. A node has
+one session: its next one ends the one before, and all end when this node's mover is another, whose
+memory peers must be told of anew.
+
+Does not cover: what is lent (`engine.loans`), reading from others (`borrower`), the bytes
+(`kvstore.transport`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, Final
+
+import grpc
+
+from kvstore.client.tls import Identity
+from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
+from kvstore.errors import ProtocolError
+from kvstore.net.tls import peer_identities
+from kvstore.peers.exchange import Exchange
+from kvstore.proto import loans
+from kvstore.proto import peer_pb2 as pb
+from kvstore.proto.peer_pb2_grpc import PeersServicer
+
+ASKS_MAX: Final = 64
+SESSIONS_MAX: Final = 1024
+HELLO_TIMEOUT_S: Final = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Session:
+    def __init__(self, number: int, node: str) -> None:
+        self.number = number
+        self.node = node
+        self.answers: asyncio.Queue[pb.Answer | None] = asyncio.Queue()
+        """Bounded by the asks. None: the peer has hung up, or must."""
+        self.unanswered = 0
+        self.objection = ""
+
+
+class Lender(PeersServicer):
+    """Serves `Peers`. On the asyncio loop."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        who: loans.Who,
+        descriptor: Callable[[], bytes],
+        demands_certificates: bool,
+    ) -> None:
+        """`descriptor`: of this node's mover, now; empty while there is none."""
+        self._exchange = exchange
+        self._who = who
+        self._descriptor = descriptor
+        self._demands_certificates = demands_certificates
+        self._numbers = itertools.count(1)
+        self._sessions: dict[int, _Session] = {}
+
+    @property
+    def session_count(self) -> int:
+        """Peers that are connected."""
+        return len(self._sessions)
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.Ask], context: Any
+    ) -> AsyncIterator[pb.Answer]:
+        """One peer, until either side hangs up."""
+        try:
+            first = await asyncio.wait_for(anext(request_iterator), HELLO_TIMEOUT_S)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            sentence = f"a session begins with Hello, within {HELLO_TIMEOUT_S:.0f} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, sentence)
+        try:
+            caller = self._caller(first, context)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        self._hang_up(session for session in self._sessions.values() if session.node == caller.node)
+        if len(self._sessions) >= SESSIONS_MAX:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many nodes ask here")
+        session = _Session(next(self._numbers), caller.node)
+        self._sessions[session.number] = session
+        reading = asyncio.get_running_loop().create_task(self._read(session, request_iterator))
+        _log.info("node %s reads here", caller.node)
+        try:
+            yield pb.Answer(
+                welcome=pb.Welcome(
+                    node=self._who.node,
+                    incarnation=self._who.incarnation,
+                    descriptor=self._descriptor(),
+                )
+            )
+            while (answer := await session.answers.get()) is not None:
+                session.unanswered -= 1
+                yield answer
+            if session.objection:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, session.objection)
+        finally:
+            reading.cancel()
+            del self._sessions[session.number]
+            self._exchange.post(PeerGone(session.number))
+
+    def mover_changed(self) -> None:
+        """What peers were told of this node's memory holds no more."""
+        self._hang_up(self._sessions.values())
+
+    def _hang_up(self, sessions: Iterable[_Session]) -> None:
+        for session in sessions:
+            session.answers.put_nowait(None)
+
+    def _caller(self, first: pb.Ask, context: Any) -> loans.Who:
+        """Raises ProtocolError: it is nobody that is served."""
+        if first.WhichOneof("kind") != "hello":
+            raise ProtocolError("the first word of a session is Hello")
+        who = loans.who_of(first.hello)
+        if self._demands_certificates and Identity("node", who.node) not in peer_identities(
+            context.auth_context()
+        ):
+            raise ProtocolError(f"this certificate is not of node {who.node}")
+        return who
+
+    async def _read(self, session: _Session, asks: AsyncIterator[pb.Ask]) -> None:
+        try:
+            async for ask in asks:
+                session.unanswered += 1
+                if session.unanswered > ASKS_MAX:
+                    raise ProtocolError(f"more than {ASKS_MAX} asks at a time")
+                self._exchange.post(_event_of(session.number, ask))
+        except ProtocolError as error:
+            session.objection = str(error)
+        finally:
+            session.answers.put_nowait(None)
+
+    def lent(self, command: Lent) -> None:
+        """The engine's answer to a Lend."""
+        self._answer(command.peer, loans.lent_answer(command))
+
+    def loan_ended(self, command: LoanEnded) -> None:
+        """The engine's answer to a LoanReturned."""
+        returned = pb.Returned(loan=command.loan, intact=command.intact)
+        self._answer(command.peer, pb.Answer(returned=returned))
+
+    def _answer(self, peer: int, answer: pb.Answer) -> None:
+        session = self._sessions.get(peer)
+        if session is not None:
+            session.answers.put_nowait(answer)
+
+
+def _event_of(peer: int, ask: pb.Ask) -> Lend | LoanReturned:
+    """Raises ProtocolError."""
+    match ask.WhichOneof("kind"):
+        case "lend":
+            lend = ask.lend
+            loans.check_lend(lend)
+            return Lend(peer, lend.loan, lend.tenant, lend.space, lend.keys)
+        case "give_back":
+            return LoanReturned(peer, ask.give_back.loan)
+        case _:
+            raise ProtocolError("an ask that is none")

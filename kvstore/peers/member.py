@@ -1,0 +1,232 @@
+"""A node's part in a cluster, on one loop: feeds, a replica of the index inside it, its peers.
+
+Covers: putting them together, what an operator is told of them. Does not cover: either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvstore.arena import Arena
+from kvstore.client.index import IndexClient, IndexUnavailable
+from kvstore.config.cluster import ClusterConfig
+from kvstore.errors import ConfigError
+from kvstore.indexer.replica import Replica
+from kvstore.net.aio import LoopThread
+from kvstore.net.tls import INSECURE_NOTE, certificate_ends, warn_of_its_end
+from kvstore.obs.metrics import Family, family
+from kvstore.peers.feed import Feeder, Slice
+from kvstore.peers.peering import Peering
+from kvstore.ports import Clock, Tier
+from kvstore.proto.convert import MemberReport, MemoryReport, TransferReport, member_report
+from kvstore.proto.loans import Who
+from kvstore.types import Incarnation, SpaceId
+from kvstore.wire.load import Load
+
+if TYPE_CHECKING:
+    from kvstore.peers.engine_memory import EngineMemory
+
+_log = logging.getLogger(__name__)
+
+
+class ClusterMember:
+    """From construction until `close`. `feeder` is to be started."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        incarnation: Incarnation,
+        *,
+        arena: Arena,
+        tier: Tier,
+        clock: Clock,
+    ) -> None:
+        """Listen, for peers and as a replica, as far as that is wanted.
+
+        Raises:
+            ConfigError: an address cannot be listened on.
+        """
+        self._tls = config.tls
+        self.tells = ",".join(config.indexes)
+        """Replicas elsewhere that hear what this node holds."""
+        _warn(config)
+        with contextlib.ExitStack() as stack:
+            loop = LoopThread("cluster")
+            stack.callback(loop.close)
+            self._replica: Replica | None = None
+            if config.replica is not None:
+                self._replica = Replica(config.replica, config.tls, loop)
+                stack.callback(self._replica.close)
+            self.peering: Peering | None = None
+            if config.peers is not None:
+                self.peering = Peering(
+                    config,
+                    config.peers,
+                    loop,
+                    who=Who(config.node, incarnation),
+                    arena_fd=arena.arena_fd,
+                    hold_fd=arena.hold_fd,
+                    arena_bytes=tier.capacity_bytes,
+                    read=tier.read,
+                    clock=clock,
+                )
+                stack.callback(self.peering.close)
+            replicas = (*self._own_replica(), *config.indexes)
+            self._client = IndexClient(replicas, tls=config.tls, insecure=config.tls is None)
+            stack.callback(self._client.close)
+            self._node = config.node
+            self.feeder = Feeder(
+                loop,
+                node=config.node,
+                incarnation=incarnation,
+                address=self.peering.address if self.peering else "",
+                replicas=replicas,
+                credentials=config.tls.channel_credentials() if config.tls else None,
+            )
+            stack.callback(self.feeder.close)
+            self.memory = _open_memory(config, clock, self.feeder)
+            if self.memory is not None:
+                stack.callback(self.memory.close)
+            self._stack = stack.pop_all()
+
+    def _own_replica(self) -> Iterable[str]:
+        """Where this node reaches it."""
+        if self._replica is None:
+            return ()
+        host = ipaddress.ip_address(self._replica.host)
+        if not host.is_unspecified:
+            return (self._replica.address,)
+        return (f"{'[::1]' if host.version == 6 else '127.0.0.1'}:{self._replica.port}",)
+
+    def start(self, ask: Callable[[int], Slice], load: Callable[[], Load]) -> None:
+        """Tell, lend and borrow. `ask` is `Engine.offered`, `load` is `Engine.load`, both on the
+        node's loop."""
+        if self.peering is not None:
+            self.peering.start(self._client)
+        if self.memory is not None:
+            self.memory.start()
+            ask = self.memory.behind(ask)
+        self.feeder.start(ask, lambda: self.with_peers(load()))
+
+    def close(self) -> None:
+        """Hang up and stop."""
+        self._stack.close()
+
+    @property
+    def index(self) -> str:
+        """Where the replica is; empty when there is none."""
+        return self._replica.address if self._replica is not None else ""
+
+    @property
+    def reached(self) -> str:
+        """Where peers reach this node, and by what blocks move; empty when they do not."""
+        return f"{self.peering.address}/{self.peering.transport}" if self.peering else ""
+
+    @property
+    def index_port(self) -> int:
+        """0 when there is none."""
+        return self._replica.port if self._replica is not None else 0
+
+    @property
+    def peer_port(self) -> int:
+        """0 when peers do not reach this node."""
+        return int(self.peering.address.rpartition(":")[2]) if self.peering is not None else 0
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy node lacks; empty while all is well."""
+        notes = (
+            INSECURE_NOTE if self._tls is None else "",
+            self.feeder.trouble,
+            self.peering.trouble if self.peering is not None else "",
+            self.memory.trouble if self.memory is not None else "",
+        )
+        return "; ".join(filter(None, notes))
+
+    def members(self) -> list[MemberReport]:
+        """The nodes of the cluster, by the first replica that answers; takes a second at most."""
+        try:
+            known = self._client.nodes()
+        except IndexUnavailable as error:
+            return [MemberReport(self._node, str(error), "", "", 0)]
+        return [member_report(member, known.trust) for member in known.nodes]
+
+    @property
+    def node(self) -> str:
+        """What it is called in the cluster."""
+        return self._node
+
+    def with_peers(self, load: Load) -> Load:
+        """What the node does, with what it does with others."""
+        load = msgspec.structs.replace(
+            load,
+            replicas=self.feeder.replica_count,
+            replicas_reached=self.feeder.connected_count,
+        )
+        return load if self.peering is None else self.peering.with_fetches(load)
+
+    def transfers(self) -> list[TransferReport]:
+        """How long reading from other nodes took."""
+        return self.peering.transfers() if self.peering is not None else []
+
+    def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> list[MemoryReport]:
+        """What engines hold in their own memory: all, or of one prompt."""
+        if self.memory is None:
+            return []
+        return self.memory.reports(tenant=tenant, space=space, keys=keys)
+
+    @property
+    def certificate_ends(self) -> Family:
+        """When this node's certificate does, as a metric."""
+        return certificate_ends(self._tls)
+
+    def engine_families(self) -> list[Family]:
+        """Metrics of what engines publish; none when nobody is listened to."""
+        if self.memory is None:
+            return []
+        return [
+            family("kvstore_engine_blocks", [((), self.memory.block_count)]),
+            *(
+                family(f"kvstore_engine_events_{name}_total", [((), count)])
+                for name, count in vars(self.memory.counters).items()
+            ),
+        ]
+
+    def index_families(self) -> list[Family]:
+        """Metrics of the replica; none when there is none, or it does not answer."""
+        if self._replica is None:
+            return []
+        try:
+            return self._replica.families()
+        except TimeoutError:
+            return []
+
+
+def _warn(config: ClusterConfig) -> None:
+    if config.tls is None:
+        _log.warning(
+            "--insecure: node %s tells %s what it holds without TLS; for labs only",
+            config.node,
+            ", ".join(config.indexes) or "itself",
+        )
+    warn_of_its_end(config.tls, renewal="'kvstore upgrade' has it read")
+
+
+def _open_memory(config: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineMemory | None:
+    try:
+        # Only here: a node by itself needs no ZeroMQ.
+        from kvstore.peers.engine_memory import EngineMemory
+    except ImportError:
+        if config.engines:
+            raise ConfigError(
+                "--engine-events needs pyzmq: pip install 'kvstore-llm[events]'"
+            ) from None
+        _log.info("KV events of engines are not read: pip install 'kvstore-llm[events]'")
+        return None
+    return EngineMemory(config.engines, clock=clock, tell=feeder.put)

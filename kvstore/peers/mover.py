@@ -1,0 +1,378 @@
+"""The node's end of its mover: starts, watches and kills it, and tells each transfer's end once.
+
+    mover = Mover(arena_fd, hold_fd, arena_bytes, settings, clock)
+    mover.start()                                  # from the loop's own thread: it dies with it
+    selector.register(mover.fileno(), EVENT_READ)  # and call `read` at `mover.next_ns()`, too
+    mover.connect("node-b", descriptor)            # of b's mover, from b
+    mover.post(7, "node-b", pieces, deadline_ns=…)
+    for event in mover.read(): …                   # Ended(7, good=True) when its slots are quiet
+
+`Ended` is the moment from which nothing writes to the places of a transfer: the mover said so, or
+it is dead and reaped. After a death peers must be connected again: `Up` says when.
+
+Does not cover: rules (`transport.watch`), messages (`wire.mover`), what is read (`engine`).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvstore.errors import ProtocolError
+from kvstore.ports import Clock, Pieces
+from kvstore.transport.pieces import joined, total_bytes
+from kvstore.transport.watch import Recycle, Watch
+from kvstore.units import NS_PER_S
+from kvstore.wire import mover as wire
+
+BUFFER_BYTES: Final = 1 << 20
+UNSENT_MAX: Final = 1024
+"""Datagrams that a mover has not taken."""
+PROGRAM: Final = ("-P", "-m", "kvstore.peers.mover_process")
+
+
+class MoverSettings(msgspec.Struct, frozen=True):
+    """Which back end, and how."""
+
+    backend: str
+    name: str
+    """Of this node: peers connect to it by this name."""
+    options: dict[str, str] = {}
+    """Of the back end."""
+    environment: dict[str, str] = {}
+    """Added to that of the child: UCX_* and the like."""
+    paced: bool = False
+    """By windows. Not by default: a busy host may make it read an eighth of what it could."""
+
+
+class Up(NamedTuple):
+    """A mover is ready: peers may be given the descriptor, and none is connected."""
+
+    registered: wire.Registered
+
+
+class Down(NamedTuple):
+    """The mover is dead and reaped."""
+
+    reason: str
+
+
+class Unusable(NamedTuple):
+    """This back end cannot be used here: the operator must mend it. No other mover is started."""
+
+    reason: str
+
+
+class PeerLost(NamedTuple):
+    """This peer cannot be connected."""
+
+    peer: str
+    reason: str
+
+
+class Ended(NamedTuple):
+    """Nothing writes to the places of this transfer any more."""
+
+    transfer: int
+    good: bool
+    """All bytes are there; not that they are right, or that they were lent until the end."""
+    reason: str = ""
+    took_ns: int = 0
+
+
+class Crowded(NamedTuple):
+    """Peers that would read from here found no room; told at the first, and when they doubled."""
+
+    refused: int
+    """Of this mover."""
+
+
+MoverEvent = Up | Down | Unusable | PeerLost | Ended | Crowded
+
+
+class MoverChild:
+    """One process. Its words, as they come."""
+
+    def __init__(
+        self,
+        arena_fd: int,
+        hold_fd: int,
+        arena_bytes: int,
+        settings: MoverSettings,
+        *,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        """Raises OSError: the machine has no room for it."""
+        self.socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            for end in (self.socket, its):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+            try:
+                self._process = subprocess.Popen(  # noqa: S603 -- our own program
+                    [sys.executable, *program, str(its.fileno()), str(os.getpid())],
+                    pass_fds=[its.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env={**os.environ, **settings.environment},
+                )
+            except OSError:
+                self.socket.close()
+                raise
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+        self._unsent: deque[bytes] = deque()
+        begin = wire.Begin(
+            backend=settings.backend,
+            name=settings.name,
+            arena_bytes=arena_bytes,
+            options=settings.options,
+            paced=settings.paced,
+        )
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena_fd, hold_fd]))]
+        with contextlib.suppress(OSError):  # its pidfd tells the rest
+            self.socket.sendmsg([wire.encode(begin)], rights, socket.MSG_NOSIGNAL)
+
+    def say(self, *messages: wire.FromNode) -> bool:
+        """Never waits. False: it has not taken too many, and takes no more."""
+        self._unsent.extend(map(wire.encode, messages))
+        self.flush()
+        return len(self._unsent) <= UNSENT_MAX
+
+    def flush(self) -> None:
+        """What it had no room for."""
+        while self._unsent:
+            try:
+                self.socket.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError:
+                return
+            self._unsent.popleft()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def hear(self) -> list[wire.FromMover]:
+        """All that it has said. Raises ProtocolError."""
+        heard: list[wire.FromMover] = []
+        while True:
+            try:
+                data = self.socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT)
+            except OSError:
+                return heard
+            if not data:
+                return heard
+            heard.append(wire.decode_from_mover(data))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Never reaches another process."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(select.select([self.pidfd], [], [], 0)[0])
+
+    def close(self) -> int:
+        """Kill and reap it: on return nothing of it writes any more. Returns its exit status."""
+        self.signal(signal.SIGKILL)
+        status = self._process.wait()
+        os.close(self.pidfd)
+        self.socket.close()
+        return status
+
+
+class Mover:
+    """One mover child after the other. One thread; no call waits but `close` and a kill's end."""
+
+    def __init__(
+        self,
+        arena_fd: int,
+        hold_fd: int,
+        arena_bytes: int,
+        settings: MoverSettings,
+        clock: Clock,
+    ) -> None:
+        """Both descriptors (of `arena.Arena`) stay the caller's, open as long as this."""
+        self._arena = arena_fd, hold_fd, arena_bytes
+        self._settings, self._clock = settings, clock
+        self._watch = Watch(arena_bytes=arena_bytes)
+        self._child: MoverChild | None = None
+        self._ready = False
+        self._again_ns = 0
+        """When to start another; 0: not planned."""
+        self._epoll = select.epoll()
+        self._pending: list[MoverEvent] = []
+        self._killed = ""
+        """Why, if it was us."""
+        self._unusable = False
+        self._has_served = False
+        self.restarts = 0
+        self.refused = 0
+        """Peers that would read from here and found no room, by all movers."""
+        self._refused = 0
+        """By this one."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether transfers can be posted."""
+        return self._ready
+
+    @property
+    def pid(self) -> int | None:
+        """Of the child."""
+        return self._child.pid if self._child else None
+
+    def fileno(self) -> int:
+        """Readable when `read` has something to do."""
+        return self._epoll.fileno()
+
+    def next_ns(self) -> int:
+        """When to call `read` although nothing is readable; 0: never."""
+        if self._pending:
+            return self._clock.now_ns()
+        if self._child is not None and self._killed:  # its end is told by its pidfd
+            return self._clock.now_ns() + NS_PER_S // 10
+        times = [self._again_ns, self._watch.next_ns() if self._child else 0]
+        if self._child is not None and self._child.has_unsent:
+            times.append(self._clock.now_ns() + NS_PER_S // 100)
+        return min(filter(None, times), default=0)
+
+    def start(self) -> None:
+        """Start a child, from the thread that lives as long as this process."""
+        assert self._child is None, "it runs"
+        self._again_ns = 0
+        now_ns = self._clock.now_ns()
+        self._watch.began(now_ns)
+        try:
+            child = MoverChild(*self._arena, self._settings)
+        except OSError:
+            _, pause_ns = self._watch.died(now_ns)
+            self._again_ns = now_ns + max(pause_ns, NS_PER_S)
+            return
+        self._child = child
+        for fd in (child.socket.fileno(), child.pidfd):
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        """`PeerLost` comes if that cannot be; `forget` it before it is connected again."""
+        if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the mover
+            self._pending.append(PeerLost(peer, "its descriptor is too long"))
+            return
+        self._say(wire.Connect(peer, descriptor))
+
+    def forget(self, peer: str) -> None:
+        """Its transfers end, if the back end can see to it; else at their deadlines."""
+        self._say(wire.Forget(peer))
+
+    def post(self, transfer: int, peer: str, pieces: Pieces, *, deadline_ns: int) -> bool:
+        """Begin a transfer, which has exactly one end. False: not now, and nothing was begun."""
+        pieces = joined(pieces)
+        if not self._ready or len(pieces.length) > wire.PIECES_PER_READ_MAX:
+            return False
+        size_bytes = total_bytes(pieces)
+        self._watch.posted(transfer, peer, size_bytes=size_bytes, deadline_ns=deadline_ns)
+        self._say(*wire.parts_of(transfer, peer, pieces))
+        return True
+
+    def read(self) -> list[MoverEvent]:
+        """What happened; call it when `fileno` is readable, and at `next_ns`."""
+        now_ns = self._clock.now_ns()
+        events, self._pending = self._pending, []
+        child = self._child
+        if child is None:
+            if self._again_ns and now_ns >= self._again_ns:
+                self.start()
+            return events
+        ended = child.has_ended  # asked first: what it said before its end is heard below
+        child.flush()
+        try:
+            for message in child.hear():
+                self._watch.heard(now_ns)
+                events += self._take(message)
+        except ProtocolError as error:
+            self.kill(str(error))
+        if ended:
+            return events + self._reap("it ended")
+        match self._watch.look(now_ns):
+            case Recycle(reason=reason):
+                self.kill(reason)
+            case overdue:
+                for peer in {each.peer for each in overdue}:
+                    self.forget(peer)
+        return events
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL. Its transfers end when it is gone, which `read` tells."""
+        if self._child is not None:
+            self._ready, self._killed = False, self._killed or reason
+            self._child.signal(signal.SIGKILL)
+
+    def close(self) -> list[MoverEvent]:
+        """End it for good; what had not ended has now."""
+        events = self._pending + self._reap("the node ends")
+        self._pending, self._again_ns = [], 0
+        self._epoll.close()
+        return events
+
+    def _reap(self, reason: str) -> list[MoverEvent]:
+        if self._child is None:
+            return []
+        child, self._child, self._ready = self._child, None, False
+        for fd in (child.socket.fileno(), child.pidfd):
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
+        status = child.close()
+        now_ns = self._clock.now_ns()
+        ended, pause_ns = self._watch.died(now_ns)
+        why, self._killed = self._killed or f"{reason} with status {status}", ""
+        self._again_ns = 0 if self._unusable else now_ns + max(pause_ns, 1)
+        self.restarts += 1
+        return [*(Ended(each, good=False, reason=why) for each in ended), Down(why)]
+
+    def _say(self, *messages: wire.FromNode) -> None:
+        if self._child is not None and not self._child.say(*messages):
+            self.kill("it takes no messages")
+
+    def _take(self, message: wire.FromMover) -> list[MoverEvent]:
+        match message:
+            case wire.Registered():
+                self._ready, self._has_served, self._refused = not self._killed, True, 0
+                return [Up(message)]
+            case wire.Done(transfer=transfer, took_ns=took_ns):
+                return self._end(Ended(transfer, good=True, took_ns=took_ns))
+            case wire.Failed(transfer=transfer, reason=reason):
+                return self._end(Ended(transfer, good=False, reason=reason))
+            case wire.Limbo(transfer=transfer):
+                self._watch.in_limbo(transfer)
+            case wire.Unreachable(peer=peer, reason=reason):
+                return [PeerLost(peer, reason)]
+            case wire.Unable(reason=reason):
+                if self._has_served:  # what worked may work again: certificates being replaced, …
+                    self._killed = self._killed or reason
+                    return []
+                self._unusable = True
+                return [Unusable(reason)]
+            case wire.Beat(refused=refused):
+                return self._count_refused(refused)
+            case wire.Connected():
+                pass
+        return []
+
+    def _count_refused(self, refused: int) -> list[MoverEvent]:
+        before, self._refused = self._refused, refused
+        self.refused += refused - before
+        return [Crowded(refused)] if refused.bit_length() > before.bit_length() else []
+
+    def _end(self, ended: Ended) -> list[MoverEvent]:
+        return [ended] if self._watch.ended(ended.transfer) else []

@@ -1,0 +1,168 @@
+"""The mover on the asyncio loop: a transfer is something to be awaited.
+
+Does not cover: starting, watching and killing it (`mover`), whom to read from (`borrower`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from kvstore.peers.mover import Crowded, Down, Ended, Mover, MoverEvent, PeerLost, Unusable, Up
+from kvstore.ports import Clock, Pieces
+from kvstore.units import NS_PER_S
+
+IDLE_POLL_S: Final = 1.0
+FORGET_READS: Final = frozenset({"tcp"})
+"""Back ends that know the end of a read of a peer that they forget (ADR 23)."""
+
+_log = logging.getLogger(__name__)
+
+
+class MoverHost:
+    """One mover, from `start` to `close`, both on the asyncio loop."""
+
+    def __init__(self, mover: Mover, clock: Clock) -> None:
+        self.descriptor = b""
+        """What peers need to read from here; empty while nothing can be read."""
+        self.trouble = "the mover is starting"
+        """Why nothing moves; empty while all is well."""
+        self.changed: Callable[[], object] = lambda: None
+        """Called when the descriptor is another."""
+        self._mover = mover
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._ends: dict[int, asyncio.Future[Ended]] = {}
+        self._connected: dict[str, bytes] = {}
+        """Descriptor of each peer that the mover is connected to."""
+        self._under_way: Counter[str] = Counter()
+        """Reads from each peer."""
+        self._to_forget: set[str] = set()
+        """When their reads have ended."""
+        self._forgets_reads = False
+        """Whether the back end ends the reads of a peer that it forgets. Where it does not, only
+        the mover's death would: nothing is forgotten while it is read from."""
+        self._is_unusable = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def restarts(self) -> int:
+        """Movers before this one."""
+        return self._mover.restarts
+
+    @property
+    def refused(self) -> int:
+        """Times that a peer which would read from here found no room."""
+        return self._mover.refused
+
+    def start(self) -> None:
+        """Begin. The loop's thread lives as long as the node: the mover dies with it."""
+        self._loop = asyncio.get_running_loop()
+        self._mover.start()
+        self._loop.add_reader(self._mover.fileno(), self._turn)
+        self._turn()
+
+    def close(self) -> None:
+        """End it; every transfer has ended on return."""
+        if self._loop is None:
+            return
+        self._loop.remove_reader(self._mover.fileno())
+        if self._timer is not None:
+            self._timer.cancel()
+        for event in self._mover.close():
+            if isinstance(event, Ended):
+                self._take(event)
+
+    async def move(
+        self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
+    ) -> Ended:
+        """Read from a peer. On return nothing writes to the places of the pieces any more.
+
+        It is not to be cancelled: only its end says that.
+        """
+        assert self._loop is not None
+        number = next(self._numbers)
+        if not self.descriptor:  # nor is one told of peers that does not say yet that it is there
+            return Ended(number, good=False, reason=self.trouble)
+        self._to_forget.discard(peer)
+        if self._connected.get(peer) != descriptor:
+            if peer in self._connected:
+                self._mover.forget(peer)
+            self._connected[peer] = descriptor
+            self._mover.connect(peer, descriptor)
+        deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
+        if not self._mover.post(number, peer, pieces, deadline_ns=deadline_ns):
+            return Ended(number, good=False, reason=self.trouble or "the mover takes nothing now")
+        end = self._ends[number] = self._loop.create_future()
+        self._under_way[peer] += 1
+        end.add_done_callback(lambda _: self._is_over(peer))
+        self._plan()
+        return await asyncio.shield(end)
+
+    def forget(self, peer: str) -> None:
+        """Nothing more is read from it, as far as is known."""
+        if self._under_way[peer] and not self._forgets_reads:
+            self._to_forget.add(peer)
+        elif self._connected.pop(peer, None) is not None:
+            self._mover.forget(peer)
+
+    def _is_over(self, peer: str) -> None:
+        self._under_way[peer] -= 1
+        if not self._under_way[peer]:
+            del self._under_way[peer]
+            if peer in self._to_forget:
+                self._to_forget.discard(peer)
+                self.forget(peer)
+
+    def _turn(self) -> None:
+        for event in self._mover.read():
+            self._take(event)
+        self._plan()
+
+    def _plan(self) -> None:
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        at_ns = self._mover.next_ns()
+        wait_s = (at_ns - self._clock.now_ns()) / NS_PER_S if at_ns else IDLE_POLL_S
+        self._timer = self._loop.call_later(max(0.0, min(wait_s, IDLE_POLL_S)), self._turn)
+
+    def _become(self, descriptor: bytes, trouble: str) -> None:
+        is_another = descriptor != self.descriptor
+        self.descriptor, self.trouble = descriptor, trouble
+        if is_another:
+            self.changed()
+
+    def _take(self, event: MoverEvent) -> None:
+        match event:
+            case Up(registered=registered):
+                self._forgets_reads = registered.backend in FORGET_READS
+                self._become(registered.descriptor, "")
+                self._connected.clear()
+            case Down(reason=reason):
+                self._connected.clear()
+                if not self._is_unusable:
+                    _log.warning("the mover ended: %s; another one is started", reason)
+                    self._become(b"", f"the mover ended: {reason}")
+            case Unusable(reason=reason):
+                self._is_unusable = True
+                _log.error("blocks cannot be moved between nodes: %s", reason)
+                self._become(b"", f"blocks cannot be moved: {reason}")
+            case PeerLost(peer=peer, reason=reason):
+                _log.info("the mover does not reach node %s: %s", peer, reason)
+                self._connected.pop(peer, None)
+            case Crowded(refused=refused):
+                _log.warning(
+                    "the mover has turned away peers %d times: as many as it has room for read from"
+                    " this node already",
+                    refused,
+                )
+            case Ended(transfer=transfer):
+                end = self._ends.pop(transfer, None)
+                if end is not None and not end.done():
+                    end.set_result(event)

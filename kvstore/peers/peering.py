@@ -1,0 +1,228 @@
+"""A node among others: what it lends, what it borrows, and the mover between them, on one loop.
+
+Covers: putting these together, their addresses, what an operator is told. Does not cover: any of
+them (`lender`, `borrower`, `mover_host`), the index (`member`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import grpc
+import msgspec
+
+from kvstore.client.index import IndexClient
+from kvstore.client.tls import Identity
+from kvstore.config.cluster import ClusterConfig, PeerConfig
+from kvstore.config.transports import PLAIN, PLAIN_NOTE
+from kvstore.engine.events import Fetch, Lent, LoanEnded, Locate, PeerCommand
+from kvstore.errors import ConfigError
+from kvstore.net import callers
+from kvstore.net.aio import LoopThread
+from kvstore.net.tls import server_credentials
+from kvstore.obs.metrics import Family, family, histograms
+from kvstore.obs.timings import BOUNDS_NS
+from kvstore.peers.borrower import Borrower
+from kvstore.peers.exchange import Exchange
+from kvstore.peers.lender import Lender
+from kvstore.peers.mover import Mover, MoverSettings
+from kvstore.peers.mover_host import MoverHost
+from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS
+from kvstore.ports import Clock
+from kvstore.proto import loans
+from kvstore.proto.convert import TransferReport
+from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
+from kvstore.types import SlotId
+from kvstore.units import NS_PER_S
+from kvstore.wire.load import Load
+
+NS_PER_US: Final = 1000
+START_TIMEOUT_S: Final = 10.0
+STREAMS_PER_CONNECTION_MAX: Final = 4
+"""A peer needs one, and another while the one before ends."""
+
+_log = logging.getLogger(__name__)
+
+
+class Peering:
+    """Listens from construction; lends and borrows from `start` until `close`."""
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        peers: PeerConfig,
+        loop: LoopThread,
+        *,
+        who: loans.Who,
+        arena_fd: int,
+        hold_fd: int,
+        arena_bytes: int,
+        read: Callable[[SlotId, memoryview], None],
+        clock: Clock,
+    ) -> None:
+        """`read`: copies bytes of a slot of this node's arena (`ports.Tier.read`).
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        self._loop, self._tls = loop, cluster.tls
+        name = str(Identity("node", cluster.node))
+        transport = peers.transport
+        settings = MoverSettings(
+            transport.name, name, _options(cluster, peers), paced=transport.is_paced
+        )
+        self.mover = MoverHost(Mover(arena_fd, hold_fd, arena_bytes, settings, clock), clock)
+        self._who, self._read = who, read
+        self.transport, self._clock = transport.name, clock
+        self._note = PLAIN_NOTE.format(transport.name) if transport.is_plain else ""
+        if transport.is_plain:
+            _log.warning(PLAIN, transport.name)
+        self.address = loop.call(self._listen(peers), timeout_s=START_TIMEOUT_S)
+        """Where peers reach this node."""
+
+    async def _listen(self, peers: PeerConfig) -> str:
+        self.borrower = Borrower(
+            who=self._who,
+            mover=self.mover,
+            read=self._read,
+            clock=self._clock,
+            credentials=self._tls.channel_credentials() if self._tls else None,
+        )
+        self.exchange = self.borrower.exchange = Exchange(self._loop.loop, self._handle)
+        self.lender = Lender(
+            self.exchange,
+            who=self._who,
+            descriptor=lambda: self.mover.descriptor,
+            demands_certificates=self._tls is not None,
+        )
+        self.mover.changed = self.lender.mover_changed
+        self._server = grpc.aio.server(
+            options=[
+                *callers.limits(),
+                ("grpc.max_receive_message_length", loans.MESSAGE_BYTES_MAX),
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
+                # Sessions are quiet for long, and peers look after them: by default a server hangs
+                # up on who asks more often than every five minutes.
+                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+                *PINGS,
+            ]
+        )
+        add_PeersServicer_to_server(self.lender, self._server)
+        host = f"[{peers.host}]" if ":" in peers.host else peers.host
+        address = f"{host}:{peers.port}"
+        try:
+            if self._tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, server_credentials(self._tls))
+        except RuntimeError:
+            raise ConfigError(
+                f"peers cannot be listened for on {address}: the address is in use or not of this"
+                " machine; choose another --peer-listen"
+            ) from None
+        return f"{host}:{port}"
+
+    def start(self, index: IndexClient) -> None:
+        """Begin. `index` is asked where blocks are; it stays the caller's to close."""
+        self.borrower.index = index
+        self._loop.call(self._start(), timeout_s=START_TIMEOUT_S)
+
+    async def _start(self) -> None:
+        self.mover.start()
+        self.borrower.start()
+        await self._server.start()
+
+    def close(self) -> None:
+        """Hang up. No byte is written for any fetch after this."""
+        try:
+            self._loop.call(self._close(), timeout_s=START_TIMEOUT_S)
+        except TimeoutError:
+            _log.warning("peers were not hung up on in time; the end of this process does it")
+        self.exchange.close()
+
+    async def _close(self) -> None:
+        self.mover.close()
+        await self.borrower.close()
+        await self._server.stop(0)
+
+    def _handle(self, command: PeerCommand) -> None:
+        match command:
+            case Locate():
+                self.borrower.locate(command)
+            case Fetch():
+                self.borrower.fetch(command)
+            case Lent():
+                self.lender.lent(command)
+            case LoanEnded():
+                self.lender.loan_ended(command)
+
+    def transfers(self) -> list[TransferReport]:
+        """How long reading from other nodes took."""
+        return [
+            TransferReport(
+                kind=kind,
+                backend=self.transport,
+                count=timings.count,
+                size_bytes=timings.size_bytes,
+                bytes_per_s=timings.bytes_per_s,
+                p50_us=timings.percentile_ns(50) // NS_PER_US,
+                p95_us=timings.percentile_ns(95) // NS_PER_US,
+                p99_us=timings.percentile_ns(99) // NS_PER_US,
+            )
+            for kind, timings in self.borrower.timings.items()
+            if timings.count
+        ]
+
+    def with_fetches(self, load: Load) -> Load:
+        """What the node does, with what it fetched."""
+        fetches = self.borrower.timings["fetch"]
+        return msgspec.structs.replace(
+            load,
+            fetched_bytes=self.borrower.counters.fetched_bytes,
+            fetch_p50_us=fetches.percentile_ns(50) // NS_PER_US,
+            fetch_p99_us=fetches.percentile_ns(99) // NS_PER_US,
+        )
+
+    def families(self) -> list[Family]:
+        """The same as metrics, and what became of the bytes."""
+        counters, timings = self.borrower.counters, self.borrower.timings
+        return [
+            family("kvstore_fetch_damaged_total", [((), counters.damaged)]),
+            family("kvstore_fetch_not_kept_total", [((), counters.not_kept)]),
+            family("kvstore_fetched_bytes_total", [((), counters.fetched_bytes)]),
+            family("kvstore_mover_restarts_total", [((), self.mover.restarts)]),
+            family("kvstore_mover_refused_total", [((), self.mover.refused)]),
+            histograms(
+                "kvstore_transfer_seconds",
+                bounds=[bound / NS_PER_S for bound in BOUNDS_NS[:-1]],
+                rows=[
+                    ((kind, self.transport), its.counts, its.total_ns / NS_PER_S)
+                    for kind, its in timings.items()
+                ],
+            ),
+        ]
+
+    @property
+    def trouble(self) -> str:
+        """What a healthy node lacks; empty while all is well."""
+        return "; ".join(filter(None, (self._note, self.mover.trouble)))
+
+
+def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:
+    """Of the back end."""
+    options = dict(peers.transport.options)
+    if peers.transport.name != "tcp":
+        return options
+    host = f"[{peers.host}]" if ":" in peers.host else peers.host
+    options["listen"] = f"{host}:{peers.transport.port}"
+    if cluster.files is None:
+        return options | {"insecure": "yes"}
+    files = cluster.files
+    return options | {
+        "ca": str(files.ca),
+        "certificate": str(files.cert),
+        "key": str(files.key),
+    }

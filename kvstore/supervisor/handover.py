@@ -1,0 +1,150 @@
+"""The node process's end of its supervisor: what it is given, and what it gives to be held.
+
+Covers: the messages of a start in order, the end of the supervisor, pidfds of ranks. Does not
+cover: what is made of it (`node`), the messages (`control`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+from kvstore.engine.journal import LAYOUT_VERSION
+from kvstore.supervisor import control
+from kvstore.supervisor.installed import LoadedCode
+
+
+class SupervisorGone(Exception):
+    """The supervisor ended; this process is to end, too."""
+
+
+class Handover:
+    """What a node process begins with. Use as a context."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Say that the code is loaded, and wait for what there is.
+
+        Raises:
+            SupervisorGone: it ended.
+        """
+        self._socket = sock
+        self._unsaid: deque[int] = deque()
+        """Ranks that were released while the supervisor did not read."""
+        self.memory: dict[str, int] = {}
+        """Descriptors of what an earlier process left; whoever takes one closes it."""
+        self.places: dict[str, int] = {}
+        """The same of `control.PLACES`."""
+        self.writers: list[tuple[control.Writer, int]] = []
+        """Ranks of earlier processes, with their pidfds."""
+        self.code = LoadedCode()
+        prepared = control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, self.code.version)
+        self._say(prepared)
+        while True:
+            message, fd = self._hear()
+            match message:
+                case control.Held(name=name):
+                    (self.places if name in control.PLACES else self.memory)[name] = fd
+                case control.Writer():
+                    self.writers.append((message, fd))
+                case control.Begin():
+                    self.begin = message
+                    self.listener_fd = fd
+                    self._say(control.Begun())
+                    return
+                case _:
+                    raise AssertionError(f"{message} before Begin")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.forget()
+        for fd in self.places.values():
+            os.close(fd)
+        self.places.clear()
+        self._socket.close()
+
+    # ── at a start ───────────────────────────────────────────────────────────────────────────────
+
+    def forget(self) -> None:
+        """Close what nobody took."""
+        for fd in (*self.memory.values(), *(fd for _, fd in self.writers)):
+            os.close(fd)
+        self.memory.clear()
+        self.writers.clear()
+
+    def drop(self) -> None:
+        """None of what an earlier process left is of use."""
+        self.forget()
+        self._say(control.Drop())
+
+    def share_page(self, fd: int) -> None:
+        """Have the old generation page made void, and this one held. Raises SupervisorGone."""
+        self._say(control.Page(), fd)
+        answer, _ = self._hear()
+        assert isinstance(answer, control.PageTaken), answer
+
+    def keep(self, name: str, fd: int) -> None:
+        """Have this held for the next process."""
+        self._say(control.Keep(name), fd)
+
+    def serving(self, serving: control.Serving) -> None:
+        """Engines can attach."""
+        self._say(serving)
+
+    def _say(self, message: control.Control, fd: int | None = None) -> None:
+        try:
+            control.send(self._socket, message, fd)
+        except OSError:
+            raise SupervisorGone from None
+
+    def _hear(self) -> tuple[control.FromSupervisor, int]:
+        try:
+            heard = control.receive(self._socket, control.from_supervisor)
+        except OSError:
+            heard = None
+        if heard is None:
+            raise SupervisorGone
+        return heard
+
+    # ── while serving: never waits ───────────────────────────────────────────────────────────────
+
+    def fileno(self) -> int:
+        """Readable when the supervisor has ended: it has nothing more to say."""
+        return self._socket.fileno()
+
+    def attached(self, number: int, hello: bytes, pidfd: int) -> bool:
+        """Have this rank remembered, and its end heard of, beyond this process. False: it cannot
+        be, so nothing may be granted to it."""
+        try:
+            message = control.Attached(number, hello)
+            control.send(self._socket, message, pidfd, flags=socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
+
+    def disk_hangs(self, hangs: bool) -> None:
+        """The file tier's disk does not answer, or does again."""
+        # Unsaid, an upgrade ends this process as it would without.
+        with contextlib.suppress(OSError):
+            control.send(self._socket, control.DiskHangs(hangs), flags=socket.MSG_DONTWAIT)
+
+    def released(self, number: int) -> None:
+        """Nothing depends on this rank any more."""
+        self._unsaid.append(number)
+        try:
+            while self._unsaid:
+                message = control.Released(self._unsaid[0])
+                control.send(self._socket, message, flags=socket.MSG_DONTWAIT)
+                self._unsaid.popleft()
+        except OSError:
+            return  # said with the next one

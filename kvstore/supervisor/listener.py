@@ -1,0 +1,174 @@
+"""The attach socket's files: taken over from a dead node, never from a living one.
+
+Covers: directory, lock file, socket file, their modes, and their removal. Does not cover: who may
+come in (`kvstore.node.attach`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import ConfigError
+
+INSPECT_SUFFIX: Final = ".rpc"
+"""The node process makes that socket; one that was killed leaves it."""
+
+_log = logging.getLogger(__name__)
+
+
+class Door:
+    """A listening attach socket, made here or given: its files are another's then."""
+
+    def __init__(self, path: Path, sock: socket.socket) -> None:
+        self.path = path
+        self.socket = sock
+        self._file: os.stat_result | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.stat(path)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether engines that connect to the path still reach this socket. Any thread."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        return self._file is not None and os.path.samestat(found, self._file)
+
+    def close(self) -> None:
+        """Accept nobody any more. Idempotent."""
+        self.socket.close()
+
+
+class Listener(Door):
+    """The listening socket and the files that belong to it.
+
+    A lock file beside it tells a living node from a socket file that a dead one left behind;
+    connecting to find out would look like an engine to a living node.
+    """
+
+    def __init__(self, path: Path, *, others_may_connect: bool) -> None:
+        """Take over `path`.
+
+        Raises:
+            ConfigError: the path is in use by a living node, or cannot be a socket.
+        """
+        try:
+            path.parent.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(
+                f"socket directory {path.parent} cannot be made: {error.strerror}; choose another"
+                " --socket"
+            ) from None
+        if _others_may_replace(path.parent):
+            _log.warning(
+                "other users may replace files in %s: choose another --socket, or chmod o-w",
+                path.parent,
+            )
+        self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
+        sock = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        super().__init__(path, sock)
+        try:
+            remove_socket_file(path)
+            # The mode is set before anyone can connect: until listen() nobody can.
+            self.socket.bind(os.fspath(path))
+            path.chmod(0o666 if others_may_connect else 0o600)
+            self.socket.listen(128)
+            self._file = os.stat(path)
+        except OSError as error:
+            self._give_up()
+            raise ConfigError(
+                f"socket {path} cannot be made: {error.strerror}; choose another --socket"
+            ) from None
+        except ConfigError:
+            self._give_up()
+            raise
+
+    def close(self) -> None:
+        """Stop listening and remove the files. Idempotent."""
+        if self.socket.fileno() < 0:
+            return
+        left = self.path.with_name(self.path.name + INSPECT_SUFFIX)
+        for path in (self.path, *([left] if left.is_socket() else ())):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Close the socket, and remove the lock file before others can have the lock."""
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            self.path.with_name(self.path.name + ".lock").unlink()
+        os.close(self._lock_fd)
+
+
+def _others_may_replace(directory: Path) -> bool:
+    """Whether any user may put a file of theirs in the place of ours."""
+    mode = directory.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+
+def remove_socket_file(path: Path) -> None:
+    """Remove what a dead node left. Raises ConfigError when it is something else."""
+    refuse_what_is_not_ours(path, option="--socket")
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        raise ConfigError(f"{path} belongs to another user: choose another --socket") from None
+
+
+def refuse_what_is_not_ours(path: Path, *, option: str) -> None:
+    """A socket may take the place of nothing, or of a socket on which nobody listens.
+
+    Raises:
+        ConfigError: there is something else; names the option to change.
+    """
+    try:
+        if not path.is_socket():
+            if path.exists():
+                raise ConfigError(f"{path} exists and is no socket: choose another {option}")
+            return
+    except PermissionError:
+        raise ConfigError(f"{path} belongs to another user: choose another {option}") from None
+    # A datagram socket tells living ones of every kind from dead ones, and connects to neither
+    # streams nor packets.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        answer = probe.connect_ex(str(path))
+    if answer not in (errno.ECONNREFUSED, errno.ENOENT):
+        raise ConfigError(f"{path} is in use by another program: choose another {option}")
+
+
+def _lock(lock_path: Path, path: Path) -> int:
+    """An exclusive lock for the life of this process."""
+    while True:
+        try:
+            fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{lock_path} cannot be opened: {error.strerror}; choose another --socket"
+            ) from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(lock_path)):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(
+                f"another kvstore node is running on {path}: stop it first, or choose another"
+                " --socket"
+            ) from None
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # its last owner removed it between our open and our lock: once more

@@ -1,0 +1,500 @@
+"""The supervisor: holds the memory of a node, and starts another node process when one ends.
+
+    kvstore node ─exec─▶ supervisor ── holds arena, journal, pidfds, the attach socket
+                             ├── node process: everything else (`process`, `handover`, `node`)
+             └── standby: a node process that has loaded its code and waits
+
+It knows no layout and touches no block. What it holds it was given by a node process, and gives it
+to the next. Before that one may reuse a slot, the generation page of the one before is made void,
+so that whoever still reads under it throws his copy away; nobody but this process could.
+
+It is what signals are sent to, and its exit status is the node's. It ends the node with it: in good
+order when it is asked to, at once when it is killed. Few imports: it lives as long as the memory.
+
+Loading the code takes longer than everything else of a restart together, so one process has done it
+ahead of need. That one has the code of its start: an upgrade throws it away for a new one, which
+takes over once it is ready.
+
+Covers: when processes begin and end, descriptors, upgrades. Does not cover: how often is too often
+(`restarts`), one process (`child`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.errors import ConfigError
+from kvstore.net.harden import harden_process
+from kvstore.obs import logs
+from kvstore.supervisor import control
+from kvstore.supervisor.child import Process, Spawned, spawn_process
+from kvstore.supervisor.kept import Kept
+from kvstore.supervisor.listener import Listener
+from kvstore.supervisor.restarts import GiveUp, Restarts, told
+from kvstore.supervisor.upgrade import UpgradeDoor
+from kvstore.units import NS_PER_S, format_size
+
+EXIT_GAVE_UP: Final = 70
+"""EX_SOFTWARE: a bug of ours; a pod or unit may start the node again."""
+STOP_LIMIT_NS: Final = 12 * NS_PER_S
+"""For an orderly end, file tier included."""
+START_LIMIT_NS: Final = 60 * NS_PER_S
+"""For a later process until it serves; the first one may take its time."""
+ANSWER_LIMIT_NS: Final = 5 * NS_PER_S
+"""For one that stood by, from its turn until it says its first word."""
+STANDBY_AFTER_NS: Final = 2 * NS_PER_S
+"""So long a process serves before another is loaded: a start has better things to do."""
+LOOK_NS: Final = NS_PER_S
+STILL_LOOKS_MAX: Final = 10
+"""Looks at a heartbeat that stands still. Looks, not seconds: while the machine is suspended, or
+this process is stopped with its node, nobody looks."""
+
+HANGS: Final = (
+    "the disk of the file tier hangs, and a process that waits for it cannot be ended: the node"
+    " goes on as it was; ask again when /healthz says ok"
+)
+_log = logging.getLogger("kvstore.supervisor.supervisor")
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What the command line hands over: checked already."""
+
+    settings: dict[str, Any]
+    socket: str
+    others_may_connect: bool
+    dram_bytes: int
+    dram_note: str
+    log_level: str
+
+
+class Supervisor:
+    """One node, until `run` returns its exit status."""
+
+    def __init__(self, start: Start, *, spawn: Callable[[], Spawned] = spawn_process) -> None:
+        """Take the sockets.
+
+        Raises:
+            ConfigError: they cannot be had.
+        """
+        self._start, self._spawn = start, spawn
+        self._selector = selectors.DefaultSelector()
+        self._store = Kept()
+        self._restarts, self._standby_restarts = Restarts(), Restarts()
+        self._processes: set[Process] = set()
+        """All that have not ended."""
+        self._process: Process | None = None
+        self._standby: Process | None = None
+        """Takes over when the other is gone."""
+        self._upgrading = False
+        self._begin_at_ns = 0
+        """When to begin another process; 0: not now."""
+        self._standby_at_ns = 0
+        self._places = control.Places()
+        self._life = 0
+        self._died_ns = 0
+        self._has_served = self._holds_blocks = False
+        self._stopping = False
+        self._exit_code: int | None = None
+        self._look_ns, self._beat, self._still = 0, b"", 0
+        self._beat_ns = 0
+        """When the heartbeat was seen to beat last."""
+        self._listener = Listener(Path(start.socket), others_may_connect=start.others_may_connect)
+        try:
+            self._door = UpgradeDoor(Path(start.socket), self._upgrade)
+        except ConfigError:
+            self._listener.close()
+            raise
+        self._door.listen(self._selector)
+
+    # ── the loop ─────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> int:
+        """Serve until a signal or the node's end; returns the exit status."""
+        waker, woken = socket.socketpair()
+        for end in (waker, woken):
+            end.setblocking(False)
+        self._selector.register(woken, selectors.EVENT_READ, lambda: woken.recv(64))
+        old = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        handlers = {
+            number: signal.signal(number, lambda *_: self.stop())
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
+        try:
+            self._begin_process()
+            while self._exit_code is None:
+                for key, _ in self._selector.select(self._wait_s()):
+                    key.data()
+                self._time_passes(time.monotonic_ns())
+            return self._exit_code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(old)
+            waker.close()
+            woken.close()
+            self._close()
+
+    def stop(self) -> None:
+        """End the node in good order, then the supervisor. Safe in a signal handler."""
+        self._stopping = True
+
+    def _close(self) -> None:
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+            process.close()
+        self._store.close()
+        self._door.close()
+        self._listener.close()
+        self._selector.close()
+
+    def _wait_s(self) -> float:
+        now_ns = time.monotonic_ns()
+        times = [self._look_ns + LOOK_NS, self._begin_at_ns]
+        times += [process.deadline_ns for process in self._processes]
+        return max(0.0, (min(filter(None, times)) - now_ns) / NS_PER_S)
+
+    def _time_passes(self, now_ns: int) -> None:
+        if self._stopping:
+            self._stop_node(now_ns)
+        elif self._begin_at_ns and now_ns >= self._begin_at_ns:
+            self._begin_at_ns = 0
+            self._begin_process()
+        for process in self._processes:
+            if process.deadline_ns and now_ns >= process.deadline_ns:
+                _log.error("a node process is late and is killed")
+                process.deadline_ns = 0
+                process.kill()
+        if now_ns - self._look_ns >= LOOK_NS:
+            self._look(now_ns)
+            self._door.listen(self._selector)
+            if self._serves and self._standby is None and now_ns >= self._standby_at_ns:
+                self._standby = self._new_process()
+                self._standby_at_ns = now_ns + START_LIMIT_NS
+
+    def _look(self, now_ns: int) -> None:
+        """At the heartbeat. A look that comes late does not count: we were stopped ourselves."""
+        beat, in_time = self._store.heartbeat(), now_ns - self._look_ns < 3 * LOOK_NS
+        stands = beat == self._beat and in_time
+        self._still = self._still + 1 if stands else 0
+        if beat != self._beat:
+            self._beat_ns = now_ns
+        self._look_ns, self._beat = now_ns, beat
+        process = self._process
+        if process is not None and process.asked_to_end and not process.was_killed:
+            self._still = 0  # its heart may stand still: it has a deadline
+        if self._still < STILL_LOOKS_MAX or process is None or not self._serves:
+            return
+        self._still = 0
+        if not process.was_killed:
+            _log.error("the node's loop has stood still for %d s and is killed", STILL_LOOKS_MAX)
+            process.kill()
+        elif not process.hangs_told:
+            process.hangs_told = True
+            _log.error(
+                "process %d was killed and does not end: it hangs in the kernel, most likely in"
+                " I/O to the disk of the file tier; another begins when it is gone",
+                process.spawned.pid,
+            )
+
+    def _stop_node(self, now_ns: int) -> None:
+        if self._process is None:
+            self._exit_code = 0
+        else:
+            self._end_process(self._process, now_ns)
+
+    @staticmethod
+    def _end_process(process: Process, now_ns: int) -> None:
+        """Ask it once to end; it is killed when it takes too long."""
+        if not process.asked_to_end:
+            process.asked_to_end = True
+            process.deadline_ns = now_ns + STOP_LIMIT_NS
+            process.signal(signal.SIGTERM)
+            process.signal(signal.SIGCONT)  # a stopped one would not see it
+
+    # ── processes ────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _serves(self) -> bool:
+        return self._process is not None and self._process.serving_since_ns != 0
+
+    def _new_process(self) -> Process | None:
+        """None: the machine has no room for one."""
+        try:
+            process = Process(self._spawn())
+        except OSError as error:
+            _log.error("no node process can be started: %s", error.strerror)
+            return None
+        self._processes.add(process)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: self._ended(process))
+        self._selector.register(process.socket, selectors.EVENT_READ, lambda: self._hear(process))
+        return process
+
+    def _begin_process(self) -> None:
+        """The standby, or a new one, is the node's process from now on."""
+        process, self._standby = self._standby or self._new_process(), None
+        self._process = process
+        if process is None:
+            self._begin_at_ns = time.monotonic_ns() + NS_PER_S
+            return
+        if self._has_served:
+            stood_by = process.prepared is not None
+            limit_ns = ANSWER_LIMIT_NS if stood_by else START_LIMIT_NS
+            process.deadline_ns = time.monotonic_ns() + limit_ns
+        if process.prepared is not None:
+            self._hand_over(process)
+
+    def _hear(self, process: Process) -> None:
+        """All that it has said."""
+        while process in self._processes:
+            try:
+                heard = control.receive(
+                    process.socket, control.from_node, flags=socket.MSG_DONTWAIT
+                )
+            except (BlockingIOError, TimeoutError):
+                return
+            except (OSError, msgspec.DecodeError) as error:
+                if control.lost_a_rank(error):
+                    self._holds_blocks = False
+                    self._store.cannot_keep_a_writer()
+                    continue
+                heard = None
+                process.signal(signal.SIGKILL)
+            if heard is None:  # its pidfd tells the rest
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(process.socket)
+                return
+            self._take(process, *heard)
+
+    def _take(self, process: Process, message: control.FromNode, fd: int) -> None:
+        store = self._store
+        match message:
+            case control.Attached(number=number, hello=hello):
+                store.attached(number, hello, fd)
+            case control.Begun():
+                process.has_begun = True
+                if process.deadline_ns:
+                    process.deadline_ns = time.monotonic_ns() + START_LIMIT_NS
+            case control.DiskHangs(hangs=hangs):
+                process.disk_hangs = hangs
+            case control.Released(number=number):
+                store.released(number)
+            case control.Page():
+                store.take_page(fd)
+                self._say(process, control.PageTaken())
+            case control.Keep(name=name):
+                store.keep(name, fd)
+                assert process.prepared is not None
+                store.layout = process.prepared.layout
+            case control.Drop():
+                self._lose("")
+            case control.Serving():
+                self._is_serving(process, message)
+            case control.Prepared():
+                process.prepared = message
+                if process is self._process:
+                    self._hand_over(process)
+                elif process is self._standby and self._upgrading:
+                    self._new_code_is_loaded(process, message)
+
+    def _say(self, process: Process, message: control.Control, fd: int | None = None) -> None:
+        """It waits for this. Who does not read is killed."""
+        try:
+            control.send(process.socket, message, fd)
+        except OSError:
+            process.signal(signal.SIGKILL)
+
+    def _hand_over(self, process: Process) -> None:
+        assert process.prepared is not None
+        store, start = self._store, self._start
+        objection = self._objection(process.prepared)
+        if process.prepared.control != control.CONTROL_VERSION:
+            _log.error("%s", objection)
+            process.signal(signal.SIGKILL)
+            return
+        if objection:
+            self._lose(objection)
+        for name, fd in store.held().items():
+            self._say(process, control.Held(name), fd)
+        for number, (hello, pidfd) in store.writers.items():
+            self._say(process, control.Writer(number, hello), pidfd)
+        begin = control.Begin(
+            settings=start.settings,
+            dram_bytes=start.dram_bytes,
+            dram_note=start.dram_note,
+            life=self._life,
+            died_ns=self._died_ns,
+            places=self._places,
+        )
+        self._say(process, begin, self._listener.socket.fileno())
+
+    def _objection(self, prepared: control.Prepared) -> str:
+        """Why this code cannot go on with what is held; empty when it can."""
+        if prepared.control != control.CONTROL_VERSION:
+            return "the code on disk cannot serve under this supervisor: restart the whole node"
+        if self._store.memory and prepared.layout != self._store.layout:
+            return (
+                f"kvstore {prepared.version} keeps its journal in layout {prepared.layout}, the"
+                f" memory has layout {self._store.layout}: restart the whole node to use it"
+            )
+        return ""
+
+    def _is_serving(self, process: Process, message: control.Serving) -> None:
+        self._beat_ns = process.serving_since_ns = time.monotonic_ns()
+        process.deadline_ns = 0
+        self._standby_at_ns = process.serving_since_ns + STANDBY_AFTER_NS
+        self._places, self._has_served, self._still = message.places, True, 0
+        self._upgrading, self._holds_blocks = False, True
+        assert process.prepared is not None
+        if self._died_ns:
+            away_s = (process.serving_since_ns - self._died_ns) / NS_PER_S
+            self._door.done(
+                f"kvstore {process.prepared.version} serves: {message.blocks} blocks"
+                f" ({format_size(message.size_bytes)}) were kept in memory; the node was away for"
+                f" {away_s:.2f} s"
+            )
+
+    def _ended(self, process: Process) -> None:
+        """It is gone; what it said before counts."""
+        self._hear(process)
+        for source in (process.pidfd, process.socket):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(source)
+        status, now_ns = process.close(), time.monotonic_ns()
+        self._processes.remove(process)
+        if process is self._standby:
+            self._standby_ended(process, status, now_ns)
+        elif process is self._process:
+            self._process_ended(process, status, now_ns)
+
+    def _standby_ended(self, process: Process, status: int, now_ns: int) -> None:
+        self._standby, self._standby_at_ns = None, now_ns + START_LIMIT_NS
+        if status >= 0:  # a signal says nothing of the code
+            _log.warning("the code on disk does not start (%s)", told(status))
+            self._refuse(f"the code on disk does not start ({told(status)}): see the log")
+            return
+        again = self._standby_restarts.ended(served_ns=now_ns - process.began_ns)
+        if not isinstance(again, GiveUp):
+            self._standby_at_ns = now_ns + again.pause_ns
+        _log.warning("the process that stands by ended with %s: another is started", told(status))
+        self._refuse(f"the new process ended with {told(status)} before it served: see the log")
+
+    def _process_ended(self, process: Process, status: int, now_ns: int) -> None:
+        self._process = None
+        self._life += process.was_a_life(status)
+        if process.serving_since_ns:
+            # One that the kernel held on to was away before it was gone.
+            self._died_ns = self._beat_ns if now_ns - self._beat_ns > 3 * LOOK_NS else now_ns
+        if process.asked_to_end:
+            _log.info("stopped" if self._stopping else "replaced by the code that is installed now")
+        if self._stopping:
+            self._exit_code = 0 if status in (0, -signal.SIGTERM) else EXIT_GAVE_UP
+        elif not self._has_served:
+            # A wrong configuration, most likely, and it has said so.
+            self._exit_code = status if status > 0 else EXIT_GAVE_UP
+            if status < 0:
+                sys.stderr.write(f"kvstore: the node process ended with {told(status)}\n")
+        elif process.asked_to_end and self._standby is not None:
+            self._begin_process()
+        else:
+            self._start_again(process, status, now_ns)
+
+    def _start_again(self, process: Process, status: int, now_ns: int) -> None:
+        if process.is_mute:
+            _log.error("the process that stood by did not answer: another is started")
+            self._begin_at_ns = now_ns
+            return
+        served_ns = now_ns - process.serving_since_ns if process.serving_since_ns else 0
+        if status == control.EXIT_REFUSED and not served_ns and self._store.memory:
+            pause_ns = self._restarts.refused().pause_ns
+            _log.error(
+                "the node process cannot start, for the reason above: it is tried again in %d s,"
+                " and what is in memory is kept",
+                pause_ns // NS_PER_S,
+            )
+            self._refuse(
+                "the new code cannot start, and the log says why: it is tried again until it can,"
+                " and what is in memory is kept; requests are computed meanwhile"
+            )
+            self._begin_at_ns = now_ns + pause_ns
+            return
+        match self._restarts.ended(served_ns=served_ns):
+            case GiveUp(deaths=deaths):
+                soon = f"ended {deaths} times soon after its start, the last time with"
+                sys.stderr.write(f"kvstore: the node process {soon} {told(status)}: see above\n")
+                self._refuse("the node process ends again and again: the node gives up")
+                self._exit_code = EXIT_GAVE_UP
+            case again:
+                _log.warning("the node process ended with %s: another is started", told(status))
+                if not again.keep:
+                    self._lose("two processes could not use it")
+                self._begin_at_ns = now_ns + again.pause_ns
+
+    def _lose(self, why: str) -> None:
+        """Let go of memory; say so if a process served from it, and has not said it (empty)."""
+        if self._holds_blocks and why:
+            _log.error("all that was in memory is lost: %s", why)
+        self._holds_blocks = False
+        self._store.drop()
+
+    # ── upgrades ─────────────────────────────────────────────────────────────────────────────────
+
+    def _upgrade(self) -> None:
+        """Somebody asks for the code on disk. It is loaded beside the old one first."""
+        if not self._serves:
+            self._refuse("the node is just being restarted: ask again when it serves")
+            return
+        assert self._process is not None
+        if self._process.disk_hangs:
+            self._refuse(HANGS)
+            return
+        if self._standby is not None:
+            self._standby.signal(signal.SIGKILL)
+        self._upgrading = True
+        self._standby = self._new_process()
+        if self._standby is None:
+            self._refuse("no other process can be started: see the log")
+        else:
+            self._standby.deadline_ns = time.monotonic_ns() + START_LIMIT_NS
+
+    def _refuse(self, why: str) -> None:
+        self._upgrading = False
+        self._door.refuse(why)
+
+    def _new_code_is_loaded(self, process: Process, prepared: control.Prepared) -> None:
+        objection = self._objection(prepared)
+        if self._process is not None and self._process.disk_hangs:
+            objection = HANGS
+        if objection:
+            self._refuse(objection)
+            process.signal(signal.SIGKILL)
+        elif self._process is not None:
+            self._end_process(self._process, time.monotonic_ns())
+
+
+def main(arguments: list[str]) -> int:
+    """`arguments`: number of the descriptor that holds a `Start`; what follows is for people."""
+    with os.fdopen(int(arguments[0]), "rb") as file:
+        start = msgspec.json.decode(file.read(), type=Start)
+    harden_process()
+    logs.setup(start.log_level)
+    try:
+        return Supervisor(start).run()
+    except ConfigError as error:
+        sys.stderr.write(f"kvstore: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

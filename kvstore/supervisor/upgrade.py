@@ -1,0 +1,203 @@
+"""Asking a node for the code on disk: who connects to this socket asks, and is told what came.
+
+    kvstore upgrade ──connect──▶ node.sock.sup       ◀── at once: TAKEN
+                                                     ◀── then: done or refused, a sentence
+
+Covers both ends. Does not cover: what an upgrade does (`supervisor`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import selectors
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvstore.errors import AttachError, ConfigError, KVStoreError
+from kvstore.supervisor.listener import remove_socket_file
+
+SUFFIX: Final = ".sup"
+WAIT_S: Final = 200.0
+"""Longer than a supervisor lets anything take."""
+FIRST_WORD_S: Final = 15.0
+"""A supervisor that runs says something within this time."""
+TAKEN: Final = b"taken"
+"""What it says when it begins."""
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    done: bool
+    text: str
+
+
+class UpgradeRefused(KVStoreError):
+    """The node goes on as it was; the text says why."""
+
+
+class UpgradeDoor:
+    """The supervisor's end. One asks at a time, and only the node's own user or root."""
+
+    def __init__(self, node_socket: Path, ask: Callable[[], None]) -> None:
+        """Listen beside the attach socket, whose lock the caller holds.
+
+        Raises:
+            ConfigError: the socket cannot be made.
+        """
+        self.path = node_socket.with_name(node_socket.name + SUFFIX)
+        self._ask = ask
+        self._waiting: socket.socket | None = None
+        self._socket = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        try:
+            remove_socket_file(self.path)
+            # The mode is set before anyone can connect: until listen() nobody can.
+            self._socket.bind(os.fspath(self.path))
+            self.path.chmod(0o600)
+            self._socket.listen(4)
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError(
+                f"socket {self.path} cannot be made: {error.strerror}; choose another --socket"
+            ) from None
+
+    def listen(self, selector: selectors.BaseSelector) -> None:
+        """Have this called now and again: it pauses while nobody can be let in."""
+        with contextlib.suppress(KeyError, OSError):  # it listens; or there is no room for that
+            selector.register(self._socket, selectors.EVENT_READ, lambda: self._read(selector))
+
+    def _read(self, selector: selectors.BaseSelector) -> None:
+        """Take whoever asks."""
+        try:
+            asker, _ = self._socket.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                selector.unregister(self._socket)  # still readable: it would spin
+            return
+        asker.setblocking(False)
+        data = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(data)[1] not in (0, os.geteuid()):
+            _answer(asker, Answer(False, "only the node's own user may upgrade it"))
+        elif self._waiting is not None:
+            _answer(asker, Answer(False, "an upgrade is under way already: wait for it"))
+        elif _send(asker, TAKEN):
+            self._waiting = asker
+            self._ask()
+        else:
+            asker.close()  # it did not wait for us: nobody wants an upgrade any more
+
+    def done(self, text: str) -> None:
+        """The upgrade that was asked for, if any, has happened."""
+        self._tell(Answer(True, text))
+
+    def refuse(self, text: str) -> None:
+        """It has not, and will not."""
+        self._tell(Answer(False, text))
+
+    def _tell(self, answer: Answer) -> None:
+        if self._waiting is not None:
+            _answer(self._waiting, answer)
+            self._waiting = None
+
+    def close(self) -> None:
+        """Stop listening and remove the file."""
+        self.refuse("the node ends")
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def _answer(asker: socket.socket, answer: Answer) -> None:
+    with asker:
+        _send(asker, msgspec.json.encode(answer))
+
+
+def _send(asker: socket.socket, data: bytes) -> bool:
+    """False: it has gone meanwhile."""
+    try:
+        asker.send(data, socket.MSG_NOSIGNAL)
+    except OSError:
+        return False
+    return True
+
+
+def no_node_at(node_socket: Path) -> str:
+    """What an operator is told who asks where nobody is."""
+    if node_socket.exists() and not node_socket.is_socket():
+        return f"{node_socket} is no socket: name the --socket of a node"
+    return (
+        f"no node at {node_socket}: start one with"
+        f" 'kvstore node --socket {node_socket} --dram auto', or name another --socket"
+    )
+
+
+def not_yours(node_socket: Path) -> str:
+    """What an operator is told who may not ask."""
+    owner = "another user"
+    for path in (node_socket, node_socket.parent):  # the socket of a closed directory is not seen
+        with contextlib.suppress(OSError, KeyError):
+            uid = path.stat().st_uid
+            owner = f"uid {uid}"
+            owner = f"user {pwd.getpwuid(uid).pw_name}"
+        if owner != "another user":
+            break
+    return f"the node at {node_socket} belongs to {owner}: run this as that user or root"
+
+
+def ask_for_upgrade(
+    node_socket: Path, *, timeout_s: float = WAIT_S, first_word_s: float = FIRST_WORD_S
+) -> str:
+    """Have the node at this attach socket run the code on disk; returns what it says of it.
+
+    Raises:
+        AttachError: there is no node, or it does not answer.
+        UpgradeRefused: it goes on as it was.
+    """
+    path = node_socket.absolute()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(first_word_s)
+        try:
+            sock.connect(os.fspath(path.with_name(path.name + SUFFIX)))
+            data = _first_word(sock, first_word_s)
+            if data == TAKEN:
+                sock.settimeout(timeout_s)
+                data = sock.recv(64 << 10)
+        except PermissionError:
+            raise AttachError(not_yours(node_socket)) from None
+        except TimeoutError:
+            raise AttachError(f"the node did not answer within {timeout_s:.0f} s") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED):
+                raise AttachError(f"no node at {node_socket}: {error.strerror}") from None
+            raise AttachError(no_node_at(node_socket)) from None
+    if not data:
+        raise AttachError("the node ended before it answered")
+    answer = msgspec.json.decode(data, type=Answer)
+    if not answer.done:
+        raise UpgradeRefused(answer.text)
+    return answer.text
+
+
+def _first_word(sock: socket.socket, first_word_s: float) -> bytes:
+    """What the supervisor says first. Raises OSError; AttachError when it says nothing."""
+    try:
+        return sock.recv(64 << 10)
+    except TimeoutError:
+        data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid = _CREDENTIALS.unpack(data)[0]
+        raise AttachError(
+            f"the node's supervisor, process {pid}, did not answer within {first_word_s:.0f} s: it"
+            f" is stopped ('kill -CONT {pid}' lets it go on) or the machine is overloaded; nothing"
+            " was upgraded"
+        ) from None

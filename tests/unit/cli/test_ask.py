@@ -1,0 +1,94 @@
+"""What inspect looks like in a terminal: every figure with its name, on one line, in 80 columns."""
+
+from __future__ import annotations
+
+import io
+import os
+import pwd
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvstore.cli import ask
+from kvstore.engine.report import NO_BUDGET, QuotaReport, TierReport
+from kvstore.engine.scrubs import NO_PASS
+from kvstore.proto.convert import Row
+from kvstore.supervisor.upgrade import not_yours
+
+GIB = 1 << 30
+NEVER = ("closed", "closed", 0, 0, 0, NO_PASS)
+DRAM = TierReport(
+    *("dram", 64 * GIB, 64 * GIB, 63 * GIB, 1_234_567, 1_234_567, 500, 3, 12_345, "reuse", 0, 0),
+    *(NO_BUDGET, "closed", "closed", 1_000_000, 50 * GIB, 0, 86_400_000),
+)
+FILE = TierReport(
+    *("file", 2048 * GIB, 2048 * GIB, 1999 * GIB, 9_876_543, 0, 0, 0, 0, "second-sight", 1_234_567),
+    *(7_654_321, 17 * GIB, "half-open", "closed", 9_000_000, 1024 * GIB, 3, NO_PASS),
+)
+ABSENT = TierReport(*("file", 0, 0, 0, 0, 0, 0, 0, 0, "all", 0, 0, NO_BUDGET), *NEVER)
+QUOTAS = [QuotaReport("llama", 20 * GIB, 30 * GIB), QuotaReport("", 44 * GIB, 0)]
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, found: dict[str, list[Row]]) -> list[list[str]]:
+    """Each line, by columns."""
+    page = io.StringIO()
+    out = Console(file=page, width=80, highlight=False)
+    monkeypatch.setattr(ask, "console", lambda: out)
+    ask.show(found)
+    lines = page.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+
+
+def test_tiers_and_quotas_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, {"tiers": [DRAM, FILE], "quotas": [*QUOTAS]}) == [
+        ["tiers"],
+        ["dram", "file"],
+        ["capacity", "64 GiB", "2 TiB"],
+        ["ready", "64 GiB", "2 TiB"],
+        ["used", "63 GiB", "1.952 TiB"],
+        ["blocks", "1234567", "9876543"],
+        ["slots sealed", "1234567", "-"],
+        ["slots granted", "500", "-"],
+        ["slots quarantined", "3", "-"],
+        ["slots leased", "12345", "-"],
+        ["policy", "reuse", "second-sight"],
+        ["not admitted", "-", "1234567"],
+        ["over budget", "-", "7654321"],
+        ["budget left", "-", "17 GiB"],
+        ["reads", "-", "breaker being tried again"],
+        ["writes", "-", "breaker ok"],
+        ["scrubbed blocks", "1000000", "9000000"],
+        ["scrubbed", "50 GiB", "1 TiB"],
+        ["scrub bad", "0", "3"],
+        ["scrub age", "24.0 h", "-"],
+        [],
+        ["quotas"],
+        ["quota", "promised", "used"],
+        ["llama", "20 GiB", "30 GiB"],
+        ["(all others)", "44 GiB", "0 B"],
+    ]
+
+
+def test_a_node_without_a_disk_says_nothing_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(monkeypatch, {"tiers": [DRAM, ABSENT]})
+    assert lines[1] == ["dram"]
+    assert ["policy", "reuse"] in lines
+    assert all(len(line) == 2 for line in lines[2:])
+
+
+def test_no_budget_is_any_amount(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = msgspec.structs.replace(FILE, budget_left_bytes=NO_BUDGET)
+    lines = shown(monkeypatch, {"tiers": [DRAM, file]})
+    assert ["budget left", "-", "any"] in lines
+
+
+def test_somebody_elses_node_is_named(tmp_path: Path) -> None:
+    me = pwd.getpwuid(os.getuid()).pw_name
+    closed = tmp_path / "n.sock"
+    expected = f"the node at {closed} belongs to user {me}: run this as that user or root"
+    assert not_yours(closed) == expected, "by its directory, where it cannot be seen"
+    closed.touch()
+    assert not_yours(closed) == expected

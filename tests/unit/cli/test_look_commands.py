@@ -1,0 +1,112 @@
+"""Commands that look into a cluster, as far as they get without one: what was typed wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli.main import main
+
+Typed = Callable[..., tuple[object, str, str]]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Runs a command line: exit status, what it printed, what it complained of."""
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvstore", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["tiers", "--index", "h:1", "--insecure"], "--index is for 'kvstore inspect nodes' and"),
+        (["nodes", "--insecure"], "--insecure is about the index: add --index HOST:PORT"),
+        (["nodes", "--index", "h:1"], "the index needs TLS: give --ca, --cert and --key"),
+        (["nodes", "--index", "h", "--insecure"], "index 'h' must be HOST:PORT"),
+        (["prefix", "--keys-file", "x", "--text", "y"], "name one prompt: --tokens-file FILE, --"),
+        (["prefix", "--keys-file", "x", "--cache-salt", "y"], "--cache-salt is in the keys"),
+        (["prefix", "--keys-file", "/none"], "/none cannot be read"),
+        (["node"], "there is no topic 'node': did you mean 'nodes'?"),
+        (["everything"], "there is no topic 'everything': use one of nodes, tiers, "),
+    ],
+)
+def test_a_wrong_question_is_one_sentence(
+    arguments: list[str], sentence: str, typed: Typed
+) -> None:
+    code, out, err = typed("inspect", *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_index_that_is_not_there_is_one_sentence(typed: Typed) -> None:
+    code, out, err = typed("inspect", "nodes", "--index", "127.0.0.1:1", "--insecure")
+    assert (code, out) == (1, "")
+    assert err.startswith("kvstore: the index did not answer")
+    assert "127.0.0.1:1" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "top draws on a terminal: add --once or --json for scripts"),
+        (["--once", "--ca", "x"], "--ca is about the index: add --index HOST:PORT"),
+        (["--json", "--interval", "0.1"], "'--interval': 0.1 is not in the range 0.5<=x<=60"),
+        (["--once", "--index", "h:1"], "the index needs TLS: give --ca, --cert and --key"),
+    ],
+)
+def test_what_top_cannot_do_is_one_sentence(
+    arguments: list[str], sentence: str, typed: Typed
+) -> None:
+    code, out, err = typed("top", *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("flag", ["--once", "--json"])
+def test_top_of_no_node_and_of_no_index(flag: str, tmp_path: Path, typed: Typed) -> None:
+    code, out, err = typed("top", flag, "--socket", str(tmp_path / "node.sock"))
+    assert (code, out) == (1, "")
+    assert "kvstore node --socket" in err
+    code, out, err = typed("top", flag, "--index", "127.0.0.1:1", "--insecure")
+    assert (code, out) == (1, "")
+    assert err.startswith("kvstore: the index did not answer")
+
+
+@pytest.mark.parametrize("command", ["inspect", "explain", "clear", "upgrade", "top --once"])
+def test_a_file_that_is_no_socket(command: str, tmp_path: Path, typed: Typed) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = typed(*command.split(), "--socket", str(tmp_path / "file"))
+    assert code == 1
+    assert err == f"kvstore: {tmp_path}/file is no socket: name the --socket of a node\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("node --dram 1MiB --metrics 9999", "metrics '9999' must be an IP address and a port: 127"),
+        (
+            "node --dram 1MiB --allow-uid vllm",
+            "allow-uid 'vllm' must be a numeric user id, such as",
+        ),
+        ("index --insecure --entries 10X", "entries '10X' must be a number from 65536 to "),
+        ("inpsect", "no such command 'inpsect'. Did you mean 'inspect'?"),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence(arguments: str, sentence: str, typed: Typed) -> None:
+    code, out, err = typed(*arguments.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvstore: {sentence}")
+    assert len(err.splitlines()) == 1

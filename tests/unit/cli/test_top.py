@@ -1,0 +1,260 @@
+"""`kvstore top`: rates between two samples, whoever is silent, and what fits a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvstore.cli.top import GONE, SILENT, UP, Figures, Sample, Tally, View, one_view
+from kvstore.cli.top_view import WIDE_COLUMNS, as_json, page, size
+from kvstore.errors import KVStoreError
+from kvstore.wire.load import Load
+
+GIB = 1 << 30
+FIRST = Load(
+    at_ms=10_000,
+    dram_bytes=64 * GIB,
+    dram_used_bytes=63 * GIB,
+    file_bytes=2048 * GIB,
+    file_used_bytes=1999 * GIB,
+    blocks_hit=100,
+    blocks_missed=50,
+    stored_bytes=7 * GIB,
+    leased_bytes=9 * GIB,
+    fetched_bytes=GIB,
+    lent_bytes=5,
+    fetch_p50_us=12_345,
+    fetch_p99_us=987_654,
+    leases=12_345,
+    engines=8,
+    slots_quarantined=3,
+    replicas=2,
+    replicas_reached=2,
+)
+LATER = msgspec.structs.replace(
+    FIRST,
+    at_ms=12_000,
+    blocks_hit=175,
+    blocks_missed=75,
+    stored_bytes=9 * GIB,
+    leased_bytes=9 * GIB,
+    fetched_bytes=GIB + 2000,
+    lent_bytes=15,
+)
+
+
+def sample(load: Load | None, *, node: str = "n1", state: str = UP, incarnation: int = 1) -> Sample:
+    return Sample(node, state, "exact", incarnation, load)
+
+
+def rates(figures: Figures) -> tuple[float | None, ...]:
+    return (
+        figures.hit_percent,
+        figures.stored_bytes_per_s,
+        figures.leased_bytes_per_s,
+        figures.fetched_bytes_per_s,
+        figures.lent_bytes_per_s,
+    )
+
+
+NOTHING = (None,) * 5
+RATES = (75.0, GIB, 0.0, 1000.0, 5.0)
+
+
+def test_rates_are_of_what_was_counted_between_two_samples() -> None:
+    tally = Tally()
+    (first,) = tally.take([sample(FIRST)])
+    assert rates(first) == NOTHING
+    assert not tally.has_rates
+    assert (first.dram_used_bytes, first.leases, first.fetch_p99_us) == (63 * GIB, 12_345, 987_654)
+    (second,) = tally.take([sample(LATER)])
+    assert rates(second) == RATES
+    assert tally.has_rates
+    (again,) = tally.take([sample(LATER)])
+    assert rates(again) == RATES, "it told nothing new since"
+    idle = msgspec.structs.replace(LATER, at_ms=13_000)
+    (idle_figures,) = tally.take([sample(idle)])
+    assert rates(idle_figures) == (None, 0.0, 0.0, 0.0, 0.0), "no lookups are no misses"
+
+
+def test_a_process_that_began_anew_has_no_rates_yet() -> None:
+    tally = Tally()
+    tally.take([sample(FIRST)])
+    (figures,) = tally.take([sample(LATER, incarnation=2)])
+    assert rates(figures) == NOTHING
+    assert figures.leases == FIRST.leases
+
+
+def test_who_is_silent_or_gone_is_shown_without_figures() -> None:
+    tally = Tally()
+    tally.take([sample(FIRST), sample(FIRST, node="n2"), sample(None, node="old")])
+    here, silent, old = tally.take(
+        [sample(LATER), sample(FIRST, node="n2", state=SILENT), sample(None, node="old")]
+    )
+    assert rates(here) == RATES
+    assert (silent.state, silent.leases, rates(silent)) == (SILENT, None, NOTHING)
+    assert (old.state, old.dram_bytes) == (UP, None), "it is of a version that tells no load"
+    assert tally.has_rates
+
+
+class Script:
+    """Answers one after the other; None: none."""
+
+    name = "of a script"
+    doubt = ""
+
+    def __init__(self, *answers: list[Sample] | None) -> None:
+        self._answers = list(answers)
+
+    def sample(self) -> list[Sample]:
+        answer = self._answers.pop(0)
+        if answer is None:
+            raise KVStoreError("nobody is there")
+        return answer
+
+
+def test_when_nobody_answers_the_nodes_stay_and_are_silent_until_somebody_does() -> None:
+    tally, source = Tally(), Script([sample(FIRST)], None, None, [sample(LATER)])
+    tally.ask(source)
+    for _ in range(2):
+        (figures,) = tally.ask(source)
+        assert (figures.node, figures.state, tally.trouble) == ("n1", SILENT, "nobody is there")
+    (figures,) = tally.ask(source)
+    assert (figures.state, tally.trouble, rates(figures)) == (UP, "", RATES)
+
+
+def test_one_view_waits_until_there_are_rates() -> None:
+    waits: list[float] = []
+    source = Script([sample(FIRST)], [sample(FIRST)], [sample(LATER)])
+    ((figures,), trouble) = one_view(source, waits.append, interval_s=0.5)
+    assert (rates(figures), trouble) == (RATES, "")
+    assert waits == [0.5, 0.5]
+    frozen = Script(*([sample(FIRST)] for _ in range(9)))
+    ((figures,), _) = one_view(frozen, waits.append, interval_s=0.5)
+    assert rates(figures) == NOTHING, "for ever is too long"
+    assert figures.leases == FIRST.leases
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, "-"),
+        (0, "0B"),
+        (999, "999B"),
+        (1000, "1.0K"),
+        (10 << 10, "10K"),
+        (1023 << 20, "1.0G"),
+        (63.4 * GIB, "63G"),
+        (2 << 40, "2.0T"),
+        (2**63, "8.0E"),
+        (2**80, "1048576E"),
+    ],
+)
+def test_sizes_are_short(count: float | None, text: str) -> None:
+    assert size(count) == text
+
+
+def drawn(
+    figures: Sequence[Figures], width: int, *, trouble: str = "", height: int | None = None
+) -> list[str]:
+    """Each line."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, highlight=False)
+    console.print(page(figures, head="kvstore top", trouble=trouble, width=width, height=height))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def figures_of(*names: str) -> list[Figures]:
+    tally = Tally()
+    tally.take([sample(FIRST, node=name) for name in names])
+    return tally.take([sample(LATER, node=name) for name in names])
+
+
+ROW = [
+    *("n1", "up", "63G/64G", "2.0T/2.0T", "75%", "12345", "8", "3"),
+    *("1.0G", "0B", "1.0K", "5B", "12.3ms", "988ms", "exact"),
+]
+
+
+@pytest.mark.parametrize("width", [WIDE_COLUMNS, 140, 240])
+def test_a_wide_terminal_has_all_in_one_line(width: int) -> None:
+    _, _, header, row = drawn(figures_of("n1"), width)
+    assert len(header.split()) == len(row.split()) == len(ROW)
+    assert row.split() == ROW
+
+
+@pytest.mark.parametrize("width", [80, WIDE_COLUMNS - 1])
+def test_a_narrow_one_has_two_tables(width: int) -> None:
+    worst = "a-node-with-a-very-long-name.example.com"
+    figures = figures_of("n1", worst)
+    figures.append(Figures("n3", GONE, "out"))
+    lines = drawn(figures, width)
+    assert [line.split()[0] for line in lines if line][1:] == [
+        *("node", "n1", "a-node-with…", "n3"),
+        *("node", "n1", "a-node-with…", "n3"),
+    ]
+    assert "…" not in "".join(line.split("…", 1)[1] for line in lines if "…" in line)
+    assert lines[3].split() + lines[8].split()[1:] == ROW
+    assert lines[5].split() == ["n3", "gone", *"------"]
+
+
+def test_the_largest_figures_fit_eighty_columns() -> None:
+    lines = drawn(
+        [
+            Figures(
+                *("n" * 40, SILENT, "catching-up", 16, 15),
+                *(999 << 40, 999 << 40, 999 << 40, 999 << 40),
+                *(99_999, 99, 9999, 9_999_000, 9_999_000),
+                *(100.0, 999 << 20, 999 << 20, 999 << 20, 999 << 20),
+            )
+        ],
+        80,
+    )
+    assert [line.count("…") for line in lines if line.startswith("nnn")] == [1, 1]
+    assert "15 of 16" in lines[-1]
+
+
+def test_more_nodes_than_lines_say_so() -> None:
+    figures = figures_of(*(f"n{n}" for n in range(30)))
+    for width in (80, 140):
+        lines = drawn(figures, width, height=24, trouble="trouble")
+        assert len(lines) <= 24
+        assert "more: --json has all of them" in lines[-1]
+        assert lines[1] == "trouble"
+
+
+def test_nobody_at_all_and_unprintable_words() -> None:
+    assert "no node is known" in drawn([], 80)[-1]
+    lines = drawn([Figures("n\x1b[2J", UP, "")], 80, trouble="a\x1bb" * 99)
+    assert "\x1b" not in "".join(lines)
+
+
+def test_an_index_that_is_not_reached_is_told() -> None:
+    reached = msgspec.structs.replace(LATER, replicas_reached=1)
+    (figures,) = Tally().take([sample(reached)])
+    assert drawn([figures], 140)[-1].endswith("1 of 2")
+    (alone,) = Tally().take(
+        [
+            Sample(
+                "(this node)",
+                UP,
+                "",
+                1,
+                msgspec.structs.replace(LATER, replicas=0, replicas_reached=0),
+            )
+        ]
+    )
+    assert drawn([alone], 140)[-1].endswith("-")
+
+
+def test_json_has_every_figure() -> None:
+    (row,) = json.loads(as_json(View(figures_of("n1"), "")))["nodes"]
+    assert set(row) == set(Figures.__struct_fields__)
+    assert (row["hit_percent"], row["stored_bytes_per_s"]) == (75.0, GIB)

@@ -1,0 +1,144 @@
+"""Settings of what reaches beyond one machine: what cannot work says so before it listens."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.client.index import IndexClient, address_parts
+from kvstore.config.index import load_index_config
+from kvstore.config.node import load_config
+from kvstore.errors import ConfigError
+from kvstore.testing.index_process import Lab
+
+LEAST = {"dram": "64MiB"}
+STORE = {"insecure": True, "store": "redis://store.example/1"}
+LAB = {"index": ["127.0.0.1:9470"], "insecure": True}
+
+
+def test_a_node_is_alone_by_default() -> None:
+    assert load_config(None, LEAST).cluster is None
+
+
+def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
+    files = Lab(tmp_path / "pki").files("node", "n1")
+    paths = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    settings = LEAST | paths | {"index": "i.example:9470", "peer-listen": "10.0.0.7:9480"}
+    cluster = load_config(None, settings).cluster
+    assert cluster is not None
+    assert (cluster.node, cluster.indexes) == ("n1", ("i.example:9470",))
+    assert cluster.peers is not None
+    assert (cluster.peers.host, cluster.peers.port, cluster.replica) == ("10.0.0.7", 9480, None)
+    assert cluster.files == files
+    with pytest.raises(ConfigError, match=r"--cert .* is of node 'n1': leave node-name out"):
+        load_config(None, settings | {"node-name": "n2"})
+    with pytest.raises(ConfigError, match="is of a node only, and --index-listen"):
+        load_config(None, settings | {"index-listen": "127.0.0.1:0"})
+    files = Lab(tmp_path / "pki").files("client", "c1")
+    wrong = {"cert": str(files.cert), "key": str(files.key)}
+    with pytest.raises(ConfigError, match="names no node: make one with 'kvstore certs"):
+        load_config(None, settings | wrong)
+    with pytest.raises(ConfigError, match="names no index: make one with 'kvstore certs"):
+        load_index_config(None, paths)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"index": ["127.0.0.1:9470"]}, "the index needs TLS: give --ca, --cert and --key"),
+        ({"index-listen": "127.0.0.1:0"}, "or --insecure, with which everybody is believed"),
+        (LAB | {"ca": "/x"}, "the index needs TLS: give --ca, --cert and --key"),
+        (LAB | {"index": ["nowhere"]}, "index 'nowhere' must be HOST:PORT"),
+        (LAB | {"index": ["a:1", "a:1"]}, "each once"),
+        (LAB | {"index-listen": "example:1"}, "--index-listen 'example:1' must be an IP address"),
+        (LAB | {"index-entries": 5000}, "is about --index-listen"),
+        (LAB | {"index-listen": "127.0.0.1:0", "index-entries": "many"}, "entries 'many' must be"),
+        (LAB | {"node-name": "No"}, "node-name 'No' cannot be a name in a cluster"),
+        (LAB | {"peer-listen": "0.0.0.0:9480"}, "peer-listen '0.0.0.0:9480' must be"),
+        (LAB | {"peer-listen": "example:1"}, "peer-listen 'example:1' must be"),
+        (LAB | {"transport": "tcp"}, "transport is about --peer-listen"),
+        (LAB | {"peer-listen": "10.0.0.7:1", "transport": "x"}, "transport 'x' must be one of"),
+        (
+            LAB | {"peer-listen": "10.0.0.7:9480", "transport": "tcp,port=9480"},
+            "transport 'tcp,port=9480' is at the port of peer-listen",
+        ),
+        (LAB | {"fetch": "auto"}, "fetch is about --peer-listen"),
+        (LAB | {"peer-listen": "10.0.0.7:1", "fetch": "x"}, "fetch 'x' must be one of auto"),
+        ({"fetch": "always"}, "fetch is about a cluster: add --index"),
+        ({"peer-listen": "10.0.0.7:1"}, "peer-listen is about a cluster: add --index"),
+        ({"cert": "/x"}, "cert is about a cluster: add --index"),
+    ],
+)
+def test_what_cannot_work_says_so(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, LEAST | wrong)
+    assert sentence in str(caught.value)
+
+
+def test_a_store_beyond_this_machine_needs_tls(tmp_path: Path) -> None:
+    files = Lab(tmp_path / "pki").files("index", "i1")
+    paths = {"ca": str(files.ca), "cert": str(files.cert), "key": str(files.key)}
+    with pytest.raises(ConfigError, match=r"redis://h:6379/0 is beyond this machine.* use rediss:"):
+        load_index_config(None, paths | {"store": "redis://h"})
+    for url in ("rediss://h:1/0", "redis://127.0.0.1:1/0", "redis://[::1]:1/3"):
+        store = load_index_config(None, paths | {"store": url}).replica.store
+        assert store is not None
+        assert store.place == url
+    store = load_index_config(None, STORE).replica.store
+    assert store is not None
+    assert (store.host, store.port, store.database) == ("store.example", 6379, 1)
+    (tmp_path / "password").write_text(" secret\n")
+    named = paths | {
+        "store": "rediss://me@h:7/2",
+        "store-password-file": str(tmp_path / "password"),
+    }
+    store = load_index_config(None, named).replica.store
+    assert store is not None
+    assert (store.username, store.password, store.tls) == ("me", "secret", True)
+    assert "secret" not in repr(store)
+
+
+def test_a_store_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "redis" else there(name)
+    )
+    with pytest.raises(ConfigError, match=r"needs redis, .*: pip install 'kvstore-llm\[redis\]'"):
+        load_index_config(None, STORE)
+
+
+def test_an_index_is_told_by_yaml_too(tmp_path: Path) -> None:
+    path = tmp_path / "index.yaml"
+    path.write_text("listen: 127.0.0.1:0\nentries: 100000\ninsecure: true\nmetrics: off\n")
+    config = load_index_config(path, {"entries": 200000})
+    assert (config.replica.port, config.replica.entry_count_max) == (0, 200000)
+    assert (config.tls, config.http) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "host", ":1", "host:", "host:0", "host:x", "a/b:1", "::1:1"]
+)
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="must be HOST:PORT"):
+        address_parts(endpoint)
+
+
+def test_endpoints_may_have_names() -> None:
+    assert address_parts("index.example:9470") == ("index.example", 9470)
+    assert address_parts("[::1]:9470") == ("::1", 9470)
+
+
+def test_a_client_says_whom_it_believes() -> None:
+    with pytest.raises(ConfigError, match="give tls, or insecure=True"):
+        IndexClient(["127.0.0.1:1"])
+    with pytest.raises(ConfigError, match="name at least one replica"):
+        IndexClient([], insecure=True)
+
+
+@pytest.mark.parametrize("text", ["10M", "10000k", "10_000_000", 10_000_000])
+def test_entries_are_counted_in_millions_too(text: str | int) -> None:
+    settings = {"insecure": True, "entries": text}
+    assert load_index_config(None, settings).replica.entry_count_max == 10_000_000

@@ -1,0 +1,87 @@
+"""A certificate that ends is seen coming: by a metric of node and index, and at the start."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvstore.client.tls import Tls, load
+from kvstore.indexer.replica import make_pages
+from kvstore.net.tls import certificate_ends, warn_of_its_end
+from kvstore.node.pages import NodeCollector
+from kvstore.obs.metrics import Family
+from kvstore.testing.index_process import Lab
+
+DAY_S = 24 * 60 * 60
+NAME = "kvstore_certificate_expires_timestamp_seconds"
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Tls:
+    return load(Lab(tmp_path).files("index", "i1", days=90))
+
+
+def ending(tls: Tls, *, days: float) -> Tls:
+    return tls._replace(ends_s=int(time.time() + days * DAY_S))
+
+
+def values(made: Family) -> list[float]:
+    return [sample.value for sample in made.samples]
+
+
+def test_the_metric_is_when_the_certificate_ends(tls: Tls) -> None:
+    (ends_s,) = values(certificate_ends(tls))
+    assert ends_s == pytest.approx(time.time() + 90 * DAY_S, abs=DAY_S)
+    without = certificate_ends(None)
+    assert (without.name, values(without)) == (NAME, [])
+
+
+def test_an_index_by_itself_shows_it(tls: Tls) -> None:
+    replica = cast("Any", SimpleNamespace(families=list, note=""))
+    page = make_pages(replica, tls)["/metrics"]().body.decode()
+    (shown,) = re.findall(rf"^{NAME} (\S+)$", page, re.MULTILINE)
+    assert float(shown) == tls.ends_s
+    bare = make_pages(replica, None)["/metrics"]().body.decode()
+    assert re.findall(rf"^{NAME}\b.*$", bare, re.MULTILINE) == []
+
+
+def test_a_node_shows_it(tls: Tls) -> None:
+    member = SimpleNamespace(
+        feeder=None, peering=None, certificate_ends=certificate_ends(tls), engine_families=list
+    )
+    anything = cast("Any", None)
+    collector = NodeCollector(
+        driver=anything,
+        attach=anything,
+        tier=anything,
+        incarnation=cast("Any", 1),
+        version="0",
+        events=anything,
+        member=cast("Any", member),
+    )
+    shown = {made.name: values(made) for made in collector._feed_families()}
+    assert shown[NAME] == [tls.ends_s]
+
+
+@pytest.mark.parametrize(("days", "left"), [(29.5, "29.5"), (0.5, "0.5")])
+def test_who_starts_with_one_that_ends_soon_says_so(
+    tls: Tls, caplog: pytest.LogCaptureFixture, days: float, left: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn_of_its_end(ending(tls, days=days), renewal="do this")
+    (said,) = caplog.messages
+    assert said.startswith("the certificate of i1.index.kvstore ends at 2")
+    assert said.endswith(f" UTC, in {left} days: put another in its place; do this")
+
+
+def test_one_that_lasts_is_not_spoken_of(tls: Tls, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn_of_its_end(ending(tls, days=30.5), renewal="do this")
+        warn_of_its_end(None, renewal="do this")
+    assert caplog.messages == []

@@ -1,0 +1,205 @@
+"""The two pages: what is answered, and that nobody can hold the server up."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+
+import pytest
+
+from kvstore.config.addresses import HttpConfig
+from kvstore.errors import ConfigError
+from kvstore.net import http as http_module
+from kvstore.net.http import CLIENT_COUNT_MAX, HttpServer, Page, text_page
+
+HEALTHZ = b"GET /healthz HTTP/1.1\r\n\r\n"
+
+
+@pytest.fixture
+def server() -> Iterator[HttpServer]:
+    pages = {
+        "/healthz": lambda: text_page(200, "ok"),
+        "/bug": lambda: text_page(1 // 0, ""),
+        "/big": lambda: Page(200, "text/plain", b"x" * (8 << 20)),
+    }
+    made = HttpServer(HttpConfig(host="127.0.0.1", port=0), pages)
+    made.start()
+    yield made
+    made.close()
+
+
+def connect(server: HttpServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def ask(server: HttpServer, request: bytes) -> bytes:
+    with connect(server) as client:
+        client.sendall(request)
+        pieces = []
+        while piece := client.recv(65536):
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "answer"),
+    [
+        (b"GET /healthz HTTP/1.1", b"HTTP/1.1 200 OK"),
+        (b"GET /healthz?x=1 HTTP/1.0", b"HTTP/1.1 200 OK"),
+        (b"GET / HTTP/1.1", b"HTTP/1.1 404 Not Found"),
+        (b"GET /\xff HTTP/1.1", b"HTTP/1.1 404 Not Found"),
+        (b"POST /healthz HTTP/1.1", b"HTTP/1.1 405 Method Not Allowed"),
+        (b"hello", b"HTTP/1.1 400 Bad Request"),
+        (b"GET /healthz SPDY/3", b"HTTP/1.1 400 Bad Request"),
+    ],
+)
+def test_requests(server: HttpServer, request_line: bytes, answer: bytes) -> None:
+    got = ask(server, request_line + b"\r\nHost: x\r\n\r\n")
+    assert got.startswith(answer + b"\r\n")
+    assert b"Connection: close\r\n" in got
+
+
+def test_a_page_that_fails_is_logged_and_the_next_one_served(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ask(server, b"GET /bug HTTP/1.1\r\n\r\n") == b""
+    assert ask(server, b"GET /healthz HTTP/1.1\r\n\r\n").endswith(b"ok\n")
+    deadline_s = time.monotonic() + 5
+    while "a page could not be made" not in caplog.text:
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.01)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_head_without_end_is_cut_off(server: HttpServer) -> None:
+    got = ask(server, b"GET /healthz HTTP/1.1\r\nX: " + b"y" * http_module.HEAD_BYTES_MAX)
+    assert got.startswith(b"HTTP/1.1 400")
+
+
+def test_dripping_does_not_prolong_the_deadline(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT_S", 0.3)
+    with connect(server) as client:
+        begin_s = time.monotonic()
+        client.settimeout(0.1)
+        got = b""
+        while not got:
+            client.sendall(b"G")
+            try:
+                got = client.recv(100)
+            except TimeoutError:
+                assert time.monotonic() - begin_s < 5, "still listening to a drip"
+        assert got.startswith(b"HTTP/1.1 400")
+
+
+def silent_crowd(server: HttpServer, stack: ExitStack, count: int) -> list[socket.socket]:
+    return [stack.enter_context(connect(server)) for _ in range(count)]
+
+
+def is_hung_up_on(client: socket.socket) -> bool:
+    try:
+        return client.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /healthz HTTP/1.1\r\n"])
+def test_the_oldest_that_is_silent_gives_way(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(http_module, "HEAD_TIMEOUT_S", 600.0)
+    with ExitStack() as stack:
+        crowd = silent_crowd(server, stack, CLIENT_COUNT_MAX)
+        for client in crowd:
+            client.sendall(said)
+        assert ask(server, HEALTHZ).endswith(b"ok\n")
+        assert is_hung_up_on(crowd[0])
+        crowd[1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            crowd[1].recv(100)
+        assert not [each for each in threading.enumerate() if "page_" in each.name][1:]
+
+
+def test_twenty_silent_clients_keep_no_probe_out(server: HttpServer) -> None:
+    with ExitStack() as stack:
+        silent_crowd(server, stack, 20)
+        assert ask(server, HEALTHZ).endswith(b"ok\n")
+
+
+def test_those_who_do_not_take_their_answers_give_way(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "ANSWER_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(http_module, "CLIENT_COUNT_MAX", 6)
+    with ExitStack() as stack:
+        crowd = silent_crowd(server, stack, 6)
+        for client in crowd:
+            client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+            assert client.recv(1)
+        assert ask(server, HEALTHZ).endswith(b"ok\n")
+
+
+def test_a_page_is_made_once_for_all_who_wait_for_it() -> None:
+    begun, may_go_on = threading.Semaphore(0), threading.Event()
+    made: list[int] = []
+
+    def slow() -> Page:
+        made.append(len(made))
+        begun.release()
+        may_go_on.wait(60)
+        return text_page(200, str(len(made)))
+
+    server = HttpServer(
+        HttpConfig(host="127.0.0.1", port=0),
+        {"/slow": slow, "/healthz": lambda: text_page(200, "ok")},
+    )
+    server.start()
+    with closing(server), ExitStack() as stack:
+        stack.callback(may_go_on.set)
+        crowd = silent_crowd(server, stack, CLIENT_COUNT_MAX - 1)
+        crowd[0].sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+        assert begun.acquire(timeout=60)
+        for client in crowd[1:]:
+            client.sendall(b"GET /slow HTTP/1.1\r\n\r\n")
+        # It comes after all of them: they have been read.
+        assert ask(server, HEALTHZ).endswith(b"ok\n")
+        may_go_on.set()
+        answers = [b"".join(iter(partial(client.recv, 4096), b"")) for client in crowd]
+        assert [answer[-2:-1] for answer in answers] == [b"1"] + [b"2"] * (len(crowd) - 1)
+
+
+def test_closing_waits_for_nobody(server: HttpServer) -> None:
+    with connect(server) as slow:
+        slow.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+        assert slow.recv(10)
+        begin_s = time.monotonic()
+        server.close()
+        assert time.monotonic() - begin_s < 1
+
+
+def test_a_socket_that_is_held_passes_from_server_to_server(server: HttpServer) -> None:
+    held_fd = os.dup(server.fileno())
+    server.close()
+    with pytest.raises(ConfigError, match="in use"):
+        HttpServer(HttpConfig(host="127.0.0.1", port=server.port), {})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as early:
+        early.sendall(b"GET /next HTTP/1.1\r\n\r\n")
+        pages = {"/next": lambda: text_page(200, "next")}
+        following = HttpServer(HttpConfig(host="127.0.0.1", port=0), pages, held_fd=held_fd)
+        try:
+            assert (following.port, following.url) == (server.port, server.url)
+            following.start()
+            assert early.recv(1000).endswith(b"next\n"), "who came in between is heard"
+        finally:
+            following.close()
+
+
+def test_a_taken_port_is_one_sentence(server: HttpServer) -> None:
+    with pytest.raises(ConfigError, match=r"in use; choose another --metrics"):
+        HttpServer(HttpConfig(host="127.0.0.1", port=server.port), {})

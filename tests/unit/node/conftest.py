@@ -1,0 +1,156 @@
+"""A door with a fake clock, and peers that attach to it from this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.engine.events import Event
+from kvstore.node.attach import Attach
+from kvstore.supervisor.listener import Listener
+from kvstore.types import Shard
+from kvstore.wire.messages import HelloRank, HelloScheduler, Message, encode
+from kvstore.wire.space import Space
+
+SPACE = Space(
+    model="m",
+    weights="w",
+    dtype="float32",
+    kv_dtype="float32",
+    quantization="",
+    attention_backend="b",
+    kv_layout="LBHNC",
+    isa="",
+    block_tokens=16,
+    hash_block_tokens=16,
+    layer_count=2,
+    kv_head_count=2,
+    token_bytes=512,
+    hash_algorithm="sha256_cbor",
+    hash_seed="0",
+    engine_version="vllm-0.32",
+)
+
+
+def hello_scheduler(name: str = "e", rank_count: int = 1) -> HelloScheduler:
+    return HelloScheduler(
+        protocol=1, engine_id=name, nonce="n", tenant="t", rank_count=rank_count, process="s"
+    )
+
+
+def hello_rank(name: str = "e", rank: int = 0) -> HelloRank:
+    return HelloRank(
+        protocol=1,
+        engine_id=name,
+        nonce="n",
+        tenant="t",
+        rank=rank,
+        process=f"r{rank}",
+        space=SPACE,
+        shard=Shard(0, 2, 0, 2),
+        block_bytes=2 * 2 * 16 * 512,
+    )
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.ns = 10**9
+
+    def now_ns(self) -> int:
+        return self.ns
+
+
+class Peer:
+    """A raw socket that says what it is told to, right or wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(5)
+        self.socket.connect(str(path))
+
+    def say(self, datagram: bytes | Message, descriptors: Sequence[int] = ()) -> None:
+        data = datagram if isinstance(datagram, bytes) else encode(datagram)
+        if descriptors:
+            socket.send_fds(self.socket, [data], descriptors)
+        else:
+            self.socket.send(data)
+
+    def introduce(self, hello: Message, *, pid: int | None = None) -> None:
+        pidfd = os.pidfd_open(os.getpid() if pid is None else pid)
+        self.say(hello, [pidfd])
+        os.close(pidfd)
+
+    def hear(self) -> bytes:
+        """The next datagram; empty at the end."""
+        try:
+            return self.socket.recv(1 << 18)
+        except ConnectionResetError:  # told once, ahead of what is queued
+            return self.socket.recv(1 << 18)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+MakeAttach = Callable[..., Attach]
+
+
+@pytest.fixture
+def make_attach(tmp_path: Path, clock: FakeClock) -> Iterator[MakeAttach]:
+    made: list[Attach] = []
+
+    def make(
+        *, allow_uids: frozenset[int] = frozenset({os.geteuid()}), connection_count_max: int = 8
+    ) -> Attach:
+        listener = Listener(tmp_path / "node.sock", others_may_connect=False)
+        made.append(
+            Attach(
+                listener,
+                allow_uids=allow_uids,
+                connection_count_max=connection_count_max,
+                clock=clock,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for attach in made:
+        attach.close()
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Callable[[], Peer]]:
+    made: list[Peer] = []
+
+    def make() -> Peer:
+        made.append(Peer(tmp_path / "node.sock"))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.socket.close()
+
+
+def rounds(attach: Attach, count: int = 1) -> list[list[Event]]:
+    """What each of `count` rounds of the loop reads."""
+    found = []
+    for _ in range(count):
+        events: list[Event] = []
+        for fd, mask in attach.ready(0):
+            events += attach.read(fd, mask)
+        found.append(events)
+    return found
+
+
+def all_events(attach: Attach) -> list[Event]:
+    """Everything there is to read, as the loop would."""
+    found: list[Event] = []
+    while ready := attach.ready(0):
+        for fd, mask in ready:
+            found += attach.read(fd, mask)
+    return found

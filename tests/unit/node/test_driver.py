@@ -1,0 +1,311 @@
+"""The loop with a scripted engine: order of effects, heartbeat, queries."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import cast
+
+import pytest
+
+from kvstore.engine.engine import Engine
+from kvstore.engine.events import (
+    Clear,
+    Cleared,
+    Command,
+    Ended,
+    Hangup,
+    RaiseGenerations,
+    Ready,
+    Received,
+    Release,
+    Send,
+    Tick,
+)
+from kvstore.errors import NodeBusy
+from kvstore.node import driver as driver_module
+from kvstore.node.driver import QUERY_COUNT_MAX, STEP_BUCKETS_NS, NotDurable
+from kvstore.node.files import FileEnd
+from kvstore.tiers.memory import MemoryTier
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
+from tests.unit.node.conftest import MakeAttach, hello_scheduler
+from tests.unit.node.driver_kit import LEFT_OUT_BLOCKS, SPENT_BYTES, Connect, Loop, attached
+
+
+@pytest.fixture
+def loop(make_attach: MakeAttach) -> Iterator[Loop]:
+    made = Loop(make_attach, MemoryTier(capacity_bytes=4 * SLOT_BYTES_MIN))
+    yield made
+    made.close()
+
+
+def test_generations_are_raised_before_anybody_is_told(loop: Loop, connect: Connect) -> None:
+    generation_when_told: list[int] = []
+    raised = loop.tier.raise_generations
+
+    def watch(number: ConnectionId) -> list[Command]:
+        send = loop.attach.send
+
+        def watched(*args: object) -> object:
+            generation_when_told.append(loop.tier.generation(16))  # type: ignore[arg-type]
+            return send(*args)  # type: ignore[arg-type]
+
+        loop.attach.send = watched  # type: ignore[method-assign,assignment]
+        return [
+            Send(connection=number, message=Quiesce(session=1), cause=0),
+            RaiseGenerations(slots=[16], generations=[5], cause=0),
+        ]
+
+    assert raised is not None
+    loop.engine.answers[1] = watch
+    peer = attached(loop, connect)
+    peer.say(Quiet(session=1))
+    assert decode_from_node(peer.hear()) == Quiesce(session=1)
+    assert generation_when_told == [5]
+
+
+def test_a_peer_that_does_not_read_is_hung_up_and_the_engine_told(
+    loop: Loop, connect: Connect
+) -> None:
+    loop.engine.answers[1] = lambda n: [
+        Send(connection=n, message=Quiesce(session=k), cause=0) for k in range(5000)
+    ]
+    peer = attached(loop, connect)
+    peer.say(Quiet(session=1))
+    loop.settle()
+    assert loop.engine.kinds()[-1] is Ended
+    assert loop.engine.kinds().count(Ended) == 1
+    assert loop.attach.counters.ended["overflow"] == 1
+    heard = 0
+    while peer.hear():
+        heard += 1
+    assert 0 < heard < 5000
+
+
+def test_the_engine_hangs_up_and_forgets(loop: Loop, connect: Connect) -> None:
+    loop.engine.answers[1] = lambda n: [
+        Send(connection=n, message=Quiesce(session=7), cause=0),
+        Hangup(connection=n, reason="replaced", cause=0),
+        Release(connection=n),
+    ]
+    peer = attached(loop, connect)
+    peer.say(Quiet(session=1))
+    assert decode_from_node(peer.hear()) == Quiesce(session=7)
+    assert peer.hear() == b""
+    loop.settle()
+    assert loop.engine.kinds() == [Received, Received], "it knows, so it is not told"
+
+
+@pytest.mark.alone
+def test_the_heart_beats_while_idle_and_while_busy(loop: Loop, connect: Connect) -> None:
+    loop.engine.answers[1] = lambda _: []
+    peer = attached(loop, connect)
+    done = threading.Event()
+
+    def flood() -> None:
+        while not done.is_set():
+            peer.say(Quiet(session=1))
+
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(flood)
+        beats = set()
+        for _ in range(2000):
+            loop.settle()
+            beats.add(loop.tier.heartbeat_ns)
+            if len(beats) == 6:
+                break
+        done.set()
+        flooding.result(10)
+    assert len(beats) == 6
+    gaps = sorted(beats)
+    assert max(b - a for a, b in itertools.pairwise(gaps)) < 250_000_000
+
+
+@pytest.mark.alone
+def test_the_heart_beats_while_nothing_happens(loop: Loop) -> None:
+    pause = threading.Event()
+    beats: dict[int, None] = {}
+    begin_ns = time.monotonic_ns()
+    while len(beats) < 6:
+        beats[loop.tier.heartbeat_ns] = None
+        pause.wait(0.001)
+        assert time.monotonic_ns() - begin_ns < 5_000_000_000
+    assert loop.driver.counters.queries == 0
+    assert loop.driver.counters.beat_gap_ns_max < 250_000_000
+
+
+def test_ticks_and_readiness_reach_the_engine(loop: Loop) -> None:
+    while not any(isinstance(event, Tick) for event in loop.engine.seen):
+        loop.settle()
+    assert loop.engine.seen[0] == Ready(4 * SLOT_BYTES_MIN)
+    assert sum(isinstance(event, Ready) for event in loop.engine.seen) == 1
+
+
+# ── queries ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_query_runs_on_the_loop(loop: Loop) -> None:
+    engine, thread = loop.driver.query(
+        lambda engine: (engine, threading.current_thread()), timeout_s=5
+    )
+    assert engine is cast("Engine", loop.engine)
+    assert thread is loop.thread
+
+
+def test_a_failing_query_fails_for_the_one_who_asked(loop: Loop) -> None:
+    with pytest.raises(ZeroDivisionError):
+        loop.driver.query(lambda _: 1 / 0, timeout_s=5)
+    assert loop.driver.query(lambda _: 42, timeout_s=5) == 42
+    assert loop.driver.counters.failures == 0
+
+
+def test_clear_adds_up_what_was_forgotten(loop: Loop) -> None:
+    assert loop.driver.clear(space=b"s", tenant=None, timeout_s=5) == 42
+    assert loop.engine.seen.count(Clear(space=b"s", tenant=None)) == 1
+
+
+class Files:
+    """A file tier that takes note of a clear or not, and is told what to remember."""
+
+    path = "/var/lib/kvstore"
+    used_bytes = 0
+    breakers = ("closed", "closed")
+    takes_note = True
+
+    def __init__(self) -> None:
+        self.has_spent_much = False
+        self.remembered: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def tell_budget(self, over_budget_blocks: int, now_ns: int) -> None:
+        assert now_ns > 0
+        self.told.put(over_budget_blocks)
+
+    def tell_table(self, *, left_out_blocks: int, crowded_blocks: int) -> None:
+        assert (left_out_blocks, crowded_blocks) == (LEFT_OUT_BLOCKS, 0)
+
+    def should_remember(self, spent_bytes: int) -> bool:
+        assert spent_bytes == SPENT_BYTES
+        return self.has_spent_much
+
+    def remember(self, learned: str, spent_bytes: int) -> None:
+        self.remembered.put((learned, spent_bytes))
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        assert timeout_s == 5
+        return self.takes_note
+
+
+def test_a_clear_of_which_the_disk_takes_no_note_says_so(loop: Loop) -> None:
+    loop.driver._files = files = cast("FileEnd", Files())
+    assert loop.driver.clear(space=None, tenant=None, timeout_s=5) == 42
+    files.takes_note = False  # type: ignore[attr-defined]
+    with pytest.raises(NotDurable, match="42 blocks are forgotten, but the disk of /var/lib/kv"):
+        loop.driver.clear(space=None, tenant=None, timeout_s=5)
+    loop.driver._files = None
+
+
+def test_what_a_kill_would_forget_is_remembered_at_once_and_the_rest_at_the_end(
+    loop: Loop,
+) -> None:
+    files = Files()
+    loop.engine.counters.file_blocks_over_budget = 3
+    loop.driver._files = cast("FileEnd", files)
+    assert [files.told.get(timeout=30) for _ in range(3)] == [3, 3, 3], "the loop ticks"
+    assert files.remembered.empty()
+    files.has_spent_much = True
+    assert files.remembered.get(timeout=30) == ("learned", SPENT_BYTES)
+    files.has_spent_much = False
+    loop.close()
+    assert files.remembered.qsize() >= 1, "once more at the end"
+    assert loop.driver.counters.failures == 0
+
+
+def test_clear_goes_on_until_a_slice_is_not_full(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "CLEAR_ROWS_MAX", 42)
+    counts = iter([42, 42, 5])
+    monkeypatch.setattr(loop.engine, "step", lambda *_: [Cleared(blocks=next(counts))])
+    monkeypatch.setattr(loop.driver, "_tick", lambda _: None)
+    assert loop.driver.clear(space=None, tenant=None, timeout_s=5) == 89
+
+
+def test_a_loop_that_is_held_up_is_busy_and_bounded(loop: Loop) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def run(number: int, _: Engine) -> None:
+        ran.append(number)
+
+    def hold(_: Engine) -> None:
+        entered.set()
+        assert leave.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        holding = pool.submit(lambda: loop.driver.query(hold, timeout_s=10))
+        assert entered.wait(10)
+        for number in range(QUERY_COUNT_MAX):
+            with pytest.raises(NodeBusy, match=r"did not answer within 0\.001 s"):
+                loop.driver.query(partial(run, number), timeout_s=0.001)
+        with pytest.raises(NodeBusy, match="busy: ask again later"):
+            loop.driver.query(lambda _: None, timeout_s=10)
+        leave.set()
+        holding.result(10)
+    loop.settle()
+    assert ran == [], "who gave up is not served"
+
+
+def test_a_stopped_loop_answers_nobody(make_attach: MakeAttach) -> None:
+    loop = Loop(make_attach, MemoryTier(capacity_bytes=SLOT_BYTES_MIN))
+    loop.close()
+    with pytest.raises(NodeBusy):
+        loop.driver.query(lambda _: None, timeout_s=5)
+
+
+def test_steps_fall_into_the_right_bucket(loop: Loop) -> None:
+    loop.close()
+    counters = loop.driver.counters
+    for bound in STEP_BUCKETS_NS:
+        for duration_ns, shift in ((bound - 1, 0), (bound, 1)):
+            counters.step_buckets = [0] * (len(STEP_BUCKETS_NS) + 1)
+            loop.driver._measure(duration_ns)
+            assert counters.step_buckets.index(1) == STEP_BUCKETS_NS.index(bound) + shift
+    loop.driver._measure(10**12)
+    assert counters.step_buckets[-1] >= 1
+
+
+def test_the_beat_is_within_the_protocol() -> None:
+    assert driver_module.BEAT_NS <= 50_000_000
+
+
+def test_a_scheduler_is_served_too(loop: Loop, connect: Connect) -> None:
+    peer = connect()
+    peer.introduce(hello_scheduler())
+    loop.settle()
+    assert loop.engine.kinds() == [Received]
+
+
+def test_after_a_datagram_the_loop_looks_again_before_it_sleeps(
+    loop: Loop, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, slept = threading.Event(), threading.Event()
+    original = loop.attach.ready
+
+    def ready(timeout_s: float) -> list[tuple[int, int]]:
+        if timeout_s == 0:
+            looked.set()
+        elif looked.is_set():
+            slept.set()
+        return original(timeout_s)
+
+    monkeypatch.setattr(loop.attach, "ready", ready)
+    attached(loop, connect)
+    assert looked.wait(5), "it looked again at once"
+    assert slept.wait(5), "and slept later"

@@ -1,0 +1,203 @@
+"""Which space an operator means, that rows survive protobuf, and what limits a client (T6)."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+import msgspec
+import pytest
+
+from kvstore.engine.engine import Engine
+from kvstore.engine.explain import HashingReport, RangeReport, RequestReport
+from kvstore.engine.report import (
+    NO_BUDGET,
+    BlockReport,
+    JobReport,
+    LeaseReport,
+    NodeReport,
+    QuotaReport,
+    SpaceReport,
+    TierReport,
+)
+from kvstore.engine.scrubs import NO_PASS
+from kvstore.engine.unserved import UnservedReport
+from kvstore.errors import NodeBusy
+from kvstore.node.driver import Driver
+from kvstore.node.inspect import (
+    CALL_COUNT_MAX,
+    QUERY_TIMEOUT_S,
+    REQUEST_BYTES_MAX,
+    THREAD_COUNT,
+    InspectServer,
+    SpaceUnknown,
+    find_space,
+)
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.convert import (
+    MESSAGES,
+    MemberReport,
+    MemoryReport,
+    Row,
+    TransferReport,
+    from_message,
+    to_message,
+)
+from kvstore.proto.inspect_pb2_grpc import InspectStub
+
+SPACES = [b"\xab\xcd" + bytes(30), b"\xab\xce" + bytes(30)]
+
+
+def engine_with_spaces() -> Engine:
+    return cast("Engine", SimpleNamespace(space_ids=lambda: SPACES))
+
+
+@pytest.mark.parametrize(("prefix", "index"), [("abcd", 0), ("abce00", 1), ("abcd" + "0" * 60, 0)])
+def test_a_unique_prefix_names_a_space(prefix: str, index: int) -> None:
+    assert find_space(engine_with_spaces(), prefix) == SPACES[index]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "code"),
+    [("ab", grpc.StatusCode.FAILED_PRECONDITION), ("ff", grpc.StatusCode.NOT_FOUND)],
+)
+def test_any_other_prefix_names_none(prefix: str, code: grpc.StatusCode) -> None:
+    with pytest.raises(SpaceUnknown) as caught:
+        find_space(engine_with_spaces(), prefix)
+    assert caught.value.code is code
+    assert repr(prefix) in str(caught.value)
+
+
+ROWS: list[Row] = [
+    NodeReport("ff", 1, 2, 3, 4, 5, 6, 7),
+    UnservedReport("e (m)", "t", "the KV cache is on cuda"),
+    MemberReport("n1", "exact", "10.0.0.7:9480", "ff", 2**63),
+    MemoryReport("e", 1, "s", "t", "live", 2**40, 3),
+    TierReport(
+        *("dram", 2**40, 2, 3, 4, 5, 6, 7, 8, "lru", 9, 10, NO_BUDGET),
+        *("closed", "half-open", 10, 11, 12, NO_PASS),
+    ),
+    QuotaReport("llama", 2**40, 2),
+    SpaceReport("ab", "t", "model", 1, 2, 3, 4, "file"),
+    BlockReport("k", "s", "t", "layers 0-1 heads 0-1", "dram", -1, 2**63, 3),
+    LeaseReport("e", 1, 2, 3, 4, -5),
+    JobReport("e", 1, 2, True, 3, 4),
+    TransferReport("move", "tcp", 1, 2**40, 3, 4, 5, 6),
+    RequestReport(1, "r", "e", "m", "t", "s", 2, 16, 3, 4, 5, 6, 7, "o", "text", 7, 8, 9, 10, 11),
+    RangeReport(0, 2**40, "dram", "", "loaded from dram", "n2", "fetched"),
+    HashingReport("s", "t", "m", 16, "sha256_cbor", "seed"),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: type(row).__name__)
+def test_rows_survive_protobuf(row: Row) -> None:
+    sent = to_message(row).SerializeToString()
+    back = MESSAGES[type(row)].FromString(sent)
+    assert from_message(type(row), back) == row
+
+
+def test_no_field_is_forgotten_on_either_side() -> None:
+    assert {type(row) for row in ROWS} == set(MESSAGES)
+    for kind, message in MESSAGES.items():
+        theirs = [field.name for field in message.DESCRIPTOR.fields]
+        assert theirs == [field.name for field in msgspec.structs.fields(kind)]
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────
+
+PATIENCE_S = 30
+
+
+class SlowLoop:
+    """A driver whose loop answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Semaphore(0)
+        self.let_go = threading.Event()
+        self.timeouts: list[float] = []
+
+    def query(self, ask: Callable[[Engine], object], *, timeout_s: float) -> object:
+        self.timeouts.append(timeout_s)
+        self.waiting.release()
+        assert self.let_go.wait(PATIENCE_S)
+        return []
+
+
+@pytest.fixture
+def loop() -> SlowLoop:
+    return SlowLoop()
+
+
+@pytest.fixture
+def stub(tmp_path: Path, loop: SlowLoop) -> Iterator[InspectStub]:
+    server = InspectServer(tmp_path / "node.sock", cast("Driver", loop))
+    with grpc.insecure_channel(f"unix:{server.path}") as channel:
+        yield InspectStub(channel)
+    loop.let_go.set()
+    server.close()
+
+
+def test_calls_beyond_the_limit_are_refused_and_the_others_answered(
+    stub: InspectStub, loop: SlowLoop, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        stubs = []
+        for _ in range(4):
+            options = [("grpc.use_local_subchannel_pool", 1)]  # a connection each
+            address = f"unix:{tmp_path / 'node.sock.rpc'}"
+            channel = stack.enter_context(grpc.insecure_channel(address, options))
+            stubs.append(InspectStub(channel))
+        calls = [
+            its.Tiers.future(pb.TiersRequest(), timeout=PATIENCE_S)
+            for its in stubs
+            for _ in range(3 * CALL_COUNT_MAX)
+        ]
+        assert loop.waiting.acquire(timeout=PATIENCE_S)
+        ended: queue.Queue[Any] = queue.Queue()
+        for call in calls:
+            call.add_done_callback(ended.put)
+        refused = ended.get(timeout=PATIENCE_S)
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, "while others wait"
+        assert len(loop.timeouts) <= THREAD_COUNT
+        loop.let_go.set()
+        codes = [call.code() for call in calls]
+    assert set(codes) <= {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNAVAILABLE,
+    }
+    assert codes.count(grpc.StatusCode.OK) >= CALL_COUNT_MAX
+    assert list(stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S).rows) == []
+
+
+def test_a_call_waits_for_the_loop_no_longer_than_its_deadline(
+    stub: InspectStub, loop: SlowLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(ask: Callable[[Engine], object], *, timeout_s: float) -> object:
+        loop.timeouts.append(timeout_s)
+        raise NodeBusy("the node is busy: ask again later")
+
+    monkeypatch.setattr(loop, "query", busy)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert loop.timeouts == [QUERY_TIMEOUT_S]
+    assert QUERY_TIMEOUT_S < PATIENCE_S
+
+
+def test_too_long_a_request_and_too_much_metadata_are_refused(
+    stub: InspectStub, loop: SlowLoop
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Blocks(pb.BlocksRequest(space="a" * REQUEST_BYTES_MAX), timeout=PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S, metadata=[("x", "a" * 40_000)])
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert not loop.timeouts, "the loop was asked"

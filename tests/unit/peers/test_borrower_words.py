@@ -1,0 +1,60 @@
+"""What a borrower says of whom it cannot ask, and when it asks who is there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvstore.client.index import Members
+from kvstore.index.feed import Trust
+from kvstore.net.clock import MonotonicClock
+from kvstore.peers.borrower import MEMBERS_EVERY_S, Borrower
+from kvstore.proto import loans
+from kvstore.testing.sim_loop import SimLoop
+from kvstore.types import Incarnation
+from kvstore.units import NS_PER_S
+
+
+def test_an_index_finds_blocks_and_a_node_lends_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    borrower = cast("Borrower", SimpleNamespace(_told={}))
+    for name in ("the index", "node n2"):
+        for trouble in ("it is away", "it is away", ""):
+            Borrower._note(borrower, name, trouble)
+    assert [record.getMessage() for record in caplog.records] == [
+        "where blocks are cannot be asked: it is away",
+        "where blocks are can be asked again",
+        "blocks are not fetched from node n2: it is away",
+        "blocks are fetched from node n2 again",
+    ]
+
+
+def test_borrowers_do_not_ask_who_is_there_in_step() -> None:
+    now_ns = 0
+    loop = SimLoop(lambda: now_ns)
+    asked_ns: list[int] = []
+
+    class Index:
+        def nodes(self, *, timeout_s: float | None = None) -> Members:
+            asked_ns.append(now_ns)
+            return Members(Trust.EXACT, [])
+
+    jitters = iter([0.0, 0.25, 0.75, 0.5])
+    borrower = Borrower(
+        who=loans.Who("n1", Incarnation(1)),
+        mover=cast("Any", None),
+        read=cast("Any", None),
+        clock=MonotonicClock(),
+        credentials=None,
+        jitter=lambda: next(jitters),
+    )
+    borrower.index = cast("Any", Index())
+    loop.call_soon(borrower.start)
+    step_ns = int(MEMBERS_EVERY_S * NS_PER_S) // 4
+    for _ in range(12):
+        loop.go_on()
+        now_ns += step_ns
+    loop.end()
+    assert [at_ns // step_ns for at_ns in asked_ns] == [0, 2, 5, 10]

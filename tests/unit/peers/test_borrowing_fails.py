@@ -1,0 +1,95 @@
+"""Transfers that fail, and what comes to no transfer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvstore.engine.events import (
+    Lent,
+)
+from kvstore.errors import ProtocolError
+from kvstore.proto import peer_pb2 as pb
+from kvstore.proto.loans import borrowed_of
+from kvstore.wire.messages import RANKS_MAX
+from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
+from tests.unit.peers.two_nodes import (
+    Stored,
+    Two,
+    release,
+    run,
+)
+
+
+def test_what_a_mover_would_choke_on_does_not_come_to_it() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        size = len(two.b.memory)
+        two.b.mover.descriptor = encode(
+            Descriptor("memory", "b", size, 0, bytes(DESCRIPTOR_BYTES_MAX))
+        )
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).slots == b""
+        assert two.a.mover.descriptors == []
+        assert "describes no mover" in two.a.borrower._told["node b"]
+
+    run(body)
+
+
+def test_more_shards_than_an_engine_has_ranks_are_not_heard() -> None:
+    shards = [pb.Shard(layer_begin=n, layer_end=n + 1, head_end=1, block_bytes=8) for n in range(3)]
+    lent = pb.Lent(shards=shards, slots=bytes(2 * 3 * 4), checksums=bytes(range(96)))
+    borrowed = borrowed_of(lent, asked=2)
+    assert borrowed.slots.shape == (2, 3)
+    assert borrowed.checksums_of(1) == [bytes(range(at, at + 16)) for at in (48, 64, 80)]
+    with pytest.raises(ProtocolError, match="shards"):
+        borrowed_of(pb.Lent(shards=shards[:1] * (RANKS_MAX + 1)), asked=1)
+
+
+def test_a_transfer_that_fails_gives_everything_back_on_both_sides() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        two.a.mover.reason = "the peer died"
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).slots == b""
+        two.a.hear(engine.scheduler, release(1))
+        await two.at_rest()
+        assert "b.node.kvstore" in two.a.mover.forgotten
+
+    run(body)
+
+
+def test_a_peer_is_not_blamed_for_our_own_mover() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        two.a.mover.reason = two.a.mover.trouble = "our own mover died"
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).slots == b""
+        assert two.a.engine._fetches._peers["b"].failures == 0
+        two.a.mover.reason = two.a.mover.trouble = ""
+        two.a.tick(1001)
+        assert (await two.lease(engine, 2, 1)).from_peer == 1
+
+    run(body)
+
+
+def test_slots_stay_the_fetchs_until_the_transfer_has_ended() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        gate = two.a.mover.gate = asyncio.Event()
+        engine = Stored(two.a, "ea")
+        engine.hint(1)
+        await two.until(lambda: any(isinstance(c, Lent) for c in two.b.asked), "b lends")
+        two.a.end(engine.scheduler, *engine.ranks)
+        assert len(two.a.engine._state.slots.of_writer(-2)) == 1
+        assert len(two.b.engine.leases()) == 1
+        gate.set()
+        await two.at_rest()
+        assert len(two.a.blocks()) == 1
+
+    run(body)

@@ -1,0 +1,101 @@
+"""What becomes of blocks and of questions while the index hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, Self
+
+from kvstore.engine.events import (
+    Locate,
+    Located,
+    PeerEvent,
+)
+from kvstore.index.index import Answer
+from kvstore.peers.borrower import ASK_THREADS, LOCATE_TIMEOUT_S
+from kvstore.units import NS_PER_S
+from tests.unit.engine.disk import SPACE
+from tests.unit.engine.harness import (
+    keys,
+)
+from tests.unit.node.conftest import FakeClock
+from tests.unit.peers.two_nodes import (
+    Stored,
+    Two,
+    Whereabouts,
+    run,
+)
+
+
+class Hanging:
+    """An index that answers nothing until it is let go, and what it was asked."""
+
+    def __init__(self, index: Whereabouts) -> None:
+        self.asked: list[bytes] = []
+        self._let_go = threading.Event()
+        self._index, self._match = index, index.match
+
+    def match(self, tenant: str, space: bytes, prompt: bytes, **options: Any) -> Answer:
+        self.asked.append(prompt)
+        self._let_go.wait()
+        return self._match(tenant, space, prompt, **options)
+
+    def __enter__(self) -> Self:
+        self._index.match = self.match  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._let_go.set()
+
+
+def ask(two: Two, count: int) -> list[Located]:
+    """Questions that node a's engine knows nothing of; returns where their answers will be."""
+    located: list[Located] = []
+    borrower, first = two.a.borrower, 1 << 40
+    assert borrower.exchange is not None
+    post = borrower.exchange.post
+
+    def posted(event: PeerEvent) -> None:
+        if isinstance(event, Located) and event.locate >= first:
+            located.append(event)
+        else:
+            post(event)
+
+    borrower.exchange.post = posted  # type: ignore[method-assign]
+    for number in range(count):
+        borrower.locate(Locate(first + number, "t", SPACE, keys(100 + number), 0))
+    return located
+
+
+def test_questions_behind_an_index_that_hangs_are_answered_without_asking_it() -> None:
+    async def body(two: Two) -> None:
+        clock = two.a.borrower._clock = FakeClock()
+        two.index.is_away = True
+        with Hanging(two.index) as index:
+            located = ask(two, 256)
+            await two.until(lambda: len(index.asked) == ASK_THREADS, "the first are asked")
+            clock.ns += int(LOCATE_TIMEOUT_S * NS_PER_S) + 1
+        await two.until(lambda: len(located) == 256, "all are answered")
+        assert len({answer.locate for answer in located}) == 256
+        assert not any(answer.is_known for answer in located)
+        assert len(index.asked) == ASK_THREADS
+
+    run(body)
+
+
+def test_what_has_come_is_verified_while_the_index_hangs() -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        gate = two.a.mover.gate = asyncio.Event()
+        engine = Stored(two.a, "ea")
+        engine.hint(1)
+        await two.until(lambda: bool(two.a.mover.descriptors), "its bytes are moved")
+        with Hanging(two.index) as index:
+            ask(two, ASK_THREADS + 1)
+            await two.until(lambda: len(index.asked) == ASK_THREADS, "all who ask hang")
+            gate.set()
+            await two.until(lambda: bool(two.a.blocks()), "the block is here")
+        assert len(two.a.blocks()) == 1
+
+    run(body)

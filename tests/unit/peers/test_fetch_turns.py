@@ -1,0 +1,59 @@
+"""Few fetches of one peer are under way at a time; of a peer that has left nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvstore.engine.events import Fetch
+from kvstore.peers.borrower import FETCHES_AT_ONCE
+from kvstore.wire.messages import LeaseMore
+from tests.unit.peers.two_nodes import Stored, Two, release, run
+
+
+@pytest.mark.parametrize("reason", ["", "the link is down"])
+def test_fetches_take_turns_and_a_loss_is_that_of_all_who_wait(reason: str) -> None:
+    async def body(two: Two) -> None:
+        numbers = range(1, 2 * FETCHES_AT_ONCE + 1)
+        Stored(two.b, "eb").store(*numbers)
+        two.index.holders["b"] = 1
+        gate = two.a.mover.gate = asyncio.Event()
+        two.a.mover.reason = reason
+        engine = Stored(two.a, "ea")
+        for number in numbers:
+            assert engine.lease(number, number).promoting
+        await two.until(
+            lambda: sum(isinstance(each, Fetch) for each in two.a.asked) == len(numbers),
+            "all are asked for",
+        )
+        tried = two.a.mover.descriptors
+        await two.until(lambda: len(tried) == FETCHES_AT_ONCE, "some have begun")
+        assert two.a.count(engine.scheduler, LeaseMore) == 0
+        gate.set()
+        await two.until(
+            lambda: two.a.count(engine.scheduler, LeaseMore) == len(numbers), "all have ended"
+        )
+        assert len(tried) == (FETCHES_AT_ONCE if reason else len(numbers))
+        engine.node.hear(engine.scheduler, release(*numbers))
+        await two.at_rest()
+
+    run(body)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_of_whom_nobody_asks_again_nothing_is_kept(leaves: bool) -> None:
+    async def body(two: Two) -> None:
+        Stored(two.b, "eb").store(1)
+        two.index.holders["b"] = 1
+        engine = Stored(two.a, "ea")
+        assert (await two.lease(engine, 1, 1)).from_peer == 1
+        assert list(two.a.borrower._sessions) == ["b"]
+        if leaves:
+            del two.index.addresses["b"]
+        else:
+            two.b.lender.mover_changed()  # which ends its sessions
+        await two.until(lambda: not two.a.borrower._sessions, "its session is let go of")
+        assert two.a.mover.forgotten == ["b.node.kvstore"]
+
+    run(body)

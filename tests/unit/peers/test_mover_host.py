@@ -1,0 +1,173 @@
+"""The mover on a loop: whoever lends is told when its memory is reached by another descriptor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from kvstore.net.clock import MonotonicClock
+from kvstore.peers.mover import Down, Ended, Mover, MoverEvent, MoverSettings, Unusable, Up
+from kvstore.peers.mover_host import MoverHost
+from kvstore.ports import Pieces
+from kvstore.transport.pieces import make_pieces
+from kvstore.wire.mover import Beat, Registered
+
+
+class ScriptedMover:
+    """Says what a test lets it say."""
+
+    def __init__(self) -> None:
+        self.events: list[MoverEvent] = []
+        self.taken: asyncio.Queue[MoverEvent] = asyncio.Queue()
+        self.said: list[tuple[str, str]] = []
+        self.posted: list[int] = []
+        self._ends = os.pipe()
+
+    def start(self) -> None: ...
+
+    def fileno(self) -> int:
+        return self._ends[0]
+
+    def read(self) -> list[MoverEvent]:
+        taken, self.events = self.events, []
+        for event in taken:
+            os.read(self._ends[0], 1)
+            # Heard after the host has taken it: on the next turn of the loop.
+            asyncio.get_running_loop().call_soon(self.taken.put_nowait, event)
+        return taken
+
+    def say(self, event: MoverEvent) -> None:
+        self.events.append(event)
+        os.write(self._ends[1], b"!")
+
+    def connect(self, peer: str, descriptor: bytes) -> None:
+        self.said.append(("connect", peer))
+
+    def forget(self, peer: str) -> None:
+        self.said.append(("forget", peer))
+
+    def post(self, transfer: int, peer: str, pieces: Pieces, *, deadline_ns: int) -> bool:
+        self.said.append(("post", peer))
+        self.posted.append(transfer)
+        return True
+
+    def next_ns(self) -> int:
+        return 0
+
+    def close(self) -> list[MoverEvent]:
+        for end in self._ends:
+            os.close(end)
+        return []
+
+
+def up(descriptor: bytes, backend: str = "memory") -> Up:
+    return Up(Registered(backend, descriptor, True, True, True))
+
+
+def test_every_change_of_the_descriptor_is_told_once() -> None:
+    scripted = ScriptedMover()
+
+    async def main() -> list[bytes]:
+        host, told = MoverHost(scripted, MonotonicClock()), []  # type: ignore[arg-type]
+        host.changed = lambda: told.append(host.descriptor)
+        host.start()
+        words: list[MoverEvent] = [up(b"one"), up(b"one"), Down("killed"), up(b"two")]
+        words += [Unusable("no device"), Down("it ended with status 2")]
+        for event in words:
+            scripted.say(event)
+            await asyncio.wait_for(scripted.taken.get(), 60)
+        assert "no device" in host.trouble
+        host.close()
+        return told
+
+    assert asyncio.run(main()) == [b"one", b"", b"two", b""]
+
+
+@pytest.mark.parametrize(
+    ("backend", "ends_reads"), [("nixl", False), ("ucx", False), ("tcp", True)]
+)
+def test_a_peer_that_is_read_from_is_forgotten_when_that_has_ended(
+    backend: str, *, ends_reads: bool
+) -> None:
+    # With NIXL a session that ended would leave its reads in limbo, and the mover to be killed.
+    scripted = ScriptedMover()
+
+    async def main() -> None:
+        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host.start()
+
+        async def move() -> Ended:
+            return await host.move("b", b"its", make_pieces([0], [0], [8]), timeout_s=60)
+
+        assert (await move()).reason == "the mover is starting"
+        assert scripted.said == []
+        scripted.say(up(b"one", backend))
+        await asyncio.wait_for(scripted.taken.get(), 60)
+        moves = [asyncio.create_task(move()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert scripted.said == [("connect", "b"), ("post", "b"), ("post", "b")]
+        scripted.said.clear()
+        host.forget("b")
+        assert scripted.said == ([("forget", "b")] if ends_reads else [])
+        for number in scripted.posted:
+            assert scripted.said == ([("forget", "b")] if ends_reads else [])
+            scripted.say(Ended(number, good=True))
+            await asyncio.wait_for(scripted.taken.get(), 60)
+        assert all([(await each).good for each in moves])
+        assert scripted.said == [("forget", "b")]
+        host.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
+    scripted = ScriptedMover()
+
+    async def main() -> None:
+        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host.start()
+        scripted.say(up(b"one", "nixl"))
+        await asyncio.wait_for(scripted.taken.get(), 60)
+        pieces = make_pieces([0], [0], [8])
+        moves = []
+        for _ in range(2):
+            moves.append(asyncio.create_task(host.move("b", b"its", pieces, timeout_s=60)))
+            await asyncio.sleep(0)
+            if len(moves) == 1:
+                host.forget("b")
+        for number in scripted.posted:
+            scripted.say(Ended(number, good=True))
+            await asyncio.wait_for(scripted.taken.get(), 60)
+        await asyncio.gather(*moves)
+        assert scripted.said == [("connect", "b"), ("post", "b"), ("post", "b")]
+        host.close()
+
+    asyncio.run(main())
+
+
+def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mover = Mover(-1, -1, 0, MoverSettings(backend="ucx", name="a"), MonotonicClock())
+    scripted = ScriptedMover()
+
+    async def main() -> None:
+        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host.start()
+        for refused in (0, 1, 1, 2, 3, 4):
+            for event in mover._take(Beat(0, 0, 0, refused)):
+                scripted.say(event)
+                await scripted.taken.get()
+        host.close()
+
+    try:
+        asyncio.run(main())
+        mover._take(up(b"another").registered)
+        mover._take(Beat(0, 0, 0, 1))
+    finally:
+        mover.close()
+    said = [record.getMessage() for record in caplog.records if "turned away" in record.message]
+    assert [text.split(" times")[0][-1] for text in said] == ["1", "2", "4"]
+    assert mover.refused == 5, "those of the mover before included"

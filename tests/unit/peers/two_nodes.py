@@ -1,0 +1,321 @@
+"""Two nodes in one process: real engines, real gRPC between them, a mover that is memcpy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import xxhash
+
+from kvstore.client.index import IndexUnavailable, Members
+from kvstore.engine.events import (
+    Command,
+    Event,
+    Fetch,
+    Lent,
+    LoanEnded,
+    Locate,
+    PeerCommand,
+)
+from kvstore.index.feed import Trust
+from kvstore.index.index import Answer, Holder, Match, Member
+from kvstore.net.clock import MonotonicClock
+from kvstore.peers.borrower import Borrower
+from kvstore.peers.exchange import Exchange
+from kvstore.peers.lender import Lender
+from kvstore.peers.mover import Ended
+from kvstore.ports import Pieces
+from kvstore.proto import loans
+from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
+from kvstore.types import PAGE_BYTES, BlockKey, Incarnation, Shard, SlotId
+from kvstore.wire.layout import shard_bytes
+from kvstore.wire.messages import LeaseMore, LeaseRelease
+from kvstore.wire.mover import Descriptor, decode_descriptor, encode
+from kvstore.wire.record import Scope, header
+from tests.unit.engine.disk import SPACE
+from tests.unit.engine.harness import (
+    HEADS,
+    LAYERS,
+    SMALL,
+    Node,
+    Peer,
+    arrays,
+    key,
+    keys,
+    pairs,
+)
+
+
+class MemoryMover:
+    """Instead of `MoverHost`: the peers' memories are at hand."""
+
+    def __init__(self, memory: bytearray) -> None:
+        self.memory = memory
+        self.descriptor = encode(Descriptor("memory", "any", len(memory), 0, b""))
+        self.peers: dict[str, bytearray] = {}
+        self.before: Callable[[], object] = lambda: None
+        self.gate: asyncio.Event | None = None
+        self.reason = ""
+        self.trouble = ""
+        self.forgotten: list[str] = []
+        self.descriptors: list[bytes] = []
+
+    async def move(
+        self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
+    ) -> Ended:
+        assert decode_descriptor(descriptor).backend == "memory"
+        assert timeout_s > 0
+        self.descriptors.append(descriptor)
+        if self.gate is not None:
+            await self.gate.wait()
+        self.before()
+        for to, begin, size in zip(*(array.tolist() for array in pieces), strict=True):
+            there = self.peers[peer.removesuffix(".node.kvstore")]
+            self.memory[to : to + size] = there[begin : begin + size]
+        return Ended(1, good=not self.reason, reason=self.reason)
+
+    def forget(self, peer: str) -> None:
+        self.forgotten.append(peer)
+
+
+class Whereabouts:
+    """Instead of an index."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[str, str] = {}
+        self.holders: dict[str, int] = {}
+        self.engines: dict[str, int] = {}
+        """What some engine of a node has in its own memory."""
+        self.is_away = False
+
+    def match(
+        self, tenant: str, space: bytes, prompt: bytes, *, timeout_s: float | None = None
+    ) -> Answer:
+        del tenant, space, timeout_s
+        if self.is_away:
+            raise IndexUnavailable("nobody answers")
+        count = len(prompt) // 32
+        found = [
+            Match(Holder(node, "", 0), 0, min(blocks, count), min(blocks, count), Trust.EXACT)
+            for node, blocks in self.holders.items()
+        ]
+        found += [
+            Match(Holder(node, "e", 0), blocks, blocks, blocks, Trust.EXACT)
+            for node, blocks in self.engines.items()
+        ]
+        return Answer(Trust.EXACT, found)
+
+    def nodes(self, *, timeout_s: float | None = None) -> Members:
+        del timeout_s
+        if self.is_away:
+            raise IndexUnavailable("nobody answers")
+        return Members(
+            Trust.EXACT,
+            [
+                Member(node, Incarnation(1), address, Trust.EXACT, 1)
+                for node, address in self.addresses.items()
+            ],
+        )
+
+
+class Together(Node):
+    """A node whose engine, lender and borrower work, without sockets of engines."""
+
+    def __init__(self, name: str, index: Whereabouts, **config: Any) -> None:
+        self.name = name
+        self.asked: list[PeerCommand] = []
+        self.exchange: Exchange | None = None
+        super().__init__(fetches=True, **config)
+        self.memory = bytearray(self.config.arena_bytes)
+        self.mover = MemoryMover(self.memory)
+        who = loans.Who(name, Incarnation(abs(hash(name)) + 1))
+        self.borrower = Borrower(
+            who=who,
+            mover=self.mover,  # type: ignore[arg-type]
+            read=self.read,
+            clock=MonotonicClock(),
+            credentials=None,
+        )
+        self.borrower.index = index
+        self._who = who
+        self._index = index
+
+    def read(self, slot: SlotId, into: memoryview) -> None:
+        into[:] = self.memory[slot * PAGE_BYTES :][: len(into)]
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Reachable while the context lasts."""
+        loop = asyncio.get_running_loop()
+        self.exchange = self.borrower.exchange = Exchange(loop, self._handle)
+        self.lender = Lender(
+            self.exchange,
+            who=self._who,
+            descriptor=lambda: self.mover.descriptor,
+            demands_certificates=False,
+        )
+        loop.add_reader(self.exchange.fileno(), self._pump)
+        server = grpc.aio.server()
+        add_PeersServicer_to_server(self.lender, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        self.address = self._index.addresses[self.name] = f"127.0.0.1:{port}"
+        await server.start()
+        self.borrower.start()
+        try:
+            yield
+        finally:
+            await self.borrower.close()
+            await server.stop(0)
+            loop.remove_reader(self.exchange.fileno())
+            self.exchange.close()
+
+    def _pump(self) -> None:
+        assert self.exchange is not None
+        self.step(*self.exchange.read(0))
+
+    def _handle(self, command: PeerCommand) -> None:
+        match command:
+            case Locate():
+                self.borrower.locate(command)
+            case Fetch():
+                self.borrower.fetch(command)
+            case Lent():
+                self.lender.lent(command)
+            case LoanEnded():
+                self.lender.loan_ended(command)
+
+    def step(self, *events: Event) -> list[Command]:
+        commands = super().step(*events)
+        for command in commands:
+            if isinstance(command, Locate | Fetch | Lent | LoanEnded):
+                self.asked.append(command)
+                if self.exchange is not None:
+                    self.exchange.carry_out(command)
+        return commands
+
+
+def whole_block(number: int) -> np.ndarray:
+    """[layer][head][bytes] of a block."""
+    size = SMALL.block_tokens * SMALL.token_bytes
+    return np.random.default_rng(number).integers(0, 256, (LAYERS, HEADS, size), dtype=np.uint8)
+
+
+def cut(number: int, shard: Shard) -> bytes:
+    part = whole_block(number)[
+        shard.layer_begin : shard.layer_end, shard.head_begin : shard.head_end
+    ]
+    return np.ascontiguousarray(part).tobytes()
+
+
+def checksum(number: int, shard: Shard, tenant: str = "t") -> bytes:
+    scope = Scope(tenant, SPACE, shard, shard_bytes(SMALL, shard))
+    payload = cut(number, shard)
+    return xxhash.xxh3_128(header(scope.prefix(), BlockKey(key(number))) + payload).digest()
+
+
+class Stored(Peer):
+    """An engine whose blocks have bytes."""
+
+    node: Together
+
+    def store(self, *numbers: int) -> None:
+        for number in numbers:
+            for rank in self.writers:
+                place = self.unused(rank)[0]
+                payload = cut(number, self.shards[rank])
+                at = place[0] * PAGE_BYTES
+                self.node.memory[at : at + len(payload)] = payload
+                event = self.sealed(number, places=[place], rank=rank)
+                seal = event.message
+                sums = checksum(number, self.shards[rank])
+                slots, generations = arrays([place])
+                self.node.hear(
+                    self.ranks[rank],
+                    type(seal)(  # type: ignore[call-arg]
+                        session=self.session,
+                        keys=keys(number),
+                        slots=slots,
+                        generations=generations,
+                        checksums=sums,
+                    ),
+                )
+
+    def read(self, message: LeaseMore) -> list[list[bytes]]:
+        """What a lease names, [n][S]."""
+        found = [
+            bytes(self.node.memory[slot * PAGE_BYTES :][: shard_bytes(SMALL, shard)])
+            for (slot, _), shard in zip(
+                pairs(message), self.columns * len(pairs(message)), strict=False
+            )
+        ]
+        size = len(self.columns)
+        return [found[at : at + size] for at in range(0, len(found), size)]
+
+
+class Two:
+    """Node b holds, node a wants."""
+
+    def __init__(self, a: Together, b: Together, index: Whereabouts) -> None:
+        self.a, self.b, self.index = a, b, index
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        for _ in range(3000):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        pytest.fail(f"never: {what}")
+
+    async def known(self) -> None:
+        """a knows where b is."""
+        await self.until(lambda: "b" in self.a.borrower._addresses, "a knows b")
+
+    async def lease(self, engine: Peer, lease: int, *numbers: int) -> LeaseMore:
+        """Ask, and wait for the end of what comes."""
+        before = engine.node.count(engine.scheduler, LeaseMore)
+        assert engine.lease(lease, *numbers).promoting
+        await self.until(
+            lambda: (
+                engine.node.count(engine.scheduler, LeaseMore) > before
+                and engine.node.last(engine.scheduler, LeaseMore).promoting == 0
+            ),
+            "the wait ends",
+        )
+        return engine.node.last(engine.scheduler, LeaseMore)
+
+    async def at_rest(self) -> None:
+        """Nothing is lent, granted to peers, or under way."""
+        for node in (self.a, self.b):
+            await self.until(lambda node=node: not node.engine.leases(), "no lease")  # type: ignore[misc]
+            await self.until(
+                lambda node=node: not len(node.engine._state.slots.of_writer(-2)),  # type: ignore[misc]
+                "no slot is fetched into",
+            )
+
+
+Body = Callable[[Two], Awaitable[None]]
+
+
+def run(body: Body, **config: Any) -> None:
+    async def main() -> None:
+        index = Whereabouts()
+        a, b = Together("a", index, **config), Together("b", index, **config)
+        a.mover.peers["b"] = b.memory
+        b.mover.peers["a"] = a.memory
+        async with AsyncExitStack() as stack:
+            for node in (a, b):
+                await stack.enter_async_context(node.serving())
+            two = Two(a, b, index)
+            await two.known()
+            await body(two)
+
+    asyncio.run(main())
+
+
+def release(*leases: int) -> LeaseRelease:
+    """To let go of these."""
+    return LeaseRelease(list(leases))
