@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from bench.cluster.figures import NotMeasured, at_least, ratio, spread
 from bench.raw_nixl import RawNixl, is_installed
-from kvstore.engine.fetches import FETCH_BYTES
+from kvstore.engine.moves.fetches import FETCH_BYTES
 from kvstore.ports import Pieces
 from kvstore.testing.peers import PeerPair, metric
 from kvstore.testing.raw_engine import RawEngine, make_keys

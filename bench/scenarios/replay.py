@@ -33,7 +33,7 @@ from kvstore.engine.events import (
     Send,
     WriteFile,
 )
-from kvstore.engine.policy.disk import AdmissionMode
+from kvstore.engine.memory.policy.disk import AdmissionMode
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
     Grant,

@@ -15,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config.defaults import REPLY_BYTES_MAX
-from kvstore.engine.explain import HashingReport, RangeReport, RequestReport
-from kvstore.engine.findings import SPACE_DIGITS
-from kvstore.engine.report import (
+from kvstore.engine.sessions.unserved import UnservedReport
+from kvstore.engine.trust.scrubs import NO_PASS
+from kvstore.engine.why.explain import HashingReport, RangeReport, RequestReport
+from kvstore.engine.why.findings import SPACE_DIGITS
+from kvstore.engine.why.report import (
     NO_BUDGET,
     BlockReport,
     JobReport,
@@ -27,8 +29,6 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
-from kvstore.engine.scrubs import NO_PASS
-from kvstore.engine.unserved import UnservedReport
 from kvstore.errors import AttachError
 from kvstore.proto import feeds
 from kvstore.proto import inspect_pb2 as pb

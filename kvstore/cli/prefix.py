@@ -17,8 +17,8 @@ import msgspec
 
 from kvstore.cli.ask import NodeClient
 from kvstore.config.defaults import PREFIX_KEYS_MAX
-from kvstore.engine.explain import HashingReport, RangeReport
-from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.engine.why.explain import HashingReport, RangeReport
+from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.errors import ConfigError
 from kvstore.index.chain import ALGORITHM, block_keys
 from kvstore.proto.convert import MemoryReport

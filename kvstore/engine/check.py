@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.engine.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, SlotState
+from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, SlotState
 
 if TYPE_CHECKING:
-    from kvstore.engine.fetches import Fetches
-    from kvstore.engine.files import Files
-    from kvstore.engine.loans import Loans
+    from kvstore.engine.moves.fetches import Fetches
+    from kvstore.engine.moves.files import Files
+    from kvstore.engine.moves.loans import Loans
     from kvstore.engine.state import State
 
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from kvstore.engine import check, report
-from kvstore.engine.admission import Admission
-from kvstore.engine.adoption import adopt
-from kvstore.engine.arrivals import Arrivals
+from kvstore.engine import check
 from kvstore.engine.counters import Counters
 from kvstore.engine.events import (
     Adopt,
@@ -46,21 +43,25 @@ from kvstore.engine.events import (
     Scrubbed,
     Tick,
 )
-from kvstore.engine.explain import Explain
-from kvstore.engine.fetches import Fetches
-from kvstore.engine.files import Files
-from kvstore.engine.findings import Findings
-from kvstore.engine.journal import Journal
-from kvstore.engine.loans import Loans
-from kvstore.engine.lookups import Lookups
-from kvstore.engine.owners import Connection
-from kvstore.engine.scrubs import Scrubs, Sealed
-from kvstore.engine.sessions import Sessions
+from kvstore.engine.memory.admission import Admission
+from kvstore.engine.memory.adoption import adopt
+from kvstore.engine.memory.journal import Journal
+from kvstore.engine.memory.tombstones import Why
+from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.fetches import Fetches
+from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.loans import Loans
+from kvstore.engine.moves.stores import Stores
+from kvstore.engine.sessions.lookups import Lookups
+from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.sessions.sessions import Sessions
+from kvstore.engine.sessions.unserved import UnservedReport, unserved
 from kvstore.engine.state import EngineConfig, State
-from kvstore.engine.stores import Stores
-from kvstore.engine.switches import Switches
-from kvstore.engine.tombstones import Why
-from kvstore.engine.unserved import UnservedReport, unserved
+from kvstore.engine.trust.scrubs import Scrubs, Sealed
+from kvstore.engine.trust.switches import Switches
+from kvstore.engine.why import report
+from kvstore.engine.why.explain import Explain
+from kvstore.engine.why.findings import Findings
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.load import Load

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.engine.journal import Found
+from kvstore.engine.memory.journal import Found
 from kvstore.types import ConnectionId, Shard, SpaceId, Tier
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
 

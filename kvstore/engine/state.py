@@ -19,18 +19,18 @@ from kvstore.engine.events import (
     RaiseGenerations,
     Send,
 )
-from kvstore.engine.journal import Journal
-from kvstore.engine.leases import Leases
-from kvstore.engine.offers import Offers
-from kvstore.engine.owners import Connection, Owner, OwnerKey
-from kvstore.engine.paces import Paces
-from kvstore.engine.policy.disk import AdmissionMode
-from kvstore.engine.policy.port import Words
-from kvstore.engine.residency import Change, Residency
-from kvstore.engine.searches import Searches
-from kvstore.engine.slots import Slots
-from kvstore.engine.tombstones import Names, Why, stamp
-from kvstore.engine.unserved import Refusals
+from kvstore.engine.memory.journal import Journal
+from kvstore.engine.memory.policy.disk import AdmissionMode
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.residency import Change, Residency
+from kvstore.engine.memory.slots import Slots
+from kvstore.engine.memory.tombstones import Names, Why, stamp
+from kvstore.engine.moves.offers import Offers
+from kvstore.engine.moves.paces import Paces
+from kvstore.engine.moves.searches import Searches
+from kvstore.engine.sessions.leases import Leases
+from kvstore.engine.sessions.owners import Connection, Owner, OwnerKey
+from kvstore.engine.sessions.unserved import Refusals
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned

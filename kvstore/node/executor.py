@@ -32,7 +32,7 @@ from kvstore.engine.events import (
     SwitchedOff,
     Unfollow,
 )
-from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.node.attach import Attach, Sent
 from kvstore.node.files import FileEnd
 from kvstore.ports import Tier

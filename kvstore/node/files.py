@@ -2,7 +2,7 @@
 
 The tier's words become the engine's, a little at a time: after a start millions of records may be
 known at once, and the loop must serve engines in between. Does not cover: what moves bytes
-(`kvstore.tiers.file`), what is decided (`kvstore.engine.files`).
+(`kvstore.tiers.file`), what is decided (`kvstore.engine.moves.files`).
 """
 
 from __future__ import annotations

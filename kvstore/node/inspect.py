@@ -1,8 +1,7 @@
 """The inspect service: what `kvstore inspect`, `clear` and `explain` ask, on a unix socket.
 
 Only the node's own user can open the socket (0600). Every answer is made on the loop, between two
-steps, so every list has a limit. Does not cover: what the rows mean (`kvstore.engine.report` and
-`.explain`).
+steps, so every list has a limit. Does not cover: what the rows mean (`kvstore.engine.why`).
 """
 
 from __future__ import annotations

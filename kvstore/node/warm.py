@@ -4,7 +4,7 @@ Nothing is taken over by halves. A journal that cannot be believed means an aren
 knows who still writes to it: then all of it is let go, and new memory is made.
 
 Covers: arena, generation page, journal, the ranks of earlier processes. Does not cover: how they
-come here (`handover`), what the engine makes of them (`kvstore.engine.adoption`).
+come here (`handover`), what the engine makes of them (`kvstore.engine.memory.adoption`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from kvstore.arena import Arena, JournalMemory, wait_for_holders
 from kvstore.config.node import NodeConfig
 from kvstore.engine.events import Adopt, Writer
-from kvstore.engine.journal import UNREADABLE, Journal, JournalUnusable
+from kvstore.engine.memory.journal import UNREADABLE, Journal, JournalUnusable
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.supervisor.handover import Handover
 from kvstore.types import ConnectionId, Incarnation

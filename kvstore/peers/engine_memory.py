@@ -34,7 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvstore.config.engine_sources import ENGINE_COUNT_MAX, EngineSource, check_endpoint
 from kvstore.engine.events import Follow, Offered, Unfollow
-from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.errors import ConfigError
 from kvstore.index.engine_blocks import EngineBlocks
 from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase, Place

@@ -1,5 +1,4 @@
-"""Rows of `kvstore.engine.report` and `.explain`, and of a cluster, to and from protobuf: the same
-field names."""
+"""Rows of `kvstore.engine.why`, and of a cluster, to and from protobuf: the same field names."""
 
 from __future__ import annotations
 
@@ -8,8 +7,9 @@ from typing import Final, TypeVar
 import msgspec
 from google.protobuf.message import Message
 
-from kvstore.engine.explain import HashingReport, RangeReport, RequestReport
-from kvstore.engine.report import (
+from kvstore.engine.sessions.unserved import UnservedReport
+from kvstore.engine.why.explain import HashingReport, RangeReport, RequestReport
+from kvstore.engine.why.report import (
     BlockReport,
     JobReport,
     LeaseReport,
@@ -18,7 +18,6 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
-from kvstore.engine.unserved import UnservedReport
 from kvstore.index.feed import Trust
 from kvstore.index.index import Member
 from kvstore.proto import inspect_pb2 as pb

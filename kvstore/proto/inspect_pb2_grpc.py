@@ -131,7 +131,7 @@ class InspectServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Unserved(self, request, context):
-        """Engines that get nothing from this node, and why. Rows mirror kvstore/engine/unserved.py.
+        """Engines that get nothing from this node, and why. Rows mirror kvstore/engine/sessions/unserved.py.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,7 +203,7 @@ class InspectServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Requests(self, request, context):
-        """Recent requests, newest first; those whose id fits. Rows mirror kvstore/engine/explain.py.
+        """Recent requests, newest first; those whose id fits. Rows mirror kvstore/engine/why/explain.py.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

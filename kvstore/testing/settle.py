@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.cli.ask import NodeClient
-from kvstore.engine.report import NodeReport, TierReport
+from kvstore.engine.why.report import NodeReport, TierReport
 from kvstore.testing.engine import Engine
 from kvstore.testing.process import NodeProcess
 

@@ -49,8 +49,8 @@ from kvstore.engine.events import (
     Unfollow,
     Writer,
 )
-from kvstore.engine.files import FOREIGN_LOCATION
-from kvstore.engine.journal import Journal
+from kvstore.engine.memory.journal import Journal
+from kvstore.engine.moves.files import FOREIGN_LOCATION
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_disk import SimFiles
 from kvstore.testing.sim_parts import WARM_KILL, SimMemory

@@ -32,7 +32,7 @@ from kvstore.engine.events import (
     PeerCommand,
     PeerEvent,
 )
-from kvstore.engine.fetches import AVOID_FIRST_NS
+from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.feed import FeedCounters, Link
 from kvstore.peers.lender import Lender

@@ -13,7 +13,7 @@ layer, or one for all neighbouring layers where both have all of each other's he
     wanted      layers 0-2, heads 2-4        │2 3│   │2 3│
 
 Covers: sizes and offsets. Does not cover: copying (`kvstore.kernels`), placing slots in the arena
-(`kvstore.engine.slots`).
+(`kvstore.engine.memory.slots`).
 """
 
 from __future__ import annotations

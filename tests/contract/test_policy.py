@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine.policy import oldest, reuse
-from kvstore.engine.policy.choose import POLICIES, maker
-from kvstore.engine.policy.port import Policy, Stamps, Words
+from kvstore.engine.memory.policy import oldest, reuse
+from kvstore.engine.memory.policy.choose import POLICIES, maker
+from kvstore.engine.memory.policy.port import Policy, Stamps, Words
 from kvstore.errors import ConfigError
 
 WORDS = 24

@@ -31,13 +31,13 @@ from kvstore.client.core.lookups import Lookups
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.rank import RankCore
 from kvstore.engine.events import Fetch, Fetched
-from kvstore.engine.journal import Found, Journal
-from kvstore.engine.leases import Leases
-from kvstore.engine.owners import Connection
-from kvstore.engine.sessions import Sessions
+from kvstore.engine.memory.journal import Found, Journal
+from kvstore.engine.memory.table import BlockTable, Keys, Rows
+from kvstore.engine.moves.stores import Stores
+from kvstore.engine.sessions.leases import Leases
+from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
-from kvstore.engine.stores import Stores
-from kvstore.engine.table import BlockTable, Keys, Rows
 from kvstore.index.feed import Feed, Heard, Hello
 from kvstore.peers import borrower
 from kvstore.peers.borrower import Borrower, _session_of

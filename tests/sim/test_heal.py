@@ -13,11 +13,11 @@ import pytest
 
 from kvstore.client.core import breaker as client_breaker
 from kvstore.engine.engine import Engine
-from kvstore.engine.journal import Found, Journal
-from kvstore.engine.policy.port import Words
-from kvstore.engine.sessions import Sessions
-from kvstore.engine.slots import Slots, SlotState
-from kvstore.engine.stores import Stores
+from kvstore.engine.memory.journal import Found, Journal
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.slots import Slots, SlotState
+from kvstore.engine.moves.stores import Stores
+from kvstore.engine.sessions.sessions import Sessions
 from kvstore.testing import sim_heal
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_machine import Machine

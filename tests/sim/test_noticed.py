@@ -16,7 +16,7 @@ from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event, Tick
-from kvstore.engine.slots import SlotState
+from kvstore.engine.memory.slots import SlotState
 from kvstore.testing import shrink as shrinking
 from kvstore.testing.sim_copies import Violation
 from kvstore.testing.sim_engine import SimEngine, SimRequest

@@ -14,7 +14,7 @@ import pytest
 from kvstore.client.core import costs
 from kvstore.client.core.lookups import Lookups
 from kvstore.client.core.pace import LOADS_MIN
-from kvstore.engine.pace import READS, ReadPace
+from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.units import KIB, MIB, NS_PER_MS
 from tests.sim.slow_disk import Setting, SlowDiskWorld, Story
 

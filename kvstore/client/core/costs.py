@@ -8,7 +8,7 @@
 A wait is worth it if the node estimates a quarter of what it saves at most, and ends at twice the
 estimate, or at RISK_SHARE of what it saves if that is longer. So an estimate may be wrong by a
 factor of two and nothing is lost; one that is wholly wrong costs half of what was to be saved.
-Pure. Does not cover: the disk's side of it (`kvstore.engine.pace`).
+Pure. Does not cover: the disk's side of it (`kvstore.engine.moves.pace`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 A checksum says that bytes are those which were stored under a key; only computing them again says
 that they belong to it. What it costs is the hit. Does not cover: which hits (`lookups`), comparing
-(`kvstore.kernels.compare`), what follows from a difference (`kvstore.engine.switches`).
+(`kvstore.kernels.compare`), what follows from a difference (`kvstore.engine.trust.switches`).
 """
 
 from __future__ import annotations

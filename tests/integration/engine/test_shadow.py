@@ -16,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from kvstore.engine.findings import SPACE_DIGITS
+from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.kernels.compare import BOUNDS
 from kvstore.testing.engine import Engine, EngineConfig
 from kvstore.testing.models import build_model

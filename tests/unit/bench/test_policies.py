@@ -11,8 +11,8 @@ from bench.scenarios import policies, s3fifo
 from bench.scenarios.policies import optimum
 from bench.scenarios.replay import Disk, Hits, replay
 from bench.scenarios.workloads import GENERATED, Request, Workload, next_uses, recorded
-from kvstore.engine.policy.choose import POLICIES
-from kvstore.engine.policy.disk import AdmissionMode
+from kvstore.engine.memory.policy.choose import POLICIES
+from kvstore.engine.memory.policy.disk import AdmissionMode
 
 
 def workload(*chains: str) -> Workload:

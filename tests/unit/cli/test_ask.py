@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from kvstore.cli import ask
-from kvstore.engine.report import NO_BUDGET, QuotaReport, TierReport
-from kvstore.engine.scrubs import NO_PASS
+from kvstore.engine.trust.scrubs import NO_PASS
+from kvstore.engine.why.report import NO_BUDGET, QuotaReport, TierReport
 from kvstore.proto.convert import Row
 from kvstore.supervisor.upgrade import not_yours
 

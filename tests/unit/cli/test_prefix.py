@@ -26,7 +26,7 @@ from kvstore.cli.prefix import (
     tokenize,
 )
 from kvstore.client.index import IndexClient
-from kvstore.engine.explain import HashingReport, RangeReport
+from kvstore.engine.why.explain import HashingReport, RangeReport
 from kvstore.errors import ConfigError
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust

@@ -14,7 +14,7 @@ from kvstore.cli import look
 from kvstore.cli.ask import as_json, show
 from kvstore.cli.main import main
 from kvstore.client.index import Members
-from kvstore.engine.report import SpaceReport
+from kvstore.engine.why.report import SpaceReport
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
 from kvstore.proto.convert import Row

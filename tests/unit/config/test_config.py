@@ -13,7 +13,7 @@ from kvstore.config import node as config_module
 from kvstore.config.addresses import HttpConfig
 from kvstore.config.machine import available_memory, file_system_bytes
 from kvstore.config.node import EventsConfig, load_config
-from kvstore.engine.policy.disk import AdmissionMode
+from kvstore.engine.memory.policy.disk import AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.tiers.scrub import AUTO, ScrubRate
 from kvstore.units import GIB, KIB, MIB

@@ -18,7 +18,7 @@ from kvstore.client.core.config import SchedulerConfig
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.media import why_left_out
 from kvstore.connector.scheduler_side import SchedulerSide
-from kvstore.engine.explain import _OUTCOMES
+from kvstore.engine.why.explain import _OUTCOMES
 from kvstore.wire import messages as m
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, stories
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.engine.owners import Connection, Owner
-from kvstore.engine.policy.port import Words
-from kvstore.engine.sessions import Sessions
-from kvstore.engine.slots import Pool, Slots, SlotState
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.slots import Pool, Slots, SlotState
+from kvstore.engine.moves.stores import Stores
+from kvstore.engine.sessions.owners import Connection, Owner
+from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
-from kvstore.engine.stores import Stores
 from kvstore.types import Shard
 from kvstore.wire.messages import Drop, HelloRank, Message, Quiesce, Seal, slots_array
 

@@ -30,7 +30,7 @@ from kvstore.engine.events import (
     Send,
     Tick,
 )
-from kvstore.engine.journal import Journal
+from kvstore.engine.memory.journal import Journal
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (

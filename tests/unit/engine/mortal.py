@@ -23,7 +23,7 @@ from kvstore.engine.events import (
     Release,
     Writer,
 )
-from kvstore.engine.journal import Journal
+from kvstore.engine.memory.journal import Journal
 from kvstore.testing.tape import Tape, image, tape
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import HelloRank

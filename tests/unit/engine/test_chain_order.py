@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.engine import files
-from kvstore.engine.policy.expected import KEYS_MIN, Expected
+from kvstore.engine.memory.policy.expected import KEYS_MIN, Expected
+from kvstore.engine.moves import files
 from kvstore.types import SLOT_BYTES_MIN
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import Node, Peer, key

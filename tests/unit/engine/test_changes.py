@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Changed, Clear
-from kvstore.engine.residency import Residency
+from kvstore.engine.memory.residency import Residency
 from kvstore.types import Tier
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, keys

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.engine.policy.disk import NS_PER_DAY, AdmissionMode, DiskAdmission, WriteBudget
-from kvstore.engine.policy.port import Prints
+from kvstore.engine.memory.policy.disk import NS_PER_DAY, AdmissionMode, DiskAdmission, WriteBudget
+from kvstore.engine.memory.policy.port import Prints
 
 DAY_BYTES = 1 << 40
 BLOCK = 2 << 20

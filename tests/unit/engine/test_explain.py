@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import astuple
 
-from kvstore.engine import explain, findings
 from kvstore.engine.events import Clear, FileGone, FileLate, FilePart, FileReclaim
-from kvstore.engine.explain import RangeReport, RequestReport, fits
-from kvstore.engine.findings import Found
+from kvstore.engine.why import explain, findings
+from kvstore.engine.why.explain import RangeReport, RequestReport, fits
+from kvstore.engine.why.findings import Found
 from kvstore.proto.convert import to_message
 from kvstore.types import SpaceId
 from kvstore.wire.messages import LeaseRelease, Story

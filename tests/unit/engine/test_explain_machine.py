@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
-from kvstore.engine import explain, findings
 from kvstore.engine.events import Clear
+from kvstore.engine.why import explain, findings
 from kvstore.wire.messages import LeaseRelease, Story
 from tests.steps import CountedMachine
 from tests.unit.engine.disk import SPACE, DiskNode, known

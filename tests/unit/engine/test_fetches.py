@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.engine import fetches as fetches_module
-from kvstore.engine.arrivals import WAITS_PER_STEP, Arrivals, Wait
 from kvstore.engine.events import Clear, Fetched, Locate, Located, Received, Tick
-from kvstore.engine.fetches import (
+from kvstore.engine.memory.table import Keys, Rows
+from kvstore.engine.moves import fetches as fetches_module
+from kvstore.engine.moves.arrivals import WAITS_PER_STEP, Arrivals, Wait
+from kvstore.engine.moves.fetches import (
     ABSENT_NS,
     AVOID_FIRST_NS,
     AVOID_MOST_NS,
@@ -21,7 +22,6 @@ from kvstore.engine.fetches import (
     Fetches,
 )
 from kvstore.engine.state import Off
-from kvstore.engine.table import Keys, Rows
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,

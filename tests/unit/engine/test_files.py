@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine import residency
 from kvstore.engine.events import Clear, Cleared, FileGone, FileKnown
-from kvstore.engine.residency import Residency
-from kvstore.engine.table import BlockTable
+from kvstore.engine.memory import residency
+from kvstore.engine.memory.residency import Residency
+from kvstore.engine.memory.table import BlockTable
 from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, checksum, key, keys, pairs

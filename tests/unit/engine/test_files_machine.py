@@ -30,8 +30,8 @@ from kvstore.engine.events import (
     FileWritten,
     ReadFile,
 )
-from kvstore.engine.files import Files
-from kvstore.engine.writes import Writes
+from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.writes import Writes
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
 from tests.amounts import amount
 from tests.steps import CountedMachine

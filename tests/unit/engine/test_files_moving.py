@@ -5,9 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.engine import files as files_module
-from kvstore.engine import residency as residency_module
-from kvstore.engine import writes as writes_module
 from kvstore.engine.events import (
     Clear,
     FileCommand,
@@ -18,7 +15,10 @@ from kvstore.engine.events import (
     FileWritten,
     VoidFile,
 )
-from kvstore.engine.pace import DOUBTFUL_MS, READS
+from kvstore.engine.memory import residency as residency_module
+from kvstore.engine.moves import files as files_module
+from kvstore.engine.moves import writes as writes_module
+from kvstore.engine.moves.pace import DOUBTFUL_MS, READS
 from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN, SpaceId
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease

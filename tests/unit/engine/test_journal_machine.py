@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.journal import Found, Journal
+from kvstore.engine.memory.journal import Found, Journal
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from tests.amounts import amount

@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.engine import journal_spaces
 from kvstore.engine.events import Lend, Lent
-from kvstore.engine.journal import Journal
-from kvstore.engine.journal_spaces import SPACE_COUNT_MAX, SPACE_WORDS, SpaceTable
+from kvstore.engine.memory import journal_spaces
+from kvstore.engine.memory.journal import Journal
+from kvstore.engine.memory.journal_spaces import SPACE_COUNT_MAX, SPACE_WORDS, SpaceTable
 from kvstore.types import PAGE_BYTES, Shard, SpaceId
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import HALVES, SMALL, Peer, keys

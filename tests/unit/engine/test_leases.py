@@ -5,10 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.engine import leases as module
-from kvstore.engine.leases import BYTES_MAX, LEASE_BYTES, SESSION_BYTES_MAX, SLOT_BYTES, Leases
-from kvstore.engine.policy.port import Words
-from kvstore.engine.slots import Slots
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.slots import Slots
+from kvstore.engine.sessions import leases as module
+from kvstore.engine.sessions.leases import (
+    BYTES_MAX,
+    LEASE_BYTES,
+    SESSION_BYTES_MAX,
+    SLOT_BYTES,
+    Leases,
+)
 from kvstore.units import NS_PER_S
 from tests.unit.engine.test_slots import one_pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstore.engine.events import Clear, Lend, Lent, PeerGone
-from kvstore.engine.loans import WAIT_NS, WAITING_MAX
+from kvstore.engine.moves.loans import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
 from tests.unit.engine.disk import SPACE, known
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, checksum, keys

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine.policy import oldest as module
-from kvstore.engine.policy.lru import Lru
+from kvstore.engine.memory.policy import oldest as module
+from kvstore.engine.memory.policy.lru import Lru
 
 WORDS = 20
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Command, Offered, OffersUntold
-from kvstore.engine.offers import Offers, _cover
-from kvstore.engine.residency import Change, Residency
-from kvstore.engine.table import BlockTable
+from kvstore.engine.memory.residency import Change, Residency
+from kvstore.engine.memory.table import BlockTable
+from kvstore.engine.moves.offers import Offers, _cover
 from kvstore.types import Shard, SpaceId, Tier
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import HALVES, HEADS, LAYERS, SMALL, WHOLE, Node, Peer, key

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.engine.pace import DOUBTFUL_MS, READS, ReadPace
-from kvstore.engine.paces import Paces
+from kvstore.engine.moves.pace import DOUBTFUL_MS, READS, ReadPace
+from kvstore.engine.moves.paces import Paces
 from kvstore.types import SpaceId
 from kvstore.units import MIB
 from kvstore.wire.learned import (

@@ -17,8 +17,8 @@ from hypothesis import Phase
 from hypothesis.stateful import initialize, invariant, rule
 
 from kvstore.engine.events import Candidate, Fetched, Lend, Lent, LoanReturned, Located, PeerGone
-from kvstore.engine.fetches import Fetches
-from kvstore.engine.loans import Loans
+from kvstore.engine.moves.fetches import Fetches
+from kvstore.engine.moves.loans import Loans
 from tests.amounts import amount
 from tests.unit.engine.disk import SPACE
 from tests.unit.engine.harness import checksum, key, keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.engine.events import Clear, PeerGone
-from kvstore.engine.pins import Pins
+from kvstore.engine.memory.pins import Pins
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
 from tests.unit.engine.disk import SPACE

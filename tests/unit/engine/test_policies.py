@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.engine.policy.choose import POLICIES
+from kvstore.engine.memory.policy.choose import POLICIES
 from kvstore.errors import ConfigError
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import Node, Peer, key

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.engine.admission import Admission
-from kvstore.engine.owners import Owner
-from kvstore.engine.quotas import OTHERS, GroupId, Quotas
-from kvstore.engine.slots import Pool
+from kvstore.engine.memory.admission import Admission
+from kvstore.engine.memory.quotas import OTHERS, GroupId, Quotas
+from kvstore.engine.memory.slots import Pool
+from kvstore.engine.sessions.owners import Owner
 from kvstore.types import SLOT_BYTES_MIN
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import SMALL, Node, Peer, space

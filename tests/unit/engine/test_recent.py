@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.engine.policy.port import Prints, prints
-from kvstore.engine.policy.recent import WAYS, RecentKeys
+from kvstore.engine.memory.policy.port import Prints, prints
+from kvstore.engine.memory.policy.recent import WAYS, RecentKeys
 
 N = 1 << 15
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvstore.engine import report
 from kvstore.engine.events import Exited, FileKnown
+from kvstore.engine.why import report
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, checksum, key, keys

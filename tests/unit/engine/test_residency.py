@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.engine import engine as engine_module
-from kvstore.engine import residency as module
 from kvstore.engine.events import Clear, Cleared
-from kvstore.engine.residency import Residency
+from kvstore.engine.memory import residency as module
+from kvstore.engine.memory.residency import Residency
 from kvstore.types import SpaceId
 from kvstore.wire.messages import keys_array
 from tests.unit.engine.disk import SPACE, known

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvstore.engine import scrubs
 from kvstore.engine.events import Clear, Scrubbed, Tick
-from kvstore.engine.scrubs import NO_PASS, Sealed
+from kvstore.engine.trust import scrubs
+from kvstore.engine.trust.scrubs import NO_PASS, Sealed
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
 from tests.unit.engine.disk import SPACE, DiskNode

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.engine import fetches, searches
 from kvstore.engine.events import Candidate, Clear, Fetched, Located
-from kvstore.engine.explain import RangeReport
-from kvstore.engine.fetches import UNANSWERED_MAX
-from kvstore.engine.searches import Searches
+from kvstore.engine.moves import fetches, searches
+from kvstore.engine.moves.fetches import UNANSWERED_MAX
+from kvstore.engine.moves.searches import Searches
+from kvstore.engine.why.explain import RangeReport
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseRelease, Measured
 from tests.unit.engine.disk import known

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore.engine.slots import TRANSITIONS, Pool, SlotEvent, Slots, SlotState
+from kvstore.engine.memory.slots import TRANSITIONS, Pool, SlotEvent, Slots, SlotState
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
 SLAB_WORDS = 4

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvstore.engine import engine as engine_module
-from kvstore.engine.admission import Admission
 from kvstore.engine.events import Clear, Cleared, Ended, Exited, FileKnown, Received
-from kvstore.engine.slots import Pool
+from kvstore.engine.memory.admission import Admission
+from kvstore.engine.memory.slots import Pool
 from kvstore.types import ConnectionId, Shard
 from kvstore.wire.messages import Grant, LeaseAsk, LeaseRelease, LeaseReply, Quiesce, Quiet, Seal
 from kvstore.wire.space import fingerprint

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvstore.engine import engine as engine_module
-from kvstore.engine import switches
 from kvstore.engine.events import (
     Clear,
     Command,
@@ -15,6 +14,7 @@ from kvstore.engine.events import (
     SwitchedOff,
     VoidFile,
 )
+from kvstore.engine.trust import switches
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.messages import Compared, Grant, LeaseReply, Story
 from kvstore.wire.space import fingerprint

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvstore.engine import table as module
-from kvstore.engine.table import BlockTable
+from kvstore.engine.memory import table as module
+from kvstore.engine.memory.table import BlockTable
 
 CAPACITY = 24
 CELLS = 128

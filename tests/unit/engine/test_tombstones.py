@@ -6,8 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.engine.table import Keys
-from kvstore.engine.tombstones import NAMES_MAX, Names, Tombstones, Why, restamp, stamp, unpack
+from kvstore.engine.memory.table import Keys
+from kvstore.engine.memory.tombstones import (
+    NAMES_MAX,
+    Names,
+    Tombstones,
+    Why,
+    restamp,
+    stamp,
+    unpack,
+)
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import keys_array
 from tests.unit.engine.harness import keys

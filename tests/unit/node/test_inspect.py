@@ -15,8 +15,10 @@ import msgspec
 import pytest
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.explain import HashingReport, RangeReport, RequestReport
-from kvstore.engine.report import (
+from kvstore.engine.sessions.unserved import UnservedReport
+from kvstore.engine.trust.scrubs import NO_PASS
+from kvstore.engine.why.explain import HashingReport, RangeReport, RequestReport
+from kvstore.engine.why.report import (
     NO_BUDGET,
     BlockReport,
     JobReport,
@@ -26,8 +28,6 @@ from kvstore.engine.report import (
     SpaceReport,
     TierReport,
 )
-from kvstore.engine.scrubs import NO_PASS
-from kvstore.engine.unserved import UnservedReport
 from kvstore.errors import NodeBusy
 from kvstore.node.driver import Driver
 from kvstore.node.inspect import (

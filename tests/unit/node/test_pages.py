@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.engine.unserved import UnservedReport
+from kvstore.engine.sessions.unserved import UnservedReport
 from kvstore.errors import NodeBusy
 from kvstore.net.http import Page
 from kvstore.node.pages import make_pages

@@ -16,7 +16,7 @@ import pytest
 
 from kvstore.arena import GenerationView
 from kvstore.config.node import NodeConfig, load_config
-from kvstore.engine.journal import LAYOUT_VERSION
+from kvstore.engine.memory.journal import LAYOUT_VERSION
 from kvstore.errors import ConfigError
 from kvstore.net.clock import MonotonicClock
 from kvstore.node.node import _make_engine, _open_files

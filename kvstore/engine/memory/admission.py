@@ -1,0 +1,118 @@
+"""Credits: how many free slots each session gets in advance, and what is freed to have them.
+
+A store never waits: credits are free slots that were granted before they are needed. Slots are
+freed ahead of need, from the low watermark up to the high one, and never out of a lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.quotas import GroupId
+from kvstore.engine.memory.slots import Pool, Slots
+
+CREDIT_PART = 4
+"""Where there are quotas, one part in so many of a share may be lent for writing."""
+
+
+class Admission:
+    """Makes room in pools. `evict` empties slots: residency, state and generation."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        *,
+        credit_share: float,
+        credit_blocks_max: int,
+        low_watermark: float,
+        high_watermark: float,
+        evict: Callable[[Words], None],
+    ) -> None:
+        self._slots = slots
+        self._credit_share = credit_share
+        self._credit_blocks_max = credit_blocks_max
+        self._low = low_watermark
+        self._high = high_watermark
+        self._evict = evict
+
+    def credit_target(self, pools: Mapping[Pool, int], *, sessions: int) -> int:
+        """Credits in blocks that a session should have out, at least one.
+
+        `pools`: how many slots of each a block takes.
+        """
+        capacity = min(self._reachable(pool) // count for pool, count in pools.items())
+        share = int(capacity * self._credit_share) // max(sessions, 1)
+        return max(1, min(share, self._credit_blocks_max))
+
+    def _reachable(self, pool: Pool) -> int:
+        """Slots this pool has, or would have with its part of the arena."""
+        part = self._slots.slabs_ready // max(len(self._slots.pools), 1)
+        return max(pool.capacity, part * pool.slots_per_slab, pool.slots_per_slab)
+
+    def credit_limit(self, group: GroupId, block_bytes: int) -> int:
+        """Blocks that a group with a quota may have lent for writing: what is lent cannot be taken
+        back, so that it must stay well below a small share."""
+        return int(self._slots.quotas.share[group]) // CREDIT_PART // block_bytes
+
+    def make_room(self, pool: Pool, wanted: int, active: set[int], asker: GroupId) -> None:
+        """Free up to `wanted` slots and, below the low watermark, up to the high one.
+
+        Args:
+            pool: where room is needed.
+            wanted: slots.
+            active: slot sizes that sessions use now; other pools give way first.
+            asker: whose quota counts.
+        """
+        # Unused slabs come before any eviction.
+        while len(pool.free) < max(wanted, self._low_mark(pool)) and self._slots.extend(pool):
+            pass
+        starved = pool.is_starved and pool.starved_asker == asker
+        if len(pool.free) >= max(wanted, self._low_mark(pool)) or starved:
+            return
+        quotas = self._slots.quotas
+        claims = quotas.any and not quotas.is_full(asker, wanted * pool.slot_bytes)
+        while len(pool.free) < wanted and (
+            (claims and self._take_over(pool, active, asker, claims=True))
+            or self._take_over(pool, active, asker, claims=False)
+        ):
+            self._slots.extend(pool)
+        target = max(wanted, int(pool.capacity * self._high))
+        missing = target - len(pool.free)
+        if missing > 0 and quotas.any:
+            self._evict(self._slots.victims_for(asker, pool, missing))
+        elif missing > 0:
+            self._evict(self._slots.victims(pool, missing))
+        if len(pool.free) < wanted:
+            pool.is_starved, pool.starved_asker = True, asker
+
+    def _low_mark(self, pool: Pool) -> int:
+        return int(pool.capacity * self._low)
+
+    def _take_over(self, pool: Pool, active: set[int], asker: GroupId, *, claims: bool) -> bool:
+        """Empty a slab of another pool for this one: of a pool that nobody uses, when it is colder
+        than what this pool would evict; of one with more than its part, when this has less. With
+        `claims`, of any, but of other groups only. Quotas are kept in all cases."""
+        part = max(1, self._slots.slabs_ready // max(len(active), 1))
+        best: tuple[int, int] | None = None
+        quotas = self._slots.quotas
+        may_lose = quotas.can_lose(asker, self._slots.slab_bytes) if quotas.any else None
+        if may_lose is not None and claims:
+            may_lose[asker] = False
+        for other in self._slots.pools.values():
+            unused = other.slot_bytes not in active
+            needy = not pool.slabs or (len(pool.slabs) < part and len(other.slabs) > part)
+            # Looking for the coldest slab takes a while: not between pools that have their part.
+            if other is pool or not other.slabs or not (unused or needy or claims):
+                continue
+            coldest = self._slots.coldest_slab(other, may_lose)
+            if coldest is None or (best is not None and best[1] <= coldest[1]):
+                continue
+            if claims or needy or coldest[1] < (pool.policy.oldest_stamp() or coldest[1] + 1):
+                best = coldest
+        if best is None:
+            return False
+        words = self._slots.words_in(best[0])
+        self._evict(words[self._slots.state[words] != 0])
+        self._slots.take_slab(best[0])
+        return True

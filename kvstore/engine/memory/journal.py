@@ -1,0 +1,455 @@
+"""The journal: what a restarted node process must know of the arena, in memory that outlives it.
+
+    header │ slabs │ groups │ writers │ stamps │ rows │ scopes │ spaces (each from a page's start)
+
+Per slot: who may write it, whose quota it counts for, when it was used, and a row of eight words
+that says which block is in it: key, checksum, scope, and a check word over all of them. Groups and
+stamps are the engine's own columns (`slots`), kept here instead of elsewhere, so they cost nothing.
+A row is written when a block is put into dram and taken back when it leaves.
+
+Memory fails, a bit at a time. Writers and slabs are coded, so that up to three flipped bits in a
+word are seen: a slot whose writer cannot be read is nobody's to grant, nor is a slab of which the
+size cannot. Groups and stamps out of their bounds mean: none. Neither can make a block wrong.
+
+A process may die between any two stores to memory. So, for each slot, in this order:
+1. a writer is named before the grant is sent, and un-named only when he is quiet or gone;
+2. a row is taken back before its slot can be granted or read into;
+3. a row counts only if its check word is right and nobody is named who may write to its slot.
+What is half done is therefore a miss or a quarantined slot, never a wrong block or a second writer.
+One aligned word is written whole or not at all; a row need not be.
+
+Bytes, per slot: 64 for a row and 8 for the writer; 8 for the stamp and 1 for the group are the
+engine's anyway. Does not cover: spaces (`journal_spaces`), what a found journal becomes
+(`adoption`), where the memory lies (`kvstore.arena`), payloads, which are verified by whoever reads
+them first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.journal_spaces import (
+    SPACE_COUNT_MAX,
+    SPACE_WORDS,
+    Remembered,
+    SpaceTable,
+)
+from kvstore.engine.memory.policy.port import NONE, Words
+from kvstore.engine.memory.table import Keys
+from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
+
+LAYOUT_VERSION: Final = 3
+"""Of all that is kept for the next process. Raise it with any change of what the words mean: code
+of another version starts with empty memory."""
+_MAGIC: Final = int.from_bytes(b"KVSJRN01", "little")
+_WORDS_PER_PAGE: Final = PAGE_BYTES // 8
+_MAGIC_AT, _VERSION_AT, _ARENA_AT, _SLAB_AT, _GROUPS_AT, _READY_AT = range(6)
+
+_ROW_WORDS: Final = 8
+_SCOPE_AT, _CHECK_AT = 6, 7
+_CHUNK_ROWS: Final = 1 << 13
+"""So many are looked at in cache."""
+_ODD: Final = np.array(
+    [
+        0x9E3779B97F4A7C15,
+        0xBF58476D1CE4E5B9,
+        0x94D049BB133111EB,
+        0xD6E8FEB86659FD93,
+        0xA0761D6478BD642F,
+        0xE7037ED1A0B428DB,
+        0x8EBC6AF09C88C6E3,
+    ],
+    dtype=np.uint64,
+)
+_PLACE_ODD: Final = np.uint64(0x589965CC75374CC3)
+_HALF: Final = np.uint64(32)
+_ONE: Final = np.uint64(1)
+
+_CODE: Final = 65_497
+"""What is coded is a multiple of it: no three flipped bits make another multiple of one."""
+_BIAS: Final = 16
+"""Writers that are no connections have numbers from -1 down, above the negative of this."""
+STAMP_MAX: Final = 1 << 56
+DOUBT_SHARE: Final = 4
+"""A journal of which more than one part in so many cannot be read is not worth keeping."""
+
+SCOPE_COUNT_MAX: Final = 4096
+"""Blocks of further scopes are not journalled: after a restart they are computed again."""
+_SCOPE_WORDS: Final = 48
+_INDEX_BITS: Final = 12
+
+Rows = NDArray[np.uint64]
+ScopeAddress = tuple[str, SpaceId, Shard]
+
+
+class JournalUnusable(Exception):
+    """This memory cannot be taken over; the text says why. Nothing in it may be believed, and
+    nothing in its arena be reused: somebody may still write there."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a journal tells, verified."""
+
+    words: Words
+    """Slots that hold a block, ascending."""
+    scopes: NDArray[np.uint64]
+    """Of each, as the journal numbers them: keys of `addresses`."""
+    addresses: dict[int, ScopeAddress]
+    held: Words
+    """Slots that somebody may still write to."""
+    writers: NDArray[np.int64]
+    """Who, of each."""
+    doubtful: Words
+    """Slots that nobody knows the writer of: never to be used again."""
+    slot_bytes: NDArray[np.int64]
+    """Of each slab; 0: it is in no pool; UNREADABLE: it is not to be used again."""
+    spaces: tuple[Remembered, ...]
+    """Those that engines told of."""
+
+
+UNREADABLE: Final = -1
+"""Slot bytes of a slab."""
+
+
+class Journal:
+    """One arena's journal, over memory of `size_bytes`."""
+
+    def __init__(self, memory: NDArray[np.uint64], *, arena_bytes: int, slab_bytes: int) -> None:
+        self._arena_bytes, self._slab_bytes = arena_bytes, slab_bytes
+        word_count, slab_count = arena_bytes // SLOT_BYTES_MIN, arena_bytes // slab_bytes
+        assert memory.dtype == np.uint64
+        assert len(memory) * 8 == self.size_bytes(arena_bytes, slab_bytes)
+        parts = iter(np.split(memory, np.cumsum(_part_words(word_count, slab_count))[:-1]))
+        self._header = next(parts)
+        self._slabs = next(parts)[:slab_count]
+        self.groups = next(parts).view(np.uint8)[:word_count]
+        self._writers = next(parts)[:word_count]
+        self.stamps = next(parts)[:word_count].view(np.int64)
+        """Order of use, by word."""
+        self._rows = next(parts)[: word_count * _ROW_WORDS].reshape(-1, _ROW_WORDS)
+        self._entries = next(parts)[: SCOPE_COUNT_MAX * _SCOPE_WORDS].reshape(-1, _SCOPE_WORDS)
+        self.spaces = SpaceTable(next(parts))
+        self._ids: dict[int, int] = {}
+        """The residency's number of a scope → the journal's."""
+        self._indexes = list(range(SCOPE_COUNT_MAX - 1, -1, -1))
+        self._next_serial = 1
+
+    @staticmethod
+    def size_bytes(arena_bytes: int, slab_bytes: int) -> int:
+        """Bytes of memory that the journal of an arena takes."""
+        return 8 * sum(_part_words(arena_bytes // SLOT_BYTES_MIN, arena_bytes // slab_bytes))
+
+    @classmethod
+    def fresh(
+        cls,
+        *,
+        arena_bytes: int,
+        slab_bytes: int,
+        quotas: Sequence[str] = (),
+        memory: NDArray[np.uint64] | None = None,
+    ) -> Journal:
+        """An empty journal, over memory that is all zero, or that nobody shares."""
+        if memory is None:
+            memory = np.zeros(cls.size_bytes(arena_bytes, slab_bytes) // 8, np.uint64)
+        journal = cls(memory, arena_bytes=arena_bytes, slab_bytes=slab_bytes)
+        journal._header[:_READY_AT] = journal._head(quotas)
+        return journal
+
+    def _head(self, quotas: Sequence[str]) -> list[int]:
+        names = int.from_bytes(_digest("\0".join(quotas).encode()), "little")
+        return [_MAGIC, LAYOUT_VERSION, self._arena_bytes, self._slab_bytes, names]
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes of the arena whose pages exist, as `set_ready` was told last."""
+        ready_bytes = min(int(self._header[_READY_AT]), self._arena_bytes)
+        return ready_bytes - ready_bytes % PAGE_BYTES
+
+    def set_ready(self, ready_bytes: int) -> None:
+        """From any one thread."""
+        self._header[_READY_AT] = ready_bytes
+
+    # ── while serving ────────────────────────────────────────────────────────────────────────────
+
+    def cut(self, slab: int, slot_bytes: int) -> None:
+        """A slab is slots of this size now; 0: it is in no pool."""
+        self._slabs[slab] = _coded(slot_bytes)
+
+    def name_writer(self, words: Words, writer: int) -> None:
+        """Who may write to these slots; 0: nobody."""
+        self._writers[words] = _coded(writer)
+
+    def publish(
+        self, words: Words, scope: int, address: ScopeAddress, keys: Keys, checksums: Rows
+    ) -> None:
+        """These slots hold these blocks of one scope now."""
+        id = self._ids.get(scope) or self._add_scope(scope, address)
+        if not id:
+            return
+        rows = np.empty((len(words), _ROW_WORDS), np.uint64)
+        rows[:, :4] = keys
+        rows[:, 4:6] = checksums
+        rows[:, _SCOPE_AT] = id
+        rows[:, _CHECK_AT] = _checks(words, rows)
+        self._rows[words] = rows
+
+    def retract(self, words: Words) -> None:
+        """These slots hold their blocks no more."""
+        self._rows[words, _CHECK_AT] = 0
+
+    def forget_scope(self, scope: int) -> None:
+        """No block is in this scope, or none of them is to be believed any more: rows that name it
+        are void from the first store on. Whatever is published in it later has another number."""
+        id = self._ids.pop(scope, 0)
+        if id:
+            self._entries[_index(id), 0] = 0
+            self._indexes.append(_index(id))
+
+    def _add_scope(self, scope: int, address: ScopeAddress) -> int:
+        """The journal's number of a scope; 0 when there is no room."""
+        if not self._indexes:
+            return 0
+        index = self._indexes.pop()
+        id = self._next_serial << _INDEX_BITS | index
+        self._next_serial += 1
+        self._entries[index] = _entry(id, address)
+        self._ids[scope] = id
+        return id
+
+    # ── at a start ───────────────────────────────────────────────────────────────────────────────
+
+    def examine(self, *, quotas: Sequence[str], writers: set[int]) -> Found:
+        """What another process left here. Changes nothing but what no one can miss: groups are
+        forgotten when the quotas are others now, and groups and stamps that cannot be. `writers`:
+        numbers of who may be named.
+
+        Raises:
+            JournalUnusable: it is of another layout, or tells what cannot be.
+        """
+        expected = self._head(quotas)
+        if self._header[:_GROUPS_AT].tolist() != expected[:_GROUPS_AT]:
+            raise JournalUnusable("it was kept by another version, or for another --dram or --slab")
+        if int(self._header[_GROUPS_AT]) != expected[_GROUPS_AT]:
+            self.groups[:] = 0
+            self._header[_GROUPS_AT] = expected[_GROUPS_AT]
+        self.groups[self.groups > len(quotas)] = 0
+        self.stamps[(self.stamps < 0) | (self.stamps > STAMP_MAX)] = 0
+        slot_bytes, unreadable = _decoded(self._slabs)
+        starts = self._slot_starts(slot_bytes)
+        slot_bytes[unreadable] = UNREADABLE
+        named, doubtful = _decoded(self._writers)
+        lost = self._words_of(unreadable)
+        held = np.flatnonzero((named > 0) & ~lost)
+        if not starts[held].all():
+            raise JournalUnusable("it names a writer of what is no slot")
+        unknown = set(np.unique(named[held]).tolist()) - writers
+        if unknown:
+            raise JournalUnusable(f"it names {len(unknown)} writers that nobody knows")
+        if int((lost | doubtful).sum()) * DOUBT_SHARE > len(lost):
+            raise JournalUnusable("much of it is damaged: look at this machine's memory")
+        addresses = self._addresses()
+        ids = np.zeros(SCOPE_COUNT_MAX, np.uint64)
+        ids[[_index(id) for id in addresses]] = list(addresses)
+        words, scopes, heads = self._good_rows(starts & (named == 0) & ~doubtful, ids)
+        first = _first_of_each(scopes, heads, self._rows, words)
+        return Found(
+            words=words[first],
+            scopes=scopes[first],
+            addresses=addresses,
+            held=held,
+            writers=named[held],
+            doubtful=np.flatnonzero(doubtful & starts),
+            slot_bytes=slot_bytes,
+            spaces=self.spaces.found(),
+        )
+
+    def blocks(self, words: Words) -> tuple[Keys, Rows]:
+        """Keys and checksums in the rows of these slots."""
+        rows = self._rows[words]
+        return rows[:, :4], rows[:, 4:6]
+
+    def settle(self, found: Found, scopes: dict[int, int]) -> None:
+        """Take over what was found: all else in it is void. `scopes`: the residency's number of
+        each scope that counts, by the journal's."""
+        void = np.ones(len(self._rows), dtype=bool)
+        void[found.words] = False
+        self._rows[void, _CHECK_AT] = 0
+        unnamed = ~self._words_of(found.slot_bytes == UNREADABLE)
+        unnamed[found.held] = unnamed[found.doubtful] = False
+        self._writers[unnamed] = 0
+        self._ids = {number: id for id, number in scopes.items()}
+        self._next_serial = 1 + max((id >> _INDEX_BITS for id in found.addresses), default=0)
+        used = {_index(id) for id in scopes}
+        self._indexes = [index for index in self._indexes if index not in used]
+
+    def _words_of(self, slabs: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which words lie in these slabs."""
+        mask = np.zeros(len(self._writers), dtype=bool)
+        whole = np.repeat(slabs, self._slab_bytes // SLOT_BYTES_MIN)
+        mask[: len(whole)] = whole
+        return mask
+
+    def _slot_starts(self, slot_bytes: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which words a slot begins in. `slot_bytes`: of each slab."""
+        starts = np.zeros(len(self._writers), dtype=bool)
+        pages_per_slab = self._slab_bytes // PAGE_BYTES
+        for size in np.unique(slot_bytes[slot_bytes != 0]).tolist():
+            if size % PAGE_BYTES or not SLOT_BYTES_MIN <= size <= self._slab_bytes:
+                raise JournalUnusable("it tells of slots of a size that there is not")
+            slabs = np.flatnonzero(slot_bytes == size)
+            pages = np.arange(self._slab_bytes // size) * (size // PAGE_BYTES)
+            starts[(slabs[:, None] * pages_per_slab + pages) * PAGE_BYTES // SLOT_BYTES_MIN] = True
+        return starts
+
+    def _good_rows(
+        self, may_be: NDArray[np.bool_], ids: NDArray[np.uint64]
+    ) -> tuple[Words, NDArray[np.uint64], NDArray[np.uint64]]:
+        """Those of some words whose row is right and whose scope is known: words, ascending, their
+        scopes, and the first words of their keys. `ids`: the known scopes, by index."""
+        found, scopes, heads = [], [], []
+        for begin in range(0, len(self._rows), _CHUNK_ROWS):
+            rows = np.asarray(self._rows[begin : begin + _CHUNK_ROWS])
+            words = np.arange(begin, begin + len(rows))
+            good = may_be[begin : begin + _CHUNK_ROWS] & (rows[:, _CHECK_AT] != 0)
+            if not good.any():
+                continue
+            good &= rows[:, _CHECK_AT] == _checks(words, rows)
+            its = rows[:, _SCOPE_AT]
+            good &= (its != 0) & (ids[its & np.uint64(SCOPE_COUNT_MAX - 1)] == its)
+            found.append(words[good])
+            scopes.append(its[good])
+            heads.append(rows[good, 0])
+        if not found:
+            return NONE, np.empty(0, np.uint64), np.empty(0, np.uint64)
+        return np.concatenate(found), np.concatenate(scopes), np.concatenate(heads)
+
+    def _addresses(self) -> dict[int, ScopeAddress]:
+        found = {}
+        for index in np.flatnonzero(self._entries[:, 0]).tolist():
+            address = _address(self._entries[index], index)
+            if address is not None:
+                found[int(self._entries[index, 1])] = address
+        return found
+
+    # ── for checks ───────────────────────────────────────────────────────────────────────────────
+
+    def is_published(self, words: Words, scope: int, keys: Keys, checksums: Rows) -> bool:
+        """Whether the rows of these slots are right, and say this."""
+        id = self._ids.get(scope, 0)
+        rows = self._rows[words]
+        return not id or bool(
+            (rows[:, _CHECK_AT] == _checks(words, rows)).all()
+            and (rows[:, :4] == keys).all()
+            and (rows[:, 4:6] == checksums).all()
+            and (rows[:, _SCOPE_AT] == id).all()
+        )
+
+    def published(self) -> Words:
+        """Slots whose row is not taken back."""
+        return np.flatnonzero(self._rows[:, _CHECK_AT])
+
+
+def _part_words(word_count: int, slab_count: int) -> list[int]:
+    """Words of each part: whole pages."""
+    parts = [
+        _WORDS_PER_PAGE,
+        slab_count,
+        -(-word_count // 8),
+        word_count,
+        word_count,
+        word_count * _ROW_WORDS,
+        SCOPE_COUNT_MAX * _SCOPE_WORDS,
+        SPACE_COUNT_MAX * SPACE_WORDS,
+    ]
+    return [-(-part // _WORDS_PER_PAGE) * _WORDS_PER_PAGE for part in parts]
+
+
+def _coded(number: int) -> int:
+    """A word that says a number greater than -_BIAS; 0 says 0."""
+    assert number > -_BIAS
+    return (number + _BIAS) * _CODE if number else 0
+
+
+def _decoded(column: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Numbers that coded words say, and which words say none (their number is 0)."""
+    words = np.array(column, dtype=np.uint64)
+    wrong = words % np.uint64(_CODE) != 0
+    numbers = (words // np.uint64(_CODE)).astype(np.int64) - _BIAS
+    numbers[wrong | (words == 0)] = 0
+    return numbers, wrong
+
+
+def _checks(words: Words, rows: Rows) -> NDArray[np.uint64]:
+    """Check word of each row, never 0. A mix of two rows, or a row at another's place, has another
+    one but for one time in 2^63."""
+    mixed = rows[:, :_CHECK_AT] * _ODD
+    mixed ^= mixed >> _HALF
+    sums: NDArray[np.uint64] = mixed.sum(axis=1, dtype=np.uint64)
+    sums += (words.astype(np.uint64) + _ONE) * _PLACE_ODD
+    sums ^= sums >> _HALF
+    sums *= _ODD[0]
+    return sums | _ONE
+
+
+def _first_of_each(
+    scopes: NDArray[np.uint64], heads: NDArray[np.uint64], rows: Rows, words: Words
+) -> NDArray[np.bool_]:
+    """One bool per word: False for a block that an earlier word holds too. There is none but by a
+    bug of ours, and a table must not be given one."""
+    first = np.ones(len(words), dtype=bool)
+    ordered = np.sort(heads ^ scopes)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return first
+    seen: set[tuple[int, bytes]] = set()
+    for at, (scope, word) in enumerate(zip(scopes.tolist(), words.tolist(), strict=True)):
+        block = scope, rows[word, :4].tobytes()
+        first[at] = block not in seen
+        seen.add(block)
+    return first
+
+
+# ── scopes ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    id: int
+    tenant: str
+    space: bytes
+    shard: tuple[int, int, int, int]
+
+
+def _index(id: int) -> int:
+    return id & (SCOPE_COUNT_MAX - 1)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def _entry(id: int, address: ScopeAddress) -> NDArray[np.uint64]:
+    """[digest, id, length, msgpack]: at most as long as a tenant's name allows."""
+    tenant, space, shard = address
+    body = msgspec.msgpack.encode(_Entry(id, tenant, space, msgspec.structs.astuple(shard)))
+    text = id.to_bytes(8, "little") + len(body).to_bytes(8, "little") + body
+    words = np.zeros(_SCOPE_WORDS, np.uint64)
+    whole = (_digest(text) + text).ljust(8 * _SCOPE_WORDS, b"\0")
+    words[:] = np.frombuffer(whole, "<u8")
+    return words
+
+
+def _address(words: NDArray[np.uint64], index: int) -> ScopeAddress | None:
+    """What an entry says; None when it is torn."""
+    data = words.tobytes()
+    length = int(words[2])
+    if length > len(data) - 24 or _digest(data[8 : 24 + length]) != data[:8]:
+        return None
+    entry = msgspec.msgpack.decode(data[24 : 24 + length], type=_Entry)
+    if entry.id != int(words[1]) or _index(entry.id) != index:
+        return None
+    return entry.tenant, SpaceId(entry.space), Shard(*entry.shard)

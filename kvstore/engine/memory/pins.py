@@ -1,0 +1,229 @@
+"""Pins: slots that nothing can be evicted from, who pins them, and how much each may (ADR 27).
+
+A slot is pinned while it is leased, lent, written to disk from, or writable: granted, in
+quarantine, read or fetched into. It counts once for its group, and for each account that pins it:
+
+    group ─┬─ the engines of one tenant ─── one engine        ENGINE_PART each time
+           └─ all other nodes ───────────── one node          NODE_PART each time
+
+1. Pinned slots of a group are no more than its share. So what others hold above their shares can be
+   evicted, and everybody comes to his share, whatever is pinned. One block is always allowed.
+2. An account may pin a part of what is left when its siblings' pins are taken from the limit of the
+   account above it: alone it may have most, and something is left for the next one.
+3. A pin ends with its block: a slot that is freed is leased by nobody.
+
+Does not cover: how long a lease lasts (`leases`), what is evicted (`quotas`, `admission`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.policy.port import Words
+
+if TYPE_CHECKING:
+    from kvstore.engine.memory.slots import Slots
+
+ENGINE_PART: Final = (15, 16)
+"""Seven eighths of dram for an engine that is alone."""
+NODE_PART: Final = (1, 2)
+"""A quarter for a node that is alone: so much is in motion to it at most, if it is as large."""
+
+Weights = list[tuple[int, int]]
+"""(group, bytes)."""
+
+
+class Account:
+    """One who pins, or several together."""
+
+    __slots__ = ("counts", "held", "members", "name", "parent", "part")
+
+    def __init__(
+        self,
+        name: tuple[str, ...],
+        part: tuple[int, int],
+        parent: Account | None,
+        *,
+        words: int,
+        groups: int,
+    ) -> None:
+        self.name = name
+        self.part = part
+        self.parent = parent
+        self.members = 0
+        """Connections or nodes; of the upper one: accounts."""
+        self.counts = np.zeros(words, dtype=np.int32)
+        """Leases of each slot. Pages of it that are never touched take no memory."""
+        self.held = [0] * groups
+        """Bytes pinned, each slot once, by group."""
+
+    def line(self) -> Iterator[Account]:
+        """This one and those above."""
+        each: Account | None = self
+        while each is not None:
+            yield each
+            each = each.parent
+
+
+class Pins:
+    """Of one node."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self.accounts: dict[tuple[str, ...], Account] = {}
+        self._of: dict[int, Account] = {}
+        """Connections, and nodes by their number below 0."""
+        self.leased = 0
+        """Slots that are leased, by whom it may be."""
+        self.is_short = False
+        """Credits were due that might not be pinned."""
+        self.block_bytes_max = 0
+        """Of the blocks that were asked about: bounds of accounts are kept to one."""
+
+    # ── who ──────────────────────────────────────────────────────────────────────────────────────
+
+    def join_engine(self, connection: int, owner: tuple[str, str, str]) -> None:
+        """A process of an engine is there, and may have slots already."""
+        self._join(connection, ("engine", owner[0]), ("engine", *owner), ENGINE_PART)
+
+    def join_node(self, peer: int) -> Account:
+        """Another node borrows."""
+        if -peer not in self._of:
+            self._join(-peer, ("node",), ("node", str(peer)), NODE_PART)
+        return self._of[-peer]
+
+    def _join(
+        self, id: int, upper: tuple[str, ...], name: tuple[str, ...], part: tuple[int, int]
+    ) -> None:
+        words, groups = len(self._slots.state), len(self._slots.quotas.share)
+        if name not in self.accounts:
+            if upper not in self.accounts:
+                self.accounts[upper] = Account(upper, part, None, words=words, groups=groups)
+            above = self.accounts[upper]
+            above.members += 1
+            self.accounts[name] = Account(name, part, above, words=words, groups=groups)
+        account = self._of[id] = self.accounts[name]
+        account.members += 1
+        for each in account.line() if id > 0 else ():
+            _add(each.held, self._slots.weigh(self._slots.of_writer(id)), 1)
+
+    def leave(self, id: int) -> None:
+        """It pins nothing any more; so does an account without members."""
+        account = self._of.pop(id, None)
+        for each in account.line() if account is not None else ():
+            each.members -= 1
+            if each.members:
+                return
+            del self.accounts[each.name]
+
+    def account(self, connection: int) -> Account:
+        """That of an engine's process."""
+        return self._of[connection]
+
+    # ── how much ─────────────────────────────────────────────────────────────────────────────────
+
+    def room(self, account: Account | None, group: int, block_bytes: int) -> int:
+        """Bytes of a group's slots that may be pinned by an account, or by the node itself."""
+        quotas = self._slots.quotas
+        share, pinned = int(quotas.share[group]), quotas.pinned[group]
+        self.block_bytes_max = max(self.block_bytes_max, block_bytes)
+        room = share - pinned
+        if account is not None:
+            limit, held = share, pinned
+            for each in reversed(list(account.line())):
+                limit = (limit - (held - each.held[group])) * each.part[0] // each.part[1]
+                held = each.held[group]
+            # What is left of a block is one: of very few, none would be left to lease.
+            room = min(room, limit - held + block_bytes - 1)
+        return max(room, 0) if pinned else max(room, block_bytes)
+
+    def fitting(self, account: Account | None, words: Words, shards: int) -> int:
+        """How many blocks, from the first on, may be pinned of these: [n][shards], sealed."""
+        if not len(words):
+            return 0
+        slots, count = self._slots, len(words) // shards
+        # All blocks of a run are of one size.
+        block_bytes = int(slots.sizes(words[:shards]).sum())
+        if not slots.quotas.any and count * block_bytes <= self.room(account, 0, block_bytes):
+            return count
+        leased = slots.leases if account is None else account.counts
+        sizes = np.where(leased[words] == 0, slots.sizes(words), 0)
+        groups = slots.group[words]
+        for group in np.unique(groups).tolist():
+            its = np.where(groups == group, sizes, 0).reshape(-1, shards).sum(axis=1).cumsum()
+            room = self.room(account, group, block_bytes)
+            count = min(count, int(np.searchsorted(its, room, side="right")))
+        return count
+
+    # ── what ─────────────────────────────────────────────────────────────────────────────────────
+
+    def pin(self, words: Words, account: Account | None = None) -> None:
+        """Sealed slots, distinct, are leased once more."""
+        self._count(words, account, 1)
+
+    def unpin(self, words: Words, account: Account | None = None) -> None:
+        """And once less. They hold the blocks that they held then."""
+        self._count(words, account, -1)
+
+    def _count(self, words: Words, account: Account | None, sign: int) -> None:
+        slots = self._slots
+        others = self._leased(slots.leases, words, sign)
+        its = words if others is None else words[others == 0]
+        self.leased += sign * len(its)
+        weights = slots.weigh(its)
+        _add(slots.quotas.pinned, weights, sign)
+        for each in account.line() if account is not None else ():
+            if others is None:  # nobody leases any of them besides
+                each.counts[words] = max(sign, 0)
+            else:
+                besides = self._leased(each.counts, words, sign)
+                weights = slots.weigh(words if besides is None else words[besides == 0])
+            _add(each.held, weights, sign)
+
+    @staticmethod
+    def _leased(counts: NDArray[np.int32], words: Words, sign: int) -> NDArray[np.int32] | None:
+        """Count each once more, or less; returns the counts without this one, None for none."""
+        before = counts[words]
+        after = before + np.int32(sign)
+        counts[words] = after
+        others = before if sign > 0 else after
+        return others if others.any() else None
+
+    def freed(self, words: Words) -> None:
+        """Their blocks are going: nobody leases them any more."""
+        slots = self._slots
+        leased = words[slots.leases[words] != 0]
+        if not len(leased):
+            return
+        _add(slots.quotas.pinned, slots.weigh(leased), -1)
+        self.leased -= len(leased)
+        slots.leases[leased] = 0
+        for account in self.accounts.values():
+            its = leased[account.counts[leased] != 0]
+            _add(account.held, slots.weigh(its), -1)
+            account.counts[its] = 0
+
+    def written(self, words: Words, sign: int) -> None:
+        """Slots have, or lose with -1, the writers that they have now."""
+        slots = self._slots
+        words = words[slots.writer[words] != 0]
+        if not len(words):
+            return
+        writers, which = np.unique(slots.writer[words], return_inverse=True)
+        for at, writer in enumerate(writers.tolist()):
+            its = words if len(writers) == 1 else words[which == at]
+            weights = slots.weigh(its)
+            _add(slots.quotas.pinned, weights, sign)
+            # Below 0 are writers of the node itself, and nodes that borrow.
+            if writer > 0 and writer in self._of:
+                for each in self._of[writer].line():
+                    _add(each.held, weights, sign)
+
+
+def _add(held: list[int], weights: Weights, sign: int) -> None:
+    for group, size_bytes in weights:
+        held[group] += sign * size_bytes

@@ -1,0 +1,142 @@
+"""Which blocks go to disk: not those that nobody asked for twice, and not more than it endures.
+
+    blocks ──▶ admit ──▶ allow ──▶ write
+               seen twice?   bytes a day
+
+Flash wears out by writing, and most blocks of most workloads are never asked for again: writing
+those costs endurance and room and gains nothing. Loads are no business of this module: reading is
+never refused.
+
+Callers ask once per request and block: for the blocks that are sealed now, and for those that a
+hint names, that dram holds and no file does. So a block that is used while it is in dram is
+written then, and one that comes back after it went is written when it is sealed again. Blocks of a
+chain are seen together, so they are admitted together; what was written without what comes before
+it would be of no use.
+
+Does not cover: queues of the file tier (`kvstore.tiers`), which block leaves it (`engine.files`).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import numpy as np
+
+from kvstore.engine.memory.policy.port import Mask, Prints
+from kvstore.engine.memory.policy.recent import RecentKeys
+
+NS_PER_DAY: Final = 86_400 * 10**9
+TIGHT_SHARE: Final = 0.25
+"""With less than this of a day's budget left, only what was seen before is written."""
+
+
+class AdmissionMode(enum.Enum):
+    """Which blocks go to disk while the budget is not tight."""
+
+    ALL = "all"
+    SECOND_SIGHT = "second-sight"
+
+
+class DiskAdmission:
+    """Second sight and the day's budget, in front of one disk.
+
+    With room for n keys: a key that was never seen is admitted as if it had been with probability
+    at most 0.00012, and one seen m keys ago is taken for new with probability 0.001 at m = n / 4,
+    0.05 at n / 2, 0.55 at n (`recent`): a write that comes later, never a wrong byte. A node that
+    writes everything without a budget remembers nothing.
+
+    Args:
+        mode: what is admitted while the budget is not tight.
+        day_bytes: what may be written in a day; 0: any amount.
+        key_count: keys that it remembers about; as many as the disk can hold is plenty.
+        seed: of the hashes; random per node, so that nobody can choose what collides.
+        spent_bytes: of the day's, already used up at the start.
+    """
+
+    def __init__(
+        self,
+        mode: AdmissionMode,
+        *,
+        day_bytes: int,
+        key_count: int,
+        seed: int,
+        spent_bytes: int = 0,
+    ) -> None:
+        self._mode = mode
+        self._budget = WriteBudget(day_bytes, spent_bytes=spent_bytes) if day_bytes else None
+        self._seen: RecentKeys | None = None
+        if mode is AdmissionMode.SECOND_SIGHT or day_bytes:
+            self._seen = RecentKeys(key_count=key_count, seed=seed)
+
+    def admit(self, prints: Prints, now_ns: int) -> Mask:
+        """Which of these are worth writing. Each counts as seen from now on, whatever the mode:
+        what was learned is there when the budget gets tight."""
+        everything = np.ones(len(prints), dtype=bool)
+        if self._seen is None:
+            return everything
+        seen = self._seen.may_contain(prints)
+        self._seen.add(prints)
+        is_tight = self._budget is not None and self._budget.is_tight(now_ns)
+        return seen if is_tight or self._mode is AdmissionMode.SECOND_SIGHT else everything
+
+    def allow(self, count: int, record_bytes: int, now_ns: int) -> int:
+        """How many records of this size may be written now; they count as written."""
+        if self._budget is None:
+            return count
+        return self._budget.allow(count * record_bytes, now_ns, unit_bytes=record_bytes) // (
+            record_bytes
+        )
+
+    def give_back(self, unwritten_bytes: int) -> None:
+        """What was allowed and not written after all."""
+        if self._budget is not None:
+            self._budget.give_back(unwritten_bytes)
+
+    def left_bytes(self, now_ns: int) -> int | None:
+        """What the budget allows now; None without one."""
+        return None if self._budget is None else self._budget.left_bytes(now_ns)
+
+
+class WriteBudget:
+    """A bucket of bytes that fills at so many a day and holds a day's worth. Starts full but for
+    what an earlier start of the node is known to have written.
+
+    Never more is written than a day's worth and what came in since; when it is empty, nothing is.
+    Integers all through: nothing drifts, however often it is asked.
+    """
+
+    def __init__(self, day_bytes: int, *, spent_bytes: int = 0) -> None:
+        assert day_bytes > 0, "no budget is no WriteBudget"
+        assert 0 <= spent_bytes <= day_bytes, "more is spent than there was"
+        self._day_bytes = day_bytes
+        # In bytes times nanoseconds of a day, so that one nanosecond's part is a whole number.
+        self._full = day_bytes * NS_PER_DAY
+        self._level = self._full - spent_bytes * NS_PER_DAY
+        self._at_ns: int | None = None
+        """Until then it is filled; None: nobody has asked yet."""
+
+    def left_bytes(self, now_ns: int) -> int:
+        """What may be written now."""
+        self._fill(now_ns)
+        return self._level // NS_PER_DAY
+
+    def is_tight(self, now_ns: int) -> bool:
+        """Little is left: only what was seen before should go to disk."""
+        return self.left_bytes(now_ns) < TIGHT_SHARE * self._day_bytes
+
+    def allow(self, wanted_bytes: int, now_ns: int, *, unit_bytes: int) -> int:
+        """How much of this may be written, in whole units (records); it counts as written."""
+        allowed = min(wanted_bytes, self.left_bytes(now_ns)) // unit_bytes * unit_bytes
+        self._level -= allowed * NS_PER_DAY
+        return allowed
+
+    def give_back(self, unwritten_bytes: int) -> None:
+        """What was allowed and then not written after all."""
+        self._level += unwritten_bytes * NS_PER_DAY
+
+    def _fill(self, now_ns: int) -> None:
+        at_ns = now_ns if self._at_ns is None else self._at_ns
+        passed_ns = max(0, now_ns - at_ns)
+        self._at_ns = max(now_ns, at_ns)
+        self._level = min(self._full, self._level + passed_ns * self._day_bytes)

@@ -1,0 +1,320 @@
+"""Which tiers hold which block: one row per (scope, key), one column per tier.
+
+A scope is (tenant, space, shard), interned. A row lives as long as some tier holds its block.
+
+            dram                          file
+    ABSENT ──put──▶ HELD ──drop──▶ ABSENT       (each tier by itself, one table for all)
+
+Everything that changes where a block lives is here. Does not cover: slots (`slots`), the table
+(`table`), what to keep (`policy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.journal import Journal
+from kvstore.engine.memory.table import NO_ROWS, BlockTable, Keys, Rows
+from kvstore.engine.memory.tombstones import Tombstones, Why, restamp
+from kvstore.types import Shard, SpaceId, Tier
+
+Scope = tuple[str, SpaceId, Shard]
+
+NOT_IN_FILE = 0
+SCOPE_COUNT_MAX = 4096
+SCAN_ROWS = 262_144
+"""Looked at together: about 1 ms."""
+
+
+class Change(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one scope that a tier holds since now, or no more."""
+
+    tier: Tier
+    stored: bool
+    scope: Scope
+    keys: bytes
+
+
+class Residency:
+    """Rows of blocks and what each tier holds of them.
+
+    With `tell_changes`, what each tier gains and loses is kept, in order, until it is taken. What
+    dram holds is told to the journal at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_count_max: int,
+        word_count: int,
+        tell_changes: bool = False,
+        journal: Journal | None = None,
+        seed: int = 0,
+    ) -> None:
+        assert block_count_max >= word_count, "a row for every slot"
+        self._changes: list[Change] | None = [] if tell_changes else None
+        self._journal = journal
+        self.table = BlockTable(row_count_max=block_count_max, seed=seed)
+        # One more than there are rows: row -1, "no such block", reads as not in dram. Counted from
+        # 1, so that the memory of rows that were never used is never touched.
+        self._word = np.zeros(block_count_max + 1, dtype=np.int64)
+        self.file = np.zeros(block_count_max, dtype=np.uint64)
+        self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
+        self.row_of_word = np.full(word_count, -1, dtype=np.int32)
+        self.unverified = np.zeros(word_count, dtype=bool)
+        """Taken over from another process, and not compared with their checksum since."""
+        self.dram_count = 0
+        self.file_count = 0
+        """Blocks in dram."""
+        self.tombstones = Tombstones(block_count_max=block_count_max)
+        """Of blocks whose row is gone."""
+        self._scopes: dict[Scope, int] = {}
+        self._scope_of: dict[int, Scope] = {}
+        self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
+        self._next_scope = 1
+        self._forget_from = SCOPE_COUNT_MAX
+        """Scopes from which on it is worth looking for unused ones."""
+
+    # ── scopes ───────────────────────────────────────────────────────────────────────────────────
+
+    def scope(self, tenant: str, space: SpaceId, shard: Shard) -> int:
+        """The number of a scope, made when new."""
+        address = (tenant, space, shard)
+        number = self._scopes.get(address)
+        if number is None:
+            number = self._next_scope
+            self._next_scope += 1
+            self._scopes[address] = number
+            self._scope_of[number] = address
+            self._shards.setdefault((tenant, space), {})[shard] = number
+        return number
+
+    def scopes(self) -> dict[Scope, int]:
+        """All known scopes."""
+        return dict(self._scopes)
+
+    def scopes_of(self, tenant: str | None, space: bytes | None) -> set[int]:
+        """Those of this tenant and space; None: of any."""
+        return {
+            number
+            for (its_tenant, its_space, _), number in self._scopes.items()
+            if tenant in (None, its_tenant) and space in (None, its_space)
+        }
+
+    def shards(self, tenant: str, space: SpaceId) -> dict[Shard, int]:
+        """Scope numbers of a space, by shard; not to be changed."""
+        return self._shards.get((tenant, space), {})
+
+    def address(self, scope: int) -> Scope:
+        return self._scope_of[scope]
+
+    def let_end_with_the_process(self, scopes: set[int]) -> None:
+        """What dram holds of these scopes now, no other process takes over."""
+        if self._journal is not None:
+            for scope in scopes:
+                self._journal.forget_scope(scope)
+
+    def forget_unused_scopes(self, *, keep: set[int]) -> None:
+        """When there are many, forget those that no block is in and that are not in `keep`.
+
+        It looks at every row, so not again before there are a quarter more than were in use."""
+        if len(self._scopes) < self._forget_from:
+            return
+        used = np.zeros(self._next_scope, dtype=bool)
+        used[self.table.used_scopes] = True
+        used[list(keep)] = True
+        for address, number in list(self._scopes.items()):
+            if not used[number]:
+                del self._scopes[address], self._scope_of[number]
+                tenant, space, shard = address
+                del self._shards[tenant, space][shard]
+                if not self._shards[tenant, space]:
+                    del self._shards[tenant, space]
+                if self._journal is not None:
+                    self._journal.forget_scope(number)
+        self._forget_from = max(SCOPE_COUNT_MAX, len(self._scopes) * 5 // 4)
+
+    # ── blocks ───────────────────────────────────────────────────────────────────────────────────
+
+    def find(self, scope: int, keys: Keys) -> Rows:
+        """Rows of keys, -1 where no tier holds the block."""
+        return self.table.find(scope, keys)
+
+    def find_all(self, scopes: Sequence[int], keys: Keys) -> Rows:
+        """The same of several scopes; shape [S, n]."""
+        return self.table.find_all(scopes, keys)
+
+    def words(self, rows: Rows) -> NDArray[np.int64]:
+        """Slot words of rows, -1 where there is none (also for row -1)."""
+        return self._word[rows] - 1
+
+    def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
+        """These rows' blocks are sealed in these slots now."""
+        self._hold(rows, words, checksums)
+        if self._journal is not None:
+            scopes = self.table.scopes[rows]
+            for scope in np.unique(scopes).tolist():
+                its = scopes == scope
+                self._journal.publish(
+                    words[its],
+                    scope,
+                    self._scope_of[scope],
+                    self.table.keys[rows[its]],
+                    checksums[its],
+                )
+
+    def adopt_dram(
+        self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]
+    ) -> None:
+        """The same, of blocks that another process put there, as the journal tells."""
+        self._hold(rows, words, checksums)
+        self.unverified[words] = True
+
+    def _hold(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
+        assert not self._word[rows].any(), "a block is put into dram twice"
+        assert bool((self.row_of_word[words] == -1).all()), "a slot is given two blocks"
+        # The same key computed twice may differ in its last bits: the copy on disk is another one.
+        differs = (self.file[rows] != NOT_IN_FILE) & (self.checksum[rows] != checksums).any(axis=1)
+        self._forget_file(rows[differs])
+        self._tell(Tier.DRAM, rows, stored=True)
+        self._word[rows] = words + 1
+        self.row_of_word[words] = rows
+        assert bool((self._word[rows] == words + 1).all()), "a block is given two slots"
+        self.checksum[rows] = checksums
+        self.dram_count += len(rows)
+
+    def drop_dram(self, words: NDArray[np.int64], stamp: int = 0) -> int:
+        """These slots hold their blocks no more; `stamp` says why. Returns how many blocks on disk
+        were forgotten for it."""
+        rows = self.row_of_word[words].astype(np.int64)
+        assert bool((rows >= 0).all()), "a slot without a block is emptied"
+        if self._journal is not None:
+            self._journal.retract(words)
+        self._tell(Tier.DRAM, rows, stored=False)
+        self._word[rows] = 0
+        self.row_of_word[words] = -1
+        self.unverified[words] = False
+        self.dram_count -= len(words)
+        self._forget_absent(rows, stamp)
+        # Every slot keeps a row for its next block: where rows are scarce, disk gives way to dram.
+        short = len(self.row_of_word) - self.dram_count - self.table.free_count
+        if short <= 0:
+            return 0
+        gone = rows[self.file[rows] != NOT_IN_FILE][:short]
+        self.drop_file(gone, restamp(stamp, Why.CROWDED))
+        return len(gone)
+
+    @property
+    def spare_rows(self) -> int:
+        """Rows that blocks on disk may still take."""
+        return self.table.free_count - (len(self.row_of_word) - self.dram_count)
+
+    def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
+        """The file tier holds these rows' blocks at these places, none of them 0."""
+        assert bool((locations != NOT_IN_FILE).all()), "0 means: in no file"
+        new = rows[self.file[rows] == NOT_IN_FILE]
+        self._tell(Tier.FILE, new, stored=True)
+        self.file_count += len(new)
+        self.file[rows] = locations
+
+    def drop_file(self, rows: Rows, stamp: int = 0) -> None:
+        """The file tier holds these rows' blocks no more; `stamp` says why."""
+        self._forget_file(rows[self.file[rows] != NOT_IN_FILE])
+        self._forget_absent(rows, stamp)
+
+    def _forget_file(self, rows: Rows) -> None:
+        self._tell(Tier.FILE, rows, stored=False)
+        self.file_count -= len(rows)
+        self.file[rows] = NOT_IN_FILE
+
+    def insert(self, scope: int, keys: Keys) -> Rows:
+        """Rows for absent, distinct keys; some tier must be put for each before anything else."""
+        return self.table.insert(scope, keys)
+
+    def _forget_absent(self, rows: Rows, stamp: int) -> None:
+        absent = rows[(self._word[rows] == 0) & (self.file[rows] == NOT_IN_FILE)]
+        if stamp and len(absent):
+            self.tombstones.write(self.table.scopes[absent], self.table.keys[absent], stamp)
+        self.table.delete(absent)
+
+    def is_in(self, tier: Tier, scope: int, keys: Keys) -> NDArray[np.bool_]:
+        """Of each key, whether a tier holds its block of this scope."""
+        rows = self.find(scope, keys)
+        if tier is Tier.DRAM:
+            found: NDArray[np.bool_] = self.words(rows) >= 0
+        else:
+            found = (rows >= 0) & (self.file[rows] != NOT_IN_FILE)
+        return found
+
+    # ── changes ──────────────────────────────────────────────────────────────────────────────────
+
+    def _tell(self, tier: Tier, rows: Rows, *, stored: bool) -> None:
+        """Before rows are forgotten: their keys and scopes are read here."""
+        if self._changes is not None and len(rows):
+            self._changes += self._by_scope(tier, rows, stored=stored)
+
+    def _by_scope(self, tier: Tier, rows: Rows, *, stored: bool) -> list[Change]:
+        scopes = self.table.scopes[rows]
+        return [
+            Change(
+                tier,
+                stored,
+                self._scope_of[scope],
+                self.table.keys[rows[scopes == scope]].tobytes(),
+            )
+            for scope in np.unique(scopes).tolist()
+        ]
+
+    def take_changes(self) -> list[Change]:
+        """What was gained and lost since the last time, in order."""
+        if not self._changes:
+            return []
+        taken, self._changes = self._changes, []
+        return taken
+
+    def held(self, begin: int, count: int) -> list[Change]:
+        """What the tiers hold of `count` rows from `begin` on, as if it were stored now."""
+        used = self.table.used_scopes[begin : begin + count]
+        rows = np.flatnonzero(used) + begin
+        return [
+            *self._by_scope(Tier.DRAM, rows[self._word[rows] != 0], stored=True),
+            *self._by_scope(Tier.FILE, rows[self.file[rows] != NOT_IN_FILE], stored=True),
+        ]
+
+    # ── counts ───────────────────────────────────────────────────────────────────────────────────
+
+    def count(self, tier: Tier) -> int:
+        """Blocks that a tier holds."""
+        if tier is Tier.DRAM:
+            return self.dram_count
+        if tier is Tier.FILE:
+            return self.file_count
+        return 0
+
+    def rows_in(self, scopes: set[int], count_max: int, *, begin: int = 0) -> Rows:
+        """Rows of these scopes, from row `begin` on and then from the first: all, or so many.
+
+        Who takes them slice by slice begins each behind the one before: all other rows on the way
+        are then looked at once, not each time."""
+        missing = min(count_max, sum(self.table.count_of[scope] for scope in scopes))
+        wanted = np.zeros(self._next_scope, dtype=bool)
+        wanted[sorted(scopes)] = True
+        used, found = self.table.used_scopes, [NO_ROWS]
+        for window in _windows(begin, len(used)):
+            if not missing:
+                break
+            found.append(np.flatnonzero(wanted[used[window]])[:missing] + window.start)
+            missing -= len(found[-1])
+        assert not missing, "rows of scopes are miscounted"
+        return np.concatenate(found)
+
+
+def _windows(begin: int, end: int) -> Iterator[slice]:
+    """All up to `end`, once, from `begin` on and then from the first."""
+    for first, last in ((begin, end), (0, begin)):
+        for start in range(first, last, SCAN_ROWS):
+            yield slice(start, min(start + SCAN_ROWS, last))

@@ -1,0 +1,500 @@
+"""Slots: who may write or read each piece of the arena, and which sizes it is cut into.
+
+    arena ─ slabs of equal size ─ each slab given to one pool ─ slots of the pool's size
+
+Everything that changes the state, owner, generation or lease count of a slot lives here.
+
+        grant             seal
+    FREE ────▶ GRANTED ────────▶ SEALED        free: raises the generation, from every state
+      ▲           │ lose (socket ended, process lives)
+      │           ▼
+      └────── QUARANTINED
+
+A slot is named by its word: the number of its generation word, slot // PAGES_PER_GENERATION.
+Does not cover: which block is in a slot (`residency`), when to free (`engine`, `policy`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.journal import UNREADABLE, Found, Journal
+from kvstore.engine.memory.pins import Pins
+from kvstore.engine.memory.policy.choose import maker
+from kvstore.engine.memory.policy.expected import Expected
+from kvstore.engine.memory.policy.port import NONE, Mask, Policy, Prints, Stamps, Words
+from kvstore.engine.memory.quotas import OTHERS, GroupId, Quotas
+from kvstore.engine.memory.writers import Writers
+from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
+
+FILE_WRITER = -1
+"""Writer of slots that the file tier reads into; connections count from 1. It ends with the node's
+process: the next one finds these slots free."""
+PEER_WRITER = -2
+"""Writer of slots that are fetched into from another node, by the mover. It ends before the next
+process of the node begins (`node.warm`), which finds these slots free."""
+UNKNOWN_WRITER = -15
+"""Writer of slots whose writer cannot be read in the journal. It never ends."""
+_HISTORY_BATCHES = 256
+
+
+class SlotState(enum.IntEnum):
+    """State of a slot. Words inside a slot, or in no slab yet, stay FREE."""
+
+    FREE = 0
+    GRANTED = 1
+    SEALED = 2
+    QUARANTINED = 3
+
+
+class SlotEvent(enum.Enum):
+    """What can happen to a slot."""
+
+    GRANT = "grant"
+    SEAL = "seal"
+    LOSE = "lose"
+    FREE = "free"
+
+
+TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.GRANT): SlotState.GRANTED,
+    (SlotState.GRANTED, SlotEvent.SEAL): SlotState.SEALED,
+    (SlotState.GRANTED, SlotEvent.LOSE): SlotState.QUARANTINED,
+    (SlotState.GRANTED, SlotEvent.FREE): SlotState.FREE,
+    (SlotState.SEALED, SlotEvent.FREE): SlotState.FREE,
+    (SlotState.QUARANTINED, SlotEvent.FREE): SlotState.FREE,
+}
+"""The one table; a pair that is missing is a bug of ours."""
+
+_ILLEGAL = 255
+_NEXT = {
+    event: np.array(
+        [TRANSITIONS.get((state, event), _ILLEGAL) for state in SlotState], dtype=np.uint8
+    )
+    for event in SlotEvent
+}
+
+
+class Pool:
+    """All slots of one size."""
+
+    def __init__(self, *, slot_bytes: int, slots_per_slab: int, policy: Policy) -> None:
+        self.slot_bytes = slot_bytes
+        self.slots_per_slab = slots_per_slab
+        self.policy = policy
+        self.slabs: set[int] = set()
+        self.free: list[int] = []
+        """Words of free slots; the last one is granted next."""
+        self.is_starved = False
+        """Nothing could be freed; not tried again until something changes."""
+        self.starved_asker = OTHERS
+        """For whom: another group may be given what this one is not."""
+
+    @property
+    def capacity(self) -> int:
+        return len(self.slabs) * self.slots_per_slab
+
+
+class Slots:
+    """The arena's slots, in columns by word."""
+
+    def __init__(
+        self,
+        *,
+        arena_bytes: int,
+        slab_bytes: int,
+        policy: str,
+        quotas: Sequence[tuple[str, int]] = (),
+        first_generation: int = 1,
+        journal: Journal | None = None,
+    ) -> None:
+        assert slab_bytes % SLOT_BYTES_MIN == 0, "slabs are whole generation words"
+        if journal is None:
+            journal = Journal.fresh(arena_bytes=arena_bytes, slab_bytes=slab_bytes)
+        word_count = arena_bytes // SLOT_BYTES_MIN
+        self.slab_bytes = slab_bytes
+        self._words_per_slab = slab_bytes // SLOT_BYTES_MIN
+        self.slab_count = arena_bytes // slab_bytes
+        self._slabs_ready = 0
+        self._slabs_free: deque[int] = deque()
+        self._slabs_lost: set[int] = set()
+        """Never to be used: what is in them is not known."""
+        self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
+        self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
+        self.state = np.zeros(word_count, dtype=np.uint8)
+        self.counts = np.zeros(len(SlotState), dtype=np.int64)
+        """Slots in each state, but for FREE: there it is what came less what went."""
+        self.sealed_bytes = 0
+        self.generation = np.full(word_count, first_generation, dtype=np.uint64)
+        self._journal = journal
+        self.writers = Writers(word_count)
+        self.writer = self.writers.column
+        """Connection that may write, while GRANTED or QUARANTINED."""
+        self.session = np.zeros(word_count, dtype=np.int64)
+        self.group = journal.groups
+        """Whose quota a slot counts for, unless it is FREE."""
+        self.quotas = Quotas(quotas, arena_bytes=arena_bytes)
+        self.leases = np.zeros(word_count, dtype=np.int32)
+        self.pins = Pins(self)
+        self.stamps = journal.stamps
+        self._slot = np.arange(word_count, dtype=np.uint32) * np.uint32(PAGES_PER_GENERATION)
+        """Slot id of the slot that begins in a word: slots are packed at 4 KiB."""
+        self._next_stamp = 1
+        self._expected = Expected(key_count=word_count)
+        self._make_policy = maker(policy, self.stamps)
+        self.pools: dict[int, Pool] = {}
+        self._history: deque[tuple[int, SlotEvent, Words]] = deque(maxlen=_HISTORY_BATCHES)
+        self.raised: list[Words] = []
+        """Words whose generation was raised and not yet published."""
+
+    # ── names ────────────────────────────────────────────────────────────────────────────────────
+
+    def slots_of(self, words: Words) -> NDArray[np.uint32]:
+        """Slot ids (first pages) of words."""
+        return self._slot[words]
+
+    def words_of(self, slots: NDArray[np.uint32]) -> tuple[Words, NDArray[np.bool_]]:
+        """Words of slot ids, and which of them really are slots of this arena."""
+        words = slots.astype(np.int64) // PAGES_PER_GENERATION
+        known = words < len(self.state)
+        words = np.where(known, words, 0)
+        return words, known & (self.slots_of(words) == slots)
+
+    def pool_of(self, word: int) -> Pool:
+        pool = self._pool_of_slab[word // self._words_per_slab]
+        assert pool is not None, f"word {word} is in no pool"
+        return pool
+
+    def sizes(self, words: Words) -> NDArray[np.int64]:
+        """Bytes of these slots."""
+        return self._slot_bytes_of_slab[words // self._words_per_slab]
+
+    def weigh(self, words: Words) -> list[tuple[int, int]]:
+        """(group, bytes) of these slots."""
+        if not self.quotas.any:
+            return [(OTHERS, self._bytes(words))]
+        totals = np.bincount(self.group[words], weights=self.sizes(words))
+        return [(group, int(total)) for group, total in enumerate(totals.tolist()) if total]
+
+    def _bytes(self, words: Words) -> int:
+        if len(self.pools) == 1:  # as on most nodes: nothing to look up
+            return len(words) * next(iter(self.pools))
+        return int(self.sizes(words).sum())
+
+    # ── transitions ──────────────────────────────────────────────────────────────────────────────
+
+    def _change(self, words: Words, event: SlotEvent, cause: int) -> None:
+        before = self.state[words]
+        target = _NEXT[event][before]
+        if bool((illegal := target == _ILLEGAL).any()):
+            raise AssertionError(self._story(int(words[illegal][0]), event))
+        self.state[words] = target
+        self._history.append((cause, event, words))
+        # An event has one state that it leads to.
+        self.counts[target[:1]] += len(words)
+        left = np.bincount(before, minlength=len(SlotState))
+        self.counts -= left
+        if event is SlotEvent.SEAL:
+            self.sealed_bytes += self._bytes(words)
+        elif sealed := int(left[SlotState.SEALED]):
+            its = words if sealed == len(words) else words[before == SlotState.SEALED]
+            self.sealed_bytes -= self._bytes(its)
+
+    def _story(self, word: int, event: SlotEvent) -> str:
+        past = [f"{c}:{e.value}" for c, e, words in self._history if word in words]
+        return (
+            f"slot word {word} is {SlotState(int(self.state[word])).name}, which knows no "
+            f"{event.value}; its past (event:change): {', '.join(past) or 'not remembered'}"
+        )
+
+    def grant(
+        self,
+        pool: Pool,
+        count: int,
+        *,
+        writer: int,
+        session: int,
+        cause: int,
+        group: GroupId = OTHERS,
+    ) -> Words:
+        """Take `count` free slots; the caller saw that they are there."""
+        words = np.array(pool.free[-count:][::-1], dtype=np.int64)
+        assert len(words) == count, "more granted than free"
+        del pool.free[-count:]
+        self._change(words, SlotEvent.GRANT, cause)
+        self.group[words] = group
+        self._name_writer(words, writer)
+        self.session[words] = session
+        self.quotas.held[group] += count * pool.slot_bytes
+        return words
+
+    def seal(self, words: Words, prints: Prints, cause: int) -> None:
+        """Slots of one pool are complete and readable from now on. A block that a request has named
+        takes the place in the order of use that it got then."""
+        if len(words):
+            pool = self._sealed(words, cause)
+            pool.policy.insert(words[::-1], self._places(prints)[::-1], prints[::-1])
+
+    def seal_read(self, words: Words, prints: Prints, cause: int) -> None:
+        """The same for blocks that are brought because they were asked for: here that is their
+        second use, not their first."""
+        if len(words):
+            pool = self._sealed(words, cause)
+            pool.policy.insert(words[::-1], self._new_stamps(len(words)), prints[::-1])
+            pool.policy.use(words[::-1], self._places(prints)[::-1])
+
+    def _name_writer(self, words: Words, writer: int) -> None:
+        self._journal.name_writer(words, writer)
+        self.pins.written(words, -1)
+        self.writers.name(words, writer)
+        self.pins.written(words, 1)
+
+    def _sealed(self, words: Words, cause: int) -> Pool:
+        self._change(words, SlotEvent.SEAL, cause)
+        self._name_writer(words, 0)
+        pool = self.pool_of(int(words[0]))
+        pool.is_starved = False
+        return pool
+
+    def lose(self, words: Words, cause: int) -> None:
+        """The writer's socket ended; its process may still write."""
+        self._change(words, SlotEvent.LOSE, cause)
+
+    def free(self, words: Words, cause: int) -> None:
+        """Give back, with a new generation."""
+        if len(words) == 0:
+            return
+        self._change(words, SlotEvent.FREE, cause)
+        for group, size_bytes in self.weigh(words):
+            self.quotas.held[group] -= size_bytes
+        self._name_writer(words, 0)
+        self.pins.freed(words)
+        self.session[words] = 0
+        self.generation[words] += np.uint64(1)
+        self.raised.append(words)
+        slabs = words // self._words_per_slab
+        sizes = self._slot_bytes_of_slab[slabs]
+        for size in np.unique(sizes).tolist():
+            pool = self.pools[size]
+            its = words[sizes == size]
+            pool.policy.forget(its)
+            pool.free += its.tolist()
+            pool.is_starved = False
+
+    # ── order of use ─────────────────────────────────────────────────────────────────────────────
+
+    def _new_stamps(self, count: int) -> Stamps:
+        """Newer than all, ascending."""
+        first = self._next_stamp
+        self._next_stamp += count
+        return np.arange(first, self._next_stamp)
+
+    def _places(self, prints: Prints) -> Stamps:
+        """Stamps of blocks that come in now, in chain order: those they got when they were named,
+        or else new ones."""
+        kept = self._expected.take(prints)
+        return np.where(kept, kept, self._new_stamps(len(prints))[::-1])
+
+    def use(self, pool: Pool, words: Words, prints: Prints) -> None:
+        """A request came that names these blocks: their slots, of one pool, or -1 for what is not
+        there. The first counts as used last, so that a chain loses its end before its start, also
+        when parts of it come later."""
+        stamps, there = self._new_stamps(len(words))[::-1], words >= 0
+        if there.any():
+            pool.policy.use(words[there][::-1], stamps[there][::-1])
+        self._expected.keep(prints[~there][::-1], stamps[~there][::-1])
+
+    def touch(self, pool: Pool, words: Words) -> None:
+        """The same request again, of what is there."""
+        if len(words):
+            pool.policy.touch(words[::-1], self._new_stamps(len(words)))
+
+    def victims(self, pool: Pool, count: int) -> Words:
+        """Sealed, unleased slots to free, in the order of the policy; at most `count`."""
+        return pool.policy.pop(count, self._evictable)
+
+    def victims_for(self, asker: GroupId, pool: Pool, count: int) -> Words:
+        """The same where there are quotas: out of whom these let give way to `asker`."""
+        found: list[Words] = []
+        missing = count
+        for giver in self.quotas.givers(asker, count * pool.slot_bytes):
+            most = min(missing, self.quotas.spare_bytes(giver, asker) // pool.slot_bytes)
+            if most:
+                found.append(pool.policy.pop(most, self._evictable_of(giver)))
+                missing -= len(found[-1])
+        return np.concatenate(found) if found else NONE
+
+    # ── slabs ────────────────────────────────────────────────────────────────────────────────────
+
+    def pool(self, slot_bytes: int) -> Pool:
+        """The pool for this slot size, made when new."""
+        pool = self.pools.get(slot_bytes)
+        if pool is None:
+            slots_per_slab = self.slab_bytes // slot_bytes
+            pool = Pool(
+                slot_bytes=slot_bytes,
+                slots_per_slab=slots_per_slab,
+                policy=self._make_policy(
+                    lambda: self._members(slot_bytes), self.slab_count * slots_per_slab
+                ),
+            )
+            self.pools[slot_bytes] = pool
+        return pool
+
+    def forget_pools(self, *, keep: set[int]) -> None:
+        """Pools without a slab go, except for these sizes: each takes its part in the shares."""
+        for size in [s for s, pool in self.pools.items() if not pool.slabs and s not in keep]:
+            del self.pools[size]
+
+    def _members(self, slot_bytes: int) -> Mask:
+        """Which words lie in slabs of a pool."""
+        mask = np.zeros(len(self.state), dtype=bool)
+        whole = self.slab_count * self._words_per_slab
+        mask[:whole] = np.repeat(self._slot_bytes_of_slab == slot_bytes, self._words_per_slab)
+        return mask
+
+    def _evictable(self, words: Words | slice) -> Mask:
+        mask: Mask = (self.state[words] == SlotState.SEALED) & (self.leases[words] == 0)
+        return mask
+
+    def _evictable_of(self, group: GroupId) -> Callable[[Words | slice], Mask]:
+        return lambda words: self._evictable(words) & (self.group[words] == group)
+
+    def ready(self, ready_bytes: int) -> None:
+        """Pages have arrived up to here: whole slabs below become usable."""
+        now = min(ready_bytes // self.slab_bytes, self.slab_count)
+        arrived = range(self._slabs_ready, now)
+        self._slabs_free.extend(slab for slab in arrived if slab not in self._slabs_lost)
+        self._slabs_ready = max(self._slabs_ready, now)
+        self.retry_starved()
+
+    def retry_starved(self) -> None:
+        """Something changed: pools that found nothing to free may look again."""
+        for pool in self.pools.values():
+            pool.is_starved = False
+
+    @property
+    def any_starved(self) -> bool:
+        """Whether a pool waits for something to be let go."""
+        return self.pins.is_short or any(pool.is_starved for pool in self.pools.values())
+
+    @property
+    def slabs_ready(self) -> int:
+        return self._slabs_ready
+
+    def extend(self, pool: Pool) -> bool:
+        """Give the pool a free slab. False: there is none."""
+        if not self._slabs_free:
+            return False
+        pool.free[:0] = self._form(self._slabs_free.popleft(), pool)[::-1].tolist()
+        pool.is_starved = False
+        return True
+
+    def _form(self, slab: int, pool: Pool) -> Words:
+        """Cut a slab into a pool's slots; returns their words."""
+        self._pool_of_slab[slab] = pool
+        self._cut(slab, pool.slot_bytes)
+        pool.slabs.add(slab)
+        pages = self.slab_bytes // PAGE_BYTES * slab + np.arange(pool.slots_per_slab) * (
+            pool.slot_bytes // PAGE_BYTES
+        )
+        words = pages // PAGES_PER_GENERATION
+        self._slot[words] = pages
+        return words
+
+    def _cut(self, slab: int, slot_bytes: int) -> None:
+        self._journal.cut(slab, slot_bytes)
+        self._slot_bytes_of_slab[slab] = slot_bytes
+
+    def words_in(self, slab: int) -> Words:
+        """Words of all slots of a slab that has a pool."""
+        pool = self._pool_of_slab[slab]
+        assert pool is not None
+        return self._words_of_slabs(pool, np.array([slab])).reshape(-1)
+
+    def _words_of_slabs(self, pool: Pool, slabs: NDArray[np.int64]) -> Words:
+        """Shape [slabs, slots of a slab]."""
+        pages = np.arange(pool.slots_per_slab) * (pool.slot_bytes // PAGE_BYTES)
+        begin = slabs * (self.slab_bytes // PAGE_BYTES)
+        words: Words = (begin[:, None] + pages) // PAGES_PER_GENERATION
+        return words
+
+    def coldest_slab(
+        self, pool: Pool, may_lose: NDArray[np.bool_] | None = None
+    ) -> tuple[int, int] | None:
+        """(slab, newest stamp in it) of the pool's slab that was used longest ago, among those
+        whose slots are all free, or sealed, unleased and of groups that may lose a slab (all)."""
+        slabs = np.array(sorted(pool.slabs), dtype=np.int64)
+        words = self._words_of_slabs(pool, slabs)
+        in_use = (self.state[words] == SlotState.GRANTED) | (self.leases[words] != 0)
+        in_use |= self.state[words] == SlotState.QUARANTINED
+        if may_lose is not None:
+            in_use |= (self.state[words] == SlotState.SEALED) & ~may_lose[self.group[words]]
+        usable = np.flatnonzero(~in_use.any(axis=1))
+        if len(usable) == 0:
+            return None
+        newest = self.stamps[words[usable]].max(axis=1)
+        coldest = int(newest.argmin())
+        return int(slabs[usable[coldest]]), int(newest[coldest])
+
+    def take_slab(self, slab: int) -> None:
+        """Take an all-free slab from its pool; it can be given to another."""
+        words = self.words_in(slab)
+        assert bool((self.state[words] == SlotState.FREE).all()), "a slab in use is taken"
+        pool = self._pool_of_slab[slab]
+        assert pool is not None
+        gone = set(words.tolist())
+        pool.free = [word for word in pool.free if word not in gone]
+        pool.slabs.remove(slab)
+        self._pool_of_slab[slab] = None
+        self._cut(slab, 0)
+        self._slabs_free.append(slab)
+
+    def of_writer(self, writer: int) -> Words:
+        """Slots that this connection may still write."""
+        return self.writers.of(writer)
+
+    # ── taken over ───────────────────────────────────────────────────────────────────────────────
+
+    def adopt(self, found: Found, prints: Prints) -> None:
+        """Take the slots over as another process left them: sealed, or granted to processes whose
+        sockets are gone. Nothing else may have happened yet. What is right in the journal stays as
+        it is: this process may die at any moment, too."""
+        in_use = np.concatenate([found.words, found.held, found.doubtful])
+        used = np.unique(in_use // self._words_per_slab)
+        self._slabs_lost = set(np.flatnonzero(found.slot_bytes == UNREADABLE).tolist())
+        if len(used):
+            self.ready((int(used[-1]) + 1) * self.slab_bytes)
+        taken = {*used.tolist(), *self._slabs_lost}
+        for slab in range(self.slab_count):
+            if slab not in taken and found.slot_bytes[slab]:
+                self._cut(slab, 0)
+        for slab in used.tolist():
+            self._form(slab, self.pool(int(found.slot_bytes[slab])))
+        self._slabs_free = deque(slab for slab in self._slabs_free if slab not in taken)
+        self.state[found.words] = SlotState.SEALED
+        self.state[found.held] = self.state[found.doubtful] = SlotState.QUARANTINED
+        self.counts += np.bincount(self.state[in_use], minlength=len(SlotState))
+        self.sealed_bytes = self._bytes(found.words)
+        # Not in the journal: what it says of a writer whom it cannot name, it is to say again.
+        self.writers.adopt(found.held, found.writers)
+        self.writers.adopt(found.doubtful, np.full(len(found.doubtful), UNKNOWN_WRITER))
+        self.pins.written(np.flatnonzero(self.writer), 1)
+        self.quotas.floor = self.quotas.pinned.copy()
+        self.stamps[self.state != SlotState.SEALED] = 0
+        # A slot may have been sealed just before it was given its stamp.
+        self.stamps[(self.state == SlotState.SEALED) & (self.stamps == 0)] = 1
+        self._next_stamp = int(self.stamps.max(initial=0)) + 1
+        for group, size_bytes in self.weigh(in_use):
+            self.quotas.held[group] += size_bytes
+        sizes = self._slot_bytes_of_slab
+        for size, pool in self.pools.items():
+            words = self._words_of_slabs(pool, np.array(sorted(pool.slabs))).reshape(-1)
+            pool.free = words[self.state[words] == SlotState.FREE][::-1].tolist()
+            mine = np.flatnonzero(sizes[found.words // self._words_per_slab] == size)
+            pool.policy.resume(found.words[mine], prints[mine])

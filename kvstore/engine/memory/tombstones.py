@@ -1,0 +1,138 @@
+"""What is remembered of blocks that left: why, when, and for whom. Bounded; newest wins.
+
+    block ── leaves its last tier ──▶ one entry of 16 bytes at a place given by its print
+
+One flat array. Two blocks whose prints lead to one place: the later one stays, so a block that is
+not found here was never stored or left too long ago. A print is 64 bits of scope and key: what is
+told of a block may, once in a very long while, be another one's story. Never its bytes.
+Does not cover: blocks that a tier still holds (`residency`), who asks (`findings`).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.table import Keys
+from kvstore.units import NS_PER_MS
+
+COUNT_MAX: Final = 1 << 20
+"""Entries; 16 MiB."""
+NAMES_MAX: Final = 4096
+_MIX: Final = 0x9E3779B97F4A7C15
+_U64: Final = 0xFFFF_FFFF_FFFF_FFFF
+NAME_SHIFT: Final = 8
+TIME_SHIFT: Final = 24
+
+Stamps = NDArray[np.uint64]
+"""Packed: time in ms from bit 24 on, number of a name from bit 8 on, why. 0: nothing is known."""
+
+
+class Why(enum.IntEnum):
+    """Why a block left its last tier."""
+
+    UNKNOWN = 0
+    STORES = 1
+    """Evicted from dram: an engine needed free slots for what it stores."""
+    READS = 2
+    """Evicted from dram: blocks came back from disk."""
+    RECLAIMED = 3
+    """Its segment on disk was the oldest."""
+    CROWDED = 4
+    """The node's table was full: disk gives way to dram."""
+    CLEARED = 5
+    DISTRUSTED = 6
+    """Its bytes in dram failed their checksum."""
+    FILE_LOST = 7
+    """Its record on disk is damaged or gone."""
+    SCRUBBED = 8
+    """Its bytes in dram had changed: the background scrub saw it."""
+    DIVERGED = 9
+    """Its space was switched off: an engine computed other values."""
+
+
+class Departure(msgspec.Struct, frozen=True):
+    """A stamp, unpacked."""
+
+    why: Why
+    name: int
+    at_ms: int
+
+
+class Names:
+    """Short texts by number, 0 being none; those that come when all numbers are taken are none."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {"": 0}
+
+    def number(self, name: str) -> int:
+        """Of this text, made when new."""
+        if name not in self._numbers and len(self._numbers) < NAMES_MAX:
+            self._numbers[name] = len(self._numbers)
+        return self._numbers.get(name, 0)
+
+    def text(self, number: int) -> str:
+        return list(self._numbers)[number]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+def stamp(why: Why, name: int, now_ns: int) -> int:
+    """One u64, not 0."""
+    assert 0 <= name < NAMES_MAX
+    return now_ns // NS_PER_MS << TIME_SHIFT | name << NAME_SHIFT | why
+
+
+def restamp(packed: int, why: Why) -> int:
+    """The same time, for another reason and nobody in particular."""
+    return stamp(why, 0, unpack(packed).at_ms * NS_PER_MS) if packed else 0
+
+
+def unpack(packed: int) -> Departure:
+    """What a stamp says."""
+    low = packed & ((1 << TIME_SHIFT) - 1)
+    return Departure(
+        why=Why(low & ((1 << NAME_SHIFT) - 1)), name=low >> NAME_SHIFT, at_ms=packed >> TIME_SHIFT
+    )
+
+
+class Tombstones:
+    """See the module."""
+
+    def __init__(self, *, block_count_max: int) -> None:
+        size = min(COUNT_MAX, 1 << max(4, (block_count_max - 1).bit_length()))
+        self._mask = np.uint64(size - 1)
+        # Print and stamp side by side: one cache line a block.
+        self._entries = np.zeros((size, 2), dtype=np.uint64)
+        self.has_overwritten = False
+        """Whether any entry gave way to another block's."""
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._entries[:, 1]))
+
+    @property
+    def size(self) -> int:
+        return len(self._entries)
+
+    def write(self, scopes: NDArray[np.uint32], keys: Keys, packed: int) -> None:
+        """These blocks left now, all for one reason."""
+        prints = keys[:, 0] ^ (scopes.astype(np.uint64) * np.uint64(_MIX))
+        places = (prints & self._mask).astype(np.int64)
+        if not self.has_overwritten:
+            old = self._entries[places]
+            self.has_overwritten = bool(((old[:, 1] != 0) & (old[:, 0] != prints)).any())
+        self._entries[places, 0] = prints
+        self._entries[places, 1] = packed
+        if not self.has_overwritten:  # by another one of these
+            self.has_overwritten = bool((self._entries[places, 0] != prints).any())
+
+    def find(self, scope: int, keys: Keys) -> Stamps:
+        """Stamp of each key, 0 where nothing is known."""
+        prints = keys[:, 0] ^ np.uint64(scope * _MIX & _U64)
+        entries = self._entries[(prints & self._mask).astype(np.int64)]
+        return np.where(entries[:, 0] == prints, entries[:, 1], np.uint64(0))

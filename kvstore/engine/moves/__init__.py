@@ -1,0 +1,16 @@
+"""Blocks that come to dram and leave it.
+
+| module     | cares about                                     | in → out                 |
+|------------|-------------------------------------------------|--------------------------|
+| `stores`   | credits out, seals in                           | Seal, Drop → Grant       |
+| `files`    | what comes from disk, who waits for it          | keys → ReadFile, LeaseMore |
+| `writes`   | what is written through to disk                 | rows → WriteFile         |
+| `fetches`  | what comes from other nodes                     | keys → Locate, Fetch     |
+| `searches` | what became of asking                           | –                        |
+| `loans`    | what other nodes read here                      | Lend → Lent              |
+| `offers`   | what they can have: whole blocks                | changes → keys           |
+| `covers`   | which shards make one                           | –                        |
+| `arrivals` | leases that grow while blocks arrive            | blocks → LeaseMore       |
+| `pace`     | how long disk and peers take                    | times → estimate         |
+| `paces`    | what engines said of themselves                 | –                        |
+"""

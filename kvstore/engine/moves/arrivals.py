@@ -1,0 +1,171 @@
+"""Leases that grow while blocks arrive, from disk or from another node; and where blocks came from.
+
+    LeaseAsk ──▶ Wait ──blocks arrive──▶ LeaseMore … ──nothing more comes──▶ over
+
+Rules. 1: a wait ends with its lease, when all came, or when no source brings the next block. 2:
+where a block came from is told once, to whoever leases it first.
+Does not cover: bringing them (`files`, `fetches`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.table import Keys, Rows
+from kvstore.engine.sessions.leases import Lease
+from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.sessions.runs import Run, leading, leading_run
+from kvstore.engine.state import State
+from kvstore.engine.why.findings import Brought, Finding, Origin
+from kvstore.wire.messages import LeaseMore
+
+WAITS_PER_STEP: Final = 256
+"""A look takes 10 µs where the first block is still on its way, as mostly."""
+
+
+class Source(Protocol):
+    """What brings blocks to dram."""
+
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these keys, whose rows are given, are on their way, or may be; [S][n]."""
+        ...
+
+
+class Wait(msgspec.Struct):
+    """A lease that grows while blocks arrive."""
+
+    connection: Connection
+    lease: int
+    held: Lease
+    """Another lease may have the same number by the time the blocks come."""
+    keys: Keys
+    """What was asked for and is not leased yet, in chain order."""
+    with_checksums: bool
+    finding: Finding
+    """What is told of it later."""
+
+
+class Arrivals:
+    """All waits of a node."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._sources: list[Source] = []
+        word_count = len(state.slots.state)
+        self._generation = np.zeros(word_count, dtype=np.uint64)
+        """Of each slot that a block was brought into and that nobody has leased since."""
+        self._origin = np.zeros(word_count, dtype=np.uint8)
+        self._search = np.zeros(word_count, dtype=np.uint32)
+        """That brought it from another node."""
+        self.has_news = False
+        """`advance` is to be called: something arrived, or will not."""
+        self.waits: dict[tuple[int, int], Wait] = {}
+        """By (session, lease)."""
+        self._to_look_at: dict[tuple[int, int], None] = {}
+        """Waits that `advance` looks at next, in order."""
+
+    def add(self, source: Source) -> None:
+        """Blocks come from there, too."""
+        self._sources.append(source)
+
+    def brought(self, words: Words, origin: Origin, *, search: int = 0) -> None:
+        """Blocks were put into these slots because they were asked for."""
+        self._generation[words] = self._state.slots.generation[words]
+        self._origin[words] = origin
+        self._search[words] = search
+
+    def take_origins(self, run: Run) -> Brought | None:
+        """Where the blocks of a run that is leased now came from; None: all were in dram."""
+        if not run.count or not self._sources:
+            return None
+        words = run.words_by_shard[0][: run.count]
+        flags = self._generation[words] == self._state.slots.generation[words]
+        if not flags.any():
+            return None
+        self._generation[words[flags]] = 0
+        origins = np.where(flags, self._origin[words], np.uint8(Origin.DRAM))
+        searches = np.where(flags, self._search[words], np.uint32(0))
+        return Brought(origins, searches if searches.any() else None)
+
+    def wait(self, wait: Wait) -> None:
+        """Let a lease grow as its blocks arrive."""
+        self.waits[wait.connection.owner.open_session, wait.lease] = wait
+
+    def news(self) -> None:
+        """Something arrived, or will not: look at all who wait, those not yet looked at first."""
+        self._to_look_at |= dict.fromkeys(self.waits)
+        self.has_news = True
+
+    def advance(self) -> None:
+        """Tell who waits what arrived: WAITS_PER_STEP at most, one step is no longer for more."""
+        for key in list(itertools.islice(self._to_look_at, WAITS_PER_STEP)):
+            del self._to_look_at[key]
+            wait = self.waits.get(key)
+            if wait is None:
+                continue
+            is_held = self._state.leases.get(*key) is wait.held
+            if not (is_held and self._advance(key[0], wait)):
+                del self.waits[key]
+        self.has_news = bool(self._to_look_at)
+
+    def _advance(self, session: int, wait: Wait) -> bool:
+        """Lease what has arrived and say so. False: nothing more will come."""
+        state, owner = self._state, wait.connection.owner
+        # Most of what arrives is for others: while the first block is on its way, the rest cannot
+        # be leased, and is not looked at.
+        first = wait.keys[:1]
+        if not leading_run(state, owner.scopes, first).count and self.on_their_way(
+            owner.scopes, first
+        ):
+            return True
+        run = leading_run(state, owner.scopes, wait.keys)
+        account, shards = wait.held.account, len(owner.scopes)
+        count = state.leases.fitting(session, account, run.words(), shards)
+        refused = run.count - count
+        run, rest = run.cut(count), wait.keys[count:]
+        promoting = 0 if refused else self.on_their_way(owner.scopes, rest)
+        words = run.words()
+        state.leases.extend(session, wait.lease, words)
+        wait.keys = rest
+        brought = self.take_origins(run)
+        wait.finding.brought(wait.finding.held + wait.finding.arrived, brought)
+        wait.finding.arrived += count
+        wait.finding.refused = (wait.finding.arrived, refused)
+        state.counters.pins_refused += refused
+        state.counters.blocks_hit += count
+        state.counters.leased_bytes += count * sum(owner.slot_sizes)
+        state.counters.blocks_missed += 0 if promoting else len(rest)
+        state.send(
+            wait.connection,
+            LeaseMore(
+                lease=wait.lease,
+                slots=state.slots.slots_of(words).tobytes(),
+                generations=state.slots.generation[words].tobytes(),
+                checksums=run.checksums(state, asked=wait.with_checksums),
+                promoting=promoting,
+                from_file=count_of(brought, Origin.FILE),
+                from_peer=count_of(brought, Origin.PEER),
+            ),
+        )
+        return promoting > 0
+
+    def on_their_way(self, scopes: Sequence[int], keys: Keys) -> int:
+        """Leading keys that are in dram or coming in every shard, at least one of them coming."""
+        rows = self._state.residency.find_all(scopes, keys)
+        coming = np.zeros(rows.shape, dtype=bool)
+        for source in self._sources:
+            coming |= source.coming(scopes, keys, rows)
+        count = leading((self._state.residency.words(rows) >= 0) | coming)
+        return count if coming[:, :count].any() else 0
+
+
+def count_of(brought: Brought | None, origin: Origin) -> int:
+    """How many blocks came from there."""
+    return 0 if brought is None else int(np.count_nonzero(brought.origins == origin))

@@ -1,0 +1,485 @@
+"""Blocks of other nodes: when the index is asked, what is fetched, and what becomes of it.
+
+    keys not held ──Locate──▶ Located ──worth it? room?──Fetch──▶ slots held ──Fetched──▶ sealed
+
+Rules. 1: a slot that is being fetched into belongs to PEER_WRITER until the fetch has truly ended,
+however late. 2: who asks for a key on its way waits for the same fetch; nothing is asked of the
+index or of a peer twice at a time. 3: everything is bounded: LOCATES_MAX questions, a quarter of
+the arena in motion. 4: what is cleared or switched off while it is on its way is dropped when it
+comes.
+
+Covers: whom to ask, and whether it pays: a peer's measured pace beside what this space takes to
+compute. Does not cover: the index, loans, bytes and checksums (`kvstore.peers`), leases that wait
+(`arrivals`), what this node lends (`loans`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
+from kvstore.engine.memory.admission import Admission
+from kvstore.engine.memory.policy.port import Words, prints
+from kvstore.engine.memory.slots import PEER_WRITER
+from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
+from kvstore.engine.memory.tombstones import Why
+from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.pace import NS_PER_BYTE_GUESS, ReadPace
+from kvstore.engine.moves.searches import Search, Sought, Wanted
+from kvstore.engine.moves.writes import MOVING_SHARE, Writes
+from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.runs import leading
+from kvstore.engine.state import State
+from kvstore.engine.why.findings import Origin
+from kvstore.types import KEY_BYTES
+from kvstore.units import MIB, NS_PER_MS, NS_PER_S
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
+
+LOCATES_MAX = 256
+COMING_BYTES = 192
+"""What is kept of one key while it is asked for or on its way, whatever the number of shards."""
+COMING_BYTES_MAX = 32 * MIB
+COMING_BYTES_PER_ENGINE = 4 * MIB
+"""Ten questions of 2,048 keys."""
+"""Questions to the index under way."""
+LOCATE_MS = 2
+"""What a question to the index is estimated at."""
+ABSENT_NS = NS_PER_S
+"""So long after the index knew nobody, the same question is not asked again."""
+ABSENT_MAX = 4096
+FETCH_BYTES = 16 * MIB
+"""Of one fetch: the loan of the next is asked for while this one moves, and whoever waits is told
+piece by piece."""
+GAIN = 2
+"""A fetch must be estimated at one part in so many of what computing takes, or less."""
+AVOID_FIRST_NS, AVOID_MOST_NS = NS_PER_S, 30 * NS_PER_S
+"""A peer that failed is left alone, longer each time in a row; so is an index that did not answer
+UNANSWERED_MAX times."""
+UNANSWERED_MAX = 3
+PEERS_MAX = 1024
+
+
+class _Locating(msgspec.Struct, frozen=True):
+    asker: Asker
+    keys: Keys
+    search: Search
+
+
+class _Fetching(msgspec.Struct):
+    """Blocks on their way; their slots, one column per shard, are PEER_WRITER's."""
+
+    node: str
+    asker: Asker
+    keys: Keys
+    columns: list[Words]
+    size_bytes: int
+    search: Search
+    places: NDArray[np.int64]
+    """Of the keys among those that the search asked about."""
+    is_void: bool = False
+    """Cleared meanwhile."""
+
+
+class _Peer:
+    """What is known of another node."""
+
+    __slots__ = ("avoid_until_ns", "failures", "pace")
+
+    def __init__(self) -> None:
+        self.pace = ReadPace()
+        self.failures = 0
+        """In a row."""
+        self.avoid_until_ns = 0
+
+
+class Fetches:
+    """Everything the engine decides about fetching from other nodes."""
+
+    def __init__(
+        self,
+        state: State,
+        admission: Admission,
+        arrivals: Arrivals,
+        writes: Writes,
+        numbers: Iterator[int],
+    ) -> None:
+        self._state = state
+        self._admission = admission
+        self._arrivals = arrivals
+        self._writes = writes
+        """What came is written through like what was computed."""
+        self._numbers = numbers
+        self._locating: dict[int, _Locating] = {}
+        self._fetching: dict[int, _Fetching] = {}
+        self._coming: dict[tuple[int, ...], dict[bytes, int]] = {}
+        """Question or fetch of each key, by the scopes that it is wanted in, all together."""
+        self._coming_of: Counter[str] = Counter()
+        """Keys of these, by engine."""
+        self._absent: OrderedDict[tuple[int, bytes], tuple[int, Wanted]] = OrderedDict()
+        """Until when nobody is asked for a run that begins with this (scope, key), and why."""
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._unanswered = 0
+        """Questions in a row that the index did not answer."""
+        self._ask_from_ns = 0
+        """Before that the index is asked nothing: it would only be waited for."""
+        self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
+        self._moving_bytes = 0
+
+    # ── what is asked ────────────────────────────────────────────────────────────────────────────
+
+    def want(self, asker: Asker, keys: Keys) -> Wanted:
+        """A request names these keys, in chain order, of which this node holds not even the first.
+        Returns how many of them, from the first on, are on their way or may be."""
+        state = self._state
+        if not state.config.fetches or not len(keys):
+            return Wanted()
+        keys = keys[:KEYS_PER_DATAGRAM_MAX]
+        coming = self._leading(asker.scopes, keys)
+        first = (asker.scopes[0], keys[0].tobytes())
+        if coming:
+            return Wanted(coming, *self._shared(*first))
+        until_ns, known = self._absent.get(first, (0, Wanted()))
+        if until_ns > state.now_ns:
+            return known
+        if len(self._locating) >= LOCATES_MAX or self._exceeds_share(asker.engine, len(keys)):
+            return Wanted(0, Search(0, len(keys), Sought.BUSY))
+        if state.now_ns < self._ask_from_ns:
+            return Wanted(0, Search(0, len(keys), Sought.INDEX_AWAY))
+        if len(set(_each(keys))) != len(keys):
+            return Wanted()  # a chain names no key twice: who does is not served with more work
+        number, search = next(self._numbers), state.searches.begin(len(keys))
+        keys = keys.copy()  # not the rest of the message
+        self._locating[number] = _Locating(asker, keys, search)
+        self._expect(number, asker, keys)
+        state.counters.locates += 1
+        state.say(
+            Locate(
+                locate=number,
+                tenant=asker.tenant,
+                space=asker.space,
+                keys=keys.tobytes(),
+                cause=state.cause,
+            )
+        )
+        return Wanted(len(keys), search)
+
+    def _exceeds_share(self, engine: str, more: int) -> bool:
+        """Whether so many more keys are more than this engine, or all together, may be told of."""
+        its = (self._coming_of[engine] + more) * COMING_BYTES
+        every = (self._coming_of.total() + more) * COMING_BYTES
+        return its > COMING_BYTES_PER_ENGINE or every > COMING_BYTES_MAX
+
+    def _shared(self, scope: int, key: bytes) -> tuple[Search, int]:
+        """The search that brings this key of a scope, and its place there."""
+        number = next(its[key] for its in self._with([scope]).values() if key in its)
+        job = self._locating.get(number) or self._fetching[number]
+        at = next(n for n, its in enumerate(_each(job.keys)) if its == key)
+        return job.search, int(job.places[at]) if isinstance(job, _Fetching) else at
+
+    def _leading(self, scopes: Sequence[int], keys: Keys) -> int:
+        """How many from the first on are on their way, or asked for."""
+        return leading(self.coming(scopes, keys, NO_ROWS))
+
+    def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
+        """Keys on their way in any of these."""
+        wanted = set(scopes)
+        return {these: its for these, its in self._coming.items() if not wanted.isdisjoint(these)}
+
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these keys are on their way, or asked for (`arrivals.Source`)."""
+        del rows
+        flags = np.zeros((len(scopes), len(keys)), dtype=bool)
+        for these, its in self._with(scopes).items() if self._coming else ():
+            found = np.fromiter((key in its for key in _each(keys)), dtype=bool, count=len(keys))
+            flags[np.isin(scopes, these)] |= found
+        return flags
+
+    def _expect(self, number: int, asker: Asker, keys: Keys) -> None:
+        its = self._coming.setdefault(asker.scopes, {})
+        for key in _each(keys):
+            its.setdefault(key, number)
+        self._coming_of[asker.engine] += len(keys)
+
+    def _expect_no_more(self, number: int, asker: Asker, keys: Keys) -> None:
+        its = self._coming.get(asker.scopes, {})
+        for key in _each(keys):
+            if its.get(key) == number:
+                del its[key]
+        if not its:
+            self._coming.pop(asker.scopes, None)
+        self._coming_of[asker.engine] -= len(keys)
+        if not self._coming_of[asker.engine]:
+            del self._coming_of[asker.engine]
+
+    def estimate_ms(self, asker: Asker, block_count: int) -> int:
+        """How long so many blocks take to come from wherever they are, as far as anybody knows."""
+        size = block_count * sum(asker.slot_sizes)
+        now_ns = self._state.now_ns
+        paces = [p.pace.ns_per_byte(now_ns) for p in self._peers.values() if not p.failures]
+        return LOCATE_MS + int(size * min(paces, default=NS_PER_BYTE_GUESS) / NS_PER_MS)
+
+    # ── what the index knows ─────────────────────────────────────────────────────────────────────
+
+    def located(self, event: Located) -> None:
+        """The index answered, or did not: fetch from whoever is best, or from nobody."""
+        state, question = self._state, self._locating.pop(event.locate, None)
+        assert question is not None, f"question {event.locate} was answered twice"
+        asker, keys = question.asker, question.keys
+        self._expect_no_more(event.locate, asker, keys)
+        self._judge_index(is_known=event.is_known)
+        search = question.search
+        chosen = self._choose(asker, event.candidates, search)
+        if not event.is_known:
+            search.sought = Sought.INDEX_AWAY
+        elif chosen is None:
+            self._remember_absent((asker.scopes[0], keys[0].tobytes()), Wanted(0, search))
+        elif not state.is_off(asker.tenant, asker.space):
+            self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
+        self._arrivals.news()
+
+    def _judge_index(self, *, is_known: bool) -> None:
+        """Requests do not wait, one after the other, for an index that is away."""
+        if is_known:
+            self._unanswered = self._ask_from_ns = 0
+            return
+        if self._state.now_ns < self._ask_from_ns:
+            return  # asked before it was left alone: that says nothing new
+        self._unanswered += 1
+        if self._unanswered >= UNANSWERED_MAX:
+            longer = self._unanswered - UNANSWERED_MAX
+            self._ask_from_ns = self._state.now_ns + _longer_each_time(longer)
+
+    def _remember_absent(self, first: tuple[int, bytes], why: Wanted) -> None:
+        self._absent[first] = (self._state.now_ns + ABSENT_NS, why)
+        self._absent.move_to_end(first)
+        if len(self._absent) > ABSENT_MAX:
+            self._absent.popitem(last=False)
+
+    def _choose(
+        self, asker: Asker, candidates: Sequence[Candidate], search: Search
+    ) -> Candidate | None:
+        """The one that saves most time; None: computing is as quick, or nobody is to be asked."""
+        state = self._state
+        pace = state.paces.of(asker.tenant, asker.space)
+        compute_ns = pace.compute_ns_per_token * asker.block_tokens
+        best, best_saved_ns = None, 0.0
+        search.sought = Sought.NOBODY
+        for candidate in candidates:
+            peer = self._peers.get(candidate.node)
+            if not candidate.blocks:
+                continue
+            if peer and peer.avoid_until_ns > state.now_ns:
+                if search.sought is Sought.NOBODY:
+                    _would_be(search, candidate, Sought.AVOIDED)
+                    search.failures = peer.failures
+                continue
+            ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
+            cost_ns = ns_per_byte * sum(asker.block_bytes)
+            if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
+                if best is None and (not search.fetch_ns or search.known < candidate.blocks):
+                    _would_be(search, candidate, Sought.COST)
+                    search.fetch_ns = int(cost_ns * search.known)
+                    search.compute_ns = int(compute_ns * search.known)
+                continue
+            # Nothing is known of computing: the longest run is the best, the quickest of equals.
+            worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)
+            if candidate.blocks * worth_ns > best_saved_ns:
+                best, best_saved_ns = candidate, candidate.blocks * worth_ns
+                _would_be(search, candidate, Sought.HERE)
+        return best
+
+    # ── what is fetched ──────────────────────────────────────────────────────────────────────────
+
+    def _fetch_all(self, node: str, asker: Asker, keys: Keys, search: Search) -> None:
+        """Fetch what of these is not here by now, as far as there is room."""
+        state = self._state
+        rows = state.residency.find_all(asker.scopes, keys)
+        away = (state.residency.words(rows) < 0) & ~self.coming(asker.scopes, keys, rows)
+        missing = away.any(axis=0)
+        keys, places = keys[missing], np.flatnonzero(missing)
+        search.missing = len(keys)
+        search.sought = Sought.NO_ROOM if len(keys) else Sought.HERE
+        block_bytes = sum(asker.slot_sizes)
+        room = max(0, self._moving_bytes_max - self._moving_bytes) // block_bytes
+        room = max(room, 0 if self._fetching else 1)
+        room = min(room, state.slots.pins.room(None, asker.group, block_bytes) // block_bytes)
+        state.make_room_for(Why.READS, asker.title)
+        count = self._make_room(asker, min(len(keys), room))
+        per_fetch = max(1, FETCH_BYTES // block_bytes)
+        for begin in range(0, count, per_fetch):
+            piece = slice(begin, min(begin + per_fetch, count))
+            self._fetch(node, asker, keys[piece], search, places[piece])
+
+    def _make_room(self, asker: Asker, wanted: int) -> int:
+        """Free slots for up to so many blocks; returns for how many there are some."""
+        if not wanted:
+            return 0
+        state, sizes = self._state, asker.slot_sizes
+        active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
+        pools = {size: state.slots.pool(size) for size in sizes}
+        for size, pool in pools.items():
+            need = wanted * sizes.count(size)
+            self._admission.make_room(pool, need, active | set(sizes), asker.group)
+        return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
+
+    def _fetch(
+        self, node: str, asker: Asker, keys: Keys, search: Search, places: NDArray[np.int64]
+    ) -> None:
+        state, number = self._state, next(self._numbers)
+        columns = [
+            state.slots.grant(
+                state.slots.pools[size],
+                len(keys),
+                writer=PEER_WRITER,
+                session=0,
+                group=asker.group,
+                cause=state.cause,
+            )
+            for size in asker.slot_sizes
+        ]
+        size_bytes = len(keys) * sum(asker.slot_sizes)
+        self._fetching[number] = _Fetching(node, asker, keys, columns, size_bytes, search, places)
+        search.begin(len(keys), state.now_ns)
+        self._moving_bytes += size_bytes
+        self._expect(number, asker, keys)
+        self._peer(node).pace.begun(number, size_bytes, state.now_ns)
+        words = np.stack(columns, axis=1).reshape(-1)
+        state.say(
+            Fetch(
+                job=number,
+                node=node,
+                tenant=asker.tenant,
+                space=asker.space,
+                shards=asker.shards,
+                block_bytes=asker.block_bytes,
+                keys=keys.tobytes(),
+                slots=state.slots.slots_of(words),
+                cause=state.cause,
+            )
+        )
+
+    def _peer(self, node: str) -> _Peer:
+        peer = self._peers.get(node)
+        if peer is None:
+            peer = self._peers[node] = _Peer()
+            if len(self._peers) > PEERS_MAX:
+                busy = {fetching.node for fetching in self._fetching.values()}
+                del self._peers[next(name for name in self._peers if name not in busy)]
+        self._peers.move_to_end(node)
+        return peer
+
+    def fetched(self, event: Fetched) -> None:
+        """A fetch has truly ended: what is good and not here by another way is in dram now."""
+        state, job = self._state, self._fetching.pop(event.job, None)
+        assert job is not None, f"fetch {event.job} ended twice"
+        asker = job.asker
+        self._expect_no_more(event.job, asker, job.keys)
+        self._moving_bytes -= job.size_bytes
+        good = np.frombuffer(event.good, dtype=np.bool_)
+        self._judge(job, event)
+        if job.is_void or state.is_off(asker.tenant, asker.space):
+            good = np.zeros(len(job.keys), dtype=bool)
+            event = msgspec.structs.replace(event, trouble="it was cleared or switched off here")
+        job.search.end(event, int(good.sum()), state.now_ns)
+        if not good.any():
+            # The index knew of what is not there: it is not asked the same again at once.
+            why = Wanted(0, job.search, int(job.places[0]))
+            self._remember_absent((asker.scopes[0], job.keys[0].tobytes()), why)
+        checksums = np.zeros((len(job.keys), len(asker.shards), 2), dtype=np.uint64)
+        if event.checksums:
+            checksums[:] = checksums_array(event.checksums).reshape(checksums.shape)
+        for column, words in enumerate(job.columns):
+            taken = self._take(asker, column, job.keys, words, good, checksums[:, column])
+            if column == 0:
+                number = job.search.number
+                self._arrivals.brought(words[taken], Origin.PEER, search=number)
+        state.counters.fetched_blocks += int(good.sum())
+        state.counters.fetch_blocks_lost += int((~good).sum())
+        state.credits_due = True
+        self._arrivals.news()
+
+    def _judge(self, job: _Fetching, event: Fetched) -> None:
+        """What this says of the peer."""
+        peer = self._peer(job.node)
+        good = any(event.good)
+        peer.pace.ended(event.job, self._state.now_ns, counts=good)
+        if good:
+            peer.failures = peer.avoid_until_ns = 0
+        elif event.peer_failed and self._state.now_ns >= peer.avoid_until_ns:
+            # Once for all that was under way: a session that ends takes many fetches with it.
+            peer.avoid_until_ns = self._state.now_ns + _longer_each_time(peer.failures)
+            peer.failures += 1
+
+    def _take(
+        self,
+        asker: Asker,
+        column: int,
+        keys: Keys,
+        words: Words,
+        good: NDArray[np.bool_],
+        checksums: NDArray[np.uint64],
+    ) -> NDArray[np.bool_]:
+        """Seal one shard's good blocks and give the other slots back. Returns which were taken."""
+        state, residency = self._state, self._state.residency
+        # Its number may have been forgotten and given anew while the blocks were on their way.
+        scope = residency.scope(asker.tenant, asker.space, asker.shards[column])
+        rows = residency.find(scope, keys)
+        taken = good & (residency.words(rows) < 0)
+        rows, its = rows[taken], words[taken]
+        absent = np.flatnonzero(rows < 0)
+        rows[absent] = residency.insert(scope, keys[taken][absent])
+        residency.put_dram(rows, its, checksums[taken])
+        state.slots.seal_read(its, prints(scope, keys[taken]), state.cause)
+        state.free(words[~taken])
+        self._writes.sealed(scope, rows, block_bytes=asker.block_bytes[column])
+        return taken
+
+    def void(self, tenant: str | None, space: bytes | None) -> None:
+        """What was cleared must not come from what is on its way."""
+        for job in self._fetching.values():
+            if tenant in (None, job.asker.tenant) and space in (None, job.asker.space):
+                job.is_void = True
+
+    # ── looking in ───────────────────────────────────────────────────────────────────────────────
+
+    def fetching_words(self) -> Words:
+        """Slots that are being fetched into."""
+        held = [words for job in self._fetching.values() for words in job.columns]
+        return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
+
+    def check(self) -> None:
+        """Raises AssertionError when a bound or the bookkeeping is broken. For tests."""
+        assert len(self._locating) <= LOCATES_MAX
+        assert len(self._absent) <= ABSENT_MAX
+        assert self._moving_bytes == sum(job.size_bytes for job in self._fetching.values())
+        jobs = self._locating.keys() | self._fetching.keys()
+        for its in self._coming.values():
+            assert its.keys(), "scopes of nothing"
+            assert set(its.values()) <= jobs, "nobody brings a key"
+        told = Counter[str]()
+        for question in self._locating.values():
+            told[question.asker.engine] += len(question.keys)
+        for job in self._fetching.values():
+            told[job.asker.engine] += len(job.keys)
+        assert told == self._coming_of, "what engines are told of is miscounted"
+        assert self._coming_of.total() * COMING_BYTES <= COMING_BYTES_MAX
+
+
+def _would_be(search: Search, candidate: Candidate, sought: Sought) -> None:
+    """Whom a search came to, unless another one is better."""
+    search.sought, search.node = sought, candidate.node
+    search.known = min(candidate.blocks, search.asked)
+
+
+def _longer_each_time(failures: int) -> int:
+    return min(AVOID_FIRST_NS << min(failures, 10), AVOID_MOST_NS)
+
+
+def _each(keys: Keys) -> Iterator[bytes]:
+    raw = keys.tobytes()
+    return (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))

@@ -1,0 +1,351 @@
+"""The file tier as the engine sees it: what is promoted, what is kept.
+
+    sealed in dram ──▶ written through, if it is worth it (`writes`)
+    asked for      ──ReadFile───▶ slots held  ──FileRead─────▶ sealed in dram, waiting leases grow
+    segment to go  ──FileReclaim─▶ what was asked for since it was written is kept, all else goes
+
+Rules. 1: a slot that is being read into belongs to FILE_WRITER until the read has truly ended,
+however late. 2: what a read brings counts only if the block is still wanted: its row is there and
+not in dram. 3: at most a quarter of the arena is in motion each way.
+
+Covers: reads, places on disk. Does not cover: writes (`writes`), leases that wait (`arrivals`), the
+I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`), how long a
+promotion takes (`pace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.events import (
+    FileGone,
+    FileKnown,
+    FileLate,
+    FileMoved,
+    FileRead,
+    FileReclaim,
+    FileWritten,
+    ReadFile,
+    ReclaimFile,
+    VoidFile,
+)
+from kvstore.engine.memory.admission import Admission
+from kvstore.engine.memory.policy.port import Words, prints
+from kvstore.engine.memory.quotas import GroupId
+from kvstore.engine.memory.slots import FILE_WRITER
+from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
+from kvstore.engine.memory.tombstones import Why
+from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.pace import ReadPace
+from kvstore.engine.moves.writes import JOB_BYTES_MAX, MOVING_SHARE, Writes
+from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.runs import has_repeats, leading
+from kvstore.engine.state import State
+from kvstore.engine.why.findings import Origin
+from kvstore.types import KEY_BYTES, SpaceId, Tier
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
+
+BLOCKS_PER_READ = 64
+"""A promotion is told piece by piece: a reader whose time is up takes what is there."""
+READ_AHEAD_NS = 10**9
+"""No more is asked of the disk at once than it brings in about this time: what waits longer comes
+too late for whoever asked, and would look like a hanging disk."""
+PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
+"""Of one question: what lies behind is promoted when it is asked for."""
+REPEATED = -1
+"""Answer to a question that names a key twice."""
+KEEP_SHARE = 4
+"""Of a segment that is reclaimed, one part in so many is kept at most."""
+FOREIGN_LOCATION = np.uint64(1 << 63)
+"""Locations from here on are records of other nodes."""
+
+
+class _Read(msgspec.Struct):
+    """Blocks on their way from disk; their slots are FILE_WRITER's."""
+
+    scope: int
+    keys: Keys
+    rows: Rows
+    checksums: NDArray[np.uint64]
+    """What the tier verifies against: by the end the row may be another copy's."""
+    words: Words
+    size_bytes: int
+    late: bool = False
+
+
+class Files:
+    """Everything the engine decides about its file tier."""
+
+    def __init__(
+        self, state: State, admission: Admission, arrivals: Arrivals, numbers: Iterator[int]
+    ) -> None:
+        self._state = state
+        self._admission = admission
+        self._arrivals = arrivals
+        self._numbers = numbers
+        self.writes = Writes(state, self._numbers)
+        rows = state.residency.table.row_count_max
+        self._reading = np.zeros(rows + 1, dtype=np.int32)
+        """Read job of each row, 0 when none; row -1 reads as none."""
+        self._asked_for = np.zeros(rows, dtype=bool)
+        """Since its record was written."""
+        self._reads: dict[int, _Read] = {}
+        self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
+        self._reading_bytes = 0
+        self.left_out_count = 0
+        """Blocks that the tier told of and that found no row."""
+        self.pace = ReadPace(state.config.learned.disk_ns_per_mib)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this node has a file tier."""
+        return self._state.config.file_bytes > 0
+
+    def written(self, event: FileWritten) -> None:
+        """A write ended, in whatever way: what is on disk is known."""
+        self._place(*self.writes.ended(event))
+
+    # ── disk to dram ─────────────────────────────────────────────────────────────────────────────
+
+    def promote(self, asker: Asker, keys: Keys, *, held: Rows = NO_ROWS) -> int:
+        """Begin to read what of these keys, in chain order, is on disk and not in dram. Returns how
+        many of them, from the first on, are in dram or on their way, or REPEATED: then nothing was
+        begun. `held`: rows of the first shard that the same question has leased already."""
+        state = self._state
+        if not self.enabled:
+            return 0
+        keys = keys[: PROMOTED_BLOCKS_MAX // max(len(asker.scopes), 1)]
+        rows = state.residency.find_all(asker.scopes, keys)
+        count = leading(self.there(rows))
+        rows = rows[:, :count]
+        if has_repeats(np.concatenate([held, rows[0]])):
+            return REPEATED
+        self._asked_for[rows] = True
+        away = (state.residency.words(rows) < 0) & (self._reading[rows] == 0)
+        for column in np.flatnonzero(away.any(axis=1)).tolist():
+            wanted = np.flatnonzero(away[column, :count])
+            started = self._start(asker, column, keys[wanted], rows[column, wanted])
+            if started < len(wanted):
+                count = int(wanted[started])
+        return count
+
+    def there(self, rows: Rows) -> NDArray[np.bool_]:
+        """Which are in dram, on their way, or could be read."""
+        residency = self._state.residency
+        there: NDArray[np.bool_] = (residency.words(rows) >= 0) | (self._reading[rows] != 0)
+        there |= (rows >= 0) & (residency.file[rows] != 0)
+        return there
+
+    def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
+        """Issue reads for these rows of one shard as far as there is room. Returns for how many."""
+        state, size = self._state, asker.slot_sizes[column]
+        limit = min(
+            self._moving_bytes_max, int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
+        )
+        room = max(0 if self._reads else 1, (limit - self._reading_bytes) // size)
+        room = min(room, state.slots.pins.room(None, asker.group, size) // size)
+        wanted = min(len(rows), room)
+        if wanted == 0:
+            return 0
+        pool = state.slots.pool(size)
+        state.make_room_for(Why.READS, asker.title)
+        active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
+        self._admission.make_room(pool, wanted, active | {size}, asker.group)
+        wanted = min(wanted, len(pool.free))
+        pieces = max(1, min(BLOCKS_PER_READ, JOB_BYTES_MAX // size))
+        for begin in range(0, wanted, pieces):
+            piece = slice(begin, min(begin + pieces, wanted))
+            self._read(
+                asker.scopes[column],
+                keys[piece],
+                rows[piece],
+                pool_size=size,
+                block_bytes=asker.block_bytes[column],
+                group=asker.group,
+            )
+        return wanted
+
+    def _read(
+        self,
+        scope: int,
+        keys: Keys,
+        rows: Rows,
+        *,
+        pool_size: int,
+        block_bytes: int,
+        group: GroupId,
+    ) -> None:
+        state = self._state
+        words = state.slots.grant(
+            state.slots.pools[pool_size],
+            len(rows),
+            writer=FILE_WRITER,
+            session=0,
+            group=group,
+            cause=state.cause,
+        )
+        job = next(self._numbers)
+        locations = state.residency.file[rows]
+        checksums = state.residency.checksum[rows]
+        size_bytes = len(rows) * pool_size
+        read = _Read(scope, keys, rows, checksums, words, size_bytes)
+        self._reads[job] = read
+        self.pace.begun(job, size_bytes, state.now_ns)
+        self._reading[rows] = job
+        self._reading_bytes += read.size_bytes
+        tenant, space, shard = state.residency.address(scope)
+        state.say(
+            ReadFile(
+                job=job,
+                tenant=tenant,
+                space=space,
+                shard=shard,
+                block_bytes=block_bytes,
+                keys=keys.tobytes(),
+                locations=locations.tobytes(),
+                slots=state.slots.slots_of(words),
+                checksums=checksums.tobytes(),
+                cause=state.cause,
+            )
+        )
+
+    def read(self, event: FileRead) -> None:
+        """A read has truly ended: what is good and still wanted is in dram now. What is damaged the
+        tier tells by itself (FileGone)."""
+        state, job = self._state, self._reads.pop(event.job, None)
+        assert job is not None, f"read job {event.job} ended twice"
+        self._no_more_reading(event.job, job)
+        self._reading_bytes -= job.size_bytes
+        good = np.frombuffer(event.good, dtype=np.bool_)
+        rows = state.residency.find(job.scope, job.keys)
+        wanted = good & (rows >= 0) & (state.residency.words(rows) < 0)
+        # A scope that nothing is in any more may be forgotten by now.
+        wanted &= not (wanted.any() and state.is_scope_off(job.scope, Tier.FILE))
+        taken, words = rows[wanted], job.words[wanted]
+        state.residency.put_dram(taken, words, job.checksums[wanted])
+        state.slots.seal_read(words, prints(job.scope, job.keys[wanted]), state.cause)
+        self._arrivals.brought(words, Origin.FILE)
+        state.free(job.words[~wanted])
+        state.counters.file_blocks_read += int(good.sum())
+        state.counters.file_blocks_unread += int((~good).sum())
+        self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
+        state.credits_due = True
+        self._arrivals.news()
+
+    def late(self, event: FileLate) -> None:
+        """Nobody waits for this read any more; its slots stay until it has ended."""
+        job = self._reads.get(event.job)
+        if job is not None and not job.late:
+            job.late = True
+            self._state.counters.file_reads_late += 1
+            self._no_more_reading(event.job, job)
+            self._arrivals.news()
+
+    def _no_more_reading(self, number: int, job: _Read) -> None:
+        mine = job.rows[self._reading[job.rows] == number]
+        self._reading[mine] = 0
+
+    def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
+        """Which of these rows are being read (`arrivals.Source`)."""
+        being_read: NDArray[np.bool_] = self._reading[rows] != 0
+        return being_read
+
+    # ── what the tier tells ──────────────────────────────────────────────────────────────────────
+
+    def known(self, event: FileKnown) -> None:
+        """The tier holds these blocks. Of two places the later written one counts."""
+        state = self._state
+        if state.is_off(event.tenant, SpaceId(event.space), Tier.FILE):
+            return
+        state.forget_unused_scopes()
+        scope = state.residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        _, first = np.unique(np.frombuffer(event.keys, dtype="V32"), return_index=True)
+        keys = keys_array(event.keys)[first]
+        locations = np.frombuffer(event.locations, dtype="<u8")[first]
+        checksums = np.frombuffer(event.checksums, dtype="<u8").reshape(-1, 2)[first]
+        rows = state.residency.find(scope, keys)
+        absent = np.flatnonzero(rows < 0)
+        fits = absent[: max(0, state.residency.spare_rows)]
+        self.left_out_count += len(absent) - len(fits)
+        state.counters.file_blocks_crowded += len(absent) - len(fits)
+        rows[fits] = state.residency.insert(scope, keys[fits])
+        state.residency.checksum[rows[fits]] = checksums[fits]
+        place = rows >= 0
+        place[place] = _is_newer(locations[place], state.residency.file[rows[place]])
+        same = state.residency.checksum[rows[place]] == checksums[place]
+        place[place] = same.all(axis=1)
+        self._place(rows[place], locations[place])
+
+    def _place(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
+        self._asked_for[rows] = False
+        self._state.residency.put_file(rows, locations)
+
+    def moved(self, event: FileMoved) -> None:
+        """What a reclaimed segment kept. A block that has another place by now keeps that."""
+        residency = self._state.residency
+        scope = residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        rows = residency.find(scope, keys_array(event.keys))
+        there = rows >= 0
+        old = np.frombuffer(event.old_locations, dtype="<u8")
+        there[there] = residency.file[rows[there]] == old[there]
+        self._place(rows[there], np.frombuffer(event.locations, dtype="<u8")[there])
+
+    def gone(self, event: FileGone) -> None:
+        """The tier holds these blocks no more, at these places."""
+        residency = self._state.residency
+        scope = residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        rows, locations = residency.find(scope, keys_array(event.keys)), event.locations
+        there = rows >= 0
+        if locations:
+            there[there] = residency.file[rows[there]] == np.frombuffer(locations, "<u8")[there]
+        if event.damaged:
+            self._state.counters.file_blocks_damaged += len(event.keys) // KEY_BYTES
+        residency.drop_file(np.unique(rows[there]), self._state.stamp(Why.FILE_LOST))
+
+    def reclaim(self, event: FileReclaim) -> None:
+        """A segment is to go: keep what was asked for since it was written, within a share and the
+        budget."""
+        state, residency = self._state, self._state.residency
+        total = sum(len(part.keys) // KEY_BYTES for part in event.parts)
+        room, kept = total // KEEP_SHARE, []
+        for part in event.parts:
+            scope = residency.scope(part.tenant, SpaceId(part.space), part.shard)
+            locations = np.frombuffer(part.locations, dtype="<u8")
+            rows = residency.find(scope, keys_array(part.keys))
+            live = rows >= 0
+            live[live] = residency.file[rows[live]] == locations[live]
+            hot = np.flatnonzero(live)
+            hot = hot[self._asked_for[rows[hot]]][:room]
+            if state.is_scope_off(scope, Tier.FILE):
+                hot = hot[:0]  # moved, they would be newer than what makes them void
+            hot = hot[: self.writes.allow(len(hot), block_bytes=part.block_bytes)]
+            room -= len(hot)
+            kept.append(locations[hot])
+            live[hot] = False
+            residency.drop_file(np.unique(rows[live]), self._state.stamp(Why.RECLAIMED))
+        keep = np.concatenate(kept).tobytes() if kept else b""
+        state.say(ReclaimFile(segment=event.segment, keep=keep, cause=state.cause))
+
+    def void(self, tenant: str | None, space: bytes | None) -> None:
+        """What was cleared must not come back with a restart."""
+        if self.enabled:
+            self._state.say(VoidFile(tenant=tenant, space=space, cause=self._state.cause))
+
+    # ── looking in ───────────────────────────────────────────────────────────────────────────────
+
+    def reading_words(self) -> Words:
+        """Slots that are being read into."""
+        held = [job.words for job in self._reads.values()]
+        return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
+
+
+def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which new places supersede the old ones: any that is the first, one of our own a foreign one,
+    and of our own the greater."""
+    own = new < FOREIGN_LOCATION
+    newer: NDArray[np.bool_] = (old == 0) | (own & ((old >= FOREIGN_LOCATION) | (new > old)))
+    return newer

@@ -1,0 +1,229 @@
+"""Blocks that another node reads here: pinned while it does, and told whether they stayed.
+
+    Lend ──pin the leading run──▶ Lent … the peer reads … LoanReturned ──▶ LoanEnded(intact)
+      └─ what is on disk is promoted first, for WAIT_NS at most
+
+Rules. 1: a loan is a lease of a session of its own, negative, so that time ends it like any other.
+2: a peer only reads: giving a slot up early is never unsafe here, and `intact` tells it so. 3: what
+a block was lent with is what it must still be at the end: slot and generation. 4: a peer is lent as
+much as its share of pins allows (`pins`); the run ends there.
+Does not cover: who may ask (`kvstore.peers`), what is fetched from others (`fetches`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.table import Keys, Rows
+from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.covers import covers
+from kvstore.engine.moves.files import REPEATED, Files
+from kvstore.engine.sessions.askers import Asker, node_asks
+from kvstore.engine.sessions.leases import Lease
+from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading, leading_run, run_of
+from kvstore.engine.state import State
+from kvstore.types import Shard, SpaceId
+from kvstore.units import NS_PER_S
+from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
+
+WAIT_NS = NS_PER_S
+"""So long a loan waits for blocks from disk; whoever asks waits twice as long for the answer."""
+WAITING_MAX = 64
+"""Loans of one peer that wait."""
+
+
+class _Loan(msgspec.Struct, frozen=True):
+    held: Lease
+    words: Words
+    generations: NDArray[np.uint64]
+    block_count: int
+
+
+class _Waiting(msgspec.Struct, frozen=True):
+    """A loan that is answered when what is on disk has come."""
+
+    peer: int
+    loan: int
+    asker: Asker
+    keys: Keys
+    until_ns: int
+
+
+class Loans:
+    """All loans of a node, by (peer, loan)."""
+
+    def __init__(self, state: State, files: Files, arrivals: Arrivals) -> None:
+        self._state = state
+        self._files = files
+        self._arrivals = arrivals
+        self._loans: dict[tuple[int, int], _Loan] = {}
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+
+    def lend(self, event: Lend) -> None:
+        """Pin the longest run there is, whatever the parallel size it was stored with."""
+        state, name = self._state, (event.peer, event.loan)
+        keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
+        is_new = name not in self._loans and name not in self._waiting
+        found = self._best(event, keys) if is_new else None
+        if found is None or not self._may_lend(event.peer, event.loan):
+            self._say_nothing(*name)
+            return
+        asker, rows = found
+        count = rows.shape[1]
+        keys = keys[:count]
+        run = run_of(state, rows)
+        if run.repeats():
+            self._say_nothing(*name)
+        elif run.count == count:
+            self._answer(*name, asker, run)
+        elif self._files.promote(asker, keys[run.count :], held=run.rows()) == REPEATED:
+            self._say_nothing(*name)
+        else:
+            until_ns = state.now_ns + WAIT_NS
+            self._waiting[name] = _Waiting(*name, asker, keys, until_ns)
+
+    def _may_lend(self, peer: int, loan: int) -> bool:
+        waiting = sum(name[0] == peer for name in self._waiting)
+        return waiting < WAITING_MAX and self._state.leases.may_add(-peer, loan)
+
+    def _best(self, event: Lend, keys: Keys) -> tuple[Asker, Rows] | None:
+        """The cover that has the longest run, and its rows, [S][n]; None: nothing is to be lent."""
+        state, space = self._state, SpaceId(event.space)
+        known = state.known.get((event.tenant, space))
+        if known is None or state.is_off(event.tenant, space) or not len(keys):
+            return None
+        scopes = state.residency.shards(event.tenant, space)
+        found = covers(
+            scopes, layer_count=known.space.layer_count, head_count=known.space.kv_head_count
+        )
+        # Each shard is looked into once, and of many fewer keys than were asked for.
+        place = {shard: n for n, shard in enumerate({s: None for cover in found for s in cover})}
+        keys = keys[: LOOKED_UP_MAX // max(len(place), 1)]
+        rows = state.residency.find_all([scopes[shard] for shard in place], keys)
+        there, in_dram = self._files.there(rows), state.residency.words(rows) >= 0
+
+        def length(cover: tuple[Shard, ...]) -> tuple[int, int]:
+            its = [place[shard] for shard in cover]
+            return leading(there[its]), leading(in_dram[its])
+
+        best = max(found, key=length, default=())
+        count = length(best)[0] if best else 0
+        if not count:
+            return None
+        columns = tuple((shard, scopes[shard]) for shard in best)
+        asker = node_asks((event.tenant, space), known.space, columns)
+        return asker, rows[[place[shard] for shard in best], :count]
+
+    def _answer(self, peer: int, loan: int, asker: Asker, run: Run) -> None:
+        state = self._state
+        account = state.slots.pins.join_node(peer)
+        fits = state.leases.fitting(-peer, account, run.words(), len(asker.scopes))
+        state.counters.pins_refused += run.count - fits
+        if not fits:
+            self._say_nothing(peer, loan)
+            return
+        run = run.cut(fits)
+        words = run.words()
+        held = state.leases.add(-peer, loan, words, state.now_ns, account)
+        generations = state.slots.generation[words]
+        self._loans[peer, loan] = _Loan(held, words, generations, run.count)
+        for words_of_shard in run.words_by_shard:
+            mine = words_of_shard[: run.count]
+            state.slots.touch(state.slots.pool_of(int(mine[0])), mine)
+        state.counters.loaned_blocks += run.count
+        state.counters.lent_bytes += run.count * sum(asker.block_bytes)
+        state.say(
+            Lent(
+                peer=peer,
+                loan=loan,
+                shards=asker.shards,
+                block_bytes=asker.block_bytes,
+                slots=state.slots.slots_of(words).astype("<u4").tobytes(),
+                generations=generations.astype("<u8").tobytes(),
+                checksums=run.every_checksum(state).astype("<u8").tobytes(),
+                cause=state.cause,
+            )
+        )
+
+    def _say_nothing(self, peer: int, loan: int) -> None:
+        nothing = Lent(
+            peer=peer,
+            loan=loan,
+            shards=(),
+            block_bytes=(),
+            slots=b"",
+            generations=b"",
+            checksums=b"",
+            cause=self._state.cause,
+        )
+        self._state.say(nothing)
+
+    def advance(self) -> None:
+        """Blocks came, or time passed: answer who need not wait any longer."""
+        state = self._state
+        for name, waiting in list(self._waiting.items()):
+            run = leading_run(state, waiting.asker.scopes, waiting.keys)
+            rest = waiting.keys[run.count :]
+            is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest) > 0
+            if len(rest) and is_coming and state.now_ns < waiting.until_ns:
+                continue
+            del self._waiting[name]
+            # It may have been switched off, or evicted for others, meanwhile.
+            is_off = state.is_off(waiting.asker.tenant, waiting.asker.space)
+            if run.count and not is_off and state.leases.may_add(-waiting.peer, waiting.loan):
+                self._answer(waiting.peer, waiting.loan, waiting.asker, run)
+            else:
+                self._say_nothing(waiting.peer, waiting.loan)
+
+    def returned(self, event: LoanReturned) -> None:
+        """Say whether what was lent stayed, and let go of it."""
+        state = self._state
+        loan = self._loans.pop((event.peer, event.loan), None)
+        intact = np.zeros(loan.block_count if loan else 0, dtype=bool)
+        if loan is not None and state.leases.get(-event.peer, event.loan) is loan.held:
+            same = state.slots.generation[loan.words] == loan.generations
+            intact = same.reshape(loan.block_count, -1).all(axis=1)
+            state.leases.release(-event.peer, [event.loan])
+        state.credits_due |= state.slots.any_starved
+        state.counters.loan_blocks_changed += int((~intact).sum())
+        state.say(
+            LoanEnded(peer=event.peer, loan=event.loan, intact=intact.tobytes(), cause=state.cause)
+        )
+
+    def gone(self, event: PeerGone) -> None:
+        """Nobody reads these any more, or nobody will believe what it read."""
+        self._state.leases.end_session(-event.peer)
+        self._state.slots.pins.leave(-event.peer)
+        self._loans = {name: loan for name, loan in self._loans.items() if name[0] != event.peer}
+        for name in [name for name in self._waiting if name[0] == event.peer]:
+            del self._waiting[name]
+        self._state.credits_due = True
+
+    def tick(self) -> None:
+        """Loans whose lease has run out are forgotten: `returned` tells their peers the same."""
+        self.advance()
+        late = [
+            (peer, loan)
+            for (peer, loan), found in self._loans.items()
+            if self._state.leases.get(-peer, loan) is not found.held
+        ]
+        for name in late:
+            del self._loans[name]
+        self._state.counters.loans_expired += len(late)
+
+    def blocks(self) -> dict[tuple[int, int], int]:
+        """How many each loan is about."""
+        return {name: loan.block_count for name, loan in self._loans.items()}
+
+    @property
+    def any_waiting(self) -> bool:
+        """Whether a loan waits for what is on disk."""
+        return bool(self._waiting)
+
+    def sessions(self) -> set[int]:
+        """Sessions that hold leases for peers."""
+        return {-peer for peer, _ in self._loans}

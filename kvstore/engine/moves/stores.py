@@ -1,0 +1,220 @@
+"""Stores: credits out, seals in, copies that turned out bad.
+
+A granted slot comes back by its writer's Seal or Drop; only what was granted to that very
+connection, in that session, with that generation counts. Duplicate stores are joined: the first
+seal of a (space, shard, key) wins, the other slot is free again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.admission import Admission
+from kvstore.engine.memory.policy.port import Words, prints
+from kvstore.engine.memory.quotas import GroupId
+from kvstore.engine.memory.slots import SlotState
+from kvstore.engine.memory.tombstones import Why
+from kvstore.engine.moves.writes import Writes
+from kvstore.engine.sessions.owners import Connection, Owner
+from kvstore.engine.state import State
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    Distrust,
+    Drop,
+    Grant,
+    HelloRank,
+    Seal,
+    Verified,
+    checksums_array,
+    generations_array,
+    keys_array,
+    slots_array,
+)
+
+
+class Stores:
+    """Grants, seals, drops."""
+
+    def __init__(self, state: State, admission: Admission, writes: Writes) -> None:
+        self._state = state
+        self._admission = admission
+        self._writes = writes
+        """What is stored is written through to it."""
+        self._counted: list[int] = []
+        self._sharing_slots: dict[frozenset[int], int] = {}
+        """Sessions with slots of one of these sizes; of the sessions that were counted."""
+        self._sharing_quota: Counter[GroupId] = Counter()
+
+    def drop(self, connection: Connection, message: Drop) -> None:
+        """Granted slots that were not written: free again."""
+        words, valid = self._valid(connection, message)
+        words = np.unique(words[valid])
+        self._state.counters.stores_dropped += len(words)
+        self._ungrant(connection.owner, words, message.session)
+
+    def _valid(
+        self, connection: Connection, message: Seal | Drop
+    ) -> tuple[Words, NDArray[np.bool_]]:
+        slots = slots_array(message.slots)
+        words, known = self._state.slots.words_of(slots)
+        valid = (
+            known
+            & (self._state.slots.writer[words] == connection.id)
+            & (self._state.slots.state[words] == SlotState.GRANTED)
+            & (self._state.slots.generation[words] == generations_array(message.generations))
+            & (self._state.slots.session[words] == message.session)
+        )
+        self._state.counters.stale_slots += int((~valid).sum())
+        return words, valid
+
+    def seal(self, connection: Connection, message: Seal) -> str:
+        """Publish what is complete. Returns why the connection must end, or nothing."""
+        owner, hello = connection.owner, connection.hello
+        assert isinstance(hello, HelloRank)
+        words, valid = self._valid(connection, message)
+        keys = keys_array(message.keys)
+        if len(np.unique(np.frombuffer(message.keys, dtype="V32"))) != len(keys) or len(
+            np.unique(words[valid])
+        ) != int(valid.sum()):
+            return "a Seal that names a key or slot twice"
+        if not owner.open_session or message.session != owner.open_session:
+            self._ungrant(owner, words[valid], message.session)
+            return ""
+        if hello.rank not in owner.writers:
+            return "a Seal from a rank that does not write its shard"
+        if owner.known and self._state.is_off(*owner.known):
+            self._ungrant(owner, words[valid], message.session)
+            self._state.counters.stores_dropped += int(valid.sum())
+            return ""
+        words, keys = words[valid], keys[valid]
+        checksums = checksums_array(message.checksums)[valid]
+        scope = owner.scopes[owner.writers.index(hello.rank)]
+        rows = self._state.residency.find(scope, keys)
+        duplicate = self._state.residency.words(rows) >= 0
+        self._state.counters.stores_joined += int(duplicate.sum())
+        self._ungrant(owner, words[duplicate], message.session)
+        words, keys, rows = words[~duplicate], keys[~duplicate], rows[~duplicate]
+        checksums = checksums[~duplicate]
+        absent = np.flatnonzero(rows < 0)
+        rows[absent] = self._state.residency.insert(scope, keys[absent])
+        self._state.residency.put_dram(rows, words, checksums)
+        self._state.slots.seal(words, prints(scope, keys), self._state.cause)
+        owner.granted_slots -= len(words)
+        self._state.credits_due = True
+        self._state.counters.stores_sealed += len(words)
+        self._state.counters.stored_bytes += len(words) * hello.block_bytes
+        self._writes.sealed(scope, rows, block_bytes=hello.block_bytes)
+        return ""
+
+    def _ungrant(self, owner: Owner, words: Words, session: int) -> None:
+        self._state.free(words)
+        if session == owner.open_session:
+            owner.granted_slots -= len(words)
+
+    def distrust(self, connection: Connection, message: Distrust) -> None:
+        """Forget copies whose bytes failed their checksum. Only those that this engine could read
+        count: another model's or tenant's cache is not its to empty."""
+        words = self._readable(connection, message)
+        self._state.counters.blocks_distrusted += len(words)
+        self._state.empty(words, self._state.stamp(Why.DISTRUSTED))
+
+    def verified(self, connection: Connection, message: Verified) -> None:
+        """These copies are what they were when they were stored. The same rule."""
+        words = self._readable(connection, message)
+        self._state.counters.blocks_verified += int(self._state.residency.unverified[words].sum())
+        self._state.residency.unverified[words] = False
+
+    def _readable(self, connection: Connection, message: Distrust | Verified) -> Words:
+        """Of the copies that are named, those that are still there and the engine's to read."""
+        words, known = self._state.slots.words_of(slots_array(message.slots))
+        bad = (
+            known
+            & (self._state.slots.state[words] == SlotState.SEALED)
+            & (self._state.slots.generation[words] == generations_array(message.generations))
+        )
+        words = np.unique(words[bad])
+        rows = self._state.residency.row_of_word[words]
+        own = np.isin(self._state.residency.table.scopes[rows], connection.owner.scopes)
+        return words[own]
+
+    def grant_all(self) -> None:
+        """Top up credits of sessions that used half of theirs."""
+        if not self._state.credits_due:
+            return
+        self._state.credits_due = self._state.slots.pins.is_short = False
+        sessions = [owner for owner in self._state.owners.values() if owner.open_session]
+        active = {size for owner in sessions for size in owner.slot_sizes}
+        self._state.slots.forget_pools(keep=active)
+        self._count_sharing(sessions)
+        for owner in sessions:
+            if owner.known and self._state.is_off(*owner.known):
+                continue
+            counts = Counter(owner.slot_sizes)
+            pools = {self._state.slots.pools[size]: count for size, count in counts.items()}
+            sharing = self._sharing_slots[frozenset(counts)]
+            target = self._admission.credit_target(pools, sessions=sharing)
+            if self._state.slots.quotas.any:
+                limit = self._admission.credit_limit(owner.group, sum(owner.slot_sizes))
+                target = min(target, max(1, limit // self._sharing_quota[owner.group]))
+            if owner.granted_blocks > target // 2:
+                continue
+            self._grant(owner, target - owner.granted_blocks, active)
+
+    def _count_sharing(self, sessions: list[Owner]) -> None:
+        """How many sessions share slots and quotas, anew when they are other sessions: credits are
+        looked at on nearly every step. Hundreds of sessions have few kinds of slots."""
+        numbers = [owner.open_session for owner in sessions]
+        if numbers == self._counted:
+            return
+        self._counted = numbers
+        kinds = Counter(frozenset(owner.slot_sizes) for owner in sessions)
+        self._sharing_slots = {
+            mine: sum(count for kind, count in kinds.items() if kind & mine) for mine in kinds
+        }
+        self._sharing_quota = Counter(owner.group for owner in sessions)
+
+    def _grant(self, owner: Owner, wanted: int, active: set[int]) -> None:
+        shards = len(owner.scopes)
+        wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // shards)
+        sizes = owner.slot_sizes
+        assert owner.scheduler is not None
+        pins, block_bytes = self._state.slots.pins, sum(sizes)
+        room = pins.room(pins.account(owner.scheduler.id), owner.group, block_bytes)
+        # Credits and what is left are halves: blocks are to stay in it, and to be leased.
+        may = max(0, (room // block_bytes - owner.granted_blocks + 1) // 2)
+        pins.is_short |= may < wanted
+        wanted = min(wanted, may)
+        pools = {size: self._state.slots.pools[size] for size in sizes}
+        self._state.make_room_for(Why.STORES, owner.title)
+        for size, pool in pools.items():
+            self._admission.make_room(pool, wanted * sizes.count(size), active, owner.group)
+        # Counted at the end: making room for one size may take what was free for another.
+        count = min(wanted, *(len(p.free) // sizes.count(size) for size, p in pools.items()))
+        if count == 0:
+            self._state.counters.grants_refused += 1
+            return
+        columns = [
+            self._state.slots.grant(
+                self._state.slots.pools[size],
+                count,
+                writer=owner.ranks[rank].id,
+                session=owner.open_session,
+                group=owner.group,
+                cause=self._state.cause,
+            )
+            for rank, size in zip(owner.writers, sizes, strict=True)
+        ]
+        words = np.stack(columns, axis=1).reshape(-1)
+        owner.granted_slots += len(words)
+        self._state.counters.blocks_granted += count
+        self._state.send(
+            owner.scheduler,
+            Grant(
+                session=owner.open_session,
+                slots=self._state.slots.slots_of(words).astype("<u4").tobytes(),
+                generations=self._state.slots.generation[words].astype("<u8").tobytes(),
+            ),
+        )

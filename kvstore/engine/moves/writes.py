@@ -1,0 +1,177 @@
+"""What is written through to disk: which blocks are worth it, their jobs, their pins.
+
+    sealed in dram ──┐
+                     ├─ worth it? ─ room? ─ budget? ──WriteFile──▶ slot pinned ──FileWritten──▶
+    asked for again ─┘
+
+Rules. 1: a slot that is being written from is pinned like a leased one. 2: stores never wait: what
+cannot be written now is not written; if it is asked for while it is in dram, it is offered again.
+3: at most a quarter of the arena is in motion. 4: whatever is written, what a reclaimed segment
+keeps included, is allowed by the budget first; reads never ask.
+
+Does not cover: what "worth it" means (`policy.disk`), places on disk (`files`), the I/O
+(`kvstore.tiers.file`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.events import FileWritten, WriteFile
+from kvstore.engine.memory.policy.disk import DiskAdmission
+from kvstore.engine.memory.policy.port import NONE, Words, prints
+from kvstore.engine.memory.table import Rows
+from kvstore.engine.sessions.runs import has_repeats
+from kvstore.engine.state import State
+from kvstore.types import PAGE_BYTES, Tier
+from kvstore.wire.record import payload_pages
+
+JOB_BYTES_MAX = 64 << 20
+"""Of one job, if it has more than one block: jobs of some hundred MiB would fill any queue."""
+MOVING_SHARE = 4
+"""One part in so many of the arena may be in motion to disk, and as much from it."""
+
+
+class _Write(msgspec.Struct, frozen=True):
+    """Blocks on their way to disk; their slots are pinned."""
+
+    words: Words
+    generations: NDArray[np.uint64]
+    size_bytes: int
+    """In dram."""
+    record_bytes: int
+    """Of one block on disk."""
+
+
+class Writes:
+    """All writes of a node; `numbers` names jobs."""
+
+    def __init__(self, state: State, numbers: Iterator[int]) -> None:
+        self._state = state
+        self._numbers = numbers
+        config = state.config
+        self._admission = DiskAdmission(
+            config.file_admission,
+            day_bytes=config.file_day_bytes,
+            key_count=config.block_count_max,
+            seed=config.incarnation,
+            spent_bytes=config.file_spent_bytes,
+        )
+        self._jobs: dict[int, _Write] = {}
+        self._job_of_word = np.zeros(len(state.slots.state), dtype=np.int64)
+        """The last write of each slot while it lasts, else 0."""
+        self._moving_bytes_max = config.arena_bytes // MOVING_SHARE
+        self._moving_bytes = 0
+
+    def sealed(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
+        """These blocks were stored now."""
+        if self._state.config.file_bytes:
+            self._offer(scope, rows, block_bytes)
+
+    def asked_again(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
+        """A new request names these blocks; rows that are not there are -1."""
+        if not self._state.config.file_bytes:
+            return
+        words = self._state.residency.words(rows)
+        rows = rows[(words >= 0) & (self._job_of_word[words] == 0)]
+        if not has_repeats(rows):
+            self._offer(scope, rows, block_bytes)
+
+    def _offer(self, scope: int, rows: Rows, block_bytes: int) -> None:
+        """Of these blocks in dram, in chain order, write what is in no file, worth it, and fits."""
+        state = self._state
+        rows = rows[state.residency.file[rows] == 0]
+        if len(rows) == 0 or state.is_scope_off(scope, Tier.FILE):
+            return
+        named = prints(scope, state.residency.table.keys[rows])
+        admitted = self._admission.admit(named, state.now_ns)
+        state.counters.file_blocks_not_admitted += int((~admitted).sum())
+        rows = rows[admitted]
+        if len(rows) == 0:
+            return
+        words = state.residency.words(rows)
+        size = state.slots.pool_of(int(words[0])).slot_bytes
+        room = min(len(rows), max(0, (self._moving_bytes_max - self._moving_bytes) // size))
+        room = min(room, state.slots.pins.fitting(None, words, 1))
+        state.counters.file_writes_dropped += len(rows) - room
+        allowed = self.allow(room, block_bytes=block_bytes)
+        state.slots.pins.pin(words[:allowed])
+        pieces = max(1, JOB_BYTES_MAX // size)
+        for begin in range(0, allowed, pieces):
+            piece = slice(begin, min(begin + pieces, allowed))
+            self._write(scope, rows[piece], words[piece], size=size, block_bytes=block_bytes)
+
+    def allow(self, count: int, *, block_bytes: int) -> int:
+        """How many blocks the budget lets be written now; they count as written."""
+        allowed = self._admission.allow(count, _record_bytes(block_bytes), self._state.now_ns)
+        self._state.counters.file_blocks_over_budget += count - allowed
+        return allowed
+
+    def _write(self, scope: int, rows: Rows, words: Words, *, size: int, block_bytes: int) -> None:
+        state = self._state
+        job = next(self._numbers)
+        generations = state.slots.generation[words]
+        write = _Write(words, generations, len(words) * size, _record_bytes(block_bytes))
+        self._jobs[job] = write
+        self._job_of_word[words] = job
+        self._moving_bytes += write.size_bytes
+        tenant, space, shard = state.residency.address(scope)
+        state.say(
+            WriteFile(
+                job=job,
+                tenant=tenant,
+                space=space,
+                shard=shard,
+                block_bytes=block_bytes,
+                keys=state.residency.table.keys[rows].tobytes(),
+                slots=state.slots.slots_of(words),
+                checksums=state.residency.checksum[rows].tobytes(),
+                cause=state.cause,
+            )
+        )
+
+    def ended(self, event: FileWritten) -> tuple[Rows, NDArray[np.uint64]]:
+        """A write ended, in whatever way: its slots are free to go. Returns which rows lie where
+        now."""
+        state, job = self._state, self._jobs.pop(event.job, None)
+        assert job is not None, f"write job {event.job} ended twice"
+        locations = np.frombuffer(event.locations, dtype="<u8")
+        stayed = state.slots.generation[job.words] == job.generations
+        state.slots.pins.unpin(job.words[stayed])
+        self._job_of_word[job.words[self._job_of_word[job.words] == event.job]] = 0
+        state.slots.retry_starved()
+        state.credits_due = True
+        self._moving_bytes -= job.size_bytes
+        unwritten = int((locations == 0).sum())
+        state.counters.file_writes_dropped += unwritten
+        self._admission.give_back(unwritten * job.record_bytes)
+        # A slot that was emptied meanwhile held another block, or none, while it was copied.
+        same = stayed & (locations != 0)
+        state.counters.file_blocks_written += int(same.sum())
+        return state.residency.row_of_word[job.words[same]].astype(np.int64), locations[same]
+
+    # ── looking in ───────────────────────────────────────────────────────────────────────────────
+
+    def pinned_words(self) -> Words:
+        """Slots that are being written from, each as often as it is, while their blocks stay."""
+        generation = self._state.slots.generation
+        held = [job.words[generation[job.words] == job.generations] for job in self._jobs.values()]
+        return np.concatenate(held) if held else NONE
+
+    def budget_left_bytes(self) -> int | None:
+        """What may be written now; None without a budget."""
+        return self._admission.left_bytes(self._state.now_ns)
+
+    def spent_bytes(self) -> int:
+        """What is used up of the day's budget; 0 without one."""
+        left = self.budget_left_bytes()
+        return 0 if left is None else max(0, self._state.config.file_day_bytes - left)
+
+
+def _record_bytes(block_bytes: int) -> int:
+    """What a block takes on disk: its header's page and its payload."""
+    return PAGE_BYTES * (1 + payload_pages(block_bytes))

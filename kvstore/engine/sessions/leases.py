@@ -1,0 +1,192 @@
+"""Leases: sealed slots promised to a reader until it lets go, its session ends or time is up.
+
+Rules. 1: each lease is counted exactly once in the counts of `pins`, and no more when its block has
+left. 2: a lease is renewed for LEASE_LIVES_MAX of its lives at most: a request that loads nothing
+asks again, and gets what its engine's share of pins allows then. 3: what a session's leases take,
+in memory and in time to end them all, is bounded, and there is always some left for the next one.
+4: a lease is looked at when it may be over, and once a life otherwise: not at each tick.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.pins import Account
+from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.slots import Slots
+from kvstore.units import MIB, NS_PER_MS
+from kvstore.wire.messages import LEASE_LIVES_MAX
+
+SLOT_BYTES: Final = 16
+"""Of a slot in a lease: a word and a generation."""
+LEASE_BYTES: Final = 4096
+"""Counted for a lease, and for each time that it grows: more than they take, because ending them
+takes time."""
+SESSION_BYTES_MAX: Final = 8 * MIB
+"""Half a million slots: 30 ms to end them all. No more than half of what others leave, either."""
+BYTES_MAX: Final = 256 * MIB
+_LOOK_NS: Final = 100 * NS_PER_MS
+
+
+class Lease:
+    """One LeaseAsk that was answered with at least one block."""
+
+    __slots__ = ("account", "due", "expires_ns", "granted_ns", "pieces")
+
+    def __init__(self, account: Account | None, *, granted_ns: int, expires_ns: int) -> None:
+        self.account = account
+        """That pins its slots."""
+        self.pieces: list[tuple[Words, NDArray[np.uint64]]] = []
+        """Slots and generations, as they were pinned: distinct within a piece. A slot whose block
+        was cleared may come a second time, with another block, when the lease grows."""
+        self.granted_ns = granted_ns
+        self.expires_ns = expires_ns
+        self.due = 0
+        """When it is looked at, in _LOOK_NS."""
+
+    @property
+    def slot_count(self) -> int:
+        """Slots pinned."""
+        return sum(len(words) for words, _ in self.pieces)
+
+    @property
+    def size_bytes(self) -> int:
+        """Counted for it."""
+        return len(self.pieces) * LEASE_BYTES + self.slot_count * SLOT_BYTES
+
+
+class Leases:
+    """All leases of a node, by (session, lease id)."""
+
+    def __init__(self, slots: Slots, *, ttl_ns: int, count_max: int) -> None:
+        self._slots = slots
+        self._ttl_ns = ttl_ns
+        self._count_max = count_max
+        self._by_session: dict[int, dict[int, Lease]] = {}
+        self._bytes_of: Counter[int] = Counter()
+        """By session, of those that have any."""
+        self._bytes = 0
+        self._to_look_at: dict[int, dict[tuple[int, int], Lease]] = {}
+        """By when they may be over, in _LOOK_NS."""
+
+    def __len__(self) -> int:
+        return sum(len(leases) for leases in self._by_session.values())
+
+    def may_add(self, session: int, lease: int) -> bool:
+        """False when the session holds its share, or this id, already."""
+        held = self._by_session.get(session, {})
+        if lease in held or len(held) >= self._count_max:
+            return False
+        return self._room(session) >= LEASE_BYTES
+
+    def fitting(self, session: int, account: Account | None, words: Words, shards: int) -> int:
+        """How many blocks, from the first on, may be leased of these: [n][shards], sealed."""
+        room = max(self._room(session) - LEASE_BYTES, 0) // (SLOT_BYTES * shards)
+        return min(self._slots.pins.fitting(account, words, shards), room)
+
+    def _room(self, session: int) -> int:
+        its = self._bytes_of[session]
+        return min(SESSION_BYTES_MAX, (BYTES_MAX - self._bytes + its) // 2) - its
+
+    def add(
+        self, session: int, lease: int, words: Words, now_ns: int, account: Account | None = None
+    ) -> Lease:
+        """Pin these slots, which are distinct, for an account that may (`Pins.fitting`)."""
+        made = Lease(account, granted_ns=now_ns, expires_ns=now_ns + self._ttl_ns)
+        self._by_session.setdefault(session, {})[lease] = made
+        self._look_later(session, lease, made)
+        self._pin(session, made, words)
+        return made
+
+    def get(self, session: int, lease: int) -> Lease | None:
+        """This lease, if it is held."""
+        return self._by_session.get(session, {}).get(lease)
+
+    def extend(self, session: int, lease: int, words: Words) -> None:
+        """Pin more slots under a held lease; these are distinct."""
+        if len(words):
+            self._pin(session, self._by_session[session][lease], words)
+
+    def renew(self, session: int, leases: list[int], now_ns: int) -> None:
+        """Let these last a whole life from now, if they may; unknown ones are ignored."""
+        held = self._by_session.get(session, {})
+        for lease in leases:
+            found = held.get(lease)
+            if found is not None:
+                last_ns = found.granted_ns + LEASE_LIVES_MAX * self._ttl_ns
+                found.expires_ns = min(now_ns + self._ttl_ns, last_ns)
+
+    def release(self, session: int, leases: list[int]) -> None:
+        """Let go; unknown ones are ignored."""
+        held = self._by_session.get(session, {})
+        for lease in leases:
+            found = held.pop(lease, None)
+            if found is not None:
+                self._end(session, lease, found)
+        if not held:
+            self._by_session.pop(session, None)
+
+    def end_session(self, session: int) -> None:
+        """Let go of all of a session's."""
+        for number, lease in self._by_session.pop(session, {}).items():
+            self._end(session, number, lease)
+
+    def expire(self, now_ns: int) -> int:
+        """Let go of those whose time is up; returns how many."""
+        count = 0
+        for due in sorted(due for due in self._to_look_at if due <= now_ns // _LOOK_NS):
+            for (session, number), lease in self._to_look_at.pop(due).items():
+                if lease.expires_ns <= now_ns:
+                    self.release(session, [number])
+                    count += 1
+                else:
+                    self._look_later(session, number, lease)
+        return count
+
+    def _look_later(self, session: int, number: int, lease: Lease) -> None:
+        lease.due = lease.expires_ns // _LOOK_NS
+        self._to_look_at.setdefault(lease.due, {})[session, number] = lease
+
+    def items(self) -> list[tuple[int, int, Lease]]:
+        """(session, lease id, lease) of all."""
+        return [
+            (session, number, lease)
+            for session, held in self._by_session.items()
+            for number, lease in held.items()
+        ]
+
+    def _pin(self, session: int, lease: Lease, words: Words) -> None:
+        self._slots.pins.pin(words, lease.account)
+        lease.pieces.append((words, self._slots.generation[words]))
+        self._count(session, LEASE_BYTES + len(words) * SLOT_BYTES)
+
+    def _count(self, session: int, size_bytes: int) -> None:
+        self._bytes += size_bytes
+        self._bytes_of[session] += size_bytes
+        if not self._bytes_of[session]:
+            del self._bytes_of[session]
+
+    def check(self) -> None:
+        """Raises AssertionError when what leases take is miscounted."""
+        found: Counter[int] = Counter()
+        for session, number, lease in self.items():
+            found[session] += lease.size_bytes
+            due = self._to_look_at[lease.due]
+            assert due[session, number] is lease, "a lease that nobody looks at"
+        assert found == self._bytes_of, "what leases of a session take is miscounted"
+        assert found.total() == self._bytes <= BYTES_MAX, "what leases take is miscounted"
+
+    def _end(self, session: int, number: int, lease: Lease) -> None:
+        self._count(session, -lease.size_bytes)
+        self._to_look_at.get(lease.due, {}).pop((session, number), None)
+        self._unpin(lease)
+
+    def _unpin(self, lease: Lease) -> None:
+        for words, generations in lease.pieces:
+            held = self._slots.generation[words] == generations
+            self._slots.pins.unpin(words[held], lease.account)
+        self._slots.retry_starved()

@@ -1,0 +1,178 @@
+"""Lookups: what a request can load, pinned by a lease, and what is known of its keys."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.pins import Account
+from kvstore.engine.memory.policy.port import prints
+from kvstore.engine.memory.table import Keys
+from kvstore.engine.moves.arrivals import Arrivals, Wait, count_of
+from kvstore.engine.moves.fetches import Fetches
+from kvstore.engine.moves.files import REPEATED, Files
+from kvstore.engine.moves.searches import Wanted
+from kvstore.engine.sessions.askers import engine_asks
+from kvstore.engine.sessions.owners import Connection, Owner
+from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
+from kvstore.engine.state import State
+from kvstore.engine.why.findings import Finding, Findings, Origin
+from kvstore.wire.layout import shard_bytes
+from kvstore.wire.messages import (
+    KEYS_PER_DATAGRAM_MAX,
+    Hint,
+    HintReply,
+    LeaseAsk,
+    LeaseReply,
+    keys_array,
+)
+
+
+class Lookups:
+    """Answers LeaseAsk and Hint."""
+
+    def __init__(
+        self,
+        state: State,
+        files: Files,
+        fetches: Fetches,
+        arrivals: Arrivals,
+        findings: Findings,
+    ) -> None:
+        self._state = state
+        self._files = files
+        self._fetches = fetches
+        self._arrivals = arrivals
+        self._brings = files.enabled or state.config.fetches
+        """Whether anything comes to dram but what engines store."""
+        self._findings = findings
+
+    def lease(self, connection: Connection, ask: LeaseAsk) -> str:
+        """Pin the longest run in dram and answer. Returns why the connection must end, or "" ."""
+        state, owner = self._state, connection.owner
+        session = owner.open_session
+        state.counters.lease_asks += 1
+        # With many shards a full ask would be answered with more than fits a datagram.
+        keys = keys_array(ask.keys)[: KEYS_PER_DATAGRAM_MAX // max(len(owner.scopes), 1)]
+        if not session or not state.leases.may_add(session, ask.lease):
+            keys = keys[:0]
+        if session and owner.known and state.is_off(*owner.known):
+            return self._refuse(connection, ask, session)
+        run = leading_run(state, owner.scopes, keys)
+        if run.repeats():
+            return "a LeaseAsk that names a key twice"
+        account = state.slots.pins.account(connection.id)
+        run, refused = self._may_lease(session, account, run)
+        words = run.words()
+        rest = keys[run.count :]
+        if run.count:
+            for size, shard_words in zip(owner.slot_sizes, run.words_by_shard, strict=True):
+                state.slots.touch(state.slots.pools[size], shard_words[: run.count])
+            # Before anything makes room for what is promoted.
+            held = state.leases.add(session, ask.lease, words, state.now_ns, account)
+        # Nothing is brought behind a block that may not be pinned.
+        promoting, estimate_ms, wanted = self._bring(owner, keys[:0] if refused else rest, run)
+        if promoting == REPEATED:
+            return "a LeaseAsk that names a key twice"
+        brought = self._arrivals.take_origins(run)
+        state.counters.blocks_hit += run.count
+        state.counters.leased_bytes += run.count * sum(owner.slot_sizes)
+        state.counters.blocks_missed += len(rest) - promoting
+        state.send(
+            connection,
+            LeaseReply(
+                lease=ask.lease,
+                ttl_ms=state.config.lease_ttl_ms,
+                slots=state.slots.slots_of(words).tobytes(),
+                generations=state.slots.generation[words].tobytes(),
+                checksums=run.checksums(state, asked=ask.with_checksums),
+                promoting=promoting,
+                promoting_ms=estimate_ms,
+                from_file=count_of(brought, Origin.FILE),
+                from_peer=count_of(brought, Origin.PEER),
+            ),
+        )
+        if not len(keys):
+            return ""
+        finding = Finding(connection, run, rest, promoting, state.now_ns)
+        finding.brought(0, brought)
+        finding.refused = (0, refused)
+        finding.wants(wanted, behind=promoting - wanted.coming)
+        self._findings.add(session, ask.lease, finding)
+        if promoting:
+            if not run.count:
+                held = state.leases.add(session, ask.lease, words, state.now_ns, account)
+            rest = rest[:promoting]
+            self._arrivals.wait(
+                Wait(connection, ask.lease, held, rest, ask.with_checksums, finding)
+            )
+        return ""
+
+    def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
+        """What of a run a session may lease, and how many blocks it may not."""
+        shards = max(len(run.words_by_shard), 1)
+        fits = self._state.leases.fitting(session, account, run.words(), shards)
+        self._state.counters.pins_refused += run.count - fits
+        return run.cut(fits), run.count - fits
+
+    def _bring(self, owner: Owner, keys: Keys, run: Run) -> tuple[int, int, Wanted]:
+        """Begin to bring what is not in dram, from disk and behind that from other nodes. Returns
+        how many are on their way, or may be, an estimate of how long that takes in ms, and what
+        other nodes have to do with it."""
+        if not self._brings or not len(keys):
+            return 0, 0, Wanted()
+        asker = engine_asks(owner)
+        promoting = self._files.promote(asker, keys, held=run.rows())
+        if promoting == REPEATED:
+            return REPEATED, 0, Wanted()
+        estimate_ms = self._files.pace.estimate_ms(self._state.now_ns) if promoting else 0
+        wanted = self._fetches.want(asker, keys[promoting:])
+        if wanted.coming:
+            estimate_ms = max(estimate_ms, self._fetches.estimate_ms(asker, wanted.coming))
+        return promoting + wanted.coming, estimate_ms, wanted
+
+    def _refuse(self, connection: Connection, ask: LeaseAsk, session: int) -> str:
+        """Nothing of this space is lent; explain says why."""
+        state, keys = self._state, keys_array(ask.keys)
+        state.counters.blocks_missed += len(keys)
+        nothing = LeaseReply(
+            lease=ask.lease, ttl_ms=state.config.lease_ttl_ms, slots=b"", generations=b""
+        )
+        state.send(connection, nothing)
+        if len(keys):
+            run = leading_run(state, connection.owner.scopes, keys[:0])
+            finding = Finding(connection, run, keys, 0, state.now_ns).was_switched_off()
+            self._findings.add(session, ask.lease, finding)
+        return ""
+
+    def hint(self, connection: Connection, hint: Hint) -> None:
+        """Touch what is held, and say what is known: of what lies behind LOOKED_UP_MAX nothing."""
+        state, owner = self._state, connection.owner
+        whole_bytes = LOOKED_UP_MAX // max(len(owner.scopes), 1) // 8 * 8
+        keys = keys_array(hint.keys)[:whole_bytes]
+        is_off = bool(owner.known and state.is_off(*owner.known))
+        present = np.full(len(keys), bool(owner.open_session) and not is_off)
+        if owner.open_session and not is_off:
+            space = owner.rank_hellos()[0].space
+            rows = state.residency.find_all(owner.scopes, keys)
+            present &= (rows >= 0).all(axis=0)
+            self._use(owner, keys, state.residency.words(rows))
+            for scope, its in zip(owner.scopes, rows, strict=True):
+                block_bytes = shard_bytes(space, state.residency.address(scope)[2])
+                self._files.writes.asked_again(scope, its, block_bytes=block_bytes)
+            if self._brings:
+                asker = engine_asks(owner)
+                self._files.promote(asker, keys)
+                held = len(keys) if bool(present.all()) else int(np.argmin(present))
+                self._fetches.want(asker, keys[held:])
+        bits = np.packbits(present, bitorder="little").tobytes()
+        state.send(connection, HintReply(request=hint.request, present=bits))
+
+    def _use(self, owner: Owner, keys: Keys, words: NDArray[np.int64]) -> None:
+        """A request names these blocks; words are [S][n]. Pool by pool, its shards side by side."""
+        sizes, scopes = np.array(owner.slot_sizes), np.array(owner.scopes)
+        for size in dict.fromkeys(owner.slot_sizes):
+            its = np.flatnonzero(sizes == size)
+            named = np.stack([prints(scope, keys) for scope in scopes[its].tolist()], axis=1)
+            pool = self._state.slots.pools[size]
+            self._state.slots.use(pool, words[its].T.reshape(-1), named.reshape(-1))

@@ -1,0 +1,192 @@
+"""Owners, their connections, and whether they have a session: who is attached, and to what.
+
+An owner is one engine instance: a scheduler and `rank_count` ranks. See ADR 0003 for how a session
+forms, ADR 0012 for ranks that hold the same shard. Holds facts only; what follows from them (slots
+freed, datagrams sent) is `engine`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+from kvstore.engine.memory.quotas import OTHERS
+from kvstore.types import ConnectionId, Shard, SpaceId
+from kvstore.wire.layout import slot_bytes
+from kvstore.wire.messages import HelloRank, HelloScheduler
+
+OwnerKey = tuple[str, str, str]
+"""Tenant, engine id, nonce."""
+
+
+class Connection:
+    """One attached process. Stays known after its socket ended while it may still write."""
+
+    __slots__ = ("asked_session", "ended", "hello", "id", "owner", "quiet_session")
+
+    def __init__(self, id: ConnectionId, hello: HelloScheduler | HelloRank, owner: Owner) -> None:
+        self.id = id
+        self.hello = hello
+        self.owner = owner
+        self.ended = False
+        self.asked_session = 0
+        """The session that this rank was last asked to be quiet for."""
+        self.quiet_session = 0
+        """The session that this rank said it serves."""
+
+    @property
+    def role(self) -> Literal["scheduler", "rank"]:
+        return "scheduler" if isinstance(self.hello, HelloScheduler) else "rank"
+
+
+class Owner:
+    """One engine instance."""
+
+    __slots__ = (
+        "forming",
+        "granted_slots",
+        "group",
+        "key",
+        "known",
+        "open_session",
+        "opened_ns",
+        "ranks",
+        "scheduler",
+        "scopes",
+        "slot_sizes",
+        "unserved",
+        "waits_since_ns",
+        "writers",
+    )
+
+    def __init__(self, key: OwnerKey) -> None:
+        self.key = key
+        self.scheduler: Connection | None = None
+        self.ranks: dict[int, Connection] = {}
+        self.forming = 0
+        """Session that the ranks were asked to be quiet for; 0 when none."""
+        self.open_session = 0
+        self.unserved = ""
+        """Why its scheduler says that it cannot be served."""
+        self.waits_since_ns = 0
+        """Since when its scheduler has been attached without a session."""
+        self.known: tuple[str, SpaceId] | None = None
+        """Tenant and space of the last session."""
+        self.opened_ns = 0
+        self.writers: tuple[int, ...] = ()
+        """Of the open session, by column: the rank that writes the shard."""
+        self.scopes: tuple[int, ...] = ()
+        """Of the open session, by column."""
+        self.slot_sizes: tuple[int, ...] = ()
+        """Of the open session, by column."""
+        self.group = OTHERS
+        """Of the open session: whose quota counts."""
+        self.granted_slots = 0
+        """Of the open session, not yet sealed or dropped, all columns together."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Scheduler and all ranks are attached, or more ranks than there should be."""
+        return self.scheduler is not None and len(self.ranks) >= self.rank_count
+
+    @property
+    def rank_count(self) -> int:
+        """As its scheduler, which is attached, has it."""
+        assert self.scheduler is not None
+        hello = self.scheduler.hello
+        assert isinstance(hello, HelloScheduler)
+        return hello.rank_count
+
+    @property
+    def title(self) -> str:
+        """For people: its id and what it serves."""
+        hello = self.scheduler.hello if self.scheduler is not None else None
+        label = hello.label if isinstance(hello, HelloScheduler) else ""
+        return f"{self.key[1]} ({label})" if label else self.key[1]
+
+    @property
+    def is_empty(self) -> bool:
+        return self.scheduler is None and not self.ranks
+
+    def rank_hellos(self) -> list[HelloRank]:
+        """Hellos of the attached ranks, by rank."""
+        hellos = []
+        for rank in sorted(self.ranks):
+            hello = self.ranks[rank].hello
+            assert isinstance(hello, HelloRank)
+            hellos.append(hello)
+        return hellos
+
+    def columns(self) -> dict[Shard, HelloRank]:
+        """Distinct shards of the attached ranks, in the order of columns, each with its writer."""
+        columns: dict[Shard, HelloRank] = {}
+        for hello in self.rank_hellos():
+            columns.setdefault(hello.shard, hello)
+        return columns
+
+    @property
+    def granted_blocks(self) -> int:
+        """Credits out, in blocks."""
+        return -(-self.granted_slots // max(len(self.scopes), 1))
+
+
+def objection(owner: Owner, *, slab_bytes: int) -> str:
+    """Why this complete owner cannot be served, in one sentence; empty when it can."""
+    hellos = owner.rank_hellos()
+    if len(hellos) != owner.rank_count:
+        return (
+            f"{len(hellos)} ranks are attached where its scheduler speaks of {owner.rank_count}: "
+            "two engines may share an engine_id"
+        )
+    space = hellos[0].space
+    if any(hello.space != space for hello in hellos):
+        return "its ranks report different models or settings: all ranks must load the same"
+    if [hello.rank for hello in hellos] != list(range(len(hellos))):
+        return f"its ranks are not numbered from 0 to {len(hellos) - 1}"
+    for hello in hellos:
+        reason = _shard_objection(hello, slab_bytes=slab_bytes)
+        if reason:
+            return reason
+    # Replicas carry the very same shard; shards that only overlap have no one to write them.
+    shards = list(owner.columns())
+    covered = sum(_layers(s) * _heads(s) for s in shards)
+    if covered != space.layer_count * space.kv_head_count or _overlap(shards):
+        return "its ranks do not cover all layers and heads exactly once"
+    return ""
+
+
+def _shard_objection(hello: HelloRank, *, slab_bytes: int) -> str:
+    s, space = hello.shard, hello.space
+    inside = 0 <= s.layer_begin < s.layer_end <= space.layer_count
+    if not (inside and 0 <= s.head_begin < s.head_end <= space.kv_head_count):
+        return f"rank {hello.rank} reports layers or heads that the model does not have"
+    expected = _layers(s) * _heads(s) * space.block_tokens * space.token_bytes
+    if hello.block_bytes != expected:
+        return (
+            f"rank {hello.rank} reports blocks of {hello.block_bytes} bytes where its layers "
+            f"and heads make {expected}"
+        )
+    if slot_bytes(hello.block_bytes) > slab_bytes:
+        return (
+            f"a block of rank {hello.rank} takes {hello.block_bytes} bytes, more than a slab "
+            f"of {slab_bytes}: start the node with a larger --slab (and --dram)"
+        )
+    return ""
+
+
+def _layers(shard: Shard) -> int:
+    return shard.layer_end - shard.layer_begin
+
+
+def _heads(shard: Shard) -> int:
+    return shard.head_end - shard.head_begin
+
+
+def _overlap(shards: list[Shard]) -> bool:
+    return any(
+        a.layer_begin < b.layer_end
+        and b.layer_begin < a.layer_end
+        and a.head_begin < b.head_end
+        and b.head_begin < a.head_end
+        for a, b in itertools.combinations(shards, 2)
+    )

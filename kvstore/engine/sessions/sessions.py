@@ -1,0 +1,290 @@
+"""Sessions: who attaches, when a session opens and ends, whose slots come back (ADR 0003).
+
+Covers Hello, Quiet, the end of sockets and processes. Does not cover: credits (`stores`).
+"""
+
+from __future__ import annotations
+
+from kvstore.engine.events import Admit, Follow, Hangup, Release, Send, Unfollow
+from kvstore.engine.memory.slots import SlotState
+from kvstore.engine.sessions.owners import Connection, Owner, objection
+from kvstore.engine.state import KnownSpace, State
+from kvstore.types import ConnectionId, SpaceId
+from kvstore.wire.layout import slot_bytes
+from kvstore.wire.messages import (
+    PROTOCOL_VERSION,
+    HelloRank,
+    HelloScheduler,
+    Quiesce,
+    Refused,
+    SessionClosed,
+    SessionOpen,
+    Welcome,
+)
+from kvstore.wire.space import Space, fingerprint
+
+
+class Sessions:
+    """Attaches, opens, closes, detaches."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        # No number of an earlier incarnation may come again: a rank could be quiet for it already,
+        # and a plan of the old session, late in its engine, would pass for one of the new.
+        self._next_session = ((state.config.incarnation & 0xFFFF_FFFF_FF) << 20) + 1
+
+    def hello(self, id: ConnectionId, hello: HelloScheduler | HelloRank) -> None:
+        """A process introduces itself; with it the owner may be complete."""
+        reason, permanent = "", False
+        if hello.protocol != PROTOCOL_VERSION:
+            permanent = True
+            reason = (
+                f"this node speaks attach protocol {PROTOCOL_VERSION}, the engine "
+                f"{hello.protocol}: install the same kvstore version on both"
+            )
+        elif self._count_beside(hello) >= self._state.config.connection_count_max:
+            reason = f"{self._state.config.connection_count_max} connections are attached already"
+        key = (hello.tenant, hello.engine_id, hello.nonce)
+        if reason:
+            self._state.refusals.add(key, reason, self._state.now_ns)
+            self._refuse(id, reason, permanent=permanent)
+            self._state.say(Release(id))
+            return
+        owner = self._state.owners.setdefault(key, Owner(key))
+        connection = Connection(id, hello, owner)
+        self._state.connections[id] = connection
+        self._state.slots.pins.join_engine(id, key)
+        if isinstance(hello, HelloRank):
+            self._replace(owner.ranks.get(hello.rank), "the rank attached again")
+            self._rank_is_quiet_again(owner, hello)
+            owner.ranks[hello.rank] = connection
+        else:
+            self._replace(owner.scheduler, "the scheduler attached again")
+            owner.scheduler = connection
+            owner.unserved, owner.waits_since_ns = "", self._state.now_ns
+        self._state.owners[key] = owner
+        welcome = Welcome(
+            protocol=PROTOCOL_VERSION,
+            incarnation=self._state.config.incarnation,
+            now_ns=self._state.now_ns,
+            arena_bytes=self._state.config.arena_bytes,
+            generation_bytes=self._state.config.generation_bytes,
+        )
+        self._state.say(Admit(id, welcome, isinstance(hello, HelloRank), self._state.cause))
+        self._form(owner)
+
+    def _count_beside(self, hello: HelloScheduler | HelloRank) -> int:
+        """Attached processes, without the one that this Hello replaces. Who has ended and only
+        keeps slots in quarantine takes nobody's place."""
+        owner = self._state.owners.get((hello.tenant, hello.engine_id, hello.nonce))
+        replaced = None
+        if owner is not None and isinstance(hello, HelloRank):
+            replaced = owner.ranks.get(hello.rank)
+        elif owner is not None:
+            replaced = owner.scheduler
+        return sum(
+            not connection.ended and connection is not replaced
+            for connection in self._state.connections.values()
+        )
+
+    def _refuse(self, id: ConnectionId, reason: str, *, permanent: bool) -> None:
+        self._state.counters.protocol_refusals += 1
+        self._state.say(Send(id, Refused(reason=reason, permanent=permanent), self._state.cause))
+        self._state.say(Hangup(id, reason, self._state.cause))
+
+    def _replace(self, old: Connection | None, reason: str) -> None:
+        if old is not None:
+            self._state.say(Hangup(old.id, reason, self._state.cause))
+            self.ended(old.id)
+
+    def _rank_is_quiet_again(self, owner: Owner, hello: HelloRank) -> None:
+        """Its Hello says that no copy of this process runs: what it may have written is free."""
+        for old in list(self._state.connections.values()):
+            if (
+                old.ended
+                and old.owner.key == owner.key
+                and isinstance(old.hello, HelloRank)
+                and old.hello.rank == hello.rank
+                and old.hello.process == hello.process
+            ):
+                self._state.free(self._state.slots.of_writer(old.id))
+                self._forget(old)
+
+    def _form(self, owner: Owner) -> None:
+        """Everybody attached: ask the ranks to be quiet for a new session."""
+        scheduler = owner.scheduler
+        if scheduler is None or not owner.is_complete:
+            return
+        hello = scheduler.hello
+        assert isinstance(hello, HelloScheduler)
+        reason = objection(owner, slab_bytes=self._state.config.slab_bytes)
+        if reason:
+            self._state.refusals.add(owner.key, reason, self._state.now_ns)
+            for connection in [scheduler, *owner.ranks.values()]:
+                self._refuse(connection.id, reason, permanent=True)
+                self.ended(connection.id)
+            return
+        self._quiesce(owner, hello.weights_epoch)
+
+    def _quiesce(self, owner: Owner, weights_epoch: str) -> None:
+        owner.forming = self._next_session
+        self._next_session += 1
+        columns = list(owner.columns().items())
+        for number, rank in owner.ranks.items():
+            assert isinstance(rank.hello, HelloRank)
+            shard = rank.hello.shard
+            column, writer = next((i, h) for i, (s, h) in enumerate(columns) if s == shard)
+            rank.asked_session = owner.forming
+            self._state.send(
+                rank,
+                Quiesce(
+                    session=owner.forming,
+                    weights_epoch=weights_epoch,
+                    column=column,
+                    writes=writer.rank == number,
+                ),
+            )
+
+    def quiet(self, connection: Connection, session: int) -> str:
+        """Its slots of earlier sessions are free; when all ranks are quiet the session opens.
+
+        Returns why the connection must end, or nothing.
+        """
+        if session > connection.asked_session:
+            return "a Quiet for a session that nobody asked for"
+        if session <= connection.quiet_session:
+            return "a Quiet for a session that it was quiet for already"
+        connection.quiet_session = session
+        if session < connection.asked_session:
+            return ""  # it was asked again meanwhile: its slots come back with that answer
+        mine = self._state.slots.of_writer(connection.id)
+        self._state.free(mine[self._state.slots.session[mine] < session])
+        owner = connection.owner
+        if (
+            session == owner.forming
+            and owner.is_complete
+            and all(rank.quiet_session == session for rank in owner.ranks.values())
+        ):
+            self._open(owner)
+        return ""
+
+    def _open(self, owner: Owner) -> None:
+        scheduler = owner.scheduler
+        assert scheduler is not None
+        hello = scheduler.hello
+        assert isinstance(hello, HelloScheduler)
+        # The columns that Quiesce told the ranks: whoever came or left since then ended `forming`.
+        hellos = list(owner.columns().values())
+        space = fingerprint(hellos[0].space, weights_epoch=hello.weights_epoch)
+        self._state.forget_unused_scopes()
+        owner.writers = tuple(h.rank for h in hellos)
+        owner.scopes = tuple(
+            self._state.residency.scope(owner.key[0], space, h.shard) for h in hellos
+        )
+        owner.slot_sizes = tuple(slot_bytes(h.block_bytes) for h in hellos)
+        for size in owner.slot_sizes:
+            self._state.slots.pool(size)
+        owner.known = (owner.key[0], space)
+        self._state.know(owner.known, KnownSpace(hellos[0].space, owner.scopes, hello.label))
+        self._follow(scheduler.id, hello, hellos[0].space, space)
+        owner.group = self._state.slots.quotas.group(label=hello.label, tenant=owner.key[0])
+        owner.open_session, owner.forming, owner.unserved = owner.forming, 0, ""
+        owner.opened_ns = self._state.now_ns
+        owner.granted_slots = 0
+        self._state.counters.sessions_opened += 1
+        self._state.credits_due = True
+        pace = self._state.paces.of(owner.key[0], space)
+        self._state.send(
+            scheduler,
+            SessionOpen(
+                session=owner.open_session,
+                shard_count=len(hellos),
+                compute_ns_per_token=pace.compute_ns_per_token,
+                load_ns_per_token=pace.load_ns_per_token,
+            ),
+        )
+
+    def _follow(
+        self, id: ConnectionId, hello: HelloScheduler, space: Space, space_id: SpaceId
+    ) -> None:
+        if self._state.config.follows and hello.events:
+            follow = Follow(
+                connection=id,
+                engine=hello.engine_id,
+                rank=hello.data_rank,
+                endpoint=hello.events,
+                replay_endpoint=hello.events_replay,
+                tenant=hello.tenant,
+                space=space_id,
+                hash_seed=space.hash_seed,
+                block_tokens=space.block_tokens,
+            )
+            self._state.say(follow)
+
+    def ended(self, id: ConnectionId) -> None:
+        connection = self._state.connections.get(id)
+        if connection is None or connection.ended:
+            if connection is None:
+                self._state.say(Release(id))
+            return
+        connection.ended = True
+        owner = connection.owner
+        self._close_session(owner, f"the {connection.role} detached")
+        if isinstance(connection.hello, HelloScheduler):
+            if self._state.config.follows and connection.hello.events:
+                self._state.say(Unfollow(id))
+            if owner.scheduler is connection:
+                owner.scheduler = None
+                # Nobody will bind these credits any more: let the ranks give them back.
+                self._quiesce(owner, "")
+        else:
+            rank = next((r for r, c in owner.ranks.items() if c is connection), None)
+            if rank is not None:
+                del owner.ranks[rank]
+            mine = self._state.slots.of_writer(id)
+            granted = mine[self._state.slots.state[mine] == SlotState.GRANTED]
+            self._state.slots.lose(granted, self._state.cause)
+            self._state.counters.slots_quarantined += len(granted)
+        if len(self._state.slots.of_writer(id)) == 0:
+            self._forget(connection)
+        self._forget_if_empty(owner)
+
+    def exited(self, id: ConnectionId) -> None:
+        connection = self._state.connections.get(id)
+        if connection is None:
+            return
+        if not connection.ended:
+            # A forked grandchild may hold the socket open; the process is gone all the same.
+            self._state.say(Hangup(id, "its process is gone", self._state.cause))
+            self.ended(id)
+        self._state.free(self._state.slots.of_writer(id))
+        if id in self._state.connections:
+            self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        del self._state.connections[connection.id]
+        self._state.slots.pins.leave(connection.id)
+        self._state.say(Release(connection.id))
+
+    def _forget_if_empty(self, owner: Owner) -> None:
+        if owner.is_empty and self._state.owners.get(owner.key) is owner:
+            del self._state.owners[owner.key]
+
+    def _close_session(self, owner: Owner, reason: str) -> None:
+        owner.forming = 0
+        if not owner.open_session:
+            return
+        self._state.leases.end_session(owner.open_session)
+        self._state.credits_due = True
+        if owner.scheduler is not None:
+            closed = SessionClosed(session=owner.open_session, reason=reason)
+            self._state.send(owner.scheduler, closed)
+        owner.open_session = 0
+        owner.granted_slots = 0
+        owner.waits_since_ns = self._state.now_ns
+
+    def hang_up(self, connection: Connection, reason: str) -> None:
+        self._state.counters.protocol_refusals += 1
+        if not connection.ended:
+            self._state.say(Hangup(connection.id, reason, self._state.cause))
+            self.ended(connection.id)

@@ -1,0 +1,121 @@
+"""Background scrubs as the engine sees them: what of dram is to be verified, and what came of it.
+
+    sealed(first word) ──▶ Sealed ──hashed outside──▶ Scrubbed ──▶ bad copies dropped, counts
+
+The list is a snapshot: a slot that was given to another block meanwhile has another generation, and
+then whatever was hashed says nothing. Does not cover: hashing (`kvstore.node.scrub`), the file
+tier, which finds its records by itself (`kvstore.tiers.file.scrub`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvstore.engine.events import Scrubbed
+from kvstore.engine.memory.slots import SlotState
+from kvstore.engine.memory.tombstones import Why
+from kvstore.engine.state import State
+from kvstore.types import Tier
+from kvstore.units import NS_PER_MS
+from kvstore.wire.layout import shard_bytes
+from kvstore.wire.messages import generations_array, slots_array
+from kvstore.wire.record import Scope
+
+WORDS_PER_LOOK: Final = 65_536
+"""Of the slot table: a tenth of a millisecond."""
+BLOCKS_PER_LOOK: Final = 256
+NO_PASS: Final = -1
+"""Age of a pass that has not ended yet."""
+
+
+class Sealed(msgspec.Struct, frozen=True):
+    """Some blocks in dram. `slots` u32, `generations` u64, `keys` u8 [n, 32], `checksums` u8
+    [n, 16], `scope_of` indexes `scopes`; [n] each."""
+
+    scopes: tuple[Scope, ...]
+    scope_of: Any
+    slots: Any
+    generations: Any
+    keys: Any
+    checksums: Any
+    next_word: int
+    """Where to go on; 0: this was the last of the arena."""
+
+
+class TierScrub:
+    """Counts since the start of the node."""
+
+    __slots__ = ("bad", "blocks", "pass_ended_ns", "size_bytes")
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.size_bytes = 0
+        self.bad = 0
+        self.pass_ended_ns = 0
+        """0: none has."""
+
+    def age_ms(self, now_ns: int) -> int:
+        """Since the last pass ended, or NO_PASS."""
+        return (now_ns - self.pass_ended_ns) // NS_PER_MS if self.pass_ended_ns else NO_PASS
+
+
+class Scrubs:
+    """Those of dram and file."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self.tiers = {Tier.DRAM: TierScrub(), Tier.FILE: TierScrub()}
+
+    def sealed(self, first_word: int) -> Sealed:
+        """The next blocks from a word on, at most BLOCKS_PER_LOOK. Blocks of a space that no engine
+        has named since the start are left out: how long they are is not known."""
+        slots, residency = self._state.slots, self._state.residency
+        end = min(first_word + WORDS_PER_LOOK, len(slots.state))
+        words = np.flatnonzero(slots.state[first_word:end] == SlotState.SEALED) + first_word
+        if len(words) > BLOCKS_PER_LOOK:
+            end = int(words[BLOCKS_PER_LOOK])
+            words = words[:BLOCKS_PER_LOOK]
+        rows = residency.row_of_word[words].astype(np.int64)
+        numbers, scope_of = np.unique(residency.table.scopes[rows], return_inverse=True)
+        scopes = [self._scope(number) for number in numbers.tolist()]
+        known = np.array([scope is not None for scope in scopes], dtype=bool)[scope_of]
+        place = np.cumsum([scope is not None for scope in scopes]) - 1
+        words, rows, scope_of = words[known], rows[known], place[scope_of[known]]
+        return Sealed(
+            scopes=tuple(scope for scope in scopes if scope is not None),
+            scope_of=scope_of,
+            slots=slots.slots_of(words),
+            generations=slots.generation[words],
+            keys=residency.table.keys[rows].view(np.uint8),
+            checksums=residency.checksum[rows].view(np.uint8),
+            next_word=end if end < len(slots.state) else 0,
+        )
+
+    def _scope(self, number: int) -> Scope | None:
+        tenant, space, shard = self._state.residency.address(number)
+        known = self._state.known.get((tenant, space))
+        if known is None:
+            return None
+        return Scope(tenant, space, shard, shard_bytes(known.space, shard))
+
+    def take(self, event: Scrubbed) -> None:
+        """Count, and drop what is bad: the next one who asks reads it from disk, or computes it."""
+        state, scrub = self._state, self.tiers[event.tier]
+        scrub.blocks += event.blocks
+        scrub.size_bytes += event.size_bytes
+        scrub.bad += event.bad_blocks
+        if event.pass_ended:
+            scrub.pass_ended_ns = state.now_ns
+        if event.slots:
+            words, known = state.slots.words_of(slots_array(event.slots))
+            bad = (
+                known
+                & (state.slots.state[words] == SlotState.SEALED)
+                & (state.slots.generation[words] == generations_array(event.generations))
+            )
+            words = np.unique(words[bad])
+            scrub.bad += len(words)
+            state.empty(words, state.stamp(Why.SCRUBBED))

@@ -1,0 +1,124 @@
+"""Spaces that are switched off, since an engine computed other values than were held under a key.
+
+    Compared ──nothing diverged──▶ counted
+             ──what did had all come from disk for this lookup──▶ the space is off in the file tier
+             ──otherwise──▶ the space is off in all tiers
+    off ──emptied, a slice a tick──▶ holds nothing; stays off until an operator clears the space
+
+No checksum finds bytes that are intact under a wrong key. One block is enough: what is told here is
+no noise (`kvstore.kernels.compare`), and why one block is wrong is a reason for others to be. Until
+a space has been emptied nothing of it is lent, whichever tier it is about: what came from disk lies
+in dram too.
+
+A process may end before it has emptied a space, so what must outlast it comes first, in the step
+that switches off: the journal forgets the space, and it is void on disk.
+
+Rules. 1: an engine speaks for the tenant and the space of its own open session, and of a lookup
+that this session made; nobody switches off another tenant's. 2: nothing is lent from, stored in, or
+read for what is off. 3: bounded; when the list is full, the longest on it of the same tenant goes.
+
+Does not cover: comparing, and which hits (`kvstore.client.core.shadow`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvstore.engine.events import SwitchedOff
+from kvstore.engine.moves.files import Files
+from kvstore.engine.sessions.owners import Connection
+from kvstore.engine.state import Off, State
+from kvstore.engine.why.findings import Findings, Origin
+from kvstore.types import SpaceId, Tier
+from kvstore.wire.messages import Compared, slots_array
+
+OFF_MAX: Final = 1024
+PPM: Final = 1_000_000
+
+
+class Switches:
+    """What is off is in `State.off`; here is how it comes and goes."""
+
+    def __init__(self, state: State, findings: Findings, files: Files) -> None:
+        self._state = state
+        self._findings = findings
+        self._files = files
+        self.worst_error = 0.0
+        """Of all that was compared since the start."""
+
+    def take(self, connection: Connection, message: Compared) -> None:
+        """An engine has computed blocks of one of its lookups."""
+        state, owner = self._state, connection.owner
+        if not owner.open_session or message.session != owner.open_session:
+            return
+        finding = self._findings.get(owner.key, message.session, message.lease)
+        if finding is None:
+            return  # so long ago that nobody knows what it was lent
+        blocks = np.unique(slots_array(message.diverged)).astype(np.int64)
+        origins = finding.origins()
+        blocks = blocks[blocks < len(origins)]
+        self.worst_error = max(self.worst_error, message.error_ppm / PPM)
+        state.counters.shadow_blocks += min(message.blocks, len(origins))
+        state.counters.shadow_blocks_diverged += len(blocks)
+        if not len(blocks):
+            return
+        tier = Tier.FILE if bool((origins[blocks] == Origin.FILE).all()) else None
+        assert owner.known is not None
+        self._switch_off(owner.known, tier, owner.title, message, diverged=len(blocks))
+
+    def _switch_off(
+        self,
+        address: tuple[str, SpaceId],
+        tier: Tier | None,
+        engine: str,
+        message: Compared,
+        *,
+        diverged: int,
+    ) -> None:
+        state, old = self._state, self._state.off.get(address)
+        if old is not None and (old.tier is None or old.tier is tier):
+            return
+        self._make_room(address[0])
+        state.off[address] = Off(tier)
+        state.credits_due = True
+        tenant, space = address
+        state.residency.let_end_with_the_process(state.residency.scopes_of(tenant, space))
+        self._files.void(tenant, space)
+        state.say(
+            SwitchedOff(
+                tenant=tenant,
+                space=space,
+                tier=tier,
+                engine=engine,
+                blocks=message.blocks,
+                diverged=diverged,
+                error_ppm=message.error_ppm,
+            )
+        )
+
+    def _make_room(self, tenant: str) -> None:
+        off = self._state.off
+        if len(off) >= OFF_MAX:
+            own = (address for address in off if address[0] == tenant)
+            del off[next(own, next(iter(off)))]
+
+    def to_empty(self) -> tuple[str, SpaceId] | None:
+        """A space that is off and may still hold blocks."""
+        return next((a for a, off in self._state.off.items() if not off.is_empty), None)
+
+    def emptied(self, address: tuple[str, SpaceId]) -> None:
+        """It holds none any more."""
+        off = self._state.off[address]
+        self._state.off[address] = msgspec.structs.replace(off, is_empty=True)
+        self._state.credits_due = True
+
+    def clear(self, tenant: str | None, space: bytes | None) -> None:
+        """An operator cleared these (None: all): they may be used again."""
+        off = self._state.off
+        for address in list(off):
+            if tenant in (None, address[0]) and space in (None, address[1]):
+                del off[address]
+        self._state.credits_due = True
