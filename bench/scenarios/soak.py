@@ -2,7 +2,7 @@
 
 At the same time, one core each as far as there are two:
 
-    the seeded world (kvstore.testing.world)              seeds, short and long lives
+    the seeded world (tests.sim.world.play)              seeds, short and long lives
     kill -9 at named moments (kvstore.testing.kills)      a node and engines of its own
     round trips (…trips) and broken datagrams (…garbage)  one node that lives all the time
 
@@ -87,15 +87,17 @@ class World:
             return
         if self._process is not None:
             self._take(*self._process.communicate(), self._process.returncode)
-        command = [sys.executable, "-m", "kvstore.testing.world", "--json", "--steps", "0"]
+        command = [sys.executable, "-m", "tests.sim.world", "--json", "--steps", "0"]
         command += ["--seed", str(self._next), "--seeds", str(WORLD_SEEDS)]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+        self._process = subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, cwd=record.ROOT
+        )
         self._next += WORLD_SEEDS
 
     def _take(self, out: str, errors: str, status: int) -> None:
         first = self._next - WORLD_SEEDS
-        again = f"python -m kvstore.testing.world --steps 0 --seed {first} --seeds {WORLD_SEEDS}"
+        again = f"python -m tests.sim.world --steps 0 --seed {first} --seeds {WORLD_SEEDS}"
         try:
             told = json.loads(out.splitlines()[-1])
         except (IndexError, ValueError):

@@ -12,7 +12,7 @@ can be read has the bytes that were stored. What is lost is a miss and no violat
     recovering   a node reads its segments; an engine attaches to a node that has just begun to
 
 Does not cover: the processes (`kvstore.testing.troupe`), what a node holds
-(`kvstore.testing.gauges`), machines that lose power (`kvstore.testing.world`).
+(`kvstore.testing.gauges`), machines that lose power (`tests.sim.world.play`).
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.testing.sim_threads import Threads
 from kvstore.tiers.file import FileConfig, FileTier, Moved, Reclaim, Written, config, outbox, tier
 from kvstore.tiers.file.catalog import FIXED_BYTES
 from kvstore.tiers.file.directory import Directory, segment_number
 from kvstore.tiers.file.disk import PosixDisk
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.record import Scope
+from tests.sim.world.threads import Threads
 from tests.unit.tiers.file.kit import FakeClock, checksum, key, payload, u64
 
 LETTERS: Final = "STOAVWRKF"

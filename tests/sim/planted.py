@@ -43,7 +43,6 @@ from kvstore.peers import borrower
 from kvstore.peers.borrower import Borrower, _session_of
 from kvstore.peers.peer_session import PeerLost, PeerSession
 from kvstore.proto.loans import Borrowed
-from kvstore.testing.sim_copies import SimCopies
 from kvstore.tiers.file.catalog import Segment
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.jobs import ReadJob
@@ -54,6 +53,7 @@ from kvstore.types import ConnectionId
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.messages import Distrust
 from kvstore.wire.record import Scope
+from tests.sim.world.copies import SimCopies
 
 Planted = Callable[[], contextlib.AbstractContextManager[Any]]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvstore.testing.shrink import Case
-from kvstore.testing.world import World, run_case
+from tests.sim.world.play import World, run_case
+from tests.sim.world.shrink import Case
 
 STEPS = 400
 CLUSTERS = range(4, 17, 4)

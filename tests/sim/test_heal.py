@@ -18,14 +18,14 @@ from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.sessions import Sessions
-from kvstore.testing import sim_heal
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_machine import Machine
-from kvstore.testing.sim_parts import DISK_CALL_FAULTS, Knobs
-from kvstore.testing.world import World
 from kvstore.tiers.file import breaker as file_breaker
 from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.shared import Peers
+from tests.sim.world import heal as sim_heal
+from tests.sim.world.copies import Violation
+from tests.sim.world.machine import Machine
+from tests.sim.world.parts import DISK_CALL_FAULTS, Knobs
+from tests.sim.world.play import World
 
 STEPS = 1000
 SEEDS = range(1, 101)

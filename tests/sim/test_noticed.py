@@ -17,11 +17,11 @@ from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event, Tick
 from kvstore.engine.memory.slots import SlotState
-from kvstore.testing import shrink as shrinking
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_engine import SimEngine, SimRequest
-from kvstore.testing.world import World, main
 from kvstore.wire.messages import NodeMessage, Quiesce
+from tests.sim.world import shrink as shrinking
+from tests.sim.world.copies import Violation
+from tests.sim.world.engine import SimEngine, SimRequest
+from tests.sim.world.play import World, main
 from tests.unit.engine import broken
 
 STEPS = 1000

@@ -10,9 +10,9 @@ from collections.abc import Collection
 import pytest
 
 from kvstore.engine.engine import Engine
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.world import World
 from tests.sim import planted
+from tests.sim.world.copies import Violation
+from tests.sim.world.play import World
 
 STEPS = 1000
 SEEDS = range(1, 201)

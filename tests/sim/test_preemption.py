@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.testing.sim_engine import BLOCK_TOKENS, SimEngine, SimRequest
-from kvstore.testing.sim_parts import Knobs
-from kvstore.testing.world import World
+from tests.sim.world.engine import BLOCK_TOKENS, SimEngine, SimRequest
+from tests.sim.world.parts import Knobs
+from tests.sim.world.play import World
 
 
 def quiet_world(seed: int) -> World:

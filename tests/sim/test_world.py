@@ -11,15 +11,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.testing.shrink import Case, shrink
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_engine import SimEngine, SimRequest
-from kvstore.testing.sim_parts import CLUSTER_FAULTS, FAULTS, LAYOUTS, Knobs
-from kvstore.testing.sim_world import folded
-from kvstore.testing.world import LIVES, Totals, World, draw_steps, main, run_case, run_seeds
 from kvstore.types import Shard
 from tests.amounts import amount, covered
 from tests.sim.catalogue import CATALOGUE
+from tests.sim.world.copies import Violation
+from tests.sim.world.engine import SimEngine, SimRequest
+from tests.sim.world.parts import CLUSTER_FAULTS, FAULTS, LAYOUTS, Knobs
+from tests.sim.world.play import LIVES, Totals, World, draw_steps, main, run_case, run_seeds
+from tests.sim.world.shrink import Case, shrink
+from tests.sim.world.world import folded
 
 STEPS = 1000
 FEW = range(1, 16)
@@ -58,7 +58,7 @@ def run_elsewhere(
 ) -> subprocess.Popen[str]:
     """In a process of its own."""
     words = f"--seed {first_seed} --seeds {count} --steps {steps} --json --stories {stories}"
-    command = [sys.executable, "-m", "kvstore.testing.world", *words.split()]
+    command = [sys.executable, "-m", "tests.sim.world", *words.split()]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

@@ -124,7 +124,7 @@ def test_the_world_is_counted_and_its_violations_told() -> None:
     assert world.violations == []
     world._take(json.dumps(told), "", 1)
     world._take("", "it broke", 3)
-    assert world.violations[0].startswith("['seed 7']; again: python -m kvstore.testing.world")
+    assert world.violations[0].startswith("['seed 7']; again: python -m tests.sim.world")
     assert "ended with 3" in world.violations[1]
 
 

@@ -17,10 +17,10 @@ from kvstore.indexer import service as index
 from kvstore.indexer.service import TOKEN_QUESTIONS_MAX, WATCH_PERIOD_S, IndexService
 from kvstore.ports import IndexStore
 from kvstore.proto import index_pb2 as pb
-from kvstore.testing.sim_loop import SimLoop
-from kvstore.testing.sim_net import Aborted
 from kvstore.types import Incarnation, SpaceId
 from kvstore.units import NS_PER_S
+from tests.sim.world.loop import SimLoop
+from tests.sim.world.net import Aborted
 
 WATCHERS = 20
 NODES = 50

@@ -12,9 +12,9 @@ from kvstore.index.feed import Trust
 from kvstore.net.clock import MonotonicClock
 from kvstore.peers.borrower import MEMBERS_EVERY_S, Borrower
 from kvstore.proto import loans
-from kvstore.testing.sim_loop import SimLoop
 from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
+from tests.sim.world.loop import SimLoop
 
 
 def test_an_index_finds_blocks_and_a_node_lends_them(caplog: pytest.LogCaptureFixture) -> None:

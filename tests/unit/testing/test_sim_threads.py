@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvstore.testing.sim_threads import SimCondition, Threads
+from tests.sim.world.threads import SimCondition, Threads
 
 
 class World:

@@ -15,7 +15,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvstore.testing.sim_threads import Threads
 from kvstore.tiers.file import FileConfig, FileTier, Late, Read, Resumed, Suspended, Written
 from kvstore.tiers.file import outbox as outbox_module
 from kvstore.tiers.file import tier as tier_module
@@ -25,6 +24,7 @@ from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.health import Health
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
+from tests.sim.world.threads import Threads
 from tests.unit.tiers.file.kit import (
     BLOCK_BYTES,
     PATIENCE_S,

@@ -1,7 +1,7 @@
 """An inference engine without a model: the real connector cores driven in vLLM's order of calls.
 
 Real: `SchedulerCore`. Simulated: the engine's block pool and scheduler, its sockets. Ranks are
-`sim_rank`'s; all of them are given the same plans and report every step, as vLLM's do.
+`rank`'s; all of them are given the same plans and report every step, as vLLM's do.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_parts import CORRUPTIONS, Knobs
-from kvstore.testing.sim_rank import SimRank
 from kvstore.types import Shard
 from kvstore.wire.space import Space
+from tests.sim.world.copies import Violation
+from tests.sim.world.parts import CORRUPTIONS, Knobs
+from tests.sim.world.rank import SimRank
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_machine import Machine
+    from tests.sim.world.machine import Machine
 
 BLOCK_TOKENS = 16
 _RESTART_SHARE: Final = 0.03

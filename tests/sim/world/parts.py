@@ -1,7 +1,7 @@
 """The simulated parts around the world's real cores: knobs, arena, spaces, prompts.
 
-Does not cover: the engine without a model (`sim_engine`), disk, node and sockets (`sim_disk`,
-`sim_node`, `sim_sockets`), what happens when (`world`).
+Does not cover: the engine without a model (`engine`), disk, node and sockets (`disk`,
+`node`, `sockets`), what happens when (`world`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DISK_FAULTS = (
 WARM_KILL, WARM_UPGRADE = "warm kill", "warm upgrade"
 """Only the node process ends; its supervisor keeps arena, journal and pidfds for the next."""
 COPY_CALL_FAULTS = ("copy fails half way", "copy never ends", "one of several copies fails")
-"""Faults of a copy between engine and arena: `sim_copies` strikes by itself."""
+"""Faults of a copy between engine and arena: `copies` strikes by itself."""
 CORRUPTIONS = ("arena scribbled", "byte flipped")
 """Bytes in dram change under everybody."""
 CLUSTER_CALL_FAULTS = (
@@ -54,7 +54,7 @@ CLUSTER_CALL_FAULTS = (
     "read never ends",
     "read brings wrong bytes",
 )
-"""Faults of a word, a question or a read between nodes: `sim_net`, `sim_index` and `sim_mover`
+"""Faults of a word, a question or a read between nodes: `net`, `index` and `mover`
 strike by themselves."""
 CLUSTER_FAULTS = (
     *CLUSTER_CALL_FAULTS,

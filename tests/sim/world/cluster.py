@@ -1,10 +1,10 @@
 """What makes the machines of a world a cluster: a network, replicas of the index, their faults.
 
-A world has one by its seed (`Knobs.index_replicas`). Its nodes are `sim_peers`; here is what is
+A world has one by its seed (`Knobs.index_replicas`). Its nodes are `peers`; here is what is
 between them, and what must hold of all together when the faults are over (I8, I13): each replica
 answers exactly what each node holds, and a block that one node stored is fetched by another.
 
-Does not cover: the network itself (`sim_net`), what single reads do wrong (`sim_mover`).
+Does not cover: the network itself (`net`), what single reads do wrong (`mover`).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from kvstore.index.feed import Trust
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_index import SimReplica
-from kvstore.testing.sim_mover import SimMover
-from kvstore.testing.sim_net import SimNet
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
+from tests.sim.world.copies import Violation
+from tests.sim.world.index import SimReplica
+from tests.sim.world.mover import SimMover
+from tests.sim.world.net import SimNet
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_machine import Machine
-    from kvstore.testing.sim_world import World
+    from tests.sim.world.machine import Machine
+    from tests.sim.world.world import World
 
 CONVERGED_NS_MAX: Final = 10 * NS_PER_S
 _SLICE_NS: Final = 20 * NS_PER_MS

@@ -8,8 +8,8 @@ What dram does to a block by itself is noticed by those who verify every load, a
 through a file. Who verifies a sample may be given damaged bytes, but never another block's, nor
 half of one.
 
-Does not cover: its copies (`sim_copies`), the engine that it is a part of (`sim_engine`), what
-happens when (`sim_world`).
+Does not cover: its copies (`copies`), the engine that it is a part of (`engine`), what
+happens when (`world`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.client.core.rank import RankConfig, RankCore
-from kvstore.testing.sim_copies import SimCopies, Violation
-from kvstore.testing.sim_parts import DAMAGED, SimMemory
 from kvstore.types import Shard
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Message, Welcome
 from kvstore.wire.space import Space
+from tests.sim.world.copies import SimCopies, Violation
+from tests.sim.world.parts import DAMAGED, SimMemory
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_engine import SimEngine
-    from kvstore.testing.sim_world import World
+    from tests.sim.world.engine import SimEngine
+    from tests.sim.world.world import World
 
 
 class SimRank:

@@ -1,9 +1,9 @@
 """What the faults of a cluster do: to the network, to replicas of the index, to one node in it.
 
 Each function says whether there was somebody to do it to. Those that strike by themselves, with
-each read, word or question, are `sim_mover`'s, `sim_net`'s and `sim_index`'s.
+each read, word or question, are `mover`'s, `net`'s and `index`'s.
 
-Does not cover: which fault may happen, and when (`sim_world`).
+Does not cover: which fault may happen, and when (`world`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from kvstore.testing.sim_index import SimReplica
-from kvstore.testing.sim_machine import Machine
-from kvstore.testing.sim_net import SimNet
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.space import fingerprint
+from tests.sim.world.index import SimReplica
+from tests.sim.world.machine import Machine
+from tests.sim.world.net import SimNet
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_cluster import SimCluster
-    from kvstore.testing.sim_world import World
+    from tests.sim.world.cluster import SimCluster
+    from tests.sim.world.world import World
 
 _DURATIONS_MS: Final = (20, 300, 2000, 6000)
 _LAGS_MS: Final = (50, 500, 2500)

@@ -1,7 +1,7 @@
 """One seeded world: machines with a node each, their engines, and what happens to them.
 
-`kvstore.testing.world` says what it is for, and runs it. Does not cover: the parts (`sim_machine`,
-`sim_engine`, `sim_cluster`), what faults do (`sim_faults`), how it ends (`sim_heal`).
+`tests.sim.world.play` says what it is for, and runs it. Does not cover: the parts (`machine`,
+`engine`, `cluster`), what faults do (`faults`), how it ends (`heal`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from kvstore.testing import sim_faults, sim_heal
-from kvstore.testing.shrink import Case
-from kvstore.testing.sim_cluster import SimCluster
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_disk import SimDisk, open_below
-from kvstore.testing.sim_engine import SimEngine, new_random_request
-from kvstore.testing.sim_machine import Machine
-from kvstore.testing.sim_parts import (
+from kvstore.types import Shard
+from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.wire.space import Space
+from tests.sim.world import faults as sim_faults
+from tests.sim.world import heal as sim_heal
+from tests.sim.world.cluster import SimCluster
+from tests.sim.world.copies import Violation
+from tests.sim.world.disk import SimDisk, open_below
+from tests.sim.world.engine import SimEngine, new_random_request
+from tests.sim.world.machine import Machine
+from tests.sim.world.parts import (
     CLUSTER_FAULTS,
     DISK_FAULTS,
     HARMLESS,
@@ -37,10 +40,8 @@ from kvstore.testing.sim_parts import (
     key_chains,
     sim_space,
 )
-from kvstore.testing.sim_rank import SimRank
-from kvstore.types import Shard
-from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.space import Space
+from tests.sim.world.rank import SimRank
+from tests.sim.world.shrink import Case
 
 STORY_LINES = 60
 FAULT_SHARE = 0.25

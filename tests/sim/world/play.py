@@ -1,19 +1,19 @@
 """One seeded world: the node's real core and file tier, engines with real connector cores.
 
-    python -m kvstore.testing.world --seed 1 --seeds 200 --steps 1000
-    python -m kvstore.testing.world --seed 17 --nodes 3 --shrink
-    python -m kvstore.testing.world --seed 1000 --minutes 60 --steps 0 --json --stories FOLDER
+    python -m tests.sim.world --seed 1 --seeds 200 --steps 1000
+    python -m tests.sim.world --seed 17 --nodes 3 --shrink
+    python -m tests.sim.world --seed 1000 --minutes 60 --steps 0 --json --stories FOLDER
 
 Real: `engine.Engine`, `client.core`, `tiers.file`. Simulated: clocks, sockets, shared memory, disks
-(`sim_disk`), copies (`sim_copies`), the engine's own scheduler (`sim_engine`). One to three
+(`disk`), copies (`copies`), the engine's own scheduler (`engine`). One to three
 machines, each with a node and engines of its own; several share a directory. Engines have one rank
 or several: shards of heads, of layers, replicas. Faults, each with p = 25 % by the seed
-(`sim_parts.FAULTS`): processes that vanish, stop, hang up or hang, node processes that die between
+(`parts.FAULTS`): processes that vanish, stop, hang up or hang, node processes that die between
 two stores to memory and are gone on with from what was kept of it, machines that are suspended,
 clocks that drift, copies that fail, come late or never end, bytes that change in dram, slow
 delivery, aborts, preemptions, a disk that fails, is full, slow, hangs, tears, loses, mixes up,
 flips bits, is another one after a restart. Sizes and time limits are the seed's, too. After the
-faults everything heals and must converge (`sim_heal`). Exit status 1 and a story when a promise
+faults everything heals and must converge (`heal`). Exit status 1 and a story when a promise
 breaks.
 
 Checked all the time: every block that an engine reads holds the bytes of its tenant, model,
@@ -24,7 +24,7 @@ end: all requests finished (P2), no lease, grant, pin, quarantined slot, connect
 left (P3), what is stored is found again: in dram, after a restart, on another machine (P6). The
 same seed gives the same trace hash.
 
-Every fourth world is a cluster (`sim_cluster`): its nodes feed replicas of the index, ask them, and
+Every fourth world is a cluster (`cluster`): its nodes feed replicas of the index, ask them, and
 fetch blocks from each other. There the product's own code runs unchanged on loops of virtual time:
 feeds, index service, borrower, lender, their sessions. Checked, too: a fetch that has ended writes
 no more; what counts was lent until it had been read, and is the block byte by byte; a peer that
@@ -54,10 +54,10 @@ from pathlib import Path
 
 import msgspec
 
-from kvstore.testing.shrink import Case, shrink
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_parts import FAULTS, WorldResult
-from kvstore.testing.sim_world import World, run_case
+from tests.sim.world.copies import Violation
+from tests.sim.world.parts import FAULTS, WorldResult
+from tests.sim.world.shrink import Case, shrink
+from tests.sim.world.world import World, run_case
 
 __all__ = ["World", "draw_steps", "main", "run_case"]
 
@@ -292,7 +292,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         sys.stdout.write(f"{len(totals.violations)} of {totals.seeds} seeds broke a promise\n")
     return 1 if totals.violations else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

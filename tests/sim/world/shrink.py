@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_parts import FAULTS
+from tests.sim.world.copies import Violation
+from tests.sim.world.parts import FAULTS
 
 RUNS_MAX = 150
 
@@ -27,7 +27,7 @@ class Case(msgspec.Struct, frozen=True):
 
     def command(self) -> str:
         """How to run it again."""
-        words = [f"python -m kvstore.testing.world --seed {self.seed} --steps {self.steps}"]
+        words = [f"python -m tests.sim.world --seed {self.seed} --steps {self.steps}"]
         if self.engines:
             words.append(f"--engines {self.engines}")
         if self.nodes:

@@ -7,7 +7,7 @@ finds another block.
 A process may die in the middle of a step: of its stores to the journal, and of the commands that
 they lead to, a part is done. The next one begins with what that left (`Kept`), or with nothing.
 
-Does not cover: sockets (`sim_sockets`), the disk (`sim_disk`).
+Does not cover: sockets (`sockets`), the disk (`disk`).
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_disk import SimFiles
-from kvstore.testing.sim_parts import WARM_KILL, SimMemory
-from kvstore.testing.sim_peers import SimPeers
 from kvstore.testing.tape import Tape, image, tape
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
+from tests.sim.world.copies import Violation
+from tests.sim.world.disk import SimFiles
+from tests.sim.world.parts import WARM_KILL, SimMemory
+from tests.sim.world.peers import SimPeers
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_machine import Machine
+    from tests.sim.world.machine import Machine
 
 
 _GENERATIONS_PER_LIFE = 1 << 40

@@ -6,7 +6,7 @@ streams, where a part of what was under way arrives and each end learns of it in
 say the same word twice. A dead process breaks its streams; a new one at the same address has none
 of them.
 
-Does not cover: who talks to whom (`sim_peers`, `sim_index`), bytes of blocks (`sim_mover`).
+Does not cover: who talks to whom (`peers`, `index`), bytes of blocks (`mover`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import grpc
 
-from kvstore.testing.sim_loop import SimLoop
 from kvstore.units import NS_PER_MS, NS_PER_S
+from tests.sim.world.loop import SimLoop
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_world import World
+    from tests.sim.world.world import World
 
 PATIENCE_NS: Final = 4 * NS_PER_S
 """A stream that is held back for longer is given up by both ends, as by keep-alive."""

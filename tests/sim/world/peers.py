@@ -1,15 +1,15 @@
 """What one node process of the world has to do with other nodes.
 
 Real: `peers.borrower`, `peers.lender`, their sessions, `peers.feed`'s links. Simulated: the loop
-that they run on (`sim_loop`), gRPC (`sim_net`), the mover (`sim_mover`), the way to the index
-(`sim_index`).
+that they run on (`loop`), gRPC (`net`), the mover (`mover`), the way to the index
+(`index`).
 
 Checked all the time: when a fetch has ended nothing writes to its slots any more (I4); what counts
 as good is, byte by byte, the block of its tenant, shard and key, and was in the peer's slot under
 the generation that it was lent with when it had been read, of a process that was alive (I5); a peer
 that failed is left alone for a while (I8); each question and each fetch is answered once.
 
-Does not cover: the engine (`sim_node`).
+Does not cover: the engine (`node`).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from kvstore.peers.borrower import Borrower
 from kvstore.peers.feed import FeedCounters, Link
 from kvstore.peers.lender import Lender
 from kvstore.proto import index_pb2, loans, peer_pb2
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_index import SimIndexClient
-from kvstore.testing.sim_loop import SimLoop
-from kvstore.testing.sim_mover import SimMover
-from kvstore.testing.sim_net import SimChannel
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from tests.sim.world.copies import Violation
+from tests.sim.world.index import SimIndexClient
+from tests.sim.world.loop import SimLoop
+from tests.sim.world.mover import SimMover
+from tests.sim.world.net import SimChannel
 
 if TYPE_CHECKING:
     import random
 
-    from kvstore.testing.sim_cluster import SimCluster
-    from kvstore.testing.sim_machine import Machine
-    from kvstore.testing.sim_node import SimNode
-    from kvstore.testing.sim_parts import SimMemory
+    from tests.sim.world.cluster import SimCluster
+    from tests.sim.world.machine import Machine
+    from tests.sim.world.node import SimNode
+    from tests.sim.world.parts import SimMemory
 
 
 class _Clock:

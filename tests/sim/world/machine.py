@@ -6,7 +6,7 @@ of the ranks that may still write; the next process goes on with them.
 The clock is the machine's: while it is suspended that stands still, or jumps afterwards, as the
 clocks of laptops and of virtual machines do. The world's own time is nobody's but the oracle's.
 
-Does not cover: the node process itself (`sim_node`), engines (`sim_engine`), when what happens.
+Does not cover: the node process itself (`node`), engines (`engine`), when what happens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ from typing import TYPE_CHECKING, Final
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Ended, Event, Exited, Received
 from kvstore.errors import ConfigError
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_disk import SimDisk, empty
-from kvstore.testing.sim_node import Kept, SimNode
-from kvstore.testing.sim_parts import DISK_CALL_FAULTS, WARM_KILL, SimMemory
-from kvstore.testing.sim_sockets import SimSockets
 from kvstore.types import ConnectionId, SpaceId
 from kvstore.wire.messages import (
     HelloRank,
@@ -30,11 +25,16 @@ from kvstore.wire.messages import (
     Message,
     decode_from_engine,
 )
+from tests.sim.world.copies import Violation
+from tests.sim.world.disk import SimDisk, empty
+from tests.sim.world.node import Kept, SimNode
+from tests.sim.world.parts import DISK_CALL_FAULTS, WARM_KILL, SimMemory
+from tests.sim.world.sockets import SimSockets
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_engine import SimEngine
-    from kvstore.testing.sim_peers import SimPeers
-    from kvstore.testing.sim_world import World
+    from tests.sim.world.engine import SimEngine
+    from tests.sim.world.peers import SimPeers
+    from tests.sim.world.world import World
 
 
 _DIES_AT_START_SHARE: Final = 0.2

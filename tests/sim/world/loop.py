@@ -5,7 +5,7 @@ callbacks run in the order in which they became ready, so the same seed gives th
 A process that is stopped is a loop that is not let go on; `end` is its death: from then on
 nothing that it does reaches anybody.
 
-Does not cover: sockets (`sim_net` stands in for gRPC), real threads.
+Does not cover: sockets (`net` stands in for gRPC), real threads.
 """
 
 from __future__ import annotations

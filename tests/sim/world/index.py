@@ -6,7 +6,7 @@ the way of a question, which a client takes from one replica to the next as `cli
 Checked all the time (I8): no answer names a node of which the replica has heard nothing for so long
 that it must be out.
 
-Does not cover: whether replicas know all there is (`sim_cluster`).
+Does not cover: whether replicas know all there is (`cluster`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvstore.indexer.service import IndexService
 from kvstore.proto import feeds
 from kvstore.proto import index_pb2 as pb
 from kvstore.stores.local import LocalStore
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_loop import SimLoop
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_S
+from tests.sim.world.copies import Violation
+from tests.sim.world.loop import SimLoop
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_cluster import SimCluster
-    from kvstore.testing.sim_peers import SimPeers
+    from tests.sim.world.cluster import SimCluster
+    from tests.sim.world.peers import SimPeers
 
 _ENTRIES: Final = 1 << 14
 _SLOTS: Final = 1 << 10

@@ -1,10 +1,10 @@
 """What the world's faults do, each to somebody.
 
-Those of single system calls are `sim_disk`'s, those of single copies `sim_copies`', those of a
-cluster `sim_cluster_faults`'. Each function here says whether there was somebody to do it to: only
+Those of single system calls are `disk`'s, those of single copies `copies`', those of a
+cluster `cluster_faults`'. Each function here says whether there was somebody to do it to: only
 then the fault counts.
 
-Does not cover: which fault may happen, and when (`sim_world`).
+Does not cover: which fault may happen, and when (`world`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvstore.testing import sim_disk
-from kvstore.testing.sim_cluster_faults import TO_A_CLUSTER
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_engine import SimEngine
-from kvstore.testing.sim_machine import Machine
-from kvstore.testing.sim_parts import WARM_KILL, WARM_UPGRADE
-from kvstore.testing.sim_rank import SimRank
 from kvstore.units import NS_PER_MS
 from kvstore.wire.space import fingerprint
+from tests.sim.world import disk as sim_disk
+from tests.sim.world.cluster_faults import TO_A_CLUSTER
+from tests.sim.world.copies import Violation
+from tests.sim.world.engine import SimEngine
+from tests.sim.world.machine import Machine
+from tests.sim.world.parts import WARM_KILL, WARM_UPGRADE
+from tests.sim.world.rank import SimRank
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_world import World
+    from tests.sim.world.world import World
 
 
 def happen(world: World, name: str) -> Machine | None:

@@ -1,7 +1,7 @@
 """The disk of the world: the real file tier on real files, with every system call at its mercy.
 
 Real: all of `kvstore.tiers.file` and `kvstore.node.files`. Simulated: its threads, which take
-turns (`sim_threads`), time, and what becomes of a system call:
+turns (`threads`), time, and what becomes of a system call:
 
     read, write, sync error, no descriptors, disk full
                             the call fails, for a while; it may have read or written a part
@@ -11,7 +11,7 @@ turns (`sim_threads`), time, and what becomes of a system call:
     disk bit flipped, power cut, older layout, directory emptied or swapped
                             what is found is not what was left
 
-Does not cover: when what happens (`sim_world`).
+Does not cover: when what happens (`world`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ import numpy as np
 
 from kvstore.engine.events import Event, FileCommand, FileRead, ReadFile
 from kvstore.node.files import FileEnd
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_parts import Knobs, SimMemory
-from kvstore.testing.sim_threads import Threads
 from kvstore.tiers.file import FileConfig, FileTier, outbox, tier
 from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import payload_pages
+from tests.sim.world.copies import Violation
+from tests.sim.world.parts import Knobs, SimMemory
+from tests.sim.world.threads import Threads
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_machine import Machine
+    from tests.sim.world.machine import Machine
 
 _STRIKE_SHARE: Final = {
     "read error": 0.05,

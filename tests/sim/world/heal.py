@@ -5,7 +5,7 @@ workload of its own, asked by a new engine, before 10 s of virtual time are over
 is found by the next process that takes it over, what is on disk after an orderly restart; in a
 shared directory by another machine too, when the node that wrote it was killed.
 
-Does not cover: what went wrong before (`sim_faults`).
+Does not cover: what went wrong before (`faults`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Final
 
-from kvstore.testing.sim_copies import Violation
-from kvstore.testing.sim_engine import BLOCK_TOKENS, SimEngine, SimRequest
-from kvstore.testing.sim_machine import Machine
-from kvstore.testing.sim_parts import Knobs
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
+from tests.sim.world.copies import Violation
+from tests.sim.world.engine import BLOCK_TOKENS, SimEngine, SimRequest
+from tests.sim.world.machine import Machine
+from tests.sim.world.parts import Knobs
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_world import World
+    from tests.sim.world.world import World
 
 _PROBE_BLOCKS: Final = 2
 _PROBES: Final = 3

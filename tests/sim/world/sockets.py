@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container
 
-from kvstore.testing.sim_parts import SimMemory
 from kvstore.wire.messages import HelloRank, HelloScheduler, Message, decode_from_node, encode
+from tests.sim.world.parts import SimMemory
 
 
 class SimSocket:

@@ -22,7 +22,7 @@ from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.mover import Descriptor, encode
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_peers import SimPeers
+    from tests.sim.world.peers import SimPeers
 
 STOPS_HALF_WAY, NEVER_ENDS, WRONG_BYTES = (
     "read stops half way",

@@ -11,7 +11,7 @@ A copy is two events, so that everything can happen in between. What can become 
 Checked: nobody else writes to a slot while a copy does, however late that is (I4), and what is
 read under a valid generation did not change meanwhile (I5).
 
-Does not cover: which copy is next (`client.core.rank`), sockets (`sim_rank`).
+Does not cover: which copy is next (`client.core.rank`), sockets (`rank`).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvstore.client.core.copies import (
     StoreBlock,
     Void,
 )
-from kvstore.testing.sim_parts import DAMAGED, TORN, SimMemory
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import slot_bytes
+from tests.sim.world.parts import DAMAGED, TORN, SimMemory
 
 if TYPE_CHECKING:
-    from kvstore.testing.sim_rank import SimRank
+    from tests.sim.world.rank import SimRank
 
 FENCE_NS_MAX: Final = 100 * NS_PER_MS
 """As the connector waits for stores that read blocks which are needed."""
