@@ -22,7 +22,8 @@ import psutil
 from bench import record
 from bench.cluster.fetch import UCX, environment
 from bench.cluster.figures import SEED, NotMeasured, at_least, at_most, ratio, spread
-from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.engine import Engine
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, build_model, encoder
 from kvstore.testing.peers import PeerPair
 from kvstore.testing.process import NodeProcess

@@ -32,7 +32,7 @@ import psutil
 
 from kvstore.errors import KVStoreError
 from kvstore.testing import guard
-from kvstore.testing.engine import EngineConfig
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS
 
 READY_TIMEOUT_S: Final = 120.0

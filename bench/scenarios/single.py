@@ -42,7 +42,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import plot, record
 from kvstore.errors import KVStoreError
-from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.engine import Engine
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, SHAPES, build_model, encoder
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.workload import fresh_prompts

@@ -31,7 +31,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.errors import KVStoreError
-from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.engine import Engine
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, Size, build_model, encoder
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.settle import settled

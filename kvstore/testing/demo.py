@@ -41,7 +41,8 @@ from rich.table import Table
 
 from kvstore.errors import KVStoreError
 from kvstore.testing.demo_flags import PLAN, parser
-from kvstore.testing.engine import SERVED_NAME, Completion, Engine, EngineConfig
+from kvstore.testing.engine import Completion, Engine
+from kvstore.testing.engine_config import SERVED_NAME, EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, SHAPES, build_model, encoder
 from kvstore.testing.process import NodeFailed, NodeProcess
 from kvstore.testing.settle import settled

@@ -22,10 +22,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 import msgspec
 import psutil
@@ -33,6 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.errors import KVStoreError
 from kvstore.testing import guard, tied
+from kvstore.testing.engine_config import SERVED_NAME, EngineConfig
 
 READY_TIMEOUT_S: Final = 300.0
 """A start takes 12 s on a quiet machine, and all of ten times that on a busy one."""
@@ -40,7 +41,6 @@ STOP_TIMEOUT_S: Final = 20.0
 REQUEST_TIMEOUT_S: Final = 120.0
 POLL_S: Final = 0.05
 _ABANDON_POLL_S: Final = 0.001
-SERVED_NAME: Final = "model"
 WARM_UP_PROMPT: Final = tuple(range(32))
 """Shorter than a block, so nothing of it is stored. See `Engine.warm_up`."""
 
@@ -52,71 +52,6 @@ _ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
 
 class EngineError(KVStoreError):
     """The engine did not start, ended, or answered something other than a completion."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How to start one vLLM server."""
-
-    model: Path
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """float32 where tokens are compared: in bfloat16 vLLM's own cache hit already changes one
-    greedy output in about a hundred against a full recompute."""
-    socket: Path | None = None
-    """The node's attach socket; None: vLLM without the connector."""
-    max_model_len: int = 4096
-    kv_blocks: int | None = None
-    """Blocks (128 tokens) of the engine's own cache; None: as many as fit `kv_space_gib`."""
-    kv_space_gib: int = 1
-    max_num_seqs: int = 64
-    hash_algorithm: str = "sha256_cbor"
-    load_failure_policy: str = "recompute"
-    connector_extra: dict[str, object] = field(default_factory=dict)
-    """Further keys of `kv_connector_extra_config`."""
-    environment: dict[str, str] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
-    """Further arguments of the server."""
-
-    def command(self) -> list[str]:
-        """The server's command line."""
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(self.model), "--served-model-name", SERVED_NAME]
-        command += ["--host", "127.0.0.1", "--port", "0", "--enforce-eager", "--dtype", self.dtype]
-        command += ["--max-model-len", str(self.max_model_len)]
-        command += ["--max-num-seqs", str(self.max_num_seqs)]
-        command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-        command += ["--prefix-caching-hash-algo", self.hash_algorithm]
-        if self.kv_blocks is not None:
-            command += ["--num-gpu-blocks-override", str(self.kv_blocks)]
-        if self.socket is not None:
-            transfer = {
-                "kv_connector": "KVStoreConnector",
-                "kv_connector_module_path": "kvstore.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": self.load_failure_policy,
-                "kv_connector_extra_config": {"socket": str(self.socket), **self.connector_extra},
-            }
-            command += ["--kv-transfer-config", msgspec.json.encode(transfer).decode()]
-        return [*command, *self.arguments]
-
-    def full_environment(self) -> dict[str, str]:
-        """The server's environment."""
-        return {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gib),
-            # Binding would pin every engine of the machine to the same cores.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_SERVER_DEV_MODE": "1",  # offers /reset_prefix_cache
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            # The working directory must not shadow the installed package.
-            "PYTHONSAFEPATH": "1",
-            # Threads that spin while they wait, the default, are right on cores of their own. On
-            # cores that others use too, a step then waits again and again for a thread that is
-            # not running: seconds instead of milliseconds.
-            "OMP_WAIT_POLICY": "PASSIVE",
-            **self.environment,
-        }
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

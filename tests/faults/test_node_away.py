@@ -16,7 +16,8 @@ from typing import Self
 
 import pytest
 
-from kvstore.testing.engine import Completion, Engine, EngineConfig
+from kvstore.testing.engine import Completion, Engine
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.nursery import EngineNursery
@@ -149,7 +150,7 @@ def test_gone_and_back_again(plain: Engine, encode: Encode, tmp_path: Path) -> N
         assert not served()
     with node_for(plain, tmp_path):
         wait_until(served, "what it stored is found again")
-    # Once; and once more for each time that a busy machine kept a heart from beating.
-    stops = plain.log.read_text().count("computed: the node's heartbeat stopped")
-    assert cache_off_lines(plain) - stops <= lines + 1 <= cache_off_lines(plain)
+        # Once; and once more for each time that a busy machine kept a heart from beating.
+        stops = plain.log.read_text().count("computed: the node's heartbeat stopped")
+        assert cache_off_lines(plain) - stops <= lines + 1 <= cache_off_lines(plain)
     assert "Traceback" not in plain.log.read_text()

@@ -11,7 +11,8 @@ from threading import Thread
 
 import pytest
 
-from kvstore.testing.engine import EngineConfig, EngineError
+from kvstore.testing.engine import EngineError
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.nursery import EngineNursery

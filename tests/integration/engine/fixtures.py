@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.engine import Engine
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.models import BLOCK_TOKENS, build_model
 from kvstore.testing.workload import Encode, text_tokens, varied_prompts
 from tests.amounts import amount

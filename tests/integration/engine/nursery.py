@@ -31,14 +31,8 @@ from typing import Final, Self
 import msgspec
 
 from kvstore.testing import guard, tied
-from kvstore.testing.engine import (
-    READY_TIMEOUT_S,
-    Engine,
-    EngineConfig,
-    EngineError,
-    Launched,
-    launch,
-)
+from kvstore.testing.engine import READY_TIMEOUT_S, Engine, EngineError, Launched, launch
+from kvstore.testing.engine_config import EngineConfig
 
 ORDER_BYTES_MAX: Final = 64 << 10
 IMPORTED: Final = [

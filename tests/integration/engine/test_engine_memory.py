@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.cli.ask import NodeClient
 from kvstore.client.index import IndexClient, Tokens
-from kvstore.testing.engine import EngineConfig
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.index_process import Lab
 from kvstore.testing.models import BLOCK_TOKENS
 from tests.integration.engine.nursery import EngineNursery
@@ -71,7 +71,8 @@ def test_what_it_computed_is_found_until_it_forgets(
             (row,) = kvstore(node, *asked)["prefix"]["engines"]
             return row["blocks"], row["state"]
 
-        wait_until(lambda: row() == (BLOCKS, "live"), "all that it said is taken in", seconds=60)
+        wait_until(lambda: row()[1] == "live", "all that it said is taken in", seconds=60)
+        assert row() == (BLOCKS, "live")
         engine.forget()
         engine.warm_up()  # idle, it publishes nothing
         wait_until(lambda: in_hbm() == {}, "it has forgotten", seconds=60)

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.testing.engine import Completion, Engine, EngineConfig
+from kvstore.testing.engine import Completion, Engine
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.nursery import EngineNursery

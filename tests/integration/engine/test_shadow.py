@@ -18,7 +18,8 @@ import pytest
 
 from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.kernels.compare import BOUNDS
-from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.engine import Engine
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.models import build_model
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Engine, EngineConfig
+from kvstore.testing.engine import Engine
+from kvstore.testing.engine_config import EngineConfig
 from kvstore.testing.models import build_model
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.workload import Encode, text_tokens

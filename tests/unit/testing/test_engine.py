@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.testing.engine import SERVED_NAME, Engine, EngineConfig, EngineError, Launched
+from kvstore.testing.engine import Engine, EngineError, Launched
+from kvstore.testing.engine_config import SERVED_NAME, EngineConfig
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
