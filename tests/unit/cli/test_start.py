@@ -133,7 +133,7 @@ def test_a_module_that_cannot_be_read_is_one_sentence() -> None:
 import importlib.machinery as machinery, sys
 real = machinery.SourceFileLoader.get_data
 def get_data(loader, path):
-    if "/serve/addresses." in path or "addresses.cpython" in path:
+    if "/config/addresses." in path or "addresses.cpython" in path:
         raise PermissionError(13, "Permission denied", path)
     return real(loader, path)
 machinery.SourceFileLoader.get_data = get_data
