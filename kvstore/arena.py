@@ -53,7 +53,6 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -335,20 +334,6 @@ def fill_page_tables(mapped: NDArray[np.uint8], begin: int, end: int) -> None:
             _raise_errno()
         # Before 5.14: reading a shared page maps it, and changes nothing in it.
         mapped[begin:end:PAGE_BYTES].max()
-
-
-def present_bytes(mapped: NDArray[np.uint8], begin: int, end: int) -> int:
-    """How much of bytes [begin, end) of an arena, page aligned, is there from `begin` on, whether
-    this process has mapped it or not. (SEEK_HOLE would look at all that follows, each time.)
-
-    Raises:
-        OSError: the kernel does not say.
-    """
-    pages = np.empty((end - begin) // PAGE_BYTES, np.uint8)
-    if _libc.mincore(mapped.ctypes.data + begin, end - begin, pages.ctypes.data):
-        _raise_errno()
-    missing = np.flatnonzero((pages & 1) == 0)
-    return int(missing[0]) * PAGE_BYTES if len(missing) else end - begin
 
 
 def wait_for_holders(holders_fd: int, *, timeout_s: float) -> bool:

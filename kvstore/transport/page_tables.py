@@ -10,17 +10,21 @@ is nothing to fill.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.arena import fill_page_tables, present_bytes
+from kvstore.arena import fill_page_tables
 from kvstore.types import PAGE_BYTES
 
 PART_BYTES: Final = 4 << 20
 """At a time: about a millisecond, by which a read that comes meanwhile is late."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class PageTables:
@@ -51,3 +55,17 @@ class PageTables:
             end = self._size_bytes
         self.filled_bytes = end
         return True
+
+
+def present_bytes(mapped: NDArray[np.uint8], begin: int, end: int) -> int:
+    """How much of bytes [begin, end) of an arena, page aligned, is there from `begin` on, whether
+    this process has mapped it or not. (SEEK_HOLE would look at all that follows, each time.)
+
+    Raises:
+        OSError: the kernel does not say.
+    """
+    pages = np.empty((end - begin) // PAGE_BYTES, np.uint8)
+    if _libc.mincore(mapped.ctypes.data + begin, end - begin, pages.ctypes.data):
+        raise OSError(ctypes.get_errno(), "mincore")
+    missing = np.flatnonzero((pages & 1) == 0)
+    return int(missing[0]) * PAGE_BYTES if len(missing) else end - begin
