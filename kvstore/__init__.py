@@ -1,4 +1,9 @@
-"""A shared, verified KV cache for LLM engines. README.md beside this file is the map."""
+"""A shared, verified KV cache for LLM engines. README.md beside this file is the map of the rooms.
+
+arena     the shared memory of a node
+ports     what the pure core needs from the world
+types, units, errors, wording   what all share
+"""
 
 from typing import Final
 

@@ -22,13 +22,13 @@ import psutil
 from bench import record
 from bench.cluster.fetch import UCX, environment
 from bench.cluster.figures import SEED, NotMeasured, at_least, at_most, ratio, spread
-from kvstore.testing.engine import Engine
-from kvstore.testing.engine_config import EngineConfig
-from kvstore.testing.models import BLOCK_TOKENS, build_model, encoder
-from kvstore.testing.peers import PeerPair
+from kvstore.demo.engine import Engine
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import BLOCK_TOKENS, build_model, encoder
+from kvstore.demo.settle import settled
+from kvstore.demo.workload import fresh_prompts
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.settle import settled
-from kvstore.testing.workload import fresh_prompts
+from tests.kit.peers import PeerPair
 
 Size = Literal["tiny", "bench"]
 PROMPT_TOKENS: Final = 3283

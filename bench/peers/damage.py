@@ -15,8 +15,8 @@ from rich.progress import Progress
 
 from bench import disk
 from bench.peers.sides import Side
-from kvstore.testing.engine import Engine, EngineError
-from kvstore.testing.models import BLOCK_TOKENS
+from kvstore.demo.engine import Engine, EngineError
+from kvstore.demo.models import BLOCK_TOKENS
 
 EVERY_BYTES: Final = 50_000
 ANSWER_TOKENS: Final = 12

@@ -30,10 +30,10 @@ from typing import Any, Final, Self
 import msgspec
 import psutil
 
+from kvstore.demo import guard
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.errors import KVStoreError
-from kvstore.testing import guard
-from kvstore.testing.engine_config import EngineConfig
-from kvstore.testing.models import BLOCK_TOKENS
 
 READY_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 20.0

@@ -15,9 +15,9 @@ import numpy as np
 from rich.progress import Progress
 
 from bench import record
-from kvstore.testing.engine import Engine
-from kvstore.testing.models import BLOCK_TOKENS
-from kvstore.testing.workload import ConversationPlan, Conversations, Encode
+from kvstore.demo.engine import Engine
+from kvstore.demo.models import BLOCK_TOKENS
+from kvstore.demo.workload import ConversationPlan, Conversations, Encode
 
 TIMES_OWN_CACHE: Final = 5
 

@@ -17,11 +17,11 @@ from typing import Final, Literal, Protocol
 from bench import disk
 from bench.peers.lmcache import LMCacheEngineConfig, LMCacheServer
 from bench.peers.memory import Memory, memory_of, open_memfds
-from kvstore.testing.engine import Engine
-from kvstore.testing.engine_config import EngineConfig
-from kvstore.testing.models import BLOCK_TOKENS, SHAPES
+from kvstore.demo.engine import Engine
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import BLOCK_TOKENS, SHAPES
+from kvstore.demo.settle import settled
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.settle import settled
 from kvstore.units import GIB
 
 Name = Literal["kvstore", "LMCache"]

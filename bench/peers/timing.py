@@ -23,8 +23,8 @@ from bench.scenarios.single import (
     Prompt,
     median_ratio_interval,
 )
-from kvstore.testing.engine import Engine
-from kvstore.testing.models import BLOCK_TOKENS
+from kvstore.demo.engine import Engine
+from kvstore.demo.models import BLOCK_TOKENS
 
 BURST: Final = 2
 HITS_PER_PROMPT: Final = 6

@@ -13,9 +13,9 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import plot, record
-from kvstore.testing import demo
-from kvstore.testing.models import BLOCK_TOKENS, SHAPES
-from kvstore.testing.workload import ConversationPlan
+from kvstore.demo import play as demo
+from kvstore.demo.models import BLOCK_TOKENS, SHAPES
+from kvstore.demo.workload import ConversationPlan
 
 COLOURS: Final = (plot.GREY, plot.BLUE, plot.GREEN, plot.VIOLET)
 

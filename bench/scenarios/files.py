@@ -27,13 +27,13 @@ from rich.progress import Progress
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import disk, record
+from kvstore.demo.engine import Engine
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import BLOCK_TOKENS, build_model, encoder
+from kvstore.demo.settle import settled
+from kvstore.demo.workload import fresh_prompts
 from kvstore.errors import KVStoreError
-from kvstore.testing.engine import Engine
-from kvstore.testing.engine_config import EngineConfig
-from kvstore.testing.models import BLOCK_TOKENS, build_model, encoder
 from kvstore.testing.process import NodeFailed, NodeProcess
-from kvstore.testing.settle import settled
-from kvstore.testing.workload import fresh_prompts
 
 SIZE: Final = "bench"
 MODEL: Final = record.ROOT / ".cache" / "models" / SIZE

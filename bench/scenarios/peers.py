@@ -40,11 +40,11 @@ from bench.peers.memory import memory_of
 from bench.peers.sides import Setup, both
 from bench.peers.timing import BURST, measure_cold, measure_dram, measure_file
 from bench.scenarios.single import PROMPT_TOKENS, BenchError
+from kvstore.demo.engine import Engine
+from kvstore.demo.models import BLOCK_TOKENS, SHAPES, Size, build_model, encoder
+from kvstore.demo.workload import ConversationPlan, fresh_prompts
 from kvstore.errors import KVStoreError
-from kvstore.testing.engine import Engine
-from kvstore.testing.models import BLOCK_TOKENS, SHAPES, Size, build_model, encoder
 from kvstore.testing.process import NodeFailed
-from kvstore.testing.workload import ConversationPlan, fresh_prompts
 
 WORK: Final = record.ROOT / ".cache" / "bench-peers"
 PYTHON: Final = record.ROOT / ".venv-peers" / "bin" / "python"

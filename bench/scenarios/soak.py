@@ -3,7 +3,7 @@
 At the same time, one core each as far as there are two:
 
     the seeded world (tests.sim.world.play)              seeds, short and long lives
-    kill -9 at named moments (kvstore.testing.kills)      a node and engines of its own
+    kill -9 at named moments (tests.kit.kills)      a node and engines of its own
     round trips (…trips) and broken datagrams (…garbage)  one node that lives all the time
 
 Of the node that lives all the time memory, descriptors, pins and slots are sampled. The first
@@ -39,13 +39,13 @@ from rich.progress import Progress, TaskID
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import plot, record
-from kvstore.testing import trips
-from kvstore.testing.garbage import Garbage
-from kvstore.testing.gauges import Gauges, descriptors, look, processes, resident_bytes
-from kvstore.testing.kills import P3_S, KillCycles, Tally
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.trips import RoundTrips, Trips
-from kvstore.testing.troupe import Troupe
+from tests.kit import trips
+from tests.kit.garbage import Garbage
+from tests.kit.gauges import Gauges, descriptors, look, processes, resident_bytes
+from tests.kit.kills import P3_S, KillCycles, Tally
+from tests.kit.trips import RoundTrips, Trips
+from tests.kit.troupe import Troupe
 
 SEED: Final = 20261124
 NAME: Final = "soak"

@@ -279,10 +279,10 @@ def demo(arguments: tuple[str, ...]) -> None:
       kvstore demo --keep
       kvstore demo --cluster
     """
-    module = "kvstore.testing.demo"
+    module = "kvstore.demo.play"
     missing = [name for name in DEMO_NEEDS if importlib.util.find_spec(name) is None]
     if {"-h", "--help"} & set(arguments):
-        module = "kvstore.testing.demo_flags"
+        module = "kvstore.demo.flags"
     elif missing:
         fail(
             f"the demo runs a real vLLM, and this Python has no {' and no '.join(missing)}: "

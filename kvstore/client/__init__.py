@@ -1,1 +1,7 @@
-"""The engine's side of the attach protocol: a pure core, and the socket that carries it."""
+"""The engine's side of the attach protocol, and a client of the index.
+
+core/     the pure part: what to ask, load, store and fence
+link      the socket that carries it
+index     a client of the global prefix index, for routers and scripts
+tls, reasons   three files and the names in them; why a connection failed, in an operator's words
+"""

@@ -7,5 +7,7 @@ watch       when a mover must be killed (pure)
 pieces      neighbours joined, limits checked, cut into parts (pure)
 backends    a back end by its name
 loopback    the reference, within a process
-nixl tcp ucx
+nixl tcp ucx      tcp_ends: the two ends of one of its connections
+guests      who of those that dial in may stay (pure)
+page_tables of a mover's mappings, filled ahead of use
 """

@@ -12,7 +12,7 @@ from kvstore.config import disk_room
 from kvstore.config import node as config
 from kvstore.config.cluster import IndexConfig
 from kvstore.config.index import load_index_config
-from kvstore.testing import demo_flags
+from kvstore.demo import flags as demo_flags
 from kvstore.units import TIB
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing import kills
-from kvstore.testing.actor import Leased
-from kvstore.testing.host import Host
-from kvstore.testing.kills import MEMBERS, POINTS, KillCycles
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.testing.troupe import Wrong
 from tests.amounts import amount, covered
+from tests.kit import kills
+from tests.kit.actor import Leased
+from tests.kit.host import Host
+from tests.kit.kills import MEMBERS, POINTS, KillCycles
+from tests.kit.troupe import Wrong
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,10 +11,10 @@ from threading import Thread
 
 import pytest
 
-from kvstore.testing.engine import EngineError
-from kvstore.testing.engine_config import EngineConfig
+from kvstore.demo.engine import EngineError
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import BLOCK_TOKENS, PATIENT, inspect, wait_until
 

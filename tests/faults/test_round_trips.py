@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing import trips
-from kvstore.testing.gauges import look
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.trips import RoundTrips
-from kvstore.testing.troupe import Troupe
 from tests.amounts import amount, covered
+from tests.kit import trips
+from tests.kit.gauges import look
+from tests.kit.trips import RoundTrips
+from tests.kit.troupe import Troupe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

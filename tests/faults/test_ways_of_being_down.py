@@ -23,11 +23,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Engine
-from kvstore.testing.engine_config import EngineConfig
+from kvstore.demo.engine import Engine
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
-from kvstore.testing.workload import Encode, text_tokens
 from kvstore.wire.messages import LeaseReply
 from tests.faults.liar import Liar
 from tests.integration.engine.nursery import EngineNursery

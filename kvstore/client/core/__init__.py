@@ -12,6 +12,9 @@
 | `stores.py`     | which filled blocks go where, fences         | full blocks, credits → StoreJob |
 | `stats.py`      | counters                                     | –                             |
 | `scheduler.py`  | joins them for one engine                    | requests → StepPlan           |
+| `costs.py`      | load or compute                              | times → worth it or not       |
+| `pace.py`       | what computing and copying cost here         | times → estimates             |
+| `shadow.py`     | hits that are computed all the same          | hits → some of them           |
 | `copies.py`     | one running job of a rank                    | arrays → block copies         |
 | `rank.py`       | the jobs of one rank                         | StepPlan, datagrams → copies  |
 """

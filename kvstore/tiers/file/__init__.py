@@ -12,6 +12,9 @@
 | `catalog.py` | which segments there are, and what they take of the capacity |
 | `directory.py` | one directory: identity, lock, names, quarantine |
 | `breaker.py` (pure), `health.py` | when a failing disk is left alone |
+| `jobs.py`, `outbox.py` | what waits or runs; events on their way to the driver |
+| `log_thread.py`, `reclaim.py` | the thread at the log's end; room made by it |
+| `restart.py` | what the directory held when the tier was opened |
 | `disk.py` | the system calls, as a small port |
 
 Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment

@@ -34,15 +34,15 @@ import numpy as np
 import psutil
 
 from kvstore.client.index import IndexClient, IndexUnavailable
-from kvstore.testing.gauges import open_now
 from kvstore.testing.index_process import IndexProcess, Lab
-from kvstore.testing.peers import P3_S, PeerPair, at_rest, machinery, metrics, mover_of
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.messages import LeaseRenew, LeaseReply
 from tests.integration.cluster.kit import CONVERGES_S, matches
 from tests.integration.node.conftest import eventually
+from tests.kit.gauges import open_now
+from tests.kit.peers import P3_S, PeerPair, at_rest, machinery, metrics, mover_of
 
 BLOCKS: Final = 256
 """16 MiB: one fetch."""

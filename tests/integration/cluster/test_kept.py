@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.peers import PeerPair
 from kvstore.testing.raw_engine import RawEngine, make_keys
+from tests.kit.peers import PeerPair
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -24,13 +24,13 @@ from kvstore.cli.top import AllNodes, Tally
 from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.testing.index_process import Lab
-from kvstore.testing.peers import PeerPair, metric
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
 from kvstore.wire.load import Load
 from kvstore.wire.messages import Story
 from tests.integration.cluster.kit import CONVERGES_S
 from tests.integration.node.conftest import eventually
 from tests.integration.node.test_inspect import kvstore
+from tests.kit.peers import PeerPair, metric
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.testing.lan import Lan, LanError
-from kvstore.testing.peers import PeerPair, at_rest, attached, metric, metrics, mover_of
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.wire.messages import LeaseReply
 from tests.integration.cluster.held import ANSWER_S, BLOCKS, ENDS_S
 from tests.integration.node.conftest import eventually
+from tests.kit.lan import Lan, LanError
+from tests.kit.peers import PeerPair, at_rest, attached, metric, metrics, mover_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

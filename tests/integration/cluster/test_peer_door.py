@@ -24,7 +24,6 @@ from kvstore.index.index import Member
 from kvstore.proto import peer_pb2 as pb
 from kvstore.proto.peer_pb2_grpc import PeersStub
 from kvstore.testing.index_process import Lab
-from kvstore.testing.peers import metric
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 from kvstore.transport.tcp_ends import ANSWER, HEADER, REQUEST, Address
@@ -32,6 +31,7 @@ from kvstore.types import PAGE_BYTES
 from kvstore.wire.mover import decode_descriptor
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site, member
 from tests.integration.node.conftest import eventually
+from tests.kit.peers import metric
 
 pytestmark = pytest.mark.slow
 

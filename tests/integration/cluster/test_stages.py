@@ -17,11 +17,11 @@ from itertools import product
 
 import pytest
 
-from kvstore.testing.gauges import look
-from kvstore.testing.peers import P3_S
 from kvstore.testing.raw_engine import EngineGone
 from tests.integration.cluster.held import VICTIMS, Scene
 from tests.integration.node.conftest import eventually
+from tests.kit.gauges import look
+from tests.kit.peers import P3_S
 from tests.leaks import Baseline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

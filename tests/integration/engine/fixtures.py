@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Engine
-from kvstore.testing.engine_config import EngineConfig
-from kvstore.testing.models import BLOCK_TOKENS, build_model
-from kvstore.testing.workload import Encode, text_tokens, varied_prompts
+from kvstore.demo.engine import Engine
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import BLOCK_TOKENS, build_model
+from kvstore.demo.workload import Encode, text_tokens, varied_prompts
 from tests.amounts import amount
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT

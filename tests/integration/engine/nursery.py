@@ -30,9 +30,10 @@ from typing import Final, Self
 
 import msgspec
 
-from kvstore.testing import guard, tied
-from kvstore.testing.engine import READY_TIMEOUT_S, Engine, EngineError, Launched, launch
-from kvstore.testing.engine_config import EngineConfig
+from kvstore.demo import guard
+from kvstore.demo.engine import READY_TIMEOUT_S, Engine, EngineError, Launched, launch
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.testing import tied
 
 ORDER_BYTES_MAX: Final = 64 << 10
 IMPORTED: Final = [

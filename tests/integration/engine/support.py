@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore.testing.engine import Engine
-from kvstore.testing.gauges import look
-from kvstore.testing.models import BLOCK_TOKENS
+from kvstore.demo.engine import Engine
+from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.testing.process import NodeProcess
+from tests.kit.gauges import look
 
 __all__ = [
     "BLOCK_TOKENS",

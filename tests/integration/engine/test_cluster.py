@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Completion, Engine
+from kvstore.demo.engine import Completion, Engine
 from kvstore.testing.index_process import Lab
-from kvstore.testing.peers import at_rest, metric
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.fixtures import MAX_TOKENS, Reference
 from tests.integration.engine.nursery import EngineNursery
@@ -21,6 +20,7 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.peers import at_rest, metric
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

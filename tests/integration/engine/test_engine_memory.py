@@ -9,9 +9,9 @@ import pytest
 
 from kvstore.cli.ask import NodeClient
 from kvstore.client.index import IndexClient, Tokens
-from kvstore.testing.engine_config import EngineConfig
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.testing.index_process import Lab
-from kvstore.testing.models import BLOCK_TOKENS
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT, kvstore, node_for, wait_until
 

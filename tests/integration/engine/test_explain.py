@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvstore.testing.engine import Completion, Engine
-from kvstore.testing.engine_config import EngineConfig
+from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Completion, Engine
-from kvstore.testing.workload import Encode, text_tokens
+from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.workload import Encode, text_tokens
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     blocks_in_dram,

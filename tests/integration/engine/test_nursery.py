@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvstore.testing.engine import EngineError
-from kvstore.testing.engine_config import EngineConfig
+from kvstore.demo.engine import EngineError
+from kvstore.demo.engine_config import EngineConfig
 from tests.integration.engine.nursery import EngineNursery
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -16,13 +16,13 @@ from typing import Literal
 
 import pytest
 
+from kvstore.demo.engine import Engine
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import build_model
+from kvstore.demo.workload import Encode, text_tokens
 from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.kernels.compare import BOUNDS
-from kvstore.testing.engine import Engine
-from kvstore.testing.engine_config import EngineConfig
-from kvstore.testing.models import build_model
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.workload import Encode, text_tokens
 from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED
 from tests.integration.engine.nursery import EngineNursery

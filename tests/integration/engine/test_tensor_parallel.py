@@ -15,11 +15,11 @@ from threading import Thread
 
 import pytest
 
-from kvstore.testing.engine import Engine, EngineError
-from kvstore.testing.engine_config import EngineConfig
-from kvstore.testing.models import SHAPES, build_model
+from kvstore.demo.engine import Engine, EngineError
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import SHAPES, build_model
+from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.workload import Encode, text_tokens
 from tests.amounts import amount
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.engine import Engine
-from kvstore.testing.engine_config import EngineConfig
-from kvstore.testing.models import build_model
+from kvstore.demo.engine import Engine
+from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.models import build_model
+from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.fixtures import MAX_TOKENS, SEED, Reference
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.workload import Encode, text_tokens
 from kvstore.supervisor.upgrade import ask_for_upgrade
-from kvstore.testing.engine import Completion, Engine
-from kvstore.testing.gauges import look
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.workload import Encode, text_tokens
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     blocks_in_dram,
@@ -22,6 +21,7 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.gauges import look
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

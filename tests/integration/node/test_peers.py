@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.testing.gauges import look
-from kvstore.testing.peers import PeerPair, at_rest, attached
 from kvstore.testing.raw_engine import make_keys
+from tests.kit.gauges import look
+from tests.kit.peers import PeerPair, at_rest, attached
 
 TRANSPORTS = ("tcp", "nixl")
 

@@ -51,13 +51,13 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
-from kvstore.testing.tape import Tape, image, tape
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
 from tests.sim.world.copies import Violation
 from tests.sim.world.disk import SimFiles
 from tests.sim.world.parts import WARM_KILL, SimMemory
 from tests.sim.world.peers import SimPeers
+from tests.sim.world.tape import Tape, image, tape
 
 if TYPE_CHECKING:
     from tests.sim.world.machine import Machine

@@ -18,8 +18,8 @@ from bench import disk
 from bench.peers import lmcache, picture, rounds, timing
 from bench.peers.damage import judge
 from bench.peers.memory import memory_of, open_memfds, status
-from kvstore.testing.engine import Completion, Engine
-from kvstore.testing.workload import ConversationPlan
+from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.workload import ConversationPlan
 from kvstore.units import MIB
 
 PLAN = ConversationPlan(

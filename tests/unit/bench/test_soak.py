@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.scenarios import soak
-from kvstore.testing.kills import Tally
+from tests.kit.kills import Tally
 
 SAMPLE = {
     "minute": 0.0,
@@ -77,7 +77,7 @@ def test_the_page_says_what_was_done() -> None:
 
 
 def test_the_page_tells_violations_and_an_early_end() -> None:
-    told = {"kills": ["block 12 is wrong; again: python -m kvstore.testing.kills --seed 3"]}
+    told = {"kills": ["block 12 is wrong; again: python -m tests.kit.kills --seed 3"]}
     text = soak.page(result(stopped_early=True, violations=1, violations_told=told))
     assert "It was stopped early." in text
     assert "Violation, kills: block 12 is wrong; again: python -m" in text

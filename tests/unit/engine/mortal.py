@@ -24,9 +24,9 @@ from kvstore.engine.events import (
     Writer,
 )
 from kvstore.engine.memory.journal import Journal
-from kvstore.testing.tape import Tape, image, tape
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import HelloRank
+from tests.sim.world.tape import Tape, image, tape
 from tests.unit.engine.harness import Node
 
 GENERATIONS_PER_LIFE = 1 << 40

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from kvstore.engine.events import Ended, Exited, FileKnown
 from kvstore.engine.memory import journal as journal_module
 from kvstore.engine.memory.journal import Journal, JournalUnusable
-from kvstore.testing.tape import tape
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
 from kvstore.wire.messages import Grant, Quiesce, Quiet, Verified
 from kvstore.wire.space import fingerprint
+from tests.sim.world.tape import tape
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,

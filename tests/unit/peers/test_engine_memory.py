@@ -32,7 +32,10 @@ from kvstore.peers import engine_memory
 from kvstore.peers.changes import Told
 from kvstore.peers.engine_memory import FRAMES_MAX, EngineMemory
 from kvstore.proto.convert import MemoryReport
-from kvstore.testing.engine_publisher import (
+from kvstore.types import ConnectionId, SpaceId, Tier
+from kvstore.wire.engine_events import PAYLOAD_BYTES_MAX
+from tests.integration.node.conftest import eventually
+from tests.kit.engine_publisher import (
     BLOCK_TOKENS,
     CLEARED,
     SEED,
@@ -40,9 +43,6 @@ from kvstore.testing.engine_publisher import (
     removed,
     stored,
 )
-from kvstore.types import ConnectionId, SpaceId, Tier
-from kvstore.wire.engine_events import PAYLOAD_BYTES_MAX
-from tests.integration.node.conftest import eventually
 
 SPACE = SpaceId(b"s" * 32)
 TOKENS = [random.Random(2).randrange(1000) for _ in range(8 * BLOCK_TOKENS)]
@@ -200,7 +200,7 @@ def test_an_engine_that_is_stopped_holds_nothing(
     monkeypatch.setattr(engine_memory, "HEARTBEAT_MS", 100)
     program = (
         "import sys, threading\n"
-        "from kvstore.testing.engine_publisher import EnginePublisher, stored\n"
+        "from tests.kit.engine_publisher import EnginePublisher, stored\n"
         "with EnginePublisher(sys.argv[1]) as engine:\n"
         "    engine.publish(stored([int(t) for t in sys.argv[2].split()], 0, 2))\n"
         "    threading.Event().wait()\n"

@@ -13,8 +13,8 @@ from kvstore.net.clock import MonotonicClock
 from kvstore.peers import engine_memory
 from kvstore.peers.changes import Told
 from kvstore.peers.engine_memory import EngineMemory
-from kvstore.testing.engine_publisher import EnginePublisher, stored
 from tests.integration.node.conftest import eventually
+from tests.kit.engine_publisher import EnginePublisher, stored
 from tests.unit.peers.test_engine_memory import (
     JOINS_S,
     TOKENS,

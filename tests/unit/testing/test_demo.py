@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from kvstore.cli.main import cli
-from kvstore.testing import demo, demo_cluster
-from kvstore.testing.demo_flags import PLAN
+from kvstore.demo import cluster as demo_cluster
+from kvstore.demo import play as demo
+from kvstore.demo.flags import PLAN
 
 
 def run(name: str, dram: int, answer: int = 7) -> demo.Run:

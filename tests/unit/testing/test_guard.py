@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from kvstore.testing import guard
+from kvstore.demo import guard
 
 # A process that starts a grandchild in a session of its own, says both pids, and waits.
 FAMILY = """

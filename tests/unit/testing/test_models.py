@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.testing.models import (
+from kvstore.demo.models import (
     RECIPE_FILE,
     SHAPES,
     Recipe,
@@ -79,7 +79,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("kvstore.testing.models._write_weights", fail)
+    monkeypatch.setattr("kvstore.demo.models._write_weights", fail)
     with pytest.raises(OSError, match="disk full"):
         build_model(tmp_path / "m", size="tiny")
     assert list(tmp_path.iterdir()) == []

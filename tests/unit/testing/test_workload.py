@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvstore.testing.workload import (
+from kvstore.demo.workload import (
     ConversationPlan,
     Conversations,
     Turn,

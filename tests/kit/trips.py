@@ -4,7 +4,7 @@ Engines of three block sizes, each a scheduler and a rank in processes of their 
 batch, reads it back while dram has it, and reads an old batch that dram has lost and the disk not.
 Now and then all is cleared, and stays away.
 
-Does not cover: anybody's death (`kvstore.testing.kills`).
+Does not cover: anybody's death (`tests.kit.kills`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 from kvstore.cli.ask import NodeClient
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import make_keys
-from kvstore.testing.troupe import SplitEngine, Troupe
 from kvstore.units import KIB
+from tests.kit.troupe import SplitEngine, Troupe
 
 SIZES: Final = (4 * KIB, 16 * KIB, 64 * KIB)
 TURNS: Final = (0, 0, 1, 0, 1, 0, 0, 1, 2)

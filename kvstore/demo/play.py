@@ -39,14 +39,14 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.engine_config import SERVED_NAME, EngineConfig
+from kvstore.demo.flags import PLAN, parser
+from kvstore.demo.models import BLOCK_TOKENS, SHAPES, build_model, encoder
+from kvstore.demo.settle import settled
+from kvstore.demo.workload import ConversationPlan, Conversations
 from kvstore.errors import KVStoreError
-from kvstore.testing.demo_flags import PLAN, parser
-from kvstore.testing.engine import Completion, Engine
-from kvstore.testing.engine_config import SERVED_NAME, EngineConfig
-from kvstore.testing.models import BLOCK_TOKENS, SHAPES, build_model, encoder
 from kvstore.testing.process import NodeFailed, NodeProcess
-from kvstore.testing.settle import settled
-from kvstore.testing.workload import ConversationPlan, Conversations
 from kvstore.units import format_size
 
 SIZE: Final = "medium"
@@ -422,7 +422,7 @@ def main(
             places = {"cache": cache or default_cache(), "work": Path(work)}
             if chosen.cluster:
                 # Not above: it is made of what is here.
-                from kvstore.testing import demo_cluster
+                from kvstore.demo import cluster as demo_cluster
 
                 def concluded(runs: list[Run], fetched_tokens: float) -> None:
                     show(console, runs)

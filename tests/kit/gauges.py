@@ -2,7 +2,7 @@
 
 Covers what must return to where it was after anybody's death (promise P3): connections, sessions,
 leases, slots by state, descriptors by kind, child processes, memory. Does not cover: what it ought
-to be (`kvstore.testing.kills`).
+to be (`tests.kit.kills`).
 """
 
 from __future__ import annotations

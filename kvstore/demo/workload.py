@@ -2,7 +2,7 @@
 
 Covers: text, token ids and their order. Pure: the tokenizer comes in as a function, answers come
 from whoever runs the model, nothing is read or timed. Does not cover: sending anything
-(`kvstore.testing.engine`).
+(`kvstore.demo.engine`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.cli.ask import NodeClient
+from kvstore.demo.engine import Engine
 from kvstore.engine.why.report import NodeReport, TierReport
-from kvstore.testing.engine import Engine
 from kvstore.testing.process import NodeProcess
 
 TIMEOUT_S: Final = 60.0

@@ -1,6 +1,6 @@
 """The flags of `kvstore demo`, apart from it: its help needs none of what it runs.
 
-    python -m kvstore.testing.demo_flags --help
+    python -m kvstore.demo.flags --help
 
 Does not cover: what the demo does (`demo`).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from kvstore.testing.workload import ConversationPlan
+from kvstore.demo.workload import ConversationPlan
 
 PLAN: Final = ConversationPlan(
     seed=20261121,

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from kvstore.testing.gauges import descriptors, look, processes
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
+from tests.kit.gauges import descriptors, look, processes
 
 DRAM: Final = "8MiB"
 FILE: Final = "256MiB"

@@ -23,12 +23,12 @@ from typing import Any, Final
 
 import psutil
 
-from kvstore.testing.gauges import look, open_now
 from kvstore.testing.index_process import Lab
-from kvstore.testing.lan import Lan
 from kvstore.testing.process import NodeProcess, children_of
 from kvstore.testing.raw_engine import RawEngine
 from kvstore.wire.messages import LeaseReply
+from tests.kit.gauges import look, open_now
+from tests.kit.lan import Lan
 
 WAIT_S: Final = 180.0
 P3_S: Final = 60.0

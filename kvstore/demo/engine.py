@@ -2,10 +2,10 @@
 
 Covers: start, readiness, completions with their time to first token, the engine's own counters,
 the processes it is made of, stop and kill. Does not cover: the node (`kvstore.testing.process`),
-what is sent (`kvstore.testing.workload`).
+what is sent (`kvstore.demo.workload`).
 
 The model is served on a port that the kernel chose on 127.0.0.1. Nothing survives the caller: the
-server runs under `kvstore.testing.guard`, so an engine belongs to the thread that started it.
+server runs under `kvstore.demo.guard`, so an engine belongs to the thread that started it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ import msgspec
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvstore.demo import guard
+from kvstore.demo.engine_config import SERVED_NAME, EngineConfig
 from kvstore.errors import KVStoreError
-from kvstore.testing import guard, tied
-from kvstore.testing.engine_config import SERVED_NAME, EngineConfig
+from kvstore.testing import tied
 
 READY_TIMEOUT_S: Final = 300.0
 """A start takes 12 s on a quiet machine, and all of ten times that on a busy one."""
@@ -103,7 +104,7 @@ _chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 @dataclass(frozen=True)
 class Launched:
-    """A server's guard (`kvstore.testing.guard`): at SIGTERM it ends the server and itself."""
+    """A server's guard (`kvstore.demo.guard`): at SIGTERM it ends the server and itself."""
 
     pid: int
     pidfd: int

@@ -2,12 +2,12 @@
 
 Covers: building a Llama checkpoint with a byte-level tokenizer in a directory, and measuring how
 surely a damaged cached block shows in the output. Does not cover: running an engine on it
-(`kvstore.testing.engine`) and making prompts (`kvstore.testing.workload`).
+(`kvstore.demo.engine`) and making prompts (`kvstore.demo.workload`).
 
 Weights are drawn with a large standard deviation: with the customary 0.02 attention is almost
 uniform, and an engine fed with another prompt's KV goes on producing much the same tokens.
 
-    python -m kvstore.testing.models DIR --size tiny
+    python -m kvstore.demo.models DIR --size tiny
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def read_recipe(directory: Path) -> Recipe | None:
 
 
 def encoder(directory: Path) -> Callable[[str], list[int]]:
-    """The model's tokenizer as a function, for `kvstore.testing.workload`."""
+    """The model's tokenizer as a function, for `kvstore.demo.workload`."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -351,7 +351,7 @@ def _exchange_block(cache: Any, foreign: Any, block: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="kvstore.testing.models", description="Build a model.")
+    parser = argparse.ArgumentParser(prog="kvstore.demo.models", description="Build a model.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--weights-seed", type=int, default=1)

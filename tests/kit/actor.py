@@ -1,13 +1,13 @@
 """A scheduler or a rank as a process of its own: does what it is told, halts where it is told to.
 
-    python -m kvstore.testing.actor FD     the nursery: forks one actor for each socket it is sent
+    python actor.py FD     the nursery: forks one actor for each socket it is sent
 
 An actor follows the attach protocol and decides nothing. It can be told to halt in the middle of a
 copy, so that somebody may be killed at that very moment; halted, it hears nobody else, as a thread
 in a copy would. Blocks have the bytes that `contents` makes of their key; what was read is answered
 as a digest, and whether it is right is not judged here.
 
-Does not cover: who is told what, and the truth about bytes (`kvstore.testing.troupe`).
+Does not cover: who is told what, and the truth about bytes (`tests.kit.troupe`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.client.link import Link, Lost
+from kvstore.demo.guard import PR_SET_PDEATHSIG
 from kvstore.errors import AttachError
-from kvstore.testing.guard import PR_SET_PDEATHSIG
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.wire.messages import (
     Grant,

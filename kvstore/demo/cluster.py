@@ -17,18 +17,18 @@ from typing import Final
 
 from rich.console import Console
 
-from kvstore.testing.demo import (
+from kvstore.demo.engine import Engine
+from kvstore.demo.play import (
     DRAM,
     DemoError,
     Run,
     Stage,
     same_answers,
 )
-from kvstore.testing.engine import Engine
+from kvstore.demo.settle import settled
+from kvstore.demo.workload import ConversationPlan
 from kvstore.testing.index_process import Lab
 from kvstore.testing.process import NodeProcess
-from kvstore.testing.settle import settled
-from kvstore.testing.workload import ConversationPlan
 
 NAMES: Final = ("vLLM alone", "engine on node a", "engine on node b")
 PEER_TOKENS: Final = "vllm:kvstore_hit_tokens_peer_total"

@@ -8,7 +8,7 @@
 
 The caller is the engine's core: it carries credits and leases from the scheduler to the ranks. What
 a block's bytes are is known here, by its key alone, and the node is never asked. Does not cover:
-what the processes do (`kvstore.testing.actor`).
+what the processes do (`tests.kit.actor`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ from typing import Final, Self
 import msgspec
 import xxhash
 
-from kvstore.testing import actor
-from kvstore.testing.actor import (
+from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT, make_space
+from kvstore.types import CHECKSUM_BYTES, Shard
+from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, HelloScheduler
+from tests.kit import actor
+from tests.kit.actor import (
     AnswerMessage,
     Ask,
     Attach,
@@ -52,9 +55,6 @@ from kvstore.testing.actor import (
     Written,
     contents,
 )
-from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT, make_space
-from kvstore.types import CHECKSUM_BYTES, Shard
-from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, HelloScheduler
 
 ANSWER_TIMEOUT_S: Final = 60.0
 """An actor waits for the node no longer than a third of this."""
@@ -125,7 +125,7 @@ class Troupe:
         with theirs:
             self._door = ours
             self._nursery = subprocess.Popen(
-                [sys.executable, "-m", actor.__name__, str(theirs.fileno())],
+                [sys.executable, actor.__file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # A forked child of a process with threads would wait for locks that nobody holds.

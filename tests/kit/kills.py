@@ -1,6 +1,6 @@
 """kill -9 at named moments: a real node with a disk, two engines of real processes.
 
-    python -m kvstore.testing.kills --seed 1 --cycles 60
+    python -m tests.kit.kills --seed 1 --cycles 60
 
 A cycle brings its engines to a point, kills somebody there (sometimes somebody else right after),
 mends what was broken, and then demands promise P3, that all is as it was before, and P1, that what
@@ -11,8 +11,8 @@ can be read has the bytes that were stored. What is lost is a miss and no violat
     starting     a node opens its store or takes its memory; an engine is attached in part
     recovering   a node reads its segments; an engine attaches to a node that has just begun to
 
-Does not cover: the processes (`kvstore.testing.troupe`), what a node holds
-(`kvstore.testing.gauges`), machines that lose power (`tests.sim.world.play`).
+Does not cover: the processes (`tests.kit.troupe`), what a node holds
+(`tests.kit.gauges`), machines that lose power (`tests.sim.world.play`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import Final, Self
 
 import msgspec
 
-from kvstore.testing.actor import Halt, Leased, Look, State
-from kvstore.testing.gauges import descriptor_kinds, look, processes
-from kvstore.testing.host import Host
 from kvstore.testing.raw_engine import make_keys
-from kvstore.testing.troupe import SplitEngine, Troupe
+from tests.kit.actor import Halt, Leased, Look, State
+from tests.kit.gauges import descriptor_kinds, look, processes
+from tests.kit.host import Host
+from tests.kit.troupe import SplitEngine, Troupe
 
 P3_S: Final = 10.0
 LOOKING: Final = "the disk is still being looked through"
@@ -164,7 +164,7 @@ class KillCycles:
         except (AssertionError, TimeoutError) as error:
             raise type(error)(
                 f"{error}\n  in cycle {number} of seed {self.seed}: {plan}\n  again: python -m"
-                f" kvstore.testing.kills --seed {self.seed} --cycles {number + 1}"
+                f" tests.kit.kills --seed {self.seed} --cycles {number + 1}"
             ) from error
         return plan
 

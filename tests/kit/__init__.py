@@ -1,0 +1,8 @@
+"""What several kinds of tests share: actors that can be killed, what processes hold, networks.
+
+actor, troupe   a scheduler or rank as a process of its own; who tells them what
+kills, host, trips, garbage   cycles of kills, of round trips, of broken input
+gauges          descriptors, memory, children of a node
+lan, peers      network namespaces; nodes as neighbours in them
+engine_publisher   KV events as vLLM publishes them
+"""
