@@ -2,6 +2,7 @@
 
 aio       a thread with an asyncio loop
 tls, callers   who is calling, until when, and how many may be connected
+calls     calls of one message each, where silent ones cost no thread
 http      two read-only pages
 turns     whose turn it is on a loop
 clock, pidfd, harden   time; which process a descriptor stands for; limits and protections

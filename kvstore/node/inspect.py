@@ -1,7 +1,8 @@
 """The inspect service: what `kvstore inspect`, `clear` and `explain` ask, on a unix socket.
 
-Only the node's own user can open the socket (0600). Every answer is made on the loop, between two
-steps, so every list has a limit. Does not cover: what the rows mean (`kvstore.engine.why`).
+Only the node's own user can open the socket (0600), which may be the engines' as well: who says
+nothing costs no thread (`net.calls`). Every answer is made on the node's loop, between two steps,
+so every list has a limit. Does not cover: what the rows mean (`kvstore.engine.why`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from kvstore.config.defaults import (
 )
 from kvstore.engine.engine import Engine
 from kvstore.errors import ConfigError, NodeBusy
+from kvstore.net import callers
+from kvstore.net.aio import LoopThread
+from kvstore.net.calls import Calls, RefusedCall
 from kvstore.node.driver import Driver, NotDurable
 from kvstore.proto import feeds
 from kvstore.proto import inspect_pb2 as pb
@@ -35,17 +39,17 @@ from kvstore.wire.load import Load
 
 THREAD_COUNT: Final = 2
 CALL_COUNT_MAX: Final = 8
+"""Answered, or waiting for a thread."""
+IDLE_MS: Final = 10_000
+START_TIMEOUT_S: Final = 5.0
+CLOSE_TIMEOUT_S: Final = 0.5
 REQUEST_BYTES_MAX: Final = 64 << 10
 QUERY_TIMEOUT_S: Final = 2.0
 _T = TypeVar("_T")
 
 
-class SpaceUnknown(Exception):
+class SpaceUnknown(RefusedCall):
     """No space, or more than one, begins with these digits."""
-
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class Cluster(Protocol):
@@ -102,12 +106,12 @@ class InspectService(InspectServicer):
         self._incarnation = incarnation
 
     def Nodes(self, request: pb.NodesRequest, context: grpc.ServicerContext) -> pb.NodesReply:
-        return pb.NodesReply(rows=self._rows(context, lambda engine: engine.nodes()))
+        return pb.NodesReply(rows=self._rows(lambda engine: engine.nodes()))
 
     def Unserved(
         self, request: pb.UnservedRequest, context: grpc.ServicerContext
     ) -> pb.UnservedReply:
-        return pb.UnservedReply(rows=self._rows(context, lambda engine: engine.unserved()))
+        return pb.UnservedReply(rows=self._rows(lambda engine: engine.unserved()))
 
     def Members(self, request: pb.MembersRequest, context: grpc.ServicerContext) -> pb.MembersReply:
         rows: list[Any] = [to_message(row) for row in self._cluster.members()]
@@ -120,7 +124,7 @@ class InspectService(InspectServicer):
         return pb.TransfersReply(rows=rows)
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadReply:
-        load = self._cluster.with_peers(self._ask(context, lambda engine: engine.load()))
+        load = self._cluster.with_peers(self._ask(lambda engine: engine.load()))
         return pb.LoadReply(
             node=self._cluster.node,
             incarnation=self._incarnation,
@@ -128,13 +132,13 @@ class InspectService(InspectServicer):
         )
 
     def Tiers(self, request: pb.TiersRequest, context: grpc.ServicerContext) -> pb.TiersReply:
-        return pb.TiersReply(rows=self._rows(context, lambda engine: engine.tiers()))
+        return pb.TiersReply(rows=self._rows(lambda engine: engine.tiers()))
 
     def Quotas(self, request: pb.QuotasRequest, context: grpc.ServicerContext) -> pb.QuotasReply:
-        return pb.QuotasReply(rows=self._rows(context, lambda engine: engine.quotas()))
+        return pb.QuotasReply(rows=self._rows(lambda engine: engine.quotas()))
 
     def Spaces(self, request: pb.SpacesRequest, context: grpc.ServicerContext) -> pb.SpacesReply:
-        return pb.SpacesReply(rows=self._rows(context, lambda engine: engine.spaces()))
+        return pb.SpacesReply(rows=self._rows(lambda engine: engine.spaces()))
 
     def Blocks(self, request: pb.BlocksRequest, context: grpc.ServicerContext) -> pb.BlocksReply:
         # One more tells that there are more.
@@ -146,13 +150,13 @@ class InspectService(InspectServicer):
                 find_spaces(engine, space)
             return engine.blocks(limit=limit, space=space)
 
-        return pb.BlocksReply(rows=self._rows(context, ask))
+        return pb.BlocksReply(rows=self._rows(ask))
 
     def Leases(self, request: pb.LeasesRequest, context: grpc.ServicerContext) -> pb.LeasesReply:
-        return pb.LeasesReply(rows=self._rows(context, lambda engine: engine.leases()))
+        return pb.LeasesReply(rows=self._rows(lambda engine: engine.leases()))
 
     def Jobs(self, request: pb.JobsRequest, context: grpc.ServicerContext) -> pb.JobsReply:
-        return pb.JobsReply(rows=self._rows(context, lambda engine: engine.jobs()))
+        return pb.JobsReply(rows=self._rows(lambda engine: engine.jobs()))
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearReply:
         prefix = request.space.lower()
@@ -163,37 +167,33 @@ class InspectService(InspectServicer):
                     lambda engine: find_space(engine, prefix), timeout_s=QUERY_TIMEOUT_S
                 )
             blocks = self._driver.clear(space=space, tenant=None, timeout_s=QUERY_TIMEOUT_S)
-        except SpaceUnknown as error:
-            context.abort(error.code, str(error))
         except NodeBusy as error:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
         except NotDurable as error:
-            context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+            raise RefusedCall(grpc.StatusCode.DATA_LOSS, str(error)) from None
         return pb.ClearReply(blocks=blocks)
 
     def Requests(
         self, request: pb.RequestsRequest, context: grpc.ServicerContext
     ) -> pb.RequestsReply:
         limit = min(request.limit or REQUEST_ROWS_MAX, REQUEST_ROWS_MAX)
-        rows = self._rows(
-            context, lambda engine: engine.explain.requests(request.request, limit=limit)
-        )
+        rows = self._rows(lambda engine: engine.explain.requests(request.request, limit=limit))
         return pb.RequestsReply(rows=rows)
 
     def Ranges(self, request: pb.RangesRequest, context: grpc.ServicerContext) -> pb.RangesReply:
-        rows = self._rows(context, lambda engine: engine.explain.ranges(request.number))
+        rows = self._rows(lambda engine: engine.explain.ranges(request.number))
         return pb.RangesReply(rows=rows)
 
     def Hashings(
         self, request: pb.HashingsRequest, context: grpc.ServicerContext
     ) -> pb.HashingsReply:
-        return pb.HashingsReply(rows=self._rows(context, lambda engine: engine.explain.hashings()))
+        return pb.HashingsReply(rows=self._rows(lambda engine: engine.explain.hashings()))
 
     def Memories(
         self, request: pb.MemoriesRequest, context: grpc.ServicerContext
     ) -> pb.MemoriesReply:
         prefix = request.prefix
-        _check_keys(prefix.keys, context)
+        _check_keys(prefix.keys)
         space = SpaceId(prefix.space) if request.HasField("prefix") else None
         rows: list[Any] = [
             to_message(row) for row in self._cluster.memories(prefix.tenant, space, prefix.keys)
@@ -201,31 +201,26 @@ class InspectService(InspectServicer):
         return pb.MemoriesReply(rows=rows)
 
     def Prefix(self, request: pb.PrefixRequest, context: grpc.ServicerContext) -> pb.RangesReply:
-        _check_keys(request.keys, context)
+        _check_keys(request.keys)
         space = SpaceId(request.space)
-        rows = self._rows(
-            context, lambda engine: engine.explain.prefix(request.tenant, space, request.keys)
-        )
+        rows = self._rows(lambda engine: engine.explain.prefix(request.tenant, space, request.keys))
         return pb.RangesReply(rows=rows)
 
-    def _rows(
-        self, context: grpc.ServicerContext, ask: Callable[[Engine], Sequence[Row]]
-    ) -> Iterable[Any]:
-        messages: list[Message] = [to_message(row) for row in self._ask(context, ask)]
+    def _rows(self, ask: Callable[[Engine], Sequence[Row]]) -> Iterable[Any]:
+        messages: list[Message] = [to_message(row) for row in self._ask(ask)]
         return messages
 
-    def _ask(self, context: grpc.ServicerContext, ask: Callable[[Engine], _T]) -> _T:
+    def _ask(self, ask: Callable[[Engine], _T]) -> _T:
         try:
             return self._driver.query(ask, timeout_s=QUERY_TIMEOUT_S)
-        except SpaceUnknown as error:
-            context.abort(error.code, str(error))
         except NodeBusy as error:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
 
 
-def _check_keys(keys: bytes, context: grpc.ServicerContext) -> None:
+def _check_keys(keys: bytes) -> None:
     if len(keys) % KEY_BYTES or len(keys) > PREFIX_KEYS_MAX * KEY_BYTES:
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "keys are 32 bytes each, 1024 at most")
+        text = f"keys are {KEY_BYTES} bytes each, {PREFIX_KEYS_MAX} at most"
+        raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
 def find_spaces(engine: Engine, prefix: str) -> list[SpaceId]:
@@ -256,6 +251,7 @@ class InspectServer:
     def __init__(
         self,
         socket: Path,
+        loop: LoopThread,
         driver: Driver,
         cluster: Cluster | None = None,
         incarnation: int = 0,
@@ -267,32 +263,42 @@ class InspectServer:
         """
         self.path = socket.with_name(socket.name + INSPECT_SUFFIX)
         self._pool = ThreadPoolExecutor(THREAD_COUNT, thread_name_prefix="inspect")
-        self._server = grpc.server(
-            self._pool,
+        self._loop = loop
+        try:
+            service = InspectService(driver, cluster, incarnation)
+            loop.call(self._listen(service), timeout_s=START_TIMEOUT_S)
+        except RuntimeError:
+            self._pool.shutdown()
+            raise ConfigError(
+                f"socket {self.path} cannot be made: choose another --socket"
+            ) from None
+
+    async def _listen(self, service: InspectService) -> None:
+        self._server = grpc.aio.server(
+            interceptors=[Calls(self._pool, count_max=CALL_COUNT_MAX)],
             options=[
                 ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
                 ("grpc.max_send_message_length", REPLY_BYTES_MAX),
                 ("grpc.max_concurrent_streams", CALL_COUNT_MAX),
                 ("grpc.max_metadata_size", 8 << 10),
+                # Or connections that ask nothing would be all that there may be.
+                ("grpc.max_connection_idle_ms", IDLE_MS),
+                *callers.limits(),
             ],
-            maximum_concurrent_rpcs=CALL_COUNT_MAX,
         )
-        add_InspectServicer_to_server(InspectService(driver, cluster, incarnation), self._server)
+        add_InspectServicer_to_server(service, self._server)
         # gRPC makes the file itself: the mask keeps others out from the first moment.
         mask = os.umask(0o177)
         try:
             self._server.add_insecure_port(f"unix:{self.path}")
-        except RuntimeError:
-            raise ConfigError(
-                f"socket {self.path} cannot be made: choose another --socket"
-            ) from None
         finally:
             os.umask(mask)
-        self._server.start()
+        await self._server.start()
 
     def close(self) -> None:
         """Stop at once and remove the socket file."""
-        self._server.stop(grace=0).wait(0.5)
+        with contextlib.suppress(TimeoutError):
+            self._loop.call(self._server.stop(None), timeout_s=CLOSE_TIMEOUT_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(OSError):
             self.path.unlink()

@@ -29,6 +29,7 @@ from kvstore.config.node import NodeConfig
 from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
 from kvstore.errors import ConfigError
+from kvstore.net.aio import LoopThread
 from kvstore.net.clock import MonotonicClock
 from kvstore.net.http import HttpServer, Page
 from kvstore.net.turns import TURN_WAKE, Source
@@ -174,7 +175,9 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     stack.callback(attach.close)
     files = _open_files(config, arena, clock, handover, stack)
     publisher = _open_publisher(config, incarnation, clock, stack)
-    member = _open_member(config, incarnation, arena, tier, clock, stack)
+    loop = LoopThread("grpc")
+    stack.callback(loop.close)
+    member = _open_member(config, incarnation, arena, tier, clock, loop, stack)
     engine = _make_engine(config, memory, life, files, member)
     exchange = member.peering.exchange if member and member.peering else None
     driver = Driver(
@@ -201,7 +204,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     parts = collector, driver, door, files, publisher, member
     pages = make_pages(*parts, code_trouble=handover.code.trouble)
     http = _serve_pages(config, pages, handover, stack)
-    rpc = InspectServer(config.socket, driver, member, incarnation)
+    rpc = InspectServer(config.socket, loop, driver, member, incarnation)
     stack.callback(rpc.close)
     tier.start()
     _start_scrub(config, driver, tier, stack)
@@ -363,6 +366,7 @@ def _open_member(
     arena: Arena,
     tier: DramTier,
     clock: Clock,
+    loop: LoopThread,
     stack: contextlib.ExitStack,
 ) -> ClusterMember | None:
     if config.cluster is None:
@@ -370,7 +374,9 @@ def _open_member(
     # Only here: a node by itself needs no gRPC beyond its own socket.
     from kvstore.peers.member import ClusterMember
 
-    member = ClusterMember(config.cluster, incarnation, arena=arena, tier=tier, clock=clock)
+    member = ClusterMember(
+        config.cluster, incarnation, arena=arena, tier=tier, clock=clock, loop=loop
+    )
     stack.callback(member.close)
     return member
 

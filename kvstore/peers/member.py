@@ -46,8 +46,9 @@ class ClusterMember:
         arena: Arena,
         tier: Tier,
         clock: Clock,
+        loop: LoopThread,
     ) -> None:
-        """Listen, for peers and as a replica, as far as that is wanted.
+        """Listen, for peers and as a replica, as far as that is wanted, on `loop`.
 
         Raises:
             ConfigError: an address cannot be listened on.
@@ -57,8 +58,6 @@ class ClusterMember:
         """Replicas elsewhere that hear what this node holds."""
         _warn(config)
         with contextlib.ExitStack() as stack:
-            loop = LoopThread("cluster")
-            stack.callback(loop.close)
             self._replica: Replica | None = None
             if config.replica is not None:
                 self._replica = Replica(config.replica, config.tls, loop)

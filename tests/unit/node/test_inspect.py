@@ -29,6 +29,8 @@ from kvstore.engine.why.report import (
     TierReport,
 )
 from kvstore.errors import NodeBusy
+from kvstore.net import calls
+from kvstore.net.aio import LoopThread
 from kvstore.node.driver import Driver
 from kvstore.node.inspect import (
     CALL_COUNT_MAX,
@@ -136,11 +138,13 @@ def loop() -> SlowLoop:
 
 @pytest.fixture
 def stub(tmp_path: Path, loop: SlowLoop) -> Iterator[InspectStub]:
-    server = InspectServer(tmp_path / "node.sock", cast("Driver", loop))
+    thread = LoopThread("test")
+    server = InspectServer(tmp_path / "node.sock", thread, cast("Driver", loop))
     with grpc.insecure_channel(f"unix:{server.path}") as channel:
         yield InspectStub(channel)
     loop.let_go.set()
     server.close()
+    thread.close()
 
 
 def test_calls_beyond_the_limit_are_refused_and_the_others_answered(
@@ -201,3 +205,80 @@ def test_too_long_a_request_and_too_much_metadata_are_refused(
         stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S, metadata=[("x", "a" * 40_000)])
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert not loop.timeouts, "the loop was asked"
+
+
+class Silent:
+    """Calls that say nothing: their messages never come."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        self._end = threading.Event()
+        self.ended: queue.Queue[Any] = queue.Queue()
+
+    def call(self) -> None:
+        method: Any = self._channel.stream_unary(f"/{NAME}/Nodes")
+        call = method.future(iter(self._nothing, None), timeout=PATIENCE_S)
+        call.add_done_callback(self.ended.put)
+
+    def _nothing(self) -> None:
+        self._end.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self._end.set()
+        self._channel.close()
+
+
+NAME = pb.DESCRIPTOR.services_by_name["Inspect"].full_name
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[Callable[[], Silent]]:
+    with contextlib.ExitStack() as stack:
+
+        def make() -> Silent:
+            made = Silent(f"unix:{tmp_path / 'node.sock.rpc'}")
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def test_calls_that_say_nothing_keep_nobody_waiting(
+    stub: InspectStub, loop: SlowLoop, silent: Callable[[], Silent]
+) -> None:
+    loop.let_go.set()
+    for _ in range(3):
+        its = silent()
+        for _ in range(CALL_COUNT_MAX):
+            its.call()
+    for _ in range(20):
+        assert list(stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S).rows) == []
+
+
+def test_the_oldest_that_says_nothing_gives_way(
+    stub: InspectStub,
+    loop: SlowLoop,
+    silent: Callable[[], Silent],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "SILENT_MAX", 4)
+    monkeypatch.setattr(calls, "READ_TIMEOUT_S", PATIENCE_S)
+    loop.let_go.set()
+    first = silent()
+    first.call()
+    second = silent()
+    for _ in range(4):
+        second.call()
+    gone = first.ended.get(timeout=PATIENCE_S)
+    assert gone.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert second.ended.empty()
+    assert list(stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S).rows) == []
+
+
+def test_a_call_that_says_nothing_ends_by_itself(
+    stub: InspectStub, silent: Callable[[], Silent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "READ_TIMEOUT_S", 0.05)
+    its = silent()
+    its.call()
+    assert its.ended.get(timeout=PATIENCE_S).details() == "no message came in time"

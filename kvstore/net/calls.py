@@ -1,0 +1,110 @@
+"""Calls of one message each, for a server that nobody keeps waiting by saying nothing.
+
+    call ─▶ its message, within READ_TIMEOUT_S ─▶ room? ─▶ a thread of the pool ─▶ answered
+              └─ beyond SILENT_MAX the oldest      └─ RESOURCE_EXHAUSTED
+                 silent one gives way
+
+A server of gRPC's threads reads in the thread that will answer: as many half-open calls as there
+are threads, and nobody is answered any more. Here a silent call costs no thread.
+
+Covers: the interceptor. Does not cover: connections (`callers`), what one caller may have (an index
+has `shares`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import grpc
+
+READ_TIMEOUT_S: Final = 5.0
+"""For the message of a call."""
+SILENT_MAX: Final = 64
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Details = grpc.HandlerCallDetails
+
+
+class RefusedCall(Exception):
+    """What a behavior raises to answer with a status and one sentence."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Calls(grpc.aio.ServerInterceptor):
+    """Stands before all calls of one server, whose behaviors are plain functions. On its loop."""
+
+    def __init__(self, pool: ThreadPoolExecutor, *, count_max: int) -> None:
+        """`count_max`: calls that are answered, or wait for a thread of `pool`."""
+        self._pool, self._count_max = pool, count_max
+        self._silent: dict[asyncio.Timeout, None] = {}
+        self._count = 0
+        self._handlers: dict[str, Any] = {}
+
+    async def intercept_service(
+        self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
+    ) -> Any:
+        """The handler of a call, which begins before its message is there: on the wire a stream of
+        one message is what a single message is."""
+        method = handler_call_details.method
+        if method not in self._handlers:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            self._handlers[method] = grpc.stream_unary_rpc_method_handler(
+                self._answers(handler.unary_unary),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        return self._handlers[method]
+
+    def _answers(self, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Context], Any]:
+        async def answer(_: object, context: Context) -> Any:
+            request = await self._request(context)
+            if self._count >= self._count_max:
+                text = f"{self._count_max} questions wait already: ask again later"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            self._count += 1
+            doing = asyncio.get_running_loop().run_in_executor(
+                self._pool, behavior, request, context
+            )
+            doing.add_done_callback(self._done)
+            try:
+                # What is cancelled stays in the queue of the pool, where nobody would count it.
+                return await asyncio.shield(doing)
+            except RefusedCall as error:
+                await context.abort(error.code, str(error))
+
+        return answer
+
+    def _done(self, doing: asyncio.Future[Any]) -> None:
+        self._count -= 1
+        if not doing.cancelled():
+            doing.exception()  # its caller may be gone, and then nobody asks for it
+
+    async def _request(self, context: Context) -> Any:
+        loop = asyncio.get_running_loop()
+        if len(self._silent) >= SILENT_MAX:
+            oldest = next(iter(self._silent))
+            del self._silent[oldest]
+            oldest.reschedule(loop.time())
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S) as limit:
+                self._silent[limit] = None
+                try:
+                    request = await context.read()
+                finally:
+                    self._silent.pop(limit, None)
+        except TimeoutError:
+            why = "no message came in time"
+        else:
+            if request is not grpc.aio.EOF:
+                return request
+            why = "a call has one message"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
+        raise AssertionError("abort raises")
