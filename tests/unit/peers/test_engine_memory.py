@@ -43,6 +43,7 @@ from tests.kit.engine_publisher import (
     removed,
     stored,
 )
+from tests.style.tree import ROOT
 
 SPACE = SpaceId(b"s" * 32)
 TOKENS = [random.Random(2).randrange(1000) for _ in range(8 * BLOCK_TOKENS)]
@@ -208,7 +209,7 @@ def test_an_engine_that_is_stopped_holds_nothing(
     command = [sys.executable, "-c", program, endpoint, " ".join(map(str, TOKENS))]
     with (
         reader(source(endpoint)) as (_, heard),
-        subprocess.Popen(command, env={**os.environ, "PYTHONSAFEPATH": "1"}) as engine,
+        subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as engine,
     ):
         try:
             assert comes(heard, {0, 1})
