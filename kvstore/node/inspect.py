@@ -274,6 +274,8 @@ class InspectServer:
             ) from None
 
     async def _listen(self, service: InspectService) -> None:
+        # Never undone: gRPC's poller would end with its last server, while the loop still reads it.
+        grpc.aio.init_grpc_aio()
         self._server = grpc.aio.server(
             interceptors=[Calls(self._pool, count_max=CALL_COUNT_MAX)],
             options=[
