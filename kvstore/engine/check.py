@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.engine.memory.processes import PROCESS_PART
 from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, SlotState
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def _check_pins(state: State) -> None:
     for connection in state.connections:
         for account in pins.account(connection).line():
             its[account.name].append(slots.of_writer(connection))
+    _check_processes(state)
     for name, account in pins.accounts.items():
         assert np.array_equal(account.counts, counts[name]), "leases of an account are miscounted"
         counted = dict.fromkeys(range(len(quotas.share)), 0)
@@ -166,6 +168,25 @@ def _check_pins(state: State) -> None:
             limit = limit * account.part[0] // account.part[1]
         most = np.maximum(limit, quotas.floor) + pins.block_bytes_max
         assert bool((np.array(account.held) <= most).all()), f"{name} pins more than its part"
+
+
+def _check_processes(state: State) -> None:
+    slots, quotas = state.slots, state.slots.quotas
+    pins, total = slots.pins, [0] * len(quotas.share)
+    connections = []
+    for number, (its, held) in pins.processes.by_process().items():
+        connections += its
+        counted = dict.fromkeys(range(len(total)), 0)
+        counted |= slots.weigh(np.concatenate([slots.of_writer(each) for each in its]))
+        assert list(counted.values()) == held, "what a process may write is miscounted"
+        total = [a + b for a, b in zip(total, held, strict=True)]
+        most = np.maximum(quotas.share * PROCESS_PART[0] // PROCESS_PART[1], quotas.floor)
+        most += pins.block_bytes_max
+        assert bool((np.array(held) <= most).all()), (
+            f"process {number} may write more than its part"
+        )
+    assert sorted(connections) == sorted(state.connections), "connections without a process"
+    assert total == pins.processes.held, "what processes may write is miscounted"
 
 
 def _check_files(state: State, files: Files) -> None:

@@ -62,7 +62,7 @@ from kvstore.engine.trust.switches import Switches
 from kvstore.engine.why import report
 from kvstore.engine.why.explain import Explain
 from kvstore.engine.why.findings import Findings
-from kvstore.types import ConnectionId, SpaceId, Tier
+from kvstore.types import SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.load import Load
 from kvstore.wire.messages import (
@@ -164,8 +164,8 @@ class Engine:
     def _take(self, event: Event) -> None:
         state = self._state
         match event:
-            case Received(connection=connection, message=message):
-                self._received(connection, message)
+            case Received():
+                self._received(event)
             case Ended(connection=connection):
                 self._sessions.ended(connection)
             case Exited(connection=connection):
@@ -228,13 +228,14 @@ class Engine:
             case FileReclaim():
                 files.reclaim(event)
 
-    def _received(self, id: ConnectionId, message: EngineMessage) -> None:
+    def _received(self, event: Received) -> None:
+        id, message = event.connection, event.message
         connection = self._state.connections.get(id)
         if connection is None and id in self._state.hung_up:
             return
         if isinstance(message, HelloScheduler | HelloRank):
             if connection is None:
-                self._sessions.hello(id, message)
+                self._sessions.hello(id, message, event.process)
             else:
                 self._sessions.hang_up(connection, "a second Hello on one connection")
         elif connection is None:

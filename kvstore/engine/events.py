@@ -16,6 +16,9 @@ class Received(msgspec.Struct, frozen=True):
 
     connection: ConnectionId
     message: EngineMessage
+    process: int = 0
+    """Who sent a Hello, as the kernel knows it: a number below 0 that no other process has; 0 where
+    it cannot tell."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -35,6 +38,8 @@ class Writer(msgspec.Struct, frozen=True):
 
     connection: ConnectionId
     hello: HelloRank
+    process: int = 0
+    """As in `Received`."""
 
 
 class Adopt(msgspec.Struct, frozen=True):

@@ -377,8 +377,9 @@ class Attach:
             for descriptor in descriptors:
                 os.close(descriptor)
         number, party = connection.number, connection.party
+        process = process_of(connection.pidfd, number)
         if party.process <= 0:
-            party = connection.party = Party(party.uid, process_of(connection.pidfd, number))
+            party = connection.party = Party(party.uid, process)
         self._turns.join(party)
         connection.owner = (hello.tenant, hello.engine_id, hello.nonce)
         turn = TURN_RANK if connection.is_rank else TURN_SCHEDULER
@@ -390,7 +391,7 @@ class Attach:
         if isinstance(hello, HelloScheduler):
             connection.engine = hello.engine_id[:ENGINE_CHARACTERS_MAX]
             _log.info("engine %s attached (connection %d)", connection.engine, number)
-        return [Received(number, hello)]
+        return [Received(number, hello, process)]
 
     def _remember(self, number: ConnectionId, hello: bytes, pidfd: int) -> None:
         """Before the engine hears of a rank: what it is granted must outlive this process."""

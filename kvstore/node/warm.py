@@ -18,6 +18,7 @@ from kvstore.config.node import NodeConfig
 from kvstore.engine.events import Adopt, Writer
 from kvstore.engine.memory.journal import UNREADABLE, Journal, JournalUnusable
 from kvstore.errors import ConfigError, ProtocolError
+from kvstore.net.pidfd import process_of
 from kvstore.supervisor.handover import Handover
 from kvstore.types import ConnectionId, Incarnation
 from kvstore.units import format_size
@@ -127,10 +128,11 @@ def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
     memory.close()
     journal = Journal(memory.array, arena_bytes=config.dram_bytes, slab_bytes=config.slab_bytes)
     writers = []
-    for writer, _ in handover.writers:
+    for writer, pidfd in handover.writers:
         hello = decode_from_engine(writer.hello)
         assert isinstance(hello, HelloRank), "a scheduler was registered as a writer"
-        writers.append(Writer(ConnectionId(writer.number), hello))
+        process = process_of(pidfd, writer.number)
+        writers.append(Writer(ConnectionId(writer.number), hello, process))
     found = journal.examine(
         quotas=_quota_names(config), writers={writer.connection for writer in writers}
     )

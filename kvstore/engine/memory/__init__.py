@@ -5,6 +5,7 @@
 | `slots`          | states of slots, generations, slabs, pools | transitions → states           |
 | `writers`        | who may write each slot                    | writer → slots                 |
 | `pins`           | what nothing can be evicted from, and whose | leases → lease counts         |
+| `processes`      | what a process may write to, whoever it says it is | grants → bytes    |
 | `residency`      | which tier holds which block               | (scope, key) → row, slot, file |
 | `table`          | finding rows by key, in batches            | keys → rows                    |
 | `journal`        | what the next process must know; `journal_spaces`: of models | –            |

@@ -57,7 +57,7 @@ def adopt(state: State, event: Adopt) -> None:
         connection.ended = True
         if len(state.slots.of_writer(connection.id)):
             state.connections[connection.id] = connection
-            state.slots.pins.join_engine(connection.id, owner.key)
+            state.slots.pins.join_engine(connection.id, owner.key, writer.process or connection.id)
         else:
             state.say(Release(connection.id))
     state.credits_due = True

@@ -12,7 +12,9 @@ quarantine, read or fetched into. It counts once for its group, and for each acc
    account above it: alone it may have most, and something is left for the next one.
 3. A pin ends with its block: a slot that is freed is leased by nobody.
 
-Does not cover: how long a lease lasts (`leases`), what is evicted (`quotas`, `admission`).
+Accounts are named by what engines call themselves. What the kernel says about them bounds what they
+may write to (`processes`). Does not cover: how long a lease lasts (`leases`), what is evicted
+(`quotas`, `admission`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.memory.processes import Processes, Weights
 
 if TYPE_CHECKING:
     from kvstore.engine.memory.slots import Slots
@@ -32,9 +35,6 @@ ENGINE_PART: Final = (15, 16)
 """Seven eighths of dram for an engine that is alone."""
 NODE_PART: Final = (1, 2)
 """A quarter for a node that is alone: so much is in motion to it at most, if it is as large."""
-
-Weights = list[tuple[int, int]]
-"""(group, bytes)."""
 
 
 class Account:
@@ -77,6 +77,7 @@ class Pins:
         self.accounts: dict[tuple[str, ...], Account] = {}
         self._of: dict[int, Account] = {}
         """Connections, and nodes by their number below 0."""
+        self.processes = Processes(groups=len(slots.quotas.share))
         self.leased = 0
         """Slots that are leased, by whom it may be."""
         self.is_short = False
@@ -86,8 +87,11 @@ class Pins:
 
     # ── who ──────────────────────────────────────────────────────────────────────────────────────
 
-    def join_engine(self, connection: int, owner: tuple[str, str, str]) -> None:
+    def join_engine(self, connection: int, owner: tuple[str, str, str], process: int) -> None:
         """A process of an engine is there, and may have slots already."""
+        self.processes.join(
+            connection, process, self._slots.weigh(self._slots.of_writer(connection))
+        )
         self._join(connection, ("engine", owner[0]), ("engine", *owner), ENGINE_PART)
 
     def join_node(self, peer: int) -> Account:
@@ -113,6 +117,7 @@ class Pins:
 
     def leave(self, id: int) -> None:
         """It pins nothing any more; so does an account without members."""
+        self.processes.leave(id)
         account = self._of.pop(id, None)
         for each in account.line() if account is not None else ():
             each.members -= 1
@@ -140,6 +145,10 @@ class Pins:
             # What is left of a block is one: of very few, none would be left to lease.
             room = min(room, limit - held + block_bytes - 1)
         return max(room, 0) if pinned else max(room, block_bytes)
+
+    def writable(self, columns: list[tuple[int, int]], group: int) -> int:
+        """Blocks of a group that may be granted to these (connection, bytes)."""
+        return self.processes.blocks(columns, group, int(self._slots.quotas.share[group]))
 
     def fitting(self, account: Account | None, words: Words, shards: int) -> int:
         """How many blocks, from the first on, may be pinned of these: [n][shards], sealed."""
@@ -220,6 +229,7 @@ class Pins:
             _add(slots.quotas.pinned, weights, sign)
             # Below 0 are writers of the node itself, and nodes that borrow.
             if writer > 0 and writer in self._of:
+                self.processes.count(writer, weights, sign)
                 for each in self._of[writer].line():
                     _add(each.held, weights, sign)
 

@@ -185,6 +185,8 @@ class Stores:
         room = pins.room(pins.account(owner.scheduler.id), owner.group, block_bytes)
         # Credits and what is left are halves: blocks are to stay in it, and to be leased.
         may = max(0, (room // block_bytes - owner.granted_blocks + 1) // 2)
+        ranks = [owner.ranks[rank].id for rank in owner.writers]
+        may = min(may, pins.writable(list(zip(ranks, sizes, strict=True)), owner.group))
         pins.is_short |= may < wanted
         wanted = min(wanted, may)
         pools = {size: self._state.slots.pools[size] for size in sizes}
@@ -200,12 +202,12 @@ class Stores:
             self._state.slots.grant(
                 self._state.slots.pools[size],
                 count,
-                writer=owner.ranks[rank].id,
+                writer=rank,
                 session=owner.open_session,
                 group=owner.group,
                 cause=self._state.cause,
             )
-            for rank, size in zip(owner.writers, sizes, strict=True)
+            for rank, size in zip(ranks, sizes, strict=True)
         ]
         words = np.stack(columns, axis=1).reshape(-1)
         owner.granted_slots += len(words)

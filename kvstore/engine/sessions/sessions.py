@@ -33,7 +33,7 @@ class Sessions:
         # and a plan of the old session, late in its engine, would pass for one of the new.
         self._next_session = ((state.config.incarnation & 0xFFFF_FFFF_FF) << 20) + 1
 
-    def hello(self, id: ConnectionId, hello: HelloScheduler | HelloRank) -> None:
+    def hello(self, id: ConnectionId, hello: HelloScheduler | HelloRank, process: int = 0) -> None:
         """A process introduces itself; with it the owner may be complete."""
         reason, permanent = "", False
         if hello.protocol != PROTOCOL_VERSION:
@@ -53,7 +53,7 @@ class Sessions:
         owner = self._state.owners.setdefault(key, Owner(key))
         connection = Connection(id, hello, owner)
         self._state.connections[id] = connection
-        self._state.slots.pins.join_engine(id, key)
+        self._state.slots.pins.join_engine(id, key, process or id)
         if isinstance(hello, HelloRank):
             self._replace(owner.ranks.get(hello.rank), "the rank attached again")
             self._rank_is_quiet_again(owner, hello)

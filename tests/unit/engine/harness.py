@@ -269,9 +269,9 @@ class Node:
         self.now_ns += int(ms * NS_PER_MS)
         return self.step(Tick())
 
-    def connect(self, hello: HelloScheduler | HelloRank) -> int:
+    def connect(self, hello: HelloScheduler | HelloRank, process: int = 0) -> int:
         self._connections += 1
-        self.hear(self._connections, hello)
+        self.step(Received(ConnectionId(self._connections), hello, process))
         return self._connections
 
     def be_quiet(self, rank: int) -> None:
@@ -366,13 +366,14 @@ class Peer(Hellos):
         space: Space = SMALL,
         tenant: str = "t",
         epoch: str = "",
+        process: int = 0,
     ) -> None:
         super().__init__(name, shards=shards, space=space, tenant=tenant, epoch=epoch)
         self.node = node
         self.session = 0
         self.used: set[tuple[int, int]] = set()
-        self.scheduler = node.connect(self.scheduler_hello())
-        self.ranks = [node.connect(self.rank_hello(i)) for i in range(len(shards))]
+        self.scheduler = node.connect(self.scheduler_hello(), process)
+        self.ranks = [node.connect(self.rank_hello(i), process) for i in range(len(shards))]
         self.be_quiet()
 
     def be_quiet(self) -> None:

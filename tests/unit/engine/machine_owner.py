@@ -53,6 +53,8 @@ class Owner:
     def __init__(self, name: str, kind: Kind) -> None:
         space, self.shards = kind
         self.name = name
+        self.process = -1 - len(self.shards) // 2
+        """As the kernel has it, of all its ranks: engines of different kinds are in one."""
         self.hellos = Hellos(name, shards=self.shards, space=space)
         self.writers = self.hellos.writers
         self.scheduler = 0

@@ -42,8 +42,8 @@ class MortalNode(Node):
     def __init__(self, **config: Any) -> None:
         self.lives = 0
         self.is_dying = False
-        self.registry: dict[int, HelloRank] = {}
-        """Ranks of which the supervisor has a pidfd, by connection."""
+        self.registry: dict[int, tuple[HelloRank, int]] = {}
+        """Ranks of which the supervisor has a pidfd, by connection, and their processes."""
         self.dead: set[int] = set()
         super().__init__(**config)
 
@@ -61,8 +61,8 @@ class MortalNode(Node):
     def step(self, *events: Event) -> list[Command]:
         for event in events:
             match event:
-                case Received(connection=connection, message=HelloRank() as hello):
-                    self.registry[connection] = hello
+                case Received(connection=connection, message=HelloRank() as hello, process=process):
+                    self.registry[connection] = hello, process
                 case Exited(connection=connection):
                     self.dead.add(connection)
         if not self.is_dying:
@@ -91,7 +91,7 @@ class MortalNode(Node):
         return engine
 
     def adopt(self, journal: Journal) -> Adopt:
-        writers = tuple(Writer(ConnectionId(c), h) for c, h in sorted(self.registry.items()))
+        writers = tuple(Writer(ConnectionId(c), *its) for c, its in sorted(self.registry.items()))
         return Adopt(journal.examine(quotas=self.quotas, writers=set(self.registry)), writers)
 
     @property

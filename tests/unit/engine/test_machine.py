@@ -202,7 +202,10 @@ class Machine(CountedMachine):
     def attach_scheduler(self, owner: Owner) -> None:
         if owner.scheduler:
             self.session_over(owner)
-        owner.scheduler, owner.heard = self.node.connect(owner.hellos.scheduler_hello()), 0
+        owner.scheduler, owner.heard = (
+            self.node.connect(owner.hellos.scheduler_hello(), owner.process),
+            0,
+        )
         self.listen()
 
     def attach_rank(self, owner: Owner, rank: int, *, new_process: bool) -> None:
@@ -213,7 +216,9 @@ class Machine(CountedMachine):
         for connection in owner.connections[rank]:
             self.writable.pop(connection, None)  # its Hello says that it writes no more
         name = f"{owner.name}/{rank}/{owner.starts[rank]}"
-        owner.ranks[rank] = self.node.connect(owner.hellos.rank_hello(rank, process=name))
+        owner.ranks[rank] = self.node.connect(
+            owner.hellos.rank_hello(rank, process=name), owner.process
+        )
         owner.connections[rank] = {owner.ranks[rank]}
         self.listen()
 

@@ -9,7 +9,7 @@ from kvstore.engine.memory.pins import Pins
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
 from tests.unit.engine.disk import SPACE
-from tests.unit.engine.harness import Node, Peer
+from tests.unit.engine.harness import HALVES, Node, Peer
 from tests.unit.engine.peers import PeerNode
 from tests.unit.engine.test_quotas import fill, held, quotas
 
@@ -99,6 +99,39 @@ def test_credits_of_engines_that_hang_up_and_live_leave_something() -> None:
         fill(modest, number, 1)
         found += modest.hint(number) == [True]
     assert found > 10, "all but what its watermark takes at times"
+
+
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_process_that_comes_under_many_names_has_one_part(hangs_up: bool) -> None:
+    node = Node(slots=256)
+    for number in range(20):
+        gone = Peer(node, f"g{number}", tenant=f"u{number}", process=-7)
+        if hangs_up:
+            node.end(gone.scheduler, *gone.ranks)
+    assert 96 < node.quarantined() + node.granted() <= 128, "a half"
+    for number in range(20):
+        other = Peer(node, f"h{number}", tenant=f"v{number}", process=-8)
+        node.end(other.scheduler, *other.ranks)
+    assert 128 < node.quarantined() + node.granted() <= 192, "a half of what the first one left"
+    modest = Peer(node, "modest")
+    fill(modest, 500, 40)
+    assert sum(modest.hint(number) == [True] for number in range(500, 540)) >= 20
+
+
+def test_ranks_in_one_process_have_one_part_together() -> None:
+    node = Node(slots=64)
+    for number in range(5):
+        halves = Peer(node, f"g{number}", tenant=f"u{number}", shards=HALVES, process=-7)
+        node.end(halves.scheduler, *halves.ranks)
+    assert 24 < node.quarantined() <= 32
+
+
+def test_what_a_process_wrote_counts_no_more() -> None:
+    """Its part is of what it may write, not of what it has stored."""
+    node = Node(slots=256)
+    peer = Peer(node, process=-7)
+    fill(peer, 0, 240)
+    assert sum(peer.hint(number) == [True] for number in range(240)) > 200
 
 
 def test_a_lease_that_loads_nothing_is_not_renewed_for_ever() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.engine.events import Event
+from kvstore.net.pidfd import process_of
 from kvstore.node.attach import Attach
 from kvstore.supervisor.listener import Listener
 from kvstore.types import Shard
@@ -145,6 +146,15 @@ def rounds(attach: Attach, count: int = 1) -> list[list[Event]]:
             events += attach.read(fd, mask)
         found.append(events)
     return found
+
+
+def this_process() -> int:
+    """As the kernel has it."""
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        return process_of(pidfd, 0)
+    finally:
+        os.close(pidfd)
 
 
 def all_events(attach: Attach) -> list[Event]:

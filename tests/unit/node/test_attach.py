@@ -30,6 +30,7 @@ from tests.unit.node.conftest import (
     hello_rank,
     hello_scheduler,
     rounds,
+    this_process,
 )
 
 Connect = Callable[[], Peer]
@@ -50,11 +51,11 @@ def refusal(peer: Peer) -> Refused:
 
 
 def test_a_hello_with_its_pidfd_comes_in(make_attach: MakeAttach, connect: Connect) -> None:
-    attach = make_attach()
+    attach, here = make_attach(), this_process()
     connect().introduce(hello_scheduler())
-    assert all_events(attach) == [Received(ConnectionId(1), hello_scheduler())]
+    assert all_events(attach) == [Received(ConnectionId(1), hello_scheduler(), here)]
     connect().introduce(hello_rank())
-    assert all_events(attach) == [Received(ConnectionId(2), hello_rank())]
+    assert all_events(attach) == [Received(ConnectionId(2), hello_rank(), here)]
     assert attach.socket_count == 2
 
 
@@ -312,6 +313,7 @@ def test_the_process_is_watched_after_its_socket_ended(
     peer.introduce(hello_rank(), pid=child.pid)
     (event,) = all_events(attach)
     number = event.connection  # type: ignore[union-attr]
+    assert event.process not in (0, this_process())  # type: ignore[union-attr]
     peer.socket.close()
     assert all_events(attach) == [Ended(number)]
     child.communicate(b"\n", timeout=10)

@@ -14,7 +14,14 @@ import pytest
 from kvstore.engine.events import Received
 from kvstore.node import attach as attach_module
 from kvstore.types import ConnectionId
-from tests.unit.node.conftest import FakeClock, MakeAttach, Peer, all_events, hello_rank
+from tests.unit.node.conftest import (
+    FakeClock,
+    MakeAttach,
+    Peer,
+    all_events,
+    hello_rank,
+    this_process,
+)
 
 Connect = Callable[[], Peer]
 
@@ -51,4 +58,4 @@ def test_without_descriptors_the_door_waits_instead_of_spinning(
         attach.expire(clock.ns)
     attach._epoll = epoll
     attach.expire(clock.ns)
-    assert all_events(attach) == [Received(ConnectionId(1), hello_rank())]
+    assert all_events(attach) == [Received(ConnectionId(1), hello_rank(), this_process())]
