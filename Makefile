@@ -73,9 +73,7 @@ upstream: $(VENV)/.engine ## vLLM's own connector tests against kvstore's; fetch
 lint: $(VENV)/.base ## ruff and mypy only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python scripts/stage.py
-	cd build/stage && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
-		--cache-dir $(CURDIR)/.mypy_cache kvstore tests bench scripts
+	$(BIN)/mypy kvstore tests bench scripts
 
 bench-single: $(VENV)/.engine ## one node, one engine: bench/results/single.json
 	$(BIN)/python bench/scenarios/single.py

@@ -17,15 +17,24 @@ SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools
 
 
 def _package_of(init: Path) -> str:
-    for package, folder in sorted(SETUP["package-dir"].items(), key=lambda item: -len(item[0])):
-        if init.parts[0] == folder:
-            return ".".join([package, *init.parts[1:-1]])
-    return ""
+    """As it is imported: folders of the root are linked into kvstore/."""
+    linked = (ROOT / "kvstore" / init.parts[0]).is_symlink()
+    parts = ("kvstore", *init.parts) if linked else init.parts
+    return ".".join(parts[:-1]) if parts[0] == "kvstore" else ""
 
 
 def test_every_package_is_listed() -> None:
     inits = [file for file in python_files() if file.name == "__init__.py"]
     assert sorted(filter(None, map(_package_of, inits))) == sorted(SETUP["packages"])
+
+
+def test_python_started_in_the_clone_finds_all_of_it() -> None:
+    """Without an installation; its own path comes first."""
+    code = "import kvstore.connector, kvstore.kernels as k; print(k.__file__)"
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.stdout == f"{ROOT}/kvstore/kernels/__init__.py\n", result.stderr
 
 
 @pytest.mark.parametrize("where", [ROOT, Path("/")])
