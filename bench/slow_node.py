@@ -20,7 +20,7 @@ from kvstore.supervisor.begin import start_of
 from kvstore.supervisor.child import spawn_process
 from kvstore.supervisor.supervisor import Supervisor
 from kvstore.tiers.file import tier
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.segments.disk import PosixDisk
 
 
 class SlowDisk(PosixDisk):

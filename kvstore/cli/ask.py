@@ -15,19 +15,21 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config.defaults import REPLY_BYTES_MAX
-from kvstore.engine.sessions.unserved import UnservedReport
-from kvstore.engine.trust.scrubs import NO_PASS
-from kvstore.engine.why.explain import HashingReport, RangeReport, RequestReport
-from kvstore.engine.why.findings import SPACE_DIGITS
-from kvstore.engine.why.report import (
+from kvstore.engine import (
     NO_BUDGET,
+    NO_PASS,
+    SPACE_DIGITS,
     BlockReport,
+    HashingReport,
     JobReport,
     LeaseReport,
     NodeReport,
     QuotaReport,
+    RangeReport,
+    RequestReport,
     SpaceReport,
     TierReport,
+    UnservedReport,
 )
 from kvstore.errors import AttachError
 from kvstore.proto import feeds

@@ -32,9 +32,9 @@ import msgspec
 import numpy as np
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import SEGMENT_BYTES_MAX
-from kvstore.tiers.file.directory import (
+from kvstore.tiers.file.segments.catalog import Catalog
+from kvstore.tiers.file.segments.directory import (
     Directory,
     InUse,
     parts_of,
@@ -42,8 +42,8 @@ from kvstore.tiers.file.directory import (
     segment_number,
     segments_identity,
 )
-from kvstore.tiers.file.disk import Disk, Pages, PosixDisk, open_regular, read_bytes
-from kvstore.tiers.file.recovery import read_footer, read_head, scan
+from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, open_regular, read_bytes
+from kvstore.tiers.file.segments.recovery import read_footer, read_head, scan
 from kvstore.tiers.file.verify import Record, is_intact, records
 from kvstore.tiers.file.writer import Batch, Payloads, Writer
 from kvstore.types import PAGE_BYTES

@@ -46,7 +46,7 @@ from kvstore.cli.top_view import as_json as figures_as_json
 from kvstore.cli.top_view import page
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.config.engine_sources import DEFAULT_TENANT
-from kvstore.engine.why.explain import HashingReport
+from kvstore.engine import HashingReport
 from kvstore.errors import AttachError, ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto.convert import INDEX_IS_STALE, Row, member_report

@@ -17,8 +17,7 @@ import msgspec
 
 from kvstore.cli.ask import NodeClient
 from kvstore.config.defaults import PREFIX_KEYS_MAX
-from kvstore.engine.why.explain import HashingReport, RangeReport
-from kvstore.engine.why.findings import SPACE_DIGITS
+from kvstore.engine import SPACE_DIGITS, HashingReport, RangeReport
 from kvstore.errors import ConfigError
 from kvstore.index.chain import ALGORITHM, block_keys
 from kvstore.proto.convert import MemoryReport

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from kvstore.cli.ask import TITLE, console, printable
 from kvstore.cli.prefix import ClusterPrefix, PrefixReport
-from kvstore.engine.why.explain import RangeReport, RequestReport
+from kvstore.engine import RangeReport, RequestReport
 from kvstore.index.feed import Trust
 from kvstore.proto.convert import INDEX_IS_STALE
 

@@ -37,10 +37,7 @@ from kvstore.config.cluster import ClusterConfig, TlsSettings, resolve_cluster
 from kvstore.config.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
 from kvstore.config.disk_room import refuse_what_cannot_hold
 from kvstore.config.machine import available_memory
-from kvstore.engine.memory.policy.choose import POLICIES
-from kvstore.engine.memory.policy.disk import AdmissionMode
-from kvstore.engine.memory.quotas import QUOTA_COUNT_MAX
-from kvstore.engine.moves.writes import MOVING_SHARE
+from kvstore.engine import MOVING_SHARE, POLICIES, QUOTA_COUNT_MAX, AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvstore.cli.ask import NodeClient
 from kvstore.demo.engine import Engine
-from kvstore.engine.why.report import NodeReport, TierReport
+from kvstore.engine import NodeReport, TierReport
 from kvstore.testing.process import NodeProcess
 
 TIMEOUT_S: Final = 60.0

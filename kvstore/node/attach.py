@@ -28,8 +28,8 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvstore.client.link import received_descriptors
+from kvstore.engine import OwnerKey
 from kvstore.engine.events import Ended, Event, Exited, Received
-from kvstore.engine.sessions.owners import OwnerKey
 from kvstore.errors import ProtocolError
 from kvstore.net.pidfd import process_of, vouches_for, why_no_descriptor
 from kvstore.net.turns import (

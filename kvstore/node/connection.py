@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 
-from kvstore.engine.sessions.owners import OwnerKey
+from kvstore.engine import OwnerKey
 from kvstore.net.turns import NODE, Party
 from kvstore.node.refused import Refusals
 from kvstore.types import ConnectionId

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from kvstore.engine.engine import CLEAR_ROWS_MAX, Engine
+from kvstore.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Adopt, Clear, Ended, Event, Ready, Tick
 from kvstore.errors import KVStoreError, NodeBusy
 from kvstore.net.turns import TURN_FILES, TURN_WAKE, Source

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import (
     Admit,
     Changed,
@@ -32,7 +33,6 @@ from kvstore.engine.events import (
     SwitchedOff,
     Unfollow,
 )
-from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.node.attach import Attach, Sent
 from kvstore.node.files import FileEnd
 from kvstore.ports import Tier

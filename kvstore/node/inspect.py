@@ -23,7 +23,7 @@ from kvstore.config.defaults import (
     REPLY_BYTES_MAX,
     REQUEST_ROWS_MAX,
 )
-from kvstore.engine.engine import Engine
+from kvstore.engine import Engine
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.net import callers
 from kvstore.net.aio import LoopThread

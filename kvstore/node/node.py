@@ -26,7 +26,7 @@ from kvstore.arena import Arena
 from kvstore.config.disk_room import warn_of_too_little_room
 from kvstore.config.machine import available_memory
 from kvstore.config.node import NodeConfig
-from kvstore.engine.engine import Engine, EngineConfig
+from kvstore.engine import Engine, EngineConfig
 from kvstore.engine.events import Event
 from kvstore.errors import ConfigError
 from kvstore.net.aio import LoopThread

@@ -10,9 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from kvstore.engine.engine import Engine
-from kvstore.engine.why.findings import SPACE_DIGITS
-from kvstore.engine.why.report import NO_BUDGET, TierReport
+from kvstore.engine import NO_BUDGET, SPACE_DIGITS, Engine, TierReport
 from kvstore.errors import NodeBusy
 from kvstore.net.http import Page, text_page
 from kvstore.node.attach import Attach

@@ -17,8 +17,8 @@ import logging
 import threading
 from typing import Final
 
+from kvstore.engine import Sealed
 from kvstore.engine.events import Scrubbed
-from kvstore.engine.trust.scrubs import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.node.driver import Driver, NodeFailed
 from kvstore.node.passes import PassLog

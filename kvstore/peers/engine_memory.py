@@ -33,8 +33,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvstore.config.engine_sources import ENGINE_COUNT_MAX, EngineSource, check_endpoint
+from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import Follow, Offered, Unfollow
-from kvstore.engine.why.findings import SPACE_DIGITS
 from kvstore.errors import ConfigError
 from kvstore.index.engine_blocks import EngineBlocks
 from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase, Place

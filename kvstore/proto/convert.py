@@ -7,16 +7,18 @@ from typing import Final, TypeVar
 import msgspec
 from google.protobuf.message import Message
 
-from kvstore.engine.sessions.unserved import UnservedReport
-from kvstore.engine.why.explain import HashingReport, RangeReport, RequestReport
-from kvstore.engine.why.report import (
+from kvstore.engine import (
     BlockReport,
+    HashingReport,
     JobReport,
     LeaseReport,
     NodeReport,
     QuotaReport,
+    RangeReport,
+    RequestReport,
     SpaceReport,
     TierReport,
+    UnservedReport,
 )
 from kvstore.index.feed import Trust
 from kvstore.index.index import Member

@@ -13,7 +13,7 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
-from kvstore.engine.memory.journal import LAYOUT_VERSION
+from kvstore.engine import LAYOUT_VERSION
 from kvstore.supervisor import control
 from kvstore.supervisor.installed import LoadedCode
 

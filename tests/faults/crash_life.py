@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.tiers.file import FileConfig, FileTier, Moved, Reclaim, Written, config, outbox, tier
-from kvstore.tiers.file.catalog import FIXED_BYTES
-from kvstore.tiers.file.directory import Directory, segment_number
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.segments.catalog import FIXED_BYTES
+from kvstore.tiers.file.segments.directory import Directory, segment_number
+from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.record import Scope
 from tests.sim.world.threads import Threads

@@ -27,7 +27,7 @@ from kvstore.net.calls import RefusedCall
 from kvstore.node.inspect import InspectService
 from kvstore.node.publish import Publisher
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.tiers.file.disk import Pages
+from kvstore.tiers.file.segments.disk import Pages
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire import kv_events
 from kvstore.wire.learned import (

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kvstore.tiers.file import Known, disk, reader
-from kvstore.tiers.file.catalog import Segment
-from kvstore.tiers.file.directory import segment_name
-from kvstore.tiers.file.disk import Pages, PosixDisk
+from kvstore.tiers.file import Known, reader
 from kvstore.tiers.file.reader import Reader, Verdict, Wanted
-from kvstore.tiers.file.recovery import read_footer, read_head, record_sets, scan
+from kvstore.tiers.file.segments import disk
+from kvstore.tiers.file.segments.catalog import Segment
+from kvstore.tiers.file.segments.directory import segment_name
+from kvstore.tiers.file.segments.disk import Pages, PosixDisk
+from kvstore.tiers.file.segments.recovery import read_footer, read_head, record_sets, scan
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.learned import Learned, encode_learned
 from kvstore.wire.record import Void

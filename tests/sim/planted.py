@@ -43,11 +43,11 @@ from kvstore.peers import borrower
 from kvstore.peers.borrower import Borrower, _session_of
 from kvstore.peers.peer_session import PeerLost, PeerSession
 from kvstore.proto.loans import Borrowed
-from kvstore.tiers.file.catalog import Segment
-from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.jobs import ReadJob
 from kvstore.tiers.file.reader import Reader, Wanted
-from kvstore.tiers.file.shared import Peers
+from kvstore.tiers.file.segments.catalog import Segment
+from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.segments.shared import Peers
 from kvstore.tiers.file.tier import FileTier
 from kvstore.types import ConnectionId
 from kvstore.wire.assembly import Assembly

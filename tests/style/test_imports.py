@@ -19,6 +19,7 @@ BREAKS = {
     "kernels": "import kvstore.tiers.memory",
     "connector": "import kvstore.node",
     "node": "import kvstore.kernels",
+    "peers": "import kvstore.engine.state",
 }
 
 

@@ -7,15 +7,10 @@
 | `writer.py` | the log's end: append, close, void, copy what a reclaimed segment keeps |
 | `reader.py` | runs of neighbouring records into slots, each block verified |
 | `verify.py`, `scrub.py` | whether a record is still what was stored; asking that all the time |
-| `recovery.py` | what a segment holds: its footer, or record by record |
-| `shared.py` | segments of other nodes in the same parent directory |
-| `catalog.py` | which segments there are, and what they take of the capacity |
-| `directory.py` | one directory: identity, lock, names, quarantine |
+| `segments/` | what lies on the disk, and what it held when the tier was opened |
 | `breaker.py` (pure), `health.py` | when a failing disk is left alone |
 | `jobs.py`, `outbox.py` | what waits or runs; events on their way to the driver |
 | `log_thread.py`, `reclaim.py` | the thread at the log's end; room made by it |
-| `restart.py` | what the directory held when the tier was opened |
-| `disk.py` | the system calls, as a small port |
 
 Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment
 is closed, when the tier is closed and after a void. What was `Written` before that survives the

@@ -20,15 +20,15 @@ from typing import Final
 import numpy as np
 
 from kvstore.ports import Clock
-from kvstore.tiers.file.catalog import Catalog, Segment
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory
-from kvstore.tiers.file.disk import Disk
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Suspended, Written
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.jobs import CarryJob, NoteJob, ReclaimJob, VoidJob, WriteJob, u64
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reclaim import Reclaimer
+from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.segments.disk import Disk
 from kvstore.tiers.file.writer import Outcome, Writer
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_MS

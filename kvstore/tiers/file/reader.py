@@ -18,8 +18,8 @@ from typing import Final
 
 import msgspec
 
-from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.disk import Disk, Pages, forget_cached, read_all
+from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached, read_all
 from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
 from kvstore.wire.record import (
     BlockPage,

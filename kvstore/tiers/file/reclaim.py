@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.directory import Directory
-from kvstore.tiers.file.disk import Disk, Pages
 from kvstore.tiers.file.events import FileEvent, Gone, Moved, Reclaim, RecordSet
 from kvstore.tiers.file.reader import RUN_BYTES_MAX, RUN_RECORDS_MAX, Reader, Verdict, Wanted
-from kvstore.tiers.file.recovery import read_footer, record_sets, scan
+from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.segments.disk import Disk, Pages
+from kvstore.tiers.file.segments.recovery import read_footer, record_sets, scan
 from kvstore.tiers.file.writer import Batch, Payloads, Writer
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import Void, payload_pages

@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.ports import Clock
-from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.disk import Disk, Pages, forget_cached
 from kvstore.tiers.file.events import Gone, Scrubbed
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.outbox import Outbox
-from kvstore.tiers.file.recovery import read_footer, scan
+from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached
+from kvstore.tiers.file.segments.recovery import read_footer, scan
 from kvstore.tiers.file.verify import Record, is_intact, record_at
 from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
 from kvstore.types import PAGE_BYTES

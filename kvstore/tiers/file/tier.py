@@ -27,10 +27,7 @@ from typing import Any, Final
 
 from kvstore.ports import Clock
 from kvstore.tiers.file.breaker import BreakerState
-from kvstore.tiers.file.catalog import Catalog
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.directory import Directory, cannot_be_read, open_directory
-from kvstore.tiers.file.disk import Disk, PosixDisk
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Read, RecoveryDone
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.jobs import (
@@ -47,9 +44,12 @@ from kvstore.tiers.file.jobs import (
 from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reader import Reader, RunResult, Verdict
-from kvstore.tiers.file.restart import Restart
 from kvstore.tiers.file.scrub import Scrub
-from kvstore.tiers.file.shared import Peers
+from kvstore.tiers.file.segments.catalog import Catalog
+from kvstore.tiers.file.segments.directory import Directory, cannot_be_read, open_directory
+from kvstore.tiers.file.segments.disk import Disk, PosixDisk
+from kvstore.tiers.file.segments.restart import Restart
+from kvstore.tiers.file.segments.shared import Peers
 from kvstore.tiers.file.writer import Batch, Payloads
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S

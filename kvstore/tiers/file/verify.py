@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import xxhash
 
-from kvstore.tiers.file.disk import Disk, Pages, read_all
+from kvstore.tiers.file.segments.disk import Disk, Pages, read_all
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import BlockPage, Scope, parse_page, record_pages
 from kvstore.wire.segment import SegmentHead, Table, place_of

@@ -26,9 +26,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.directory import Directory, segment_name
-from kvstore.tiers.file.disk import (
+from kvstore.tiers.file.events import Gone
+from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.directory import Directory, segment_name
+from kvstore.tiers.file.segments.disk import (
     Disk,
     Pages,
     close_at_last,
@@ -37,8 +38,7 @@ from kvstore.tiers.file.disk import (
     read_all,
     write_all,
 )
-from kvstore.tiers.file.events import Gone
-from kvstore.tiers.file.recovery import Gathered
+from kvstore.tiers.file.segments.recovery import Gathered
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.units import MIB
 from kvstore.wire.record import (

@@ -31,8 +31,8 @@ import numpy as np
 from kvstore.engine.events import Event, FileCommand, FileRead, ReadFile
 from kvstore.node.files import FileEnd
 from kvstore.tiers.file import FileConfig, FileTier, outbox, tier
-from kvstore.tiers.file.directory import Directory
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import payload_pages

@@ -24,7 +24,7 @@ from kvstore.node.warm import GENERATIONS_PER_LIFE, Memory, take_memory
 from kvstore.supervisor import control
 from kvstore.supervisor.handover import Handover, SupervisorGone
 from kvstore.supervisor.kept import Kept
-from kvstore.tiers.file.directory import Directory
+from kvstore.tiers.file.segments.directory import Directory
 from kvstore.types import PAGES_PER_GENERATION, Incarnation
 from kvstore.units import MIB
 from kvstore.wire.messages import encode

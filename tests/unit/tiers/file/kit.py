@@ -25,7 +25,7 @@ from kvstore.tiers.file import (
     RecoveryDone,
     Written,
 )
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB
 from kvstore.wire.record import Scope

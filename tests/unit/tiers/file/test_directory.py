@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.file import catalog as catalog_module
-from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.directory import Directory, segment_name
+from kvstore.tiers.file.segments import catalog as catalog_module
+from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.directory import Directory, segment_name
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SegmentHead
 from tests.unit.tiers.file.kit import FaultyDisk
@@ -124,7 +124,7 @@ def test_no_descriptor_is_closed_while_others_wait_for_the_catalog(
         close(fd)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.file.catalog.os.close", look)
+        patch.setattr("kvstore.tiers.file.segments.catalog.os.close", look)
         with catalog.reading(segments[0]):
             catalog.remove(1)
         for segment in segments[1:]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.file.disk import PosixDisk, works_direct, write_all
-from kvstore.tiers.file.recovery import read_head, scan
+from kvstore.tiers.file.segments.disk import PosixDisk, works_direct, write_all
+from kvstore.tiers.file.segments.recovery import read_head, scan
 from kvstore.types import PAGE_BYTES
 from tests.unit.tiers.file.kit import Driver, FaultyDisk, key
 

@@ -15,9 +15,9 @@ import pytest
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import Gone, Known, Reclaim
-from kvstore.tiers.file.catalog import FOREIGN_BASE
-from kvstore.tiers.file.directory import Directory
 from kvstore.tiers.file.jobs import WriteJob
+from kvstore.tiers.file.segments.catalog import FOREIGN_BASE
+from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.writer import Batch
 from kvstore.units import MIB
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, u64
@@ -296,8 +296,8 @@ def test_what_cannot_be_looked_at_for_a_moment_is_not_gone(
         return look(path, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvstore.tiers.file.shared.os.listdir", fail_listdir)
-        patch.setattr("kvstore.tiers.file.shared.os.stat", fail_stat)
+        patch.setattr("kvstore.tiers.file.segments.shared.os.listdir", fail_listdir)
+        patch.setattr("kvstore.tiers.file.segments.shared.os.stat", fail_stat)
         b.seen.clear()
         b.tier.look_at_peers()
     assert b.take() == []

@@ -19,9 +19,9 @@ from kvstore.tiers.file import FileConfig, FileTier, Late, Read, Resumed, Suspen
 from kvstore.tiers.file import outbox as outbox_module
 from kvstore.tiers.file import tier as tier_module
 from kvstore.tiers.file.breaker import Breaker, BreakerState
-from kvstore.tiers.file.directory import Directory
-from kvstore.tiers.file.disk import PosixDisk
 from kvstore.tiers.file.health import Health
+from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from tests.sim.world.threads import Threads

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import Reclaim, Suspended, restart
-from kvstore.tiers.file.directory import Directory
-from kvstore.tiers.file.disk import PosixDisk
+from kvstore.tiers.file import Reclaim, Suspended
+from kvstore.tiers.file.segments import restart
+from kvstore.tiers.file.segments.directory import Directory
+from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tiers.file.disk import Pages, PosixDisk, open_regular
-from kvstore.tiers.file.recovery import read_head, scan
+from kvstore.tiers.file.segments.disk import Pages, PosixDisk, open_regular
+from kvstore.tiers.file.segments.recovery import read_head, scan
 from kvstore.tiers.file.verify import Record, is_intact, records
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import write_block_page

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvstore.tiers.file.catalog import FOREIGN_BASE, Catalog, Segment
-from kvstore.tiers.file.directory import segment_number
-from kvstore.tiers.file.disk import Disk, close_at_last, open_regular
 from kvstore.tiers.file.events import Gone, Known
-from kvstore.tiers.file.recovery import read_footer, read_head, record_sets, scan
+from kvstore.tiers.file.segments.catalog import FOREIGN_BASE, Catalog, Segment
+from kvstore.tiers.file.segments.directory import segment_number
+from kvstore.tiers.file.segments.disk import Disk, close_at_last, open_regular
+from kvstore.tiers.file.segments.recovery import read_footer, read_head, record_sets, scan
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
 

@@ -24,7 +24,14 @@ from typing import Final
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.disk import FULL, Disk, open_regular, read_bytes, works_direct, write_all
+from kvstore.tiers.file.segments.disk import (
+    FULL,
+    Disk,
+    open_regular,
+    read_bytes,
+    works_direct,
+    write_all,
+)
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import (
     ID_BYTES,

@@ -18,11 +18,11 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.tiers.file.catalog import Catalog, Segment
-from kvstore.tiers.file.directory import Directory, segment_name
-from kvstore.tiers.file.disk import Disk, open_regular
 from kvstore.tiers.file.events import Known
-from kvstore.tiers.file.recovery import read_footer, read_head, record_sets, scan
+from kvstore.tiers.file.segments.catalog import Catalog, Segment
+from kvstore.tiers.file.segments.directory import Directory, segment_name
+from kvstore.tiers.file.segments.disk import Disk, open_regular
+from kvstore.tiers.file.segments.recovery import read_footer, read_head, record_sets, scan
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void

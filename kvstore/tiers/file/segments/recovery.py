@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.tiers.file.disk import Disk, read_bytes
 from kvstore.tiers.file.events import RecordSet
+from kvstore.tiers.file.segments.disk import Disk, read_bytes
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import PAGE_MAGIC, Scope, Void, parse_page, record_pages
 from kvstore.wire.segment import (
