@@ -30,14 +30,14 @@ def vouches_for(pidfd: int, peer_pid: int) -> bool:
 
 def process_of(pidfd: int, otherwise: int) -> int:
     """A number below 0 that is the same for all pidfds of a process, for those of other pid
-    namespaces too; before Linux 6.9, where they have none, one made of `otherwise`."""
-    inode = os.fstat(pidfd).st_ino
-    mine = os.pidfd_open(os.getpid())
+    namespaces too; before Linux 6.9, where they share an inode with all that has no name, one made
+    of `otherwise`."""
+    event = os.eventfd(0)
     try:
-        is_shared = inode == os.fstat(mine).st_ino
+        is_shared = os.path.samestat(os.fstat(pidfd), os.fstat(event))
     finally:
-        os.close(mine)
-    return -1 - (otherwise if is_shared else inode)
+        os.close(event)
+    return -1 - (otherwise if is_shared else os.fstat(pidfd).st_ino)
 
 
 def why_no_descriptor() -> str:

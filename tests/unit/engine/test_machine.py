@@ -463,9 +463,16 @@ def test_many_orders_of_events_keep_the_promises() -> None:
 def test_pins_without_bounds_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pins, "fitting", lambda _, __, words, shards: len(words) // shards)
     monkeypatch.setattr(Pins, "room", lambda *_: 1 << 40)
+    monkeypatch.setattr(Pins, "writable", lambda *_: 1 << 40)
     monkeypatch.setattr(Machine, "is_counted", False)
-    with pytest.raises(AssertionError, match=r"is pinned than the share|pins more than its part"):
+    with pytest.raises(AssertionError, match=r"is pinned than the share|more than its part"):
         verify_machine(examples=3_000, steps=50, shrink=False)
+
+
+def test_a_process_without_a_bound_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pins, "writable", lambda *_: 1 << 40)
+    with pytest.raises(AssertionError, match="may write more than its part"):
+        verify_machine(examples=3_000, steps=80, shrink=False)
 
 
 @pytest.mark.parametrize("broken", ENGINES, ids=lambda patch: patch.__name__)

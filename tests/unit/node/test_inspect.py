@@ -220,6 +220,10 @@ class Silent:
         call = method.future(iter(self._nothing, None), timeout=PATIENCE_S)
         call.add_done_callback(self.ended.put)
 
+    def is_heard(self) -> None:
+        """Return when what was called before is known over there: a connection keeps its order."""
+        self._channel.unary_unary(f"/{NAME}/Tiers")(b"", timeout=PATIENCE_S)
+
     def _nothing(self) -> None:
         self._end.wait(PATIENCE_S)
 
@@ -266,6 +270,7 @@ def test_the_oldest_that_says_nothing_gives_way(
     loop.let_go.set()
     first = silent()
     first.call()
+    first.is_heard()
     second = silent()
     for _ in range(4):
         second.call()

@@ -255,6 +255,7 @@ def test_processes_of_other_namespaces_are_told_apart() -> None:
         is_told = os.fstat(fds[0]).st_ino != os.fstat(fds[1]).st_ino
         assert (its == again) == is_told, "before Linux 6.9 a descriptor says no more"
         assert mine != its
+        assert (process_of(fds[0], 7) == mine) == is_told, "of this process, too"
         assert max(mine, its) < 0, "no pid"
     finally:
         child.send_signal(signal.SIGKILL)
