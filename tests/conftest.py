@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,8 @@ hypothesis.settings.load_profile(os.environ.get("KVSTORE_HYPOTHESIS_PROFILE", "f
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     prepare()
     side_by_side.configure(config)
 

@@ -38,8 +38,7 @@ from bench import record
 from kvstore.index import native
 from kvstore.index.feed import Beat, Delta, Hello, Stored
 from kvstore.index.index import Index
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 
 SEED = 1

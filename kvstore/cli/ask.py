@@ -32,8 +32,7 @@ from kvstore.engine import (
     UnservedReport,
 )
 from kvstore.errors import AttachError
-from kvstore.proto import feeds
-from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto import feeds, inspect_pb2 as pb
 from kvstore.proto.convert import (
     MemberReport,
     MemoryReport,

@@ -42,8 +42,7 @@ from kvstore.cli.tell import (
 )
 from kvstore.cli.top import AllNodes, OneNode, Source, one_view
 from kvstore.cli.top_screen import watch
-from kvstore.cli.top_view import as_json as figures_as_json
-from kvstore.cli.top_view import page
+from kvstore.cli.top_view import as_json as figures_as_json, page
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.config.engine_sources import DEFAULT_TENANT
 from kvstore.engine import HashingReport

@@ -248,8 +248,7 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
       kvstore fsck /var/lib/kvstore --quarantine
       kvstore fsck /mnt/shared --json | jq '.directories[] | select(.status > 0)'
     """
-    from kvstore.cli.fsck import fsck as check_directory
-    from kvstore.cli.fsck import reports_as_json, stores_in
+    from kvstore.cli.fsck import fsck as check_directory, reports_as_json, stores_in
 
     stores = stores_in(directory)
     try:

@@ -30,8 +30,7 @@ from kvstore.client.tls import ANY_INDEX, Tls, TlsFiles, load
 from kvstore.errors import ConfigError, KVStoreError, ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.types import Incarnation
 

@@ -24,7 +24,7 @@ from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
-TRACKER_GRACE_S: Final = 3.0
+TRACKER_GRACE_S: Final = 10.0
 SIGNALS: Final = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -76,11 +76,13 @@ def _reap(child: int) -> int | None:
 
 def _end_descendants() -> None:
     """Kill children until there are none; the orphans that this makes become children."""
-    give_up = time.monotonic() + TRACKER_GRACE_S
+    give_up = 0.0
     while children := _children():
-        for pid in children:
-            if time.monotonic() > give_up or not _is_tracker(pid):
-                os.kill(pid, signal.SIGKILL)  # unreaped children of ours: no pid can be reused
+        others = [pid for pid in children if not _is_tracker(pid)]
+        if others:  # a tracker begins when the last of them has ended
+            give_up = time.monotonic() + TRACKER_GRACE_S
+        for pid in others or (children if time.monotonic() > give_up else ()):
+            os.kill(pid, signal.SIGKILL)  # unreaped children of ours: no pid can be reused
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
         _reap(0)
 

@@ -17,84 +17,71 @@ What others may import is here and in `events`; a contract of pyproject.toml hol
 A new policy goes beside `memory/policy/lru.py`; a new message is dispatched in `engine.py`.
 """
 
-from kvstore.engine.engine import (
-    CLEAR_ROWS_MAX,
-    Engine,
-    EngineConfig,
-)
-from kvstore.engine.memory.journal import (
-    LAYOUT_VERSION,
-    UNREADABLE,
-    Journal,
-    JournalUnusable,
-)
-from kvstore.engine.memory.policy.choose import (
-    POLICIES,
-)
-from kvstore.engine.memory.policy.disk import (
-    AdmissionMode,
-)
-from kvstore.engine.memory.quotas import (
-    QUOTA_COUNT_MAX,
-)
-from kvstore.engine.moves.writes import (
-    MOVING_SHARE,
-)
-from kvstore.engine.sessions.owners import (
-    OwnerKey,
-)
-from kvstore.engine.sessions.unserved import (
-    UnservedReport,
-)
-from kvstore.engine.trust.scrubs import (
-    NO_PASS,
-    Sealed,
-)
-from kvstore.engine.why.explain import (
-    HashingReport,
-    RangeReport,
-    RequestReport,
-)
-from kvstore.engine.why.findings import (
-    SPACE_DIGITS,
-)
-from kvstore.engine.why.report import (
-    NO_BUDGET,
-    BlockReport,
-    JobReport,
-    LeaseReport,
-    NodeReport,
-    QuotaReport,
-    SpaceReport,
-    TierReport,
-)
+# Loaded when they are asked for: `kvstore explain` needs rows of the engine and not the engine.
 
-__all__ = [
-    "CLEAR_ROWS_MAX",
-    "LAYOUT_VERSION",
-    "MOVING_SHARE",
-    "NO_BUDGET",
-    "NO_PASS",
-    "POLICIES",
-    "QUOTA_COUNT_MAX",
-    "SPACE_DIGITS",
-    "UNREADABLE",
-    "AdmissionMode",
-    "BlockReport",
-    "Engine",
-    "EngineConfig",
-    "HashingReport",
-    "JobReport",
-    "Journal",
-    "JournalUnusable",
-    "LeaseReport",
-    "NodeReport",
-    "OwnerKey",
-    "QuotaReport",
-    "RangeReport",
-    "RequestReport",
-    "Sealed",
-    "SpaceReport",
-    "TierReport",
-    "UnservedReport",
-]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from kvstore.engine.engine import (
+        CLEAR_ROWS_MAX as CLEAR_ROWS_MAX,
+        Engine as Engine,
+        EngineConfig as EngineConfig,
+    )
+    from kvstore.engine.memory.journal import (
+        LAYOUT_VERSION as LAYOUT_VERSION,
+        UNREADABLE as UNREADABLE,
+        Journal as Journal,
+        JournalUnusable as JournalUnusable,
+    )
+    from kvstore.engine.memory.policy.choose import POLICIES as POLICIES
+    from kvstore.engine.memory.policy.disk import AdmissionMode as AdmissionMode
+    from kvstore.engine.memory.quotas import QUOTA_COUNT_MAX as QUOTA_COUNT_MAX
+    from kvstore.engine.moves.jobs import MOVING_SHARE as MOVING_SHARE
+    from kvstore.engine.sessions.owners import OwnerKey as OwnerKey
+    from kvstore.engine.sessions.unserved import UnservedReport as UnservedReport
+    from kvstore.engine.trust.scrubs import (
+        NO_PASS as NO_PASS,
+        Sealed as Sealed,
+    )
+    from kvstore.engine.why.explain import (
+        HashingReport as HashingReport,
+        RangeReport as RangeReport,
+        RequestReport as RequestReport,
+    )
+    from kvstore.engine.why.findings import SPACE_DIGITS as SPACE_DIGITS
+    from kvstore.engine.why.report import (
+        NO_BUDGET as NO_BUDGET,
+        BlockReport as BlockReport,
+        JobReport as JobReport,
+        LeaseReport as LeaseReport,
+        NodeReport as NodeReport,
+        QuotaReport as QuotaReport,
+        SpaceReport as SpaceReport,
+        TierReport as TierReport,
+    )
+
+_PLACES: Final = {
+    "engine": "CLEAR_ROWS_MAX Engine EngineConfig",
+    "memory.journal": "LAYOUT_VERSION UNREADABLE Journal JournalUnusable",
+    "memory.policy.choose": "POLICIES",
+    "memory.policy.disk": "AdmissionMode",
+    "memory.quotas": "QUOTA_COUNT_MAX",
+    "moves.jobs": "MOVING_SHARE",
+    "sessions.owners": "OwnerKey",
+    "sessions.unserved": "UnservedReport",
+    "trust.scrubs": "NO_PASS Sealed",
+    "why.explain": "HashingReport RangeReport RequestReport",
+    "why.findings": "SPACE_DIGITS",
+    "why.report": "NO_BUDGET BlockReport JobReport LeaseReport NodeReport QuotaReport SpaceReport"
+    " TierReport",
+}
+
+
+def __getattr__(name: str) -> object:
+    for place, names in _PLACES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"{__name__}.{place}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,8 +50,10 @@ from kvstore.engine.memory.tombstones import Why
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
+from kvstore.engine.moves.intake import Intake
 from kvstore.engine.moves.loans import Loans
 from kvstore.engine.moves.stores import Stores
+from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.lookups import Lookups
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.sessions import Sessions
@@ -113,10 +115,12 @@ class Engine:
         )
         numbers = itertools.count(1)
         self._arrivals = Arrivals(self._state)
-        self._files = Files(self._state, admission, self._arrivals, numbers)
-        self._stores = Stores(self._state, admission, self._files.writes)
+        writes = Writes(self._state, numbers)
+        intake = Intake(self._state, admission, self._arrivals, writes)
+        self._files = Files(self._state, intake, self._arrivals, writes, numbers)
+        self._stores = Stores(self._state, admission, intake)
         self._findings = Findings(self._state)
-        self._fetches = Fetches(self._state, admission, self._arrivals, self._files.writes, numbers)
+        self._fetches = Fetches(self._state, intake, self._arrivals, numbers)
         for source in (self._files, self._fetches):
             self._arrivals.add(source)
         self._loans = Loans(self._state, self._files, self._arrivals)
@@ -153,8 +157,6 @@ class Engine:
             state.publish_generations()
         if self._arrivals.has_news:
             self._arrivals.advance()  # once a step, for all that happened in it
-            if self._loans.any_waiting:
-                self._loans.advance()
         self._stores.grant_all()
         state.publish_generations()
         state.tell_changes()

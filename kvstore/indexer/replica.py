@@ -46,8 +46,7 @@ from kvstore.net.tls import (
 from kvstore.obs import logs
 from kvstore.obs.metrics import Family, family
 from kvstore.ports import IndexStore
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import add_IndexServicer_to_server
 from kvstore.stores.local import LocalStore
 

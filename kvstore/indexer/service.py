@@ -36,8 +36,7 @@ from kvstore.index.rivals import Rivals
 from kvstore.indexer.twins import OWN_NAMES
 from kvstore.net.tls import peer_identities
 from kvstore.ports import IndexStore
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId
 

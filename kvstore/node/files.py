@@ -28,10 +28,10 @@ from kvstore.engine.events import (
     FileWritten,
     ReadFile,
     ReclaimFile,
+    Scrubbed as TierScrubbed,
     VoidFile,
     WriteFile,
 )
-from kvstore.engine.events import Scrubbed as TierScrubbed
 from kvstore.node.late import LateTier
 from kvstore.node.passes import PassLog
 from kvstore.tiers.file import (

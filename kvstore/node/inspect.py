@@ -29,8 +29,7 @@ from kvstore.net import callers
 from kvstore.net.aio import LoopThread
 from kvstore.net.calls import Calls, RefusedCall
 from kvstore.node.driver import Driver, NotDurable
-from kvstore.proto import feeds
-from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto import feeds, inspect_pb2 as pb
 from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
 from kvstore.supervisor.listener import INSPECT_SUFFIX

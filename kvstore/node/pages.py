@@ -19,8 +19,7 @@ from kvstore.node.files import FileEnd
 from kvstore.obs.metrics import Family, absent, family, histogram
 from kvstore.ports import Tier
 from kvstore.supervisor.listener import Door
-from kvstore.types import Incarnation, SpaceId
-from kvstore.types import Tier as TierName
+from kvstore.types import Incarnation, SpaceId, Tier as TierName
 from kvstore.units import NS_PER_S
 
 if TYPE_CHECKING:

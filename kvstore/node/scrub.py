@@ -24,8 +24,7 @@ from kvstore.node.driver import Driver, NodeFailed
 from kvstore.node.passes import PassLog
 from kvstore.ports import Tier
 from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
-from kvstore.types import SlotId
-from kvstore.types import Tier as TierName
+from kvstore.types import SlotId, Tier as TierName
 from kvstore.wire.record import block_checksum
 
 ASK_TIMEOUT_S: Final = 2.0

@@ -46,8 +46,7 @@ from kvstore.peers.changes import (
     pieces,
     split,
 )
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.types import Incarnation
 from kvstore.wire.load import Load

@@ -27,8 +27,7 @@ from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
 from kvstore.errors import ProtocolError
 from kvstore.net.tls import peer_identities
 from kvstore.peers.exchange import Exchange
-from kvstore.proto import loans
-from kvstore.proto import peer_pb2 as pb
+from kvstore.proto import loans, peer_pb2 as pb
 from kvstore.proto.peer_pb2_grpc import PeersServicer
 
 ASKS_MAX: Final = 64

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from kvstore.client.reasons import plain_reason
 from kvstore.client.tls import Identity
 from kvstore.errors import KVStoreError, ProtocolError
-from kvstore.proto import loans
-from kvstore.proto import peer_pb2 as pb
+from kvstore.proto import loans, peer_pb2 as pb
 from kvstore.proto.peer_pb2_grpc import PeersStub
 from kvstore.types import KEY_BYTES, SpaceId
 

@@ -16,8 +16,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import BlockingConnectionPool, SSLConnection
-from redis.asyncio.connection import Connection as PlainConnection
+from redis.asyncio.connection import (
+    BlockingConnectionPool,
+    Connection as PlainConnection,
+    SSLConnection,
+)
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (

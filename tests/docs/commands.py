@@ -8,8 +8,7 @@ import click
 import pytest
 
 from kvstore.cli.main import cli
-from kvstore.config import disk_room
-from kvstore.config import node as config
+from kvstore.config import disk_room, node as config
 from kvstore.config.cluster import IndexConfig
 from kvstore.config.index import load_index_config
 from kvstore.demo import flags as demo_flags

@@ -17,8 +17,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import xxhash
-from google.protobuf.message import DecodeError
-from google.protobuf.message import Message as ProtoMessage
+from google.protobuf.message import DecodeError, Message as ProtoMessage
 
 from kvstore.cli.prefix import read_tokens
 from kvstore.config.node import load_config

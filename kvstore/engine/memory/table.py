@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvstore.types import KEY_BYTES
 
 Rows = NDArray[np.int64]
 Keys = NDArray[np.uint64]
@@ -32,6 +34,12 @@ _FEW = 24
 FEW_SCOPES = 8
 """So many are looked into faster one by one: chains that were stored together lie together."""
 NO_ROWS: Rows = np.empty(0, dtype=np.int64)
+
+
+def each(keys: Keys) -> Iterator[bytes]:
+    """One after the other."""
+    raw = keys.tobytes()
+    return (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
 
 
 class BlockTable:

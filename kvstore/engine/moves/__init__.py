@@ -2,6 +2,8 @@
 
 | module     | cares about                                     | in → out                 |
 |------------|-------------------------------------------------|--------------------------|
+| `intake`   | every block that comes into dram, however       | copies → rows, seals     |
+| `jobs`     | transfers under way, how much may be in motion  | –                        |
 | `stores`   | credits out, seals in                           | Seal, Drop → Grant       |
 | `files`    | what comes from disk, who waits for it          | keys → ReadFile, LeaseMore |
 | `writes`   | what is written through to disk                 | rows → WriteFile         |

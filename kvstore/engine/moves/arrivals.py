@@ -2,7 +2,8 @@
 
     LeaseAsk ──▶ Wait ──blocks arrive──▶ LeaseMore … ──nothing more comes──▶ over
 
-Rules. 1: a wait ends with its lease, when all came, or when no source brings the next block. 2:
+Rules. 1: a wait ends with its lease, when all came, or when no source brings the next block. 2: it
+is looked at when the block that it needs next has come, whoever brought it, or will not come. 3:
 where a block came from is told once, to whoever leases it first.
 Does not cover: bringing them (`files`, `fetches`).
 """
@@ -10,15 +11,15 @@ Does not cover: bringing them (`files`, `fetches`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.table import Keys, Rows
+from kvstore.engine.memory.table import Keys, Rows, each
 from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import Run, leading, leading_run
@@ -26,8 +27,14 @@ from kvstore.engine.state import State
 from kvstore.engine.why.findings import Brought, Finding, Origin
 from kvstore.wire.messages import LeaseMore
 
-WAITS_PER_STEP: Final = 256
+LOOKS_PER_STEP: Final = 256
 """A look takes 10 µs where the first block is still on its way, as mostly."""
+
+
+Name = tuple[int, int]
+"""Session and lease; sessions of loans are below 0."""
+Look = Callable[[], Keys]
+"""Takes what arrived; returns the keys that are waited for from now on, none when it is over."""
 
 
 class Source(Protocol):
@@ -52,8 +59,13 @@ class Wait(msgspec.Struct):
     """What is told of it later."""
 
 
+class _Watch(NamedTuple):
+    next_key: bytes
+    look: Look
+
+
 class Arrivals:
-    """All waits of a node."""
+    """What waits for blocks, and the sources that bring them."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -64,12 +76,11 @@ class Arrivals:
         self._origin = np.zeros(word_count, dtype=np.uint8)
         self._search = np.zeros(word_count, dtype=np.uint32)
         """That brought it from another node."""
-        self.has_news = False
-        """`advance` is to be called: something arrived, or will not."""
-        self.waits: dict[tuple[int, int], Wait] = {}
-        """By (session, lease)."""
-        self._to_look_at: dict[tuple[int, int], None] = {}
-        """Waits that `advance` looks at next, in order."""
+        self._watches: dict[Name, _Watch] = {}
+        self._next: dict[bytes, dict[Name, None]] = {}
+        """Watches by the key that they need next."""
+        self._to_look_at: dict[Name, None] = {}
+        """Watches that `advance` looks at next, in order."""
 
     def add(self, source: Source) -> None:
         """Blocks come from there, too."""
@@ -96,30 +107,60 @@ class Arrivals:
 
     def wait(self, wait: Wait) -> None:
         """Let a lease grow as its blocks arrive."""
-        self.waits[wait.connection.owner.open_session, wait.lease] = wait
+        session = wait.connection.owner.open_session
+        self.watch((session, wait.lease), wait.keys, lambda: self._grow(session, wait))
 
-    def news(self) -> None:
-        """Something arrived, or will not: look at all who wait, those not yet looked at first."""
-        self._to_look_at |= dict.fromkeys(self.waits)
-        self.has_news = True
+    def watch(self, name: Name, keys: Keys, look: Look) -> None:
+        """Look when the first of these keys has arrived, or will not. A name watches once."""
+        self.unwatch(name)
+        next_key = keys[0].tobytes()
+        self._watches[name] = _Watch(next_key, look)
+        self._next.setdefault(next_key, {})[name] = None
+
+    def unwatch(self, name: Name) -> None:
+        """Look no more."""
+        watch = self._watches.pop(name, None)
+        if watch is not None:
+            names = self._next[watch.next_key]
+            del names[name]
+            if not names:
+                del self._next[watch.next_key]
+
+    def news(self, keys: Keys) -> None:
+        """These arrived, or will not: look at what needs one of them next."""
+        for key in each(keys) if self._next else ():
+            self._to_look_at |= self._next.get(key, {})
+
+    @property
+    def has_news(self) -> bool:
+        """`advance` is to be called."""
+        return bool(self._to_look_at)
+
+    @property
+    def watch_count(self) -> int:
+        """Leases and loans that wait for blocks."""
+        return len(self._watches)
 
     def advance(self) -> None:
-        """Tell who waits what arrived: WAITS_PER_STEP at most, one step is no longer for more."""
-        for key in list(itertools.islice(self._to_look_at, WAITS_PER_STEP)):
-            del self._to_look_at[key]
-            wait = self.waits.get(key)
-            if wait is None:
-                continue
-            is_held = self._state.leases.get(*key) is wait.held
-            if not (is_held and self._advance(key[0], wait)):
-                del self.waits[key]
-        self.has_news = bool(self._to_look_at)
+        """Look, LOOKS_PER_STEP times at most: one step is no longer for more."""
+        for name in list(itertools.islice(self._to_look_at, LOOKS_PER_STEP)):
+            del self._to_look_at[name]
+            watch = self._watches.get(name)
+            if watch is not None:
+                self.unwatch(name)
+                rest = watch.look()
+                if len(rest):
+                    self.watch(name, rest, watch.look)
+
+    def _grow(self, session: int, wait: Wait) -> Keys:
+        """The keys that the lease waits for from now on."""
+        is_held = self._state.leases.get(session, wait.lease) is wait.held
+        return wait.keys if is_held and self._advance(session, wait) else wait.keys[:0]
 
     def _advance(self, session: int, wait: Wait) -> bool:
         """Lease what has arrived and say so. False: nothing more will come."""
         state, owner = self._state, wait.connection.owner
-        # Most of what arrives is for others: while the first block is on its way, the rest cannot
-        # be leased, and is not looked at.
+        # While the first block is on its way by another job, the rest cannot be leased.
         first = wait.keys[:1]
         if not leading_run(state, owner.scopes, first).count and self.on_their_way(
             owner.scopes, first

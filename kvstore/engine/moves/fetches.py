@@ -23,20 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.events import Candidate, Fetch, Fetched, Locate, Located
-from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.policy.port import Words, prints
+from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import PEER_WRITER
-from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
-from kvstore.engine.memory.tombstones import Why
+from kvstore.engine.memory.table import NO_ROWS, Keys, Rows, each
 from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.intake import Copies, Intake
+from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pace import NS_PER_BYTE_GUESS, ReadPace
 from kvstore.engine.moves.searches import Search, Sought, Wanted
-from kvstore.engine.moves.writes import MOVING_SHARE, Writes
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import leading
 from kvstore.engine.state import State
-from kvstore.engine.why.findings import Origin
-from kvstore.types import KEY_BYTES
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
 
@@ -84,6 +81,11 @@ class _Fetching(msgspec.Struct):
     is_void: bool = False
     """Cleared meanwhile."""
 
+    @property
+    def words(self) -> Words:
+        """Of all columns."""
+        return np.concatenate(self.columns)
+
 
 class _Peer:
     """What is known of another node."""
@@ -103,19 +105,16 @@ class Fetches:
     def __init__(
         self,
         state: State,
-        admission: Admission,
+        intake: Intake,
         arrivals: Arrivals,
-        writes: Writes,
         numbers: Iterator[int],
     ) -> None:
         self._state = state
-        self._admission = admission
+        self._intake = intake
         self._arrivals = arrivals
-        self._writes = writes
-        """What came is written through like what was computed."""
         self._numbers = numbers
         self._locating: dict[int, _Locating] = {}
-        self._fetching: dict[int, _Fetching] = {}
+        self._fetching: Jobs[_Fetching] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
         self._coming: dict[tuple[int, ...], dict[bytes, int]] = {}
         """Question or fetch of each key, by the scopes that it is wanted in, all together."""
         self._coming_of: Counter[str] = Counter()
@@ -127,8 +126,6 @@ class Fetches:
         """Questions in a row that the index did not answer."""
         self._ask_from_ns = 0
         """Before that the index is asked nothing: it would only be waited for."""
-        self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
-        self._moving_bytes = 0
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────
 
@@ -150,7 +147,7 @@ class Fetches:
             return Wanted(0, Search(0, len(keys), Sought.BUSY))
         if state.now_ns < self._ask_from_ns:
             return Wanted(0, Search(0, len(keys), Sought.INDEX_AWAY))
-        if len(set(_each(keys))) != len(keys):
+        if len(set(each(keys))) != len(keys):
             return Wanted()  # a chain names no key twice: who does is not served with more work
         number, search = next(self._numbers), state.searches.begin(len(keys))
         keys = keys.copy()  # not the rest of the message
@@ -177,8 +174,9 @@ class Fetches:
     def _shared(self, scope: int, key: bytes) -> tuple[Search, int]:
         """The search that brings this key of a scope, and its place there."""
         number = next(its[key] for its in self._with([scope]).values() if key in its)
-        job = self._locating.get(number) or self._fetching[number]
-        at = next(n for n, its in enumerate(_each(job.keys)) if its == key)
+        job = self._locating.get(number) or self._fetching.get(number)
+        assert job is not None, "nobody brings a key"
+        at = next(n for n, its in enumerate(each(job.keys)) if its == key)
         return job.search, int(job.places[at]) if isinstance(job, _Fetching) else at
 
     def _leading(self, scopes: Sequence[int], keys: Keys) -> int:
@@ -195,19 +193,19 @@ class Fetches:
         del rows
         flags = np.zeros((len(scopes), len(keys)), dtype=bool)
         for these, its in self._with(scopes).items() if self._coming else ():
-            found = np.fromiter((key in its for key in _each(keys)), dtype=bool, count=len(keys))
+            found = np.fromiter((key in its for key in each(keys)), dtype=bool, count=len(keys))
             flags[np.isin(scopes, these)] |= found
         return flags
 
     def _expect(self, number: int, asker: Asker, keys: Keys) -> None:
         its = self._coming.setdefault(asker.scopes, {})
-        for key in _each(keys):
+        for key in each(keys):
             its.setdefault(key, number)
         self._coming_of[asker.engine] += len(keys)
 
     def _expect_no_more(self, number: int, asker: Asker, keys: Keys) -> None:
         its = self._coming.get(asker.scopes, {})
-        for key in _each(keys):
+        for key in each(keys):
             if its.get(key) == number:
                 del its[key]
         if not its:
@@ -240,7 +238,7 @@ class Fetches:
             self._remember_absent((asker.scopes[0], keys[0].tobytes()), Wanted(0, search))
         elif not state.is_off(asker.tenant, asker.space):
             self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
-        self._arrivals.news()
+        self._arrivals.news(keys)
 
     def _judge_index(self, *, is_known: bool) -> None:
         """Requests do not wait, one after the other, for an index that is away."""
@@ -305,47 +303,25 @@ class Fetches:
         search.missing = len(keys)
         search.sought = Sought.NO_ROOM if len(keys) else Sought.HERE
         block_bytes = sum(asker.slot_sizes)
-        room = max(0, self._moving_bytes_max - self._moving_bytes) // block_bytes
-        room = max(room, 0 if self._fetching else 1)
-        room = min(room, state.slots.pins.room(None, asker.group, block_bytes) // block_bytes)
-        state.make_room_for(Why.READS, asker.title)
-        count = self._make_room(asker, min(len(keys), room))
+        room = min(len(keys), self._fetching.room(block_bytes))
+        count = self._intake.room_for(asker, asker.slot_sizes, room)
         per_fetch = max(1, FETCH_BYTES // block_bytes)
         for begin in range(0, count, per_fetch):
             piece = slice(begin, min(begin + per_fetch, count))
             self._fetch(node, asker, keys[piece], search, places[piece])
 
-    def _make_room(self, asker: Asker, wanted: int) -> int:
-        """Free slots for up to so many blocks; returns for how many there are some."""
-        if not wanted:
-            return 0
-        state, sizes = self._state, asker.slot_sizes
-        active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
-        pools = {size: state.slots.pool(size) for size in sizes}
-        for size, pool in pools.items():
-            need = wanted * sizes.count(size)
-            self._admission.make_room(pool, need, active | set(sizes), asker.group)
-        return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
-
     def _fetch(
         self, node: str, asker: Asker, keys: Keys, search: Search, places: NDArray[np.int64]
     ) -> None:
-        state, number = self._state, next(self._numbers)
-        columns = [
-            state.slots.grant(
-                state.slots.pools[size],
-                len(keys),
-                writer=PEER_WRITER,
-                session=0,
-                group=asker.group,
-                cause=state.cause,
-            )
-            for size in asker.slot_sizes
-        ]
+        state = self._state
+        columns = self._intake.hold(
+            asker.slot_sizes, len(keys), writer=PEER_WRITER, group=asker.group
+        )
         size_bytes = len(keys) * sum(asker.slot_sizes)
-        self._fetching[number] = _Fetching(node, asker, keys, columns, size_bytes, search, places)
+        number = self._fetching.begin(
+            _Fetching(node, asker, keys, columns, size_bytes, search, places)
+        )
         search.begin(len(keys), state.now_ns)
-        self._moving_bytes += size_bytes
         self._expect(number, asker, keys)
         self._peer(node).pace.begun(number, size_bytes, state.now_ns)
         words = np.stack(columns, axis=1).reshape(-1)
@@ -375,11 +351,9 @@ class Fetches:
 
     def fetched(self, event: Fetched) -> None:
         """A fetch has truly ended: what is good and not here by another way is in dram now."""
-        state, job = self._state, self._fetching.pop(event.job, None)
-        assert job is not None, f"fetch {event.job} ended twice"
+        state, job = self._state, self._fetching.end(event.job)
         asker = job.asker
         self._expect_no_more(event.job, asker, job.keys)
-        self._moving_bytes -= job.size_bytes
         good = np.frombuffer(event.good, dtype=np.bool_)
         self._judge(job, event)
         if job.is_void or state.is_off(asker.tenant, asker.space):
@@ -394,14 +368,16 @@ class Fetches:
         if event.checksums:
             checksums[:] = checksums_array(event.checksums).reshape(checksums.shape)
         for column, words in enumerate(job.columns):
-            taken = self._take(asker, column, job.keys, words, good, checksums[:, column])
-            if column == 0:
-                number = job.search.number
-                self._arrivals.brought(words[taken], Origin.PEER, search=number)
+            # Its number may have been forgotten and given anew while the blocks were on their way.
+            scope = state.residency.scope(asker.tenant, asker.space, asker.shards[column])
+            self._intake.fetch(
+                Copies(scope, job.keys, words, checksums[:, column]),
+                good,
+                block_bytes=asker.block_bytes[column],
+                search=job.search.number,
+            )
         state.counters.fetched_blocks += int(good.sum())
         state.counters.fetch_blocks_lost += int((~good).sum())
-        state.credits_due = True
-        self._arrivals.news()
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
         """What this says of the peer."""
@@ -415,30 +391,6 @@ class Fetches:
             peer.avoid_until_ns = self._state.now_ns + _longer_each_time(peer.failures)
             peer.failures += 1
 
-    def _take(
-        self,
-        asker: Asker,
-        column: int,
-        keys: Keys,
-        words: Words,
-        good: NDArray[np.bool_],
-        checksums: NDArray[np.uint64],
-    ) -> NDArray[np.bool_]:
-        """Seal one shard's good blocks and give the other slots back. Returns which were taken."""
-        state, residency = self._state, self._state.residency
-        # Its number may have been forgotten and given anew while the blocks were on their way.
-        scope = residency.scope(asker.tenant, asker.space, asker.shards[column])
-        rows = residency.find(scope, keys)
-        taken = good & (residency.words(rows) < 0)
-        rows, its = rows[taken], words[taken]
-        absent = np.flatnonzero(rows < 0)
-        rows[absent] = residency.insert(scope, keys[taken][absent])
-        residency.put_dram(rows, its, checksums[taken])
-        state.slots.seal_read(its, prints(scope, keys[taken]), state.cause)
-        state.free(words[~taken])
-        self._writes.sealed(scope, rows, block_bytes=asker.block_bytes[column])
-        return taken
-
     def void(self, tenant: str | None, space: bytes | None) -> None:
         """What was cleared must not come from what is on its way."""
         for job in self._fetching.values():
@@ -449,15 +401,14 @@ class Fetches:
 
     def fetching_words(self) -> Words:
         """Slots that are being fetched into."""
-        held = [words for job in self._fetching.values() for words in job.columns]
-        return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
+        return self._fetching.words()
 
     def check(self) -> None:
         """Raises AssertionError when a bound or the bookkeeping is broken. For tests."""
         assert len(self._locating) <= LOCATES_MAX
         assert len(self._absent) <= ABSENT_MAX
-        assert self._moving_bytes == sum(job.size_bytes for job in self._fetching.values())
-        jobs = self._locating.keys() | self._fetching.keys()
+        self._fetching.check()
+        jobs = self._locating.keys() | dict(self._fetching.items()).keys()
         for its in self._coming.values():
             assert its.keys(), "scopes of nothing"
             assert set(its.values()) <= jobs, "nobody brings a key"
@@ -478,8 +429,3 @@ def _would_be(search: Search, candidate: Candidate, sought: Sought) -> None:
 
 def _longer_each_time(failures: int) -> int:
     return min(AVOID_FIRST_NS << min(failures, 10), AVOID_MOST_NS)
-
-
-def _each(keys: Keys) -> Iterator[bytes]:
-    raw = keys.tobytes()
-    return (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))

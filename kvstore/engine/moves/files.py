@@ -33,19 +33,19 @@ from kvstore.engine.events import (
     ReclaimFile,
     VoidFile,
 )
-from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.policy.port import Words, prints
+from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.quotas import GroupId
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
 from kvstore.engine.memory.tombstones import Why
 from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.intake import Copies, Intake
+from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pace import ReadPace
-from kvstore.engine.moves.writes import JOB_BYTES_MAX, MOVING_SHARE, Writes
+from kvstore.engine.moves.writes import JOB_BYTES_MAX, Writes
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import has_repeats, leading
 from kvstore.engine.state import State
-from kvstore.engine.why.findings import Origin
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
@@ -75,27 +75,30 @@ class _Read(msgspec.Struct):
     words: Words
     size_bytes: int
     late: bool = False
+    """Nobody waits for it any more."""
 
 
 class Files:
     """Everything the engine decides about its file tier."""
 
     def __init__(
-        self, state: State, admission: Admission, arrivals: Arrivals, numbers: Iterator[int]
+        self,
+        state: State,
+        intake: Intake,
+        arrivals: Arrivals,
+        writes: Writes,
+        numbers: Iterator[int],
     ) -> None:
         self._state = state
-        self._admission = admission
+        self._intake = intake
         self._arrivals = arrivals
-        self._numbers = numbers
-        self.writes = Writes(state, self._numbers)
+        self.writes = writes
         rows = state.residency.table.row_count_max
         self._reading = np.zeros(rows + 1, dtype=np.int32)
         """Read job of each row, 0 when none; row -1 reads as none."""
         self._asked_for = np.zeros(rows, dtype=bool)
         """Since its record was written."""
-        self._reads: dict[int, _Read] = {}
-        self._moving_bytes_max = state.config.arena_bytes // MOVING_SHARE
-        self._reading_bytes = 0
+        self._reads: Jobs[_Read] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
         self.left_out_count = 0
         """Blocks that the tier told of and that found no row."""
         self.pace = ReadPace(state.config.learned.disk_ns_per_mib)
@@ -143,19 +146,9 @@ class Files:
     def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
         """Issue reads for these rows of one shard as far as there is room. Returns for how many."""
         state, size = self._state, asker.slot_sizes[column]
-        limit = min(
-            self._moving_bytes_max, int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
-        )
-        room = max(0 if self._reads else 1, (limit - self._reading_bytes) // size)
-        room = min(room, state.slots.pins.room(None, asker.group, size) // size)
-        wanted = min(len(rows), room)
-        if wanted == 0:
-            return 0
-        pool = state.slots.pool(size)
-        state.make_room_for(Why.READS, asker.title)
-        active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
-        self._admission.make_room(pool, wanted, active | {size}, asker.group)
-        wanted = min(wanted, len(pool.free))
+        ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
+        room = self._reads.room(size, bytes_max=ahead_bytes)
+        wanted = self._intake.room_for(asker, [size], min(len(rows), room))
         pieces = max(1, min(BLOCKS_PER_READ, JOB_BYTES_MAX // size))
         for begin in range(0, wanted, pieces):
             piece = slice(begin, min(begin + pieces, wanted))
@@ -180,23 +173,14 @@ class Files:
         group: GroupId,
     ) -> None:
         state = self._state
-        words = state.slots.grant(
-            state.slots.pools[pool_size],
-            len(rows),
-            writer=FILE_WRITER,
-            session=0,
-            group=group,
-            cause=state.cause,
-        )
-        job = next(self._numbers)
+        (words,) = self._intake.hold([pool_size], len(rows), writer=FILE_WRITER, group=group)
         locations = state.residency.file[rows]
         checksums = state.residency.checksum[rows]
         size_bytes = len(rows) * pool_size
         read = _Read(scope, keys, rows, checksums, words, size_bytes)
-        self._reads[job] = read
+        job = self._reads.begin(read)
         self.pace.begun(job, size_bytes, state.now_ns)
         self._reading[rows] = job
-        self._reading_bytes += read.size_bytes
         tenant, space, shard = state.residency.address(scope)
         state.say(
             ReadFile(
@@ -216,25 +200,13 @@ class Files:
     def read(self, event: FileRead) -> None:
         """A read has truly ended: what is good and still wanted is in dram now. What is damaged the
         tier tells by itself (FileGone)."""
-        state, job = self._state, self._reads.pop(event.job, None)
-        assert job is not None, f"read job {event.job} ended twice"
+        state, job = self._state, self._reads.end(event.job)
         self._no_more_reading(event.job, job)
-        self._reading_bytes -= job.size_bytes
         good = np.frombuffer(event.good, dtype=np.bool_)
-        rows = state.residency.find(job.scope, job.keys)
-        wanted = good & (rows >= 0) & (state.residency.words(rows) < 0)
-        # A scope that nothing is in any more may be forgotten by now.
-        wanted &= not (wanted.any() and state.is_scope_off(job.scope, Tier.FILE))
-        taken, words = rows[wanted], job.words[wanted]
-        state.residency.put_dram(taken, words, job.checksums[wanted])
-        state.slots.seal_read(words, prints(job.scope, job.keys[wanted]), state.cause)
-        self._arrivals.brought(words, Origin.FILE)
-        state.free(job.words[~wanted])
+        self._intake.read(Copies(job.scope, job.keys, job.words, job.checksums), good)
         state.counters.file_blocks_read += int(good.sum())
         state.counters.file_blocks_unread += int((~good).sum())
         self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
-        state.credits_due = True
-        self._arrivals.news()
 
     def late(self, event: FileLate) -> None:
         """Nobody waits for this read any more; its slots stay until it has ended."""
@@ -243,7 +215,7 @@ class Files:
             job.late = True
             self._state.counters.file_reads_late += 1
             self._no_more_reading(event.job, job)
-            self._arrivals.news()
+            self._arrivals.news(job.keys)
 
     def _no_more_reading(self, number: int, job: _Read) -> None:
         mine = job.rows[self._reading[job.rows] == number]
@@ -339,8 +311,7 @@ class Files:
 
     def reading_words(self) -> Words:
         """Slots that are being read into."""
-        held = [job.words for job in self._reads.values()]
-        return np.concatenate(held) if held else np.empty(0, dtype=np.int64)
+        return self._reads.words()
 
 
 def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:

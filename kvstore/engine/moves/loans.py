@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.engine.events import Lend, Lent, LoanEnded, LoanReturned, PeerGone
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys, Rows
-from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.covers import covers
 from kvstore.engine.moves.files import REPEATED, Files
 from kvstore.engine.sessions.askers import Asker, node_asks
@@ -84,7 +84,8 @@ class Loans:
             self._say_nothing(*name)
         else:
             until_ns = state.now_ns + WAIT_NS
-            self._waiting[name] = _Waiting(*name, asker, keys, until_ns)
+            waiting = self._waiting[name] = _Waiting(*name, asker, keys, until_ns)
+            self._arrivals.watch(_watch(name), keys[run.count :], lambda: self._look(waiting))
 
     def _may_lend(self, peer: int, loan: int) -> bool:
         waiting = sum(name[0] == peer for name in self._waiting)
@@ -162,22 +163,23 @@ class Loans:
         )
         self._state.say(nothing)
 
-    def advance(self) -> None:
-        """Blocks came, or time passed: answer who need not wait any longer."""
-        state = self._state
-        for name, waiting in list(self._waiting.items()):
-            run = leading_run(state, waiting.asker.scopes, waiting.keys)
-            rest = waiting.keys[run.count :]
-            is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest) > 0
-            if len(rest) and is_coming and state.now_ns < waiting.until_ns:
-                continue
-            del self._waiting[name]
-            # It may have been switched off, or evicted for others, meanwhile.
-            is_off = state.is_off(waiting.asker.tenant, waiting.asker.space)
-            if run.count and not is_off and state.leases.may_add(-waiting.peer, waiting.loan):
-                self._answer(waiting.peer, waiting.loan, waiting.asker, run)
-            else:
-                self._say_nothing(waiting.peer, waiting.loan)
+    def _look(self, waiting: _Waiting) -> Keys:
+        """Blocks came, or time passed: answer a loan that need not wait any longer. Returns the
+        keys that it waits for."""
+        state, name = self._state, (waiting.peer, waiting.loan)
+        run = leading_run(state, waiting.asker.scopes, waiting.keys)
+        rest = waiting.keys[run.count :]
+        is_coming = self._arrivals.on_their_way(waiting.asker.scopes, rest) > 0
+        if len(rest) and is_coming and state.now_ns < waiting.until_ns:
+            return rest
+        del self._waiting[name]
+        # It may have been switched off, or evicted for others, meanwhile.
+        is_off = state.is_off(waiting.asker.tenant, waiting.asker.space)
+        if run.count and not is_off and state.leases.may_add(-waiting.peer, waiting.loan):
+            self._answer(*name, waiting.asker, run)
+        else:
+            self._say_nothing(*name)
+        return rest[:0]
 
     def returned(self, event: LoanReturned) -> None:
         """Say whether what was lent stayed, and let go of it."""
@@ -200,12 +202,16 @@ class Loans:
         self._state.slots.pins.leave(-event.peer)
         self._loans = {name: loan for name, loan in self._loans.items() if name[0] != event.peer}
         for name in [name for name in self._waiting if name[0] == event.peer]:
+            self._arrivals.unwatch(_watch(name))
             del self._waiting[name]
         self._state.credits_due = True
 
     def tick(self) -> None:
         """Loans whose lease has run out are forgotten: `returned` tells their peers the same."""
-        self.advance()
+        now_ns = self._state.now_ns
+        for name in [name for name, its in self._waiting.items() if its.until_ns <= now_ns]:
+            self._arrivals.unwatch(_watch(name))
+            self._look(self._waiting[name])
         late = [
             (peer, loan)
             for (peer, loan), found in self._loans.items()
@@ -219,11 +225,10 @@ class Loans:
         """How many each loan is about."""
         return {name: loan.block_count for name, loan in self._loans.items()}
 
-    @property
-    def any_waiting(self) -> bool:
-        """Whether a loan waits for what is on disk."""
-        return bool(self._waiting)
-
     def sessions(self) -> set[int]:
         """Sessions that hold leases for peers."""
         return {-peer for peer, _ in self._loans}
+
+
+def _watch(name: tuple[int, int]) -> Name:
+    return -name[0], name[1]

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.policy.port import Words, prints
+from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.quotas import GroupId
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.memory.tombstones import Why
-from kvstore.engine.moves.writes import Writes
+from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.sessions.owners import Connection, Owner
 from kvstore.engine.state import State
 from kvstore.wire.messages import (
@@ -38,11 +38,10 @@ from kvstore.wire.messages import (
 class Stores:
     """Grants, seals, drops."""
 
-    def __init__(self, state: State, admission: Admission, writes: Writes) -> None:
+    def __init__(self, state: State, admission: Admission, intake: Intake) -> None:
         self._state = state
         self._admission = admission
-        self._writes = writes
-        """What is stored is written through to it."""
+        self._intake = intake
         self._counted: list[int] = []
         self._sharing_slots: dict[frozenset[int], int] = {}
         """Sessions with slots of one of these sizes; of the sessions that were counted."""
@@ -92,21 +91,12 @@ class Stores:
         words, keys = words[valid], keys[valid]
         checksums = checksums_array(message.checksums)[valid]
         scope = owner.scopes[owner.writers.index(hello.rank)]
-        rows = self._state.residency.find(scope, keys)
-        duplicate = self._state.residency.words(rows) >= 0
-        self._state.counters.stores_joined += int(duplicate.sum())
-        self._ungrant(owner, words[duplicate], message.session)
-        words, keys, rows = words[~duplicate], keys[~duplicate], rows[~duplicate]
-        checksums = checksums[~duplicate]
-        absent = np.flatnonzero(rows < 0)
-        rows[absent] = self._state.residency.insert(scope, keys[absent])
-        self._state.residency.put_dram(rows, words, checksums)
-        self._state.slots.seal(words, prints(scope, keys), self._state.cause)
+        copies = Copies(scope, keys, words, checksums)
+        taken = int(self._intake.store(copies, block_bytes=hello.block_bytes).sum())
         owner.granted_slots -= len(words)
-        self._state.credits_due = True
-        self._state.counters.stores_sealed += len(words)
-        self._state.counters.stored_bytes += len(words) * hello.block_bytes
-        self._writes.sealed(scope, rows, block_bytes=hello.block_bytes)
+        self._state.counters.stores_joined += len(words) - taken
+        self._state.counters.stores_sealed += taken
+        self._state.counters.stored_bytes += taken * hello.block_bytes
         return ""
 
     def _ungrant(self, owner: Owner, words: Words, session: int) -> None:
@@ -177,24 +167,20 @@ class Stores:
         self._sharing_quota = Counter(owner.group for owner in sessions)
 
     def _grant(self, owner: Owner, wanted: int, active: set[int]) -> None:
-        shards = len(owner.scopes)
+        shards, group = len(owner.scopes), owner.group
         wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // shards)
         sizes = owner.slot_sizes
         assert owner.scheduler is not None
         pins, block_bytes = self._state.slots.pins, sum(sizes)
-        room = pins.room(pins.account(owner.scheduler.id), owner.group, block_bytes)
+        room = pins.room(pins.account(owner.scheduler.id), group, block_bytes)
         # Credits and what is left are halves: blocks are to stay in it, and to be leased.
         may = max(0, (room // block_bytes - owner.granted_blocks + 1) // 2)
         ranks = [owner.ranks[rank].id for rank in owner.writers]
-        may = min(may, pins.writable(list(zip(ranks, sizes, strict=True)), owner.group))
+        may = min(may, pins.writable(list(zip(ranks, sizes, strict=True)), group))
         pins.is_short |= may < wanted
         wanted = min(wanted, may)
-        pools = {size: self._state.slots.pools[size] for size in sizes}
         self._state.make_room_for(Why.STORES, owner.title)
-        for size, pool in pools.items():
-            self._admission.make_room(pool, wanted * sizes.count(size), active, owner.group)
-        # Counted at the end: making room for one size may take what was free for another.
-        count = min(wanted, *(len(p.free) // sizes.count(size) for size, p in pools.items()))
+        count = self._intake.room(sizes, wanted, group, active)
         if count == 0:
             self._state.counters.grants_refused += 1
             return
@@ -204,7 +190,7 @@ class Stores:
                 count,
                 writer=rank,
                 session=owner.open_session,
-                group=owner.group,
+                group=group,
                 cause=self._state.cause,
             )
             for rank, size in zip(ranks, sizes, strict=True)

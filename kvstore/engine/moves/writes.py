@@ -25,6 +25,7 @@ from kvstore.engine.events import FileWritten, WriteFile
 from kvstore.engine.memory.policy.disk import DiskAdmission
 from kvstore.engine.memory.policy.port import NONE, Words, prints
 from kvstore.engine.memory.table import Rows
+from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.sessions.runs import has_repeats
 from kvstore.engine.state import State
 from kvstore.types import PAGE_BYTES, Tier
@@ -32,8 +33,6 @@ from kvstore.wire.record import payload_pages
 
 JOB_BYTES_MAX = 64 << 20
 """Of one job, if it has more than one block: jobs of some hundred MiB would fill any queue."""
-MOVING_SHARE = 4
-"""One part in so many of the arena may be in motion to disk, and as much from it."""
 
 
 class _Write(msgspec.Struct, frozen=True):
@@ -52,7 +51,6 @@ class Writes:
 
     def __init__(self, state: State, numbers: Iterator[int]) -> None:
         self._state = state
-        self._numbers = numbers
         config = state.config
         self._admission = DiskAdmission(
             config.file_admission,
@@ -61,11 +59,9 @@ class Writes:
             seed=config.incarnation,
             spent_bytes=config.file_spent_bytes,
         )
-        self._jobs: dict[int, _Write] = {}
+        self._jobs: Jobs[_Write] = Jobs(numbers, arena_bytes=config.arena_bytes)
         self._job_of_word = np.zeros(len(state.slots.state), dtype=np.int64)
         """The last write of each slot while it lasts, else 0."""
-        self._moving_bytes_max = config.arena_bytes // MOVING_SHARE
-        self._moving_bytes = 0
 
     def sealed(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
         """These blocks were stored now."""
@@ -95,7 +91,7 @@ class Writes:
             return
         words = state.residency.words(rows)
         size = state.slots.pool_of(int(words[0])).slot_bytes
-        room = min(len(rows), max(0, (self._moving_bytes_max - self._moving_bytes) // size))
+        room = min(len(rows), self._jobs.room(size))
         room = min(room, state.slots.pins.fitting(None, words, 1))
         state.counters.file_writes_dropped += len(rows) - room
         allowed = self.allow(room, block_bytes=block_bytes)
@@ -113,12 +109,10 @@ class Writes:
 
     def _write(self, scope: int, rows: Rows, words: Words, *, size: int, block_bytes: int) -> None:
         state = self._state
-        job = next(self._numbers)
         generations = state.slots.generation[words]
         write = _Write(words, generations, len(words) * size, _record_bytes(block_bytes))
-        self._jobs[job] = write
+        job = self._jobs.begin(write)
         self._job_of_word[words] = job
-        self._moving_bytes += write.size_bytes
         tenant, space, shard = state.residency.address(scope)
         state.say(
             WriteFile(
@@ -137,15 +131,13 @@ class Writes:
     def ended(self, event: FileWritten) -> tuple[Rows, NDArray[np.uint64]]:
         """A write ended, in whatever way: its slots are free to go. Returns which rows lie where
         now."""
-        state, job = self._state, self._jobs.pop(event.job, None)
-        assert job is not None, f"write job {event.job} ended twice"
+        state, job = self._state, self._jobs.end(event.job)
         locations = np.frombuffer(event.locations, dtype="<u8")
         stayed = state.slots.generation[job.words] == job.generations
         state.slots.pins.unpin(job.words[stayed])
         self._job_of_word[job.words[self._job_of_word[job.words] == event.job]] = 0
         state.slots.retry_starved()
         state.credits_due = True
-        self._moving_bytes -= job.size_bytes
         unwritten = int((locations == 0).sum())
         state.counters.file_writes_dropped += unwritten
         self._admission.give_back(unwritten * job.record_bytes)

@@ -33,7 +33,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import psutil
 
-from kvstore.client.index import IndexClient, IndexUnavailable
+from kvstore.client.index import IndexClient
 from kvstore.testing.index_process import IndexProcess, Lab
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
@@ -240,10 +240,8 @@ class Scene:
         self._engines["holder"].store(keys)
 
         def is_known() -> bool:
-            with contextlib.suppress(IndexUnavailable):
-                found = matches(self._client, keys)
-                return "b" in found and found["b"].dram_blocks == BLOCKS
-            return False
+            found = matches(self._client, keys)
+            return "b" in found and found["b"].dram_blocks == BLOCKS
 
         assert eventually(is_known, timeout_s=CONVERGES_S)
         return keys

@@ -17,8 +17,7 @@ from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.index.index import Holder
 from kvstore.testing.process import NodeFailed, NodeProcess
-from kvstore.testing.raw_engine import BLOCK_TOKENS as RAW_BLOCK_TOKENS
-from kvstore.testing.raw_engine import RawEngine
+from kvstore.testing.raw_engine import BLOCK_TOKENS as RAW_BLOCK_TOKENS, RawEngine
 from tests.integration.cluster.kit import ASK_S, CONVERGES_S, SPACE, TENANT, Site
 from tests.integration.node.conftest import eventually
 from tests.kit.engine_publisher import (

@@ -21,8 +21,7 @@ from kvstore.client.tls import load
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.obs.metrics import INDEX_METRICS
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine, make_keys

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from kvstore.cli.top import AllNodes, Tally
-from kvstore.client.index import IndexClient, IndexUnavailable
+from kvstore.client.index import IndexClient
 from kvstore.index.chain import block_keys
 from kvstore.testing.index_process import Lab
 from kvstore.testing.raw_engine import BLOCK_BYTES, BLOCK_TOKENS, RawEngine, make_keys
@@ -174,9 +174,7 @@ def test_top_shows_all_nodes_what_they_do(system: System) -> None:
 
         def has_come() -> bool:  # earlier heartbeats know nothing of blocks and replicas yet
             nonlocal b
-            # The index may be late: a second for TLS, on a machine that others use as well.
-            with contextlib.suppress(IndexUnavailable):
-                b = next(each.load for each in source.sample() if each.node == "b")
+            b = next(each.load for each in source.sample() if each.node == "b")
             stored = metric(system.pair.b, "kvstore_stored_bytes_total")
             return b is not None and b.stored_bytes == stored and b.replicas_reached > 0
 

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from kvstore.cli.certs import make_certificates
-from kvstore.client.index import IndexUnavailable, channel_options
+from kvstore.client.index import channel_options
 from kvstore.client.tls import Identity, TlsFiles, load
 from kvstore.index.index import Member
 from kvstore.proto import peer_pb2 as pb
@@ -116,9 +116,8 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
             seen: list[Member] = []
 
             def is_member() -> bool:
-                with contextlib.suppress(IndexUnavailable):  # on a busy machine
-                    found = member(client, "n1")
-                    seen.extend([found] if found else [])
+                found = member(client, "n1")
+                seen.extend([found] if found else [])
                 return bool(seen)
 
             assert eventually(is_member, timeout_s=CONVERGES_S)

@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from kvstore.demo.engine import Engine
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.testing.process import NodeProcess
+from tests.integration.node.conftest import eventually
 from tests.kit.gauges import look
 
 __all__ = [
@@ -104,7 +103,4 @@ def blocks_on_disk(node: NodeProcess) -> int:
 
 def wait_until(condition: Callable[[], bool], what: str, *, seconds: float = WAIT_S) -> None:
     """Poll with a bound; fails with what was waited for."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        threading.Event().wait(_POLL_S)
+    assert eventually(condition, timeout_s=seconds), f"not within {seconds} s: {what}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvstore.client.index import IndexUnavailable
 from kvstore.testing.process import NodeProcess
 
 
@@ -50,11 +51,14 @@ def resident_bytes(node: NodeProcess) -> int:
 
 
 def eventually(check: Callable[[], bool], *, timeout_s: float = 10.0) -> bool:
-    """True as soon as `check` is; for what another process does in its own time."""
+    """True as soon as `check` is; for what another process does in its own time. An index that is
+    late, on a machine that others use too, has not answered yet."""
     deadline_s = time.monotonic() + timeout_s
     pause = threading.Event()
-    while not check():
+    while True:
+        with contextlib.suppress(IndexUnavailable):
+            if check():
+                return True
         if time.monotonic() > deadline_s:
             return False
         pause.wait(0.02)
-    return True

@@ -18,8 +18,7 @@ from kvstore.client.index import IndexUnavailable, Members
 from kvstore.index.feed import OUT_MS
 from kvstore.index.index import Answer, Index
 from kvstore.indexer.service import IndexService
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.stores.local import LocalStore
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_S

@@ -19,8 +19,7 @@ from pathlib import Path
 from kvstore.types import Shard
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.space import Space
-from tests.sim.world import faults as sim_faults
-from tests.sim.world import heal as sim_heal
+from tests.sim.world import faults as sim_faults, heal as sim_heal
 from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.disk import SimDisk, open_below

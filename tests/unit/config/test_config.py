@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.config import disk_room, machine
-from kvstore.config import node as config_module
+from kvstore.config import disk_room, machine, node as config_module
 from kvstore.config.addresses import HttpConfig
 from kvstore.config.machine import available_memory, file_system_bytes
 from kvstore.config.node import EventsConfig, load_config

@@ -20,8 +20,7 @@ from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import checksum
 from kvstore.types import PAGE_BYTES
 from kvstore.wire import messages as m
-from tests.unit.client.conftest import BLOCK_TOKENS
-from tests.unit.client.conftest import ScriptedNode as Question
+from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode as Question
 from tests.unit.connector.scripted_node import ScriptedNode, node_at
 from tests.unit.connector.test_copier import BLOCK, BLOCKS, SLOT_PAGES, Rank, key
 

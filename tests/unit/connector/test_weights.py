@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvstore.connector import weights
 from kvstore.connector.weights import NoDigest, WeightsDigest, digest_path, digest_weights

@@ -10,8 +10,7 @@ Always true:
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from kvstore.engine.events import Clear

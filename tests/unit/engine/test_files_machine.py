@@ -210,8 +210,8 @@ class DiskMachine(CountedMachine):
         while self.leased:
             self.lets_go()
         files = self.node.engine._files
-        assert not self.node.engine._arrivals.waits
-        assert files._reading_bytes == files.writes._moving_bytes == 0
+        assert not self.node.engine._arrivals.watch_count
+        assert files._reads.moving_bytes == files.writes._jobs.moving_bytes == 0
         assert not files.writes._job_of_word.any()
         assert not files._reading.any()
         assert not self.node.engine._state.slots.leases.any()

@@ -16,8 +16,7 @@ from kvstore.engine.events import (
     VoidFile,
 )
 from kvstore.engine.memory import residency as residency_module
-from kvstore.engine.moves import files as files_module
-from kvstore.engine.moves import writes as writes_module
+from kvstore.engine.moves import files as files_module, writes as writes_module
 from kvstore.engine.moves.pace import DOUBTFUL_MS, READS
 from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN, SpaceId

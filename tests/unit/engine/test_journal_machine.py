@@ -13,8 +13,7 @@ from typing import Any, cast
 import hypothesis
 import numpy as np
 import pytest
-from hypothesis import Phase
-from hypothesis import strategies as st
+from hypothesis import Phase, strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from kvstore.engine.engine import Engine

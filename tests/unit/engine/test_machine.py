@@ -16,8 +16,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from hypothesis import Phase
-from hypothesis import strategies as st
+from hypothesis import Phase, strategies as st
 from hypothesis.stateful import (
     initialize,
     invariant,

@@ -4,8 +4,7 @@ test and machine of this folder that moves a block is one of the offers too."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Command, Offered, OffersUntold

@@ -144,8 +144,8 @@ class PeersMachine(DiskMachine):
         super().teardown()
         fetches = self.node.engine._fetches
         assert not fetches._coming
-        assert fetches._moving_bytes == 0
-        assert not self.node.engine._loans.any_waiting
+        assert fetches._fetching.moving_bytes == 0
+        assert not self.node.engine._loans._waiting
 
 
 def _places(lent: Lent) -> tuple[list[int], list[int]]:

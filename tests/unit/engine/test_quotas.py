@@ -4,8 +4,7 @@ his share makes others give way first."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.quotas import OTHERS, GroupId, Quotas

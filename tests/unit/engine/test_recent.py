@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvstore.engine.memory.policy.port import Prints, prints
 from kvstore.engine.memory.policy.recent import WAYS, RecentKeys

@@ -14,8 +14,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from hypothesis import Phase
-from hypothesis import strategies as st
+from hypothesis import Phase, strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from kvstore.index import loops, native, rows

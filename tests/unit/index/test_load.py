@@ -8,8 +8,7 @@ import pytest
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import Beat, Hello
 from kvstore.index.index import Index, Member
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.types import Incarnation
 from kvstore.wire.load import Load
 

@@ -7,8 +7,7 @@ import pytest
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import Delta, Part
 from kvstore.peers.changes import DELTA_KEYS_MAX
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from tests.unit.index.words import hello
 
 STORED = pb.Stored(tenant="t", space=bytes(32), tier=pb.TIER_DRAM, keys=bytes(32))

@@ -10,8 +10,7 @@ import pytest
 from kvstore.config.cluster import ReplicaConfig
 from kvstore.index import native
 from kvstore.index.feed import Hello, Refused, Trust
-from kvstore.indexer import replica
-from kvstore.indexer import service as index
+from kvstore.indexer import replica, service as index
 from kvstore.indexer.service import IndexService
 from kvstore.net.aio import LoopThread, persist
 from kvstore.ports import IndexStore

@@ -18,9 +18,7 @@ from kvstore.client.tls import load
 from kvstore.config.cluster import ReplicaConfig
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Member
-from kvstore.indexer import replica as replica_module
-from kvstore.indexer import service as index
-from kvstore.indexer import shares
+from kvstore.indexer import replica as replica_module, service as index, shares
 from kvstore.indexer.replica import Replica
 from kvstore.indexer.shares import CALLS_MAX, WATCHES_MAX
 from kvstore.net.aio import LoopThread

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from kvstore.kernels import pack, reference
 from kvstore.kernels.pack import PIECE_BYTES, PagedCache

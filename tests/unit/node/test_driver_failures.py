@@ -21,8 +21,7 @@ from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.scrub import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, SlotId
 from kvstore.wire.messages import Quiesce, Quiet, decode_from_node
-from tests.unit.engine.harness import Node
-from tests.unit.engine.harness import Peer as EnginePeer
+from tests.unit.engine.harness import Node, Peer as EnginePeer
 from tests.unit.node.conftest import MakeAttach
 from tests.unit.node.driver_kit import Connect, Loop, attached
 

@@ -22,10 +22,10 @@ from kvstore.engine.events import (
     FileWritten,
     ReadFile,
     ReclaimFile,
+    Scrubbed as TierScrubbed,
     VoidFile,
     WriteFile,
 )
-from kvstore.engine.events import Scrubbed as TierScrubbed
 from kvstore.node.files import FileEnd
 from kvstore.tiers.file import (
     FileEvent,

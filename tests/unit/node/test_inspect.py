@@ -222,7 +222,8 @@ class Silent:
 
     def is_heard(self) -> None:
         """Return when what was called before is known over there: a connection keeps its order."""
-        self._channel.unary_unary(f"/{NAME}/Tiers")(b"", timeout=PATIENCE_S)
+        method: Any = self._channel.unary_unary(f"/{NAME}/Tiers")
+        method(b"", timeout=PATIENCE_S)
 
     def _nothing(self) -> None:
         self._end.wait(PATIENCE_S)

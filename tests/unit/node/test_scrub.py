@@ -19,8 +19,7 @@ from kvstore.node.passes import PassLog
 from kvstore.node.scrub import DramScrub
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.scrub import ScrubRate
-from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId
-from kvstore.types import Tier as TierName
+from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId, Tier as TierName
 from kvstore.wire.record import Scope, block_checksum
 
 FAST = ScrubRate(1 << 40, daily=False)

@@ -19,8 +19,7 @@ from kvstore.net.aio import LoopThread
 from kvstore.peers import changes, feed
 from kvstore.peers.changes import Told
 from kvstore.peers.feed import Feeder, Slice
-from kvstore.proto import feeds
-from kvstore.proto import index_pb2 as pb
+from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.testing.raw_engine import make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.load import Load

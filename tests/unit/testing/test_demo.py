@@ -15,8 +15,7 @@ import pytest
 from rich.console import Console
 
 from kvstore.cli.main import cli
-from kvstore.demo import cluster as demo_cluster
-from kvstore.demo import play as demo
+from kvstore.demo import cluster as demo_cluster, play as demo
 from kvstore.demo.flags import PLAN
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvstore.types import BlockKey, Shard
 from kvstore.wire.assembly import Assembly

@@ -6,8 +6,7 @@ import contextlib
 
 import pytest
 import xxhash
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.learned import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvstore.errors import ProtocolError
 from kvstore.wire import mover as wire

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.tiers.file import Gone, Known, Reclaim, RecoveryDone, Scrubbed
-from kvstore.tiers.file import scrub as scrub_module
+from kvstore.tiers.file import Gone, Known, Reclaim, RecoveryDone, Scrubbed, scrub as scrub_module
 from kvstore.tiers.scrub import ScrubRate
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB

@@ -15,9 +15,17 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvstore.tiers.file import FileConfig, FileTier, Late, Read, Resumed, Suspended, Written
-from kvstore.tiers.file import outbox as outbox_module
-from kvstore.tiers.file import tier as tier_module
+from kvstore.tiers.file import (
+    FileConfig,
+    FileTier,
+    Late,
+    Read,
+    Resumed,
+    Suspended,
+    Written,
+    outbox as outbox_module,
+    tier as tier_module,
+)
 from kvstore.tiers.file.breaker import Breaker, BreakerState
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.segments.directory import Directory

@@ -1,0 +1,136 @@
+"""Intake: the one door into dram, for blocks that an engine computed, the disk held, a peer sent.
+
+    room? ─▶ slots held by a writer ─▶ the writer is done ─▶ wanted, and not here yet? ─▶ sealed
+                                                               └─ no: the slot is free again
+
+Rules. 1: of two copies of a (scope, key) the first one stays. 2: whoever waits for a block is
+woken, whichever way it came. 3: what did not come from disk is offered to the disk.
+
+Covers: room, rows, places, seals. Does not cover: credits (`stores`), what is moved and whether it
+pays (`files`, `fetches`), leases that wait (`arrivals`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.memory.admission import Admission
+from kvstore.engine.memory.policy.port import Words, prints
+from kvstore.engine.memory.quotas import GroupId
+from kvstore.engine.memory.table import Keys, Rows
+from kvstore.engine.memory.tombstones import Why
+from kvstore.engine.moves.arrivals import Arrivals
+from kvstore.engine.moves.writes import Writes
+from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.state import State
+from kvstore.engine.why.findings import Origin
+from kvstore.types import Tier
+
+
+class Copies(NamedTuple):
+    """Blocks of one scope that were written to slots."""
+
+    scope: int
+    keys: Keys
+    words: Words
+    checksums: NDArray[np.uint64]
+    """u64 [n][2]."""
+
+
+class Intake:
+    """Of one node."""
+
+    def __init__(
+        self, state: State, admission: Admission, arrivals: Arrivals, writes: Writes
+    ) -> None:
+        self._state = state
+        self._admission = admission
+        self._arrivals = arrivals
+        self._writes = writes
+
+    # ── room ─────────────────────────────────────────────────────────────────────────────────────
+
+    def room(self, sizes: Sequence[int], wanted: int, group: GroupId, active: set[int]) -> int:
+        """Make room for blocks of one slot of each of these sizes; returns for how many, up to
+        `wanted`, there is some. `active`: sizes in use, which keep what they have."""
+        if wanted <= 0:
+            return 0
+        pools = {size: self._state.slots.pool(size) for size in sizes}
+        for size, pool in pools.items():
+            self._admission.make_room(pool, wanted * sizes.count(size), active, group)
+        # Counted at the end: making room for one size may take what was free for another.
+        return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
+
+    def room_for(self, asker: Asker, sizes: Sequence[int], wanted: int) -> int:
+        """The same for what is brought because it was asked for, as far as that may be pinned."""
+        state, block_bytes = self._state, sum(sizes)
+        pinnable = state.slots.pins.room(None, asker.group, block_bytes) // block_bytes
+        active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
+        state.make_room_for(Why.READS, asker.title)
+        return self.room(sizes, min(wanted, pinnable), asker.group, active | set(sizes))
+
+    def hold(self, sizes: Sequence[int], count: int, *, writer: int, group: GroupId) -> list[Words]:
+        """Slots for so many blocks, a column for each size, which are the writer's from now on."""
+        state = self._state
+        return [
+            state.slots.grant(
+                state.slots.pools[size],
+                count,
+                writer=writer,
+                session=0,
+                group=group,
+                cause=state.cause,
+            )
+            for size in sizes
+        ]
+
+    # ── arrival ──────────────────────────────────────────────────────────────────────────────────
+
+    def store(self, copies: Copies, *, block_bytes: int) -> NDArray[np.bool_]:
+        """An engine computed them, no key twice. Returns which are in dram by these slots now; the
+        other slots are free."""
+        rows, absent = self._find(copies)
+        taken = self._put(copies, rows, absent, is_use=False)
+        self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
+        return absent
+
+    def fetch(
+        self, copies: Copies, good: NDArray[np.bool_], *, block_bytes: int, search: int
+    ) -> None:
+        """Another node sent the good ones of them, for a search."""
+        rows, absent = self._find(copies)
+        taken = self._put(copies, rows, good & absent, is_use=True)
+        self._arrivals.brought(self._state.residency.words(taken), Origin.PEER, search=search)
+        self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
+
+    def read(self, copies: Copies, good: NDArray[np.bool_]) -> None:
+        """The disk held the good ones of them. What has no row any more is not wanted."""
+        rows, absent = self._find(copies)
+        wanted = good & absent & (rows >= 0)
+        # A scope that nothing is in any more may be forgotten by now.
+        wanted &= not (wanted.any() and self._state.is_scope_off(copies.scope, Tier.FILE))
+        taken = self._put(copies, rows, wanted, is_use=True)
+        self._arrivals.brought(self._state.residency.words(taken), Origin.FILE)
+
+    def _find(self, copies: Copies) -> tuple[Rows, NDArray[np.bool_]]:
+        """Their rows, and which of them are not in dram."""
+        rows = self._state.residency.find(copies.scope, copies.keys)
+        return rows, self._state.residency.words(rows) < 0
+
+    def _put(self, copies: Copies, rows: Rows, wanted: NDArray[np.bool_], *, is_use: bool) -> Rows:
+        """Seal the slots that are wanted and free the others; returns the rows of the former."""
+        state, residency = self._state, self._state.residency
+        state.free(copies.words[~wanted])
+        rows, keys, words = rows[wanted], copies.keys[wanted], copies.words[wanted]
+        new = np.flatnonzero(rows < 0)
+        rows[new] = residency.insert(copies.scope, keys[new])
+        residency.put_dram(rows, words, copies.checksums[wanted])
+        seal = state.slots.seal_read if is_use else state.slots.seal
+        seal(words, prints(copies.scope, keys), state.cause)
+        state.credits_due = True
+        self._arrivals.news(copies.keys)
+        return rows

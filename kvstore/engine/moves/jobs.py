@@ -1,0 +1,90 @@
+"""Jobs: transfers under way, and how much may be in motion.
+
+Rules. 1: a job's slots are its own until the transfer has truly ended, however late. 2: a job ends
+once. 3: jobs of one kind move `bytes_max` at most together; one block always may.
+
+Does not cover: what is moved and whether it pays (`files`, `writes`, `fetches`), how long it takes
+(`pace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, ValuesView
+from typing import Final, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from kvstore.engine.memory.policy.port import NONE, Words
+
+MOVING_SHARE: Final = 4
+"""One part in so many of the arena may be in motion by each kind of job."""
+
+
+class Moving(Protocol):
+    """What every job has."""
+
+    @property
+    def words(self) -> Words:
+        """Slots that the transfer reads or writes."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Of these slots."""
+        ...
+
+
+J = TypeVar("J", bound=Moving)
+
+
+class Jobs(Generic[J]):
+    """Those of one kind. `numbers` names jobs of all kinds."""
+
+    def __init__(self, numbers: Iterator[int], *, arena_bytes: int) -> None:
+        self._numbers = numbers
+        self._jobs: dict[int, J] = {}
+        self.bytes_max = arena_bytes // MOVING_SHARE
+        self.moving_bytes = 0
+
+    def room(self, block_bytes: int, *, bytes_max: int | None = None) -> int:
+        """How many more blocks may be in motion; `bytes_max`: a lower limit that holds now."""
+        limit = self.bytes_max if bytes_max is None else min(bytes_max, self.bytes_max)
+        return max(0 if self._jobs else 1, (limit - self.moving_bytes) // block_bytes)
+
+    def begin(self, job: J) -> int:
+        """Returns its number."""
+        number = next(self._numbers)
+        self._jobs[number] = job
+        self.moving_bytes += job.size_bytes
+        return number
+
+    def end(self, number: int) -> J:
+        """It has truly ended."""
+        job = self._jobs.pop(number, None)
+        assert job is not None, f"job {number} ended twice"
+        self.moving_bytes -= job.size_bytes
+        return job
+
+    def get(self, number: int) -> J | None:
+        """None: it has ended."""
+        return self._jobs.get(number)
+
+    def items(self) -> ItemsView[int, J]:
+        """Number and job of each."""
+        return self._jobs.items()
+
+    def values(self) -> ValuesView[J]:
+        """All of them."""
+        return self._jobs.values()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def words(self) -> Words:
+        """Slots of all jobs."""
+        held = [job.words for job in self._jobs.values()]
+        return np.concatenate(held) if held else NONE
+
+    def check(self) -> None:
+        """Raises AssertionError when the bookkeeping is broken. For tests."""
+        assert self.moving_bytes == sum(job.size_bytes for job in self._jobs.values())
