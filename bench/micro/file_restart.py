@@ -153,8 +153,8 @@ def wait_known(node: NodeProcess, count: int) -> None:
     deadline = time.monotonic() + 60
     with contextlib.closing(NodeClient(node.socket)) as client:
         while time.monotonic() < deadline:
-            rows = client.rows("tiers", limit=1, space="")
-            held = sum(r.blocks for r in rows if isinstance(r, TierReport) and r.tier == "file")
+            rows = client.rows("tiers", TierReport)
+            held = sum(row.blocks for row in rows if row.tier == "file")
             if held == count:
                 return
             threading.Event().wait(0.02)

@@ -6,7 +6,7 @@ import errno
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 import msgspec
@@ -19,33 +19,21 @@ from kvstore.engine import (
     NO_BUDGET,
     NO_PASS,
     SPACE_DIGITS,
-    BlockReport,
-    HashingReport,
-    JobReport,
-    LeaseReport,
-    NodeReport,
-    QuotaReport,
-    RangeReport,
-    RequestReport,
-    SpaceReport,
     TierReport,
-    UnservedReport,
 )
-from kvstore.errors import AttachError
+from kvstore.errors import AttachError, ProtocolError
 from kvstore.proto import feeds, inspect_pb2 as pb
-from kvstore.proto.convert import (
-    MemberReport,
-    MemoryReport,
-    Row,
-    TransferReport,
-    from_message,
-)
 from kvstore.proto.inspect_pb2_grpc import InspectStub
+from kvstore.proto.rows import (
+    Row,
+    decode_rows,
+)
 from kvstore.supervisor.listener import INSPECT_SUFFIX
 from kvstore.supervisor.upgrade import no_node_at, not_yours
 from kvstore.units import format_size
 from kvstore.wire.load import Load
 
+_R = TypeVar("_R", bound=Row)
 TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 1.0
 """Of what is asked again and again."""
@@ -81,56 +69,19 @@ class NodeClient:
         )
         self._stub = InspectStub(self._channel)
 
-    def rows(self, topic: str, *, limit: int, space: str) -> list[Row]:
+    def rows(self, topic: str, kind: type[_R], asked: pb.Filter | None = None) -> list[_R]:
         """The rows of one topic. Raises AttachError."""
-        stub = self._stub
-        kinds: dict[str, tuple[Any, Any, type[Any]]] = {
-            "nodes": (stub.Nodes, pb.NodesRequest(), NodeReport),
-            "unserved": (stub.Unserved, pb.UnservedRequest(), UnservedReport),
-            "members": (stub.Members, pb.MembersRequest(), MemberReport),
-            "engines": (stub.Memories, pb.MemoriesRequest(), MemoryReport),
-            "transfers": (stub.Transfers, pb.TransfersRequest(), TransferReport),
-            "tiers": (stub.Tiers, pb.TiersRequest(), TierReport),
-            "quotas": (stub.Quotas, pb.QuotasRequest(), QuotaReport),
-            "spaces": (stub.Spaces, pb.SpacesRequest(), SpaceReport),
-            "blocks": (stub.Blocks, pb.BlocksRequest(limit=limit, space=space), BlockReport),
-            "leases": (stub.Leases, pb.LeasesRequest(), LeaseReport),
-            "jobs": (stub.Jobs, pb.JobsRequest(), JobReport),
-        }
-        call, request, kind = kinds[topic]
-        return [from_message(kind, row) for row in _call(call, request).rows]
-
-    def requests(self, request: str, *, limit: int) -> list[RequestReport]:
-        """Recent requests whose id fits, newest first. Raises AttachError."""
-        reply = _call(self._stub.Requests, pb.RequestsRequest(request=request, limit=limit))
-        return [from_message(RequestReport, row) for row in reply.rows]
-
-    def ranges(self, number: int) -> list[RangeReport]:
-        """What became of the blocks of one request. Raises AttachError."""
-        reply = _call(self._stub.Ranges, pb.RangesRequest(number=number))
-        return [from_message(RangeReport, row) for row in reply.rows]
-
-    def hashings(self) -> list[HashingReport]:
-        """How keys are made, by space. Raises AttachError."""
-        reply = _call(self._stub.Hashings, pb.HashingsRequest())
-        return [from_message(HashingReport, row) for row in reply.rows]
-
-    def prefix(self, tenant: str, space: bytes, keys: bytes) -> list[RangeReport]:
-        """Where the blocks with these keys are now. Raises AttachError."""
-        request = pb.PrefixRequest(tenant=tenant, space=space, keys=keys)
-        return [from_message(RangeReport, row) for row in _call(self._stub.Prefix, request).rows]
+        reply = _call(self._stub.Rows, pb.RowsRequest(topic=topic, filter=asked))
+        try:
+            return decode_rows(kind, reply.rows)
+        except ProtocolError as error:
+            raise AttachError(f"{error}: use the command that is installed with the node") from None
 
     def load(self) -> tuple[str, int, Load | None]:
         """What it does: its name in the cluster, its incarnation, the figures. Raises
         AttachError."""
         reply = _call(self._stub.Load, pb.LoadRequest(), timeout_s=LOAD_TIMEOUT_S)
         return reply.node, reply.incarnation, feeds.load_of(reply)
-
-    def memories(self, tenant: str, space: bytes, keys: bytes) -> list[MemoryReport]:
-        """Engines whose own memory holds the first of these blocks. Raises AttachError."""
-        prefix = pb.PrefixRequest(tenant=tenant, space=space, keys=keys)
-        reply = _call(self._stub.Memories, pb.MemoriesRequest(prefix=prefix))
-        return [from_message(MemoryReport, row) for row in reply.rows]
 
     def clear(self, *, space: str) -> int:
         """Forget blocks; returns how many. Raises AttachError."""
@@ -163,6 +114,8 @@ def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_
             details = (
                 f"the node did not answer within {timeout_s:.0f} s: it is stopped or overloaded"
             )
+        elif code is grpc.StatusCode.UNIMPLEMENTED:
+            details = "the node is of another version of kvstore: use the command installed with it"
         raise AttachError(str(details)) from None
 
 

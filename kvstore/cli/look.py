@@ -45,10 +45,11 @@ from kvstore.cli.top_screen import watch
 from kvstore.cli.top_view import as_json as figures_as_json, page
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.config.engine_sources import DEFAULT_TENANT
-from kvstore.engine import HashingReport
+from kvstore.engine import HashingReport, RangeReport, RequestReport
 from kvstore.errors import AttachError, ConfigError
 from kvstore.index.feed import Trust
-from kvstore.proto.convert import INDEX_IS_STALE, Row, member_report
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.rows import INDEX_IS_STALE, TOPICS, Row, member_report
 
 _NO_NODE_HINT: Final = (
     "keys are made as the node at --socket says its engines do; none is needed with --keys-file and"
@@ -80,7 +81,8 @@ def inspect_node(
     topics = SUMMARY if topic is None else both.get(topic, (topic,))
     shown = limit or BLOCKS_LISTED
     with node_client(socket) as client:
-        found = {name: client.rows(name, limit=shown + 1, space=space or "") for name in topics}
+        asked = pb.Filter(limit=shown + 1, space=space or "")
+        found = {name: client.rows(name, TOPICS[name], asked) for name in topics}
     found = {name: rows for name, rows in found.items() if rows or name not in OPTIONAL}
     left_out = len(found.get("blocks", ())) > shown
     if left_out:
@@ -127,7 +129,9 @@ def inspect_prefix(
             _inspect_prefix_everywhere(flags, prompt_of_keys(keys, hashing), hashing, json_=json_)
             return
         with node_client(socket, hint=_NO_NODE_HINT if flags is not None else "") as client:
-            hashing = choose(client.hashings(), space=space, tenant=tenant or "")
+            hashing = choose(
+                client.rows("hashings", HashingReport), space=space, tenant=tenant or ""
+            )
             prompt = (
                 prompt_of_keys(keys, hashing)
                 if keys
@@ -165,10 +169,12 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
     limit = REQUEST_ROWS_MAX if request_id is not None else last or REQUESTS_LISTED
     stories: list[Story] = []
     with node_client(socket) as client:
-        found = client.requests(request_id or "", limit=limit)
+        asked = pb.Filter(request=request_id or "", limit=limit)
+        found = client.rows("requests", RequestReport, asked)
         for row in found:
             wanted = request_id is not None and (json_ or len(found) == 1)
-            stories.append((row, client.ranges(row.number) if wanted else None))
+            number = pb.Filter(number=row.number)
+            stories.append((row, client.rows("ranges", RangeReport, number) if wanted else None))
     if request_id is not None and not found:
         fail(
             f"no request that this node remembers has the id {request_id!r}: it may be running "

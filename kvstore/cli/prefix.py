@@ -20,8 +20,9 @@ from kvstore.config.defaults import PREFIX_KEYS_MAX
 from kvstore.engine import SPACE_DIGITS, HashingReport, RangeReport
 from kvstore.errors import ConfigError
 from kvstore.index.chain import ALGORITHM, block_keys
-from kvstore.proto.convert import MemoryReport
+from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.feeds import KEYS_MAX
+from kvstore.proto.rows import MemoryReport
 from kvstore.types import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ def look_up(client: NodeClient, prompt: Prompt, hashing: HashingReport) -> Prefi
         batch = b"".join(keys[begin : begin + PREFIX_KEYS_MAX])
         ranges += [
             msgspec.structs.replace(row, first_block=begin + row.first_block)
-            for row in client.prefix(hashing.tenant, bytes.fromhex(hashing.space), batch)
+            for row in client.rows("prefix", RangeReport, _about(hashing, batch))
         ]
     engines = _in_engines(client, hashing, keys)
     held = 0
@@ -259,6 +260,11 @@ def look_up(client: NodeClient, prompt: Prompt, hashing: HashingReport) -> Prefi
     )
 
 
+def _about(hashing: HashingReport, keys: bytes) -> pb.Filter:
+    space = bytes.fromhex(hashing.space)
+    return pb.Filter(prompt=pb.Prompt(space=space, tenant=hashing.tenant, keys=keys))
+
+
 def _in_engines(
     client: NodeClient, hashing: HashingReport, keys: Sequence[bytes]
 ) -> list[MemoryReport]:
@@ -266,7 +272,7 @@ def _in_engines(
     found: dict[tuple[str, int], MemoryReport] = {}
     for begin in range(0, len(keys), PREFIX_KEYS_MAX):
         batch = keys[begin : begin + PREFIX_KEYS_MAX]
-        rows = client.memories(hashing.tenant, bytes.fromhex(hashing.space), b"".join(batch))
+        rows = client.rows("engines", MemoryReport, _about(hashing, b"".join(batch)))
         for row in rows:
             name = (row.engine, row.rank)
             before = found[name].blocks if name in found else 0

@@ -14,7 +14,7 @@ from kvstore.cli.ask import TITLE, console, printable
 from kvstore.cli.prefix import ClusterPrefix, PrefixReport
 from kvstore.engine import RangeReport, RequestReport
 from kvstore.index.feed import Trust
-from kvstore.proto.convert import INDEX_IS_STALE
+from kvstore.proto.rows import INDEX_IS_STALE
 
 _TRUSTS: Final = {
     "exact": "exact: nobody else holds the first block",

@@ -19,7 +19,7 @@ import msgspec
 from kvstore.cli.ask import LOAD_TIMEOUT_S, NodeClient
 from kvstore.errors import KVStoreError
 from kvstore.index.feed import Trust
-from kvstore.proto.convert import INDEX_IS_STALE, UNKNOWN
+from kvstore.proto.rows import INDEX_IS_STALE, UNKNOWN
 from kvstore.wire.load import Load
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvstore.cli.ask import printable
 from kvstore.cli.top import GONE, SILENT, UP, Figures, View
-from kvstore.proto.convert import UNKNOWN
+from kvstore.proto.rows import UNKNOWN
 
 WIDE_COLUMNS: Final = 138
 """From here on all is in one table."""

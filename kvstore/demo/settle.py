@@ -27,12 +27,8 @@ def settled(engine: Engine, node: NodeProcess, enough: Callable[[int, int], bool
     with contextlib.closing(NodeClient(node.socket)) as client:
         while time.monotonic() < deadline:
             engine.warm_up()  # an idle engine looks for nobody
-            rows = [
-                *client.rows("nodes", limit=1, space=""),
-                *client.rows("tiers", limit=1, space=""),
-            ]
-            sessions = sum(row.sessions for row in rows if isinstance(row, NodeReport))
-            tiers = {row.tier: row for row in rows if isinstance(row, TierReport)}
+            sessions = sum(row.sessions for row in client.rows("nodes", NodeReport))
+            tiers = {row.tier: row for row in client.rows("tiers", TierReport)}
             ready = tiers["dram"].ready_bytes == tiers["dram"].capacity_bytes
             if sessions and ready and enough(tiers["dram"].blocks, tiers["file"].blocks):
                 return tiers["file"].blocks

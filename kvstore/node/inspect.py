@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
 from kvstore.config.defaults import (
     BLOCK_ROWS_MAX,
@@ -30,8 +29,8 @@ from kvstore.net.aio import LoopThread
 from kvstore.net.calls import Calls, RefusedCall
 from kvstore.node.driver import Driver, NotDurable
 from kvstore.proto import feeds, inspect_pb2 as pb
-from kvstore.proto.convert import Row, to_message
 from kvstore.proto.inspect_pb2_grpc import InspectServicer, add_InspectServicer_to_server
+from kvstore.proto.rows import TOPICS, Row, encode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.wire.load import Load
@@ -104,23 +103,16 @@ class InspectService(InspectServicer):
         self._cluster: Cluster = cluster or Alone()
         self._incarnation = incarnation
 
-    def Nodes(self, request: pb.NodesRequest, context: grpc.ServicerContext) -> pb.NodesReply:
-        return pb.NodesReply(rows=self._rows(lambda engine: engine.nodes()))
-
-    def Unserved(
-        self, request: pb.UnservedRequest, context: grpc.ServicerContext
-    ) -> pb.UnservedReply:
-        return pb.UnservedReply(rows=self._rows(lambda engine: engine.unserved()))
-
-    def Members(self, request: pb.MembersRequest, context: grpc.ServicerContext) -> pb.MembersReply:
-        rows: list[Any] = [to_message(row) for row in self._cluster.members()]
-        return pb.MembersReply(rows=rows)
-
-    def Transfers(
-        self, request: pb.TransfersRequest, context: grpc.ServicerContext
-    ) -> pb.TransfersReply:
-        rows: list[Any] = [to_message(row) for row in self._cluster.transfers()]
-        return pb.TransfersReply(rows=rows)
+    def Rows(self, request: pb.RowsRequest, context: grpc.ServicerContext) -> pb.RowsReply:
+        topic, asked = request.topic, request.filter
+        _check_keys(asked.prompt.keys)
+        if topic in _OF_CLUSTER:
+            return pb.RowsReply(rows=encode_rows(_OF_CLUSTER[topic](self._cluster, asked)))
+        if topic not in _OF_ENGINE:
+            text = f"no topic is called {topic[:40]!r}: there are {', '.join(TOPICS)}"
+            raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, text)
+        rows = self._ask(lambda engine: _OF_ENGINE[topic](engine, asked))
+        return pb.RowsReply(rows=encode_rows(rows))
 
     def Load(self, request: pb.LoadRequest, context: grpc.ServicerContext) -> pb.LoadReply:
         load = self._cluster.with_peers(self._ask(lambda engine: engine.load()))
@@ -129,33 +121,6 @@ class InspectService(InspectServicer):
             incarnation=self._incarnation,
             load=feeds.load_message(load),
         )
-
-    def Tiers(self, request: pb.TiersRequest, context: grpc.ServicerContext) -> pb.TiersReply:
-        return pb.TiersReply(rows=self._rows(lambda engine: engine.tiers()))
-
-    def Quotas(self, request: pb.QuotasRequest, context: grpc.ServicerContext) -> pb.QuotasReply:
-        return pb.QuotasReply(rows=self._rows(lambda engine: engine.quotas()))
-
-    def Spaces(self, request: pb.SpacesRequest, context: grpc.ServicerContext) -> pb.SpacesReply:
-        return pb.SpacesReply(rows=self._rows(lambda engine: engine.spaces()))
-
-    def Blocks(self, request: pb.BlocksRequest, context: grpc.ServicerContext) -> pb.BlocksReply:
-        # One more tells that there are more.
-        limit = min(request.limit or BLOCK_ROWS_MAX, BLOCK_ROWS_MAX + 1)
-        space = request.space.lower()
-
-        def ask(engine: Engine) -> Sequence[Row]:
-            if space:
-                find_spaces(engine, space)
-            return engine.blocks(limit=limit, space=space)
-
-        return pb.BlocksReply(rows=self._rows(ask))
-
-    def Leases(self, request: pb.LeasesRequest, context: grpc.ServicerContext) -> pb.LeasesReply:
-        return pb.LeasesReply(rows=self._rows(lambda engine: engine.leases()))
-
-    def Jobs(self, request: pb.JobsRequest, context: grpc.ServicerContext) -> pb.JobsReply:
-        return pb.JobsReply(rows=self._rows(lambda engine: engine.jobs()))
 
     def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearReply:
         prefix = request.space.lower()
@@ -172,48 +137,57 @@ class InspectService(InspectServicer):
             raise RefusedCall(grpc.StatusCode.DATA_LOSS, str(error)) from None
         return pb.ClearReply(blocks=blocks)
 
-    def Requests(
-        self, request: pb.RequestsRequest, context: grpc.ServicerContext
-    ) -> pb.RequestsReply:
-        limit = min(request.limit or REQUEST_ROWS_MAX, REQUEST_ROWS_MAX)
-        rows = self._rows(lambda engine: engine.explain.requests(request.request, limit=limit))
-        return pb.RequestsReply(rows=rows)
-
-    def Ranges(self, request: pb.RangesRequest, context: grpc.ServicerContext) -> pb.RangesReply:
-        rows = self._rows(lambda engine: engine.explain.ranges(request.number))
-        return pb.RangesReply(rows=rows)
-
-    def Hashings(
-        self, request: pb.HashingsRequest, context: grpc.ServicerContext
-    ) -> pb.HashingsReply:
-        return pb.HashingsReply(rows=self._rows(lambda engine: engine.explain.hashings()))
-
-    def Memories(
-        self, request: pb.MemoriesRequest, context: grpc.ServicerContext
-    ) -> pb.MemoriesReply:
-        prefix = request.prefix
-        _check_keys(prefix.keys)
-        space = SpaceId(prefix.space) if request.HasField("prefix") else None
-        rows: list[Any] = [
-            to_message(row) for row in self._cluster.memories(prefix.tenant, space, prefix.keys)
-        ]
-        return pb.MemoriesReply(rows=rows)
-
-    def Prefix(self, request: pb.PrefixRequest, context: grpc.ServicerContext) -> pb.RangesReply:
-        _check_keys(request.keys)
-        space = SpaceId(request.space)
-        rows = self._rows(lambda engine: engine.explain.prefix(request.tenant, space, request.keys))
-        return pb.RangesReply(rows=rows)
-
-    def _rows(self, ask: Callable[[Engine], Sequence[Row]]) -> Iterable[Any]:
-        messages: list[Message] = [to_message(row) for row in self._ask(ask)]
-        return messages
-
     def _ask(self, ask: Callable[[Engine], _T]) -> _T:
         try:
             return self._driver.query(ask, timeout_s=QUERY_TIMEOUT_S)
         except NodeBusy as error:
             raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)) from None
+
+
+def _blocks(engine: Engine, asked: pb.Filter) -> Sequence[Row]:
+    space = asked.space.lower()
+    if space:
+        find_spaces(engine, space)
+    # One more tells that there are more.
+    limit = min(asked.limit or BLOCK_ROWS_MAX, BLOCK_ROWS_MAX + 1)
+    return engine.blocks(limit=limit, space=space)
+
+
+def _requests(engine: Engine, asked: pb.Filter) -> Sequence[Row]:
+    limit = min(asked.limit or REQUEST_ROWS_MAX, REQUEST_ROWS_MAX)
+    return engine.explain.requests(asked.request, limit=limit)
+
+
+def _prefix(engine: Engine, asked: pb.Filter) -> Sequence[Row]:
+    prompt = asked.prompt
+    return engine.explain.prefix(prompt.tenant, SpaceId(prompt.space), prompt.keys)
+
+
+def _memories(cluster: Cluster, asked: pb.Filter) -> Sequence[Row]:
+    prompt = asked.prompt
+    space = SpaceId(prompt.space) if asked.HasField("prompt") else None
+    return cluster.memories(prompt.tenant, space, prompt.keys)
+
+
+_OF_ENGINE: Final[dict[str, Callable[[Engine, pb.Filter], Sequence[Row]]]] = {
+    "nodes": lambda engine, _: engine.nodes(),
+    "unserved": lambda engine, _: engine.unserved(),
+    "tiers": lambda engine, _: engine.tiers(),
+    "quotas": lambda engine, _: engine.quotas(),
+    "spaces": lambda engine, _: engine.spaces(),
+    "blocks": _blocks,
+    "leases": lambda engine, _: engine.leases(),
+    "jobs": lambda engine, _: engine.jobs(),
+    "requests": _requests,
+    "ranges": lambda engine, asked: engine.explain.ranges(asked.number),
+    "hashings": lambda engine, _: engine.explain.hashings(),
+    "prefix": _prefix,
+}
+_OF_CLUSTER: Final[dict[str, Callable[[Cluster, pb.Filter], Sequence[Row]]]] = {
+    "members": lambda cluster, _: cluster.members(),
+    "transfers": lambda cluster, _: cluster.transfers(),
+    "engines": _memories,
+}
 
 
 def _check_keys(keys: bytes) -> None:

@@ -42,7 +42,7 @@ from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.peers.changes import Told
 from kvstore.peers.feed import Slice
 from kvstore.ports import Clock
-from kvstore.proto.convert import MemoryReport
+from kvstore.proto.rows import MemoryReport
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS
 from kvstore.wire.engine_events import END, PAYLOAD_BYTES_MAX, SEQUENCE_BYTES

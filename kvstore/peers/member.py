@@ -24,8 +24,8 @@ from kvstore.obs.metrics import Family, family
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.peering import Peering
 from kvstore.ports import Clock, Tier
-from kvstore.proto.convert import MemberReport, MemoryReport, TransferReport, member_report
 from kvstore.proto.loans import Who
+from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, member_report
 from kvstore.types import Incarnation, SpaceId
 from kvstore.wire.load import Load
 

@@ -32,8 +32,8 @@ from kvstore.peers.mover_host import MoverHost
 from kvstore.peers.peer_session import KEEPALIVE_MS, PINGS
 from kvstore.ports import Clock
 from kvstore.proto import loans
-from kvstore.proto.convert import TransferReport
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
+from kvstore.proto.rows import TransferReport
 from kvstore.types import SlotId
 from kvstore.units import NS_PER_S
 from kvstore.wire.load import Load

@@ -34,118 +34,28 @@ class InspectStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Nodes = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Nodes',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.NodesRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.NodesReply.FromString,
-                _registered_method=True)
-        self.Unserved = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Unserved',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.UnservedRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.UnservedReply.FromString,
-                _registered_method=True)
-        self.Members = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Members',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.MembersRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.MembersReply.FromString,
-                _registered_method=True)
-        self.Transfers = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Transfers',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.TransfersReply.FromString,
+        self.Rows = channel.unary_unary(
+                '/kvstore.inspect.v1.Inspect/Rows',
+                request_serializer=kvstore_dot_proto_dot_inspect__pb2.RowsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RowsReply.FromString,
                 _registered_method=True)
         self.Load = channel.unary_unary(
                 '/kvstore.inspect.v1.Inspect/Load',
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.LoadRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.LoadReply.FromString,
                 _registered_method=True)
-        self.Tiers = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Tiers',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.TiersRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.TiersReply.FromString,
-                _registered_method=True)
-        self.Quotas = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Quotas',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.QuotasRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.QuotasReply.FromString,
-                _registered_method=True)
-        self.Spaces = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Spaces',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.SpacesRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.SpacesReply.FromString,
-                _registered_method=True)
-        self.Blocks = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Blocks',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.BlocksRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.BlocksReply.FromString,
-                _registered_method=True)
-        self.Leases = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Leases',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.LeasesRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.LeasesReply.FromString,
-                _registered_method=True)
-        self.Jobs = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Jobs',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.JobsRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.JobsReply.FromString,
-                _registered_method=True)
         self.Clear = channel.unary_unary(
                 '/kvstore.inspect.v1.Inspect/Clear',
                 request_serializer=kvstore_dot_proto_dot_inspect__pb2.ClearRequest.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_inspect__pb2.ClearReply.FromString,
-                _registered_method=True)
-        self.Requests = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Requests',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.RequestsRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RequestsReply.FromString,
-                _registered_method=True)
-        self.Ranges = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Ranges',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.RangesRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
-                _registered_method=True)
-        self.Hashings = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Hashings',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.HashingsRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.HashingsReply.FromString,
-                _registered_method=True)
-        self.Prefix = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Prefix',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
-                _registered_method=True)
-        self.Memories = channel.unary_unary(
-                '/kvstore.inspect.v1.Inspect/Memories',
-                request_serializer=kvstore_dot_proto_dot_inspect__pb2.MemoriesRequest.SerializeToString,
-                response_deserializer=kvstore_dot_proto_dot_inspect__pb2.MemoriesReply.FromString,
                 _registered_method=True)
 
 
 class InspectServicer(object):
     """Missing associated documentation comment in .proto file."""
 
-    def Nodes(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Unserved(self, request, context):
-        """Engines that get nothing from this node, and why. Rows mirror kvstore/engine/sessions/unserved.py.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Members(self, request, context):
-        """The nodes of the cluster, as the index knows them; nothing when this node feeds none.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Transfers(self, request, context):
-        """How long reading from other nodes took, by kind and back end; nothing without peers.
+    def Rows(self, request, context):
+        """Rows of one topic. INVALID_ARGUMENT when there is none of that name, NOT_FOUND when no space begins so.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,80 +68,8 @@ class InspectServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Tiers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Quotas(self, request, context):
-        """What is promised of dram to whom; nothing without quotas.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Spaces(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Blocks(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Leases(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Jobs(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Clear(self, request, context):
         """Forgets blocks. NOT_FOUND when no space begins so, FAILED_PRECONDITION when several do.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Requests(self, request, context):
-        """Recent requests, newest first; those whose id fits. Rows mirror kvstore/engine/why/explain.py.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Ranges(self, request, context):
-        """What became of the blocks of one of them.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Hashings(self, request, context):
-        """How keys are made, by space.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Prefix(self, request, context):
-        """Where the blocks with these keys are now.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Memories(self, request, context):
-        """What engines hold in their own memory, by their KV events; nothing when this node is by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -240,90 +78,20 @@ class InspectServicer(object):
 
 def add_InspectServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Nodes': grpc.unary_unary_rpc_method_handler(
-                    servicer.Nodes,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.NodesRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.NodesReply.SerializeToString,
-            ),
-            'Unserved': grpc.unary_unary_rpc_method_handler(
-                    servicer.Unserved,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.UnservedRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.UnservedReply.SerializeToString,
-            ),
-            'Members': grpc.unary_unary_rpc_method_handler(
-                    servicer.Members,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.MembersRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.MembersReply.SerializeToString,
-            ),
-            'Transfers': grpc.unary_unary_rpc_method_handler(
-                    servicer.Transfers,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.TransfersReply.SerializeToString,
+            'Rows': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rows,
+                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.RowsRequest.FromString,
+                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.RowsReply.SerializeToString,
             ),
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.LoadRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.LoadReply.SerializeToString,
             ),
-            'Tiers': grpc.unary_unary_rpc_method_handler(
-                    servicer.Tiers,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.TiersRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.TiersReply.SerializeToString,
-            ),
-            'Quotas': grpc.unary_unary_rpc_method_handler(
-                    servicer.Quotas,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.QuotasRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.QuotasReply.SerializeToString,
-            ),
-            'Spaces': grpc.unary_unary_rpc_method_handler(
-                    servicer.Spaces,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.SpacesRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.SpacesReply.SerializeToString,
-            ),
-            'Blocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.Blocks,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.BlocksRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.BlocksReply.SerializeToString,
-            ),
-            'Leases': grpc.unary_unary_rpc_method_handler(
-                    servicer.Leases,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.LeasesRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.LeasesReply.SerializeToString,
-            ),
-            'Jobs': grpc.unary_unary_rpc_method_handler(
-                    servicer.Jobs,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.JobsRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.JobsReply.SerializeToString,
-            ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
                     request_deserializer=kvstore_dot_proto_dot_inspect__pb2.ClearRequest.FromString,
                     response_serializer=kvstore_dot_proto_dot_inspect__pb2.ClearReply.SerializeToString,
-            ),
-            'Requests': grpc.unary_unary_rpc_method_handler(
-                    servicer.Requests,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.RequestsRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.RequestsReply.SerializeToString,
-            ),
-            'Ranges': grpc.unary_unary_rpc_method_handler(
-                    servicer.Ranges,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.RangesRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.SerializeToString,
-            ),
-            'Hashings': grpc.unary_unary_rpc_method_handler(
-                    servicer.Hashings,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.HashingsRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.HashingsReply.SerializeToString,
-            ),
-            'Prefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prefix,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.RangesReply.SerializeToString,
-            ),
-            'Memories': grpc.unary_unary_rpc_method_handler(
-                    servicer.Memories,
-                    request_deserializer=kvstore_dot_proto_dot_inspect__pb2.MemoriesRequest.FromString,
-                    response_serializer=kvstore_dot_proto_dot_inspect__pb2.MemoriesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -337,7 +105,7 @@ class Inspect(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Nodes(request,
+    def Rows(request,
             target,
             options=(),
             channel_credentials=None,
@@ -350,90 +118,9 @@ class Inspect(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.inspect.v1.Inspect/Nodes',
-            kvstore_dot_proto_dot_inspect__pb2.NodesRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.NodesReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Unserved(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Unserved',
-            kvstore_dot_proto_dot_inspect__pb2.UnservedRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.UnservedReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Members(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Members',
-            kvstore_dot_proto_dot_inspect__pb2.MembersRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.MembersReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Transfers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Transfers',
-            kvstore_dot_proto_dot_inspect__pb2.TransfersRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.TransfersReply.FromString,
+            '/kvstore.inspect.v1.Inspect/Rows',
+            kvstore_dot_proto_dot_inspect__pb2.RowsRequest.SerializeToString,
+            kvstore_dot_proto_dot_inspect__pb2.RowsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -472,168 +159,6 @@ class Inspect(object):
             _registered_method=True)
 
     @staticmethod
-    def Tiers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Tiers',
-            kvstore_dot_proto_dot_inspect__pb2.TiersRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.TiersReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Quotas(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Quotas',
-            kvstore_dot_proto_dot_inspect__pb2.QuotasRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.QuotasReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Spaces(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Spaces',
-            kvstore_dot_proto_dot_inspect__pb2.SpacesRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.SpacesReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Blocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Blocks',
-            kvstore_dot_proto_dot_inspect__pb2.BlocksRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.BlocksReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Leases(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Leases',
-            kvstore_dot_proto_dot_inspect__pb2.LeasesRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.LeasesReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Jobs(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Jobs',
-            kvstore_dot_proto_dot_inspect__pb2.JobsRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.JobsReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Clear(request,
             target,
             options=(),
@@ -650,141 +175,6 @@ class Inspect(object):
             '/kvstore.inspect.v1.Inspect/Clear',
             kvstore_dot_proto_dot_inspect__pb2.ClearRequest.SerializeToString,
             kvstore_dot_proto_dot_inspect__pb2.ClearReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Requests(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Requests',
-            kvstore_dot_proto_dot_inspect__pb2.RequestsRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.RequestsReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Ranges(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Ranges',
-            kvstore_dot_proto_dot_inspect__pb2.RangesRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Hashings(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Hashings',
-            kvstore_dot_proto_dot_inspect__pb2.HashingsRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.HashingsReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Prefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Prefix',
-            kvstore_dot_proto_dot_inspect__pb2.PrefixRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.RangesReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Memories(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvstore.inspect.v1.Inspect/Memories',
-            kvstore_dot_proto_dot_inspect__pb2.MemoriesRequest.SerializeToString,
-            kvstore_dot_proto_dot_inspect__pb2.MemoriesReply.FromString,
             options,
             channel_credentials,
             insecure,

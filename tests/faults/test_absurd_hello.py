@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.proto.convert import to_message
+from kvstore.proto.rows import encode_rows
 from kvstore.wire.messages import HelloRank, Refused, encode
 from tests.faults.door import Door, Guest, Line
 from tests.unit.engine.harness import Hellos
@@ -33,5 +33,5 @@ def test_an_absurd_hello_is_refused_and_inspect_goes_on(
         assert isinstance(refused, Refused)
         assert refused.permanent
         assert f"space.{field}" in refused.reason
-        assert [to_message(row) for row in door.engine.explain.hashings()]
-        assert [to_message(row) for row in door.engine.spaces()]
+        assert encode_rows(door.engine.explain.hashings()) != "[]"
+        assert encode_rows(door.engine.spaces()) != "[]"

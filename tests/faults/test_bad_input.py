@@ -26,6 +26,7 @@ from kvstore.net.calls import RefusedCall
 from kvstore.node.inspect import InspectService
 from kvstore.node.publish import Publisher
 from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.rows import TOPICS
 from kvstore.tiers.file.segments.disk import Pages
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire import kv_events
@@ -307,13 +308,20 @@ def live_service() -> InspectService:
 
 
 REQUEST_KINDS: dict[str, ProtoMessage] = {
-    "Blocks": pb.BlocksRequest(limit=7, space="ab"),
-    "Clear": pb.ClearRequest(space="ab"),
-    "Requests": pb.RequestsRequest(request="r", limit=3),
-    "Ranges": pb.RangesRequest(number=1),
-    "Prefix": pb.PrefixRequest(space=bytes(32), tenant="t", keys=keys(1, 2)),
-    "Nodes": pb.NodesRequest(),
-    "Hashings": pb.HashingsRequest(),
+    **{
+        topic: pb.RowsRequest(
+            topic=topic,
+            filter=pb.Filter(
+                limit=7,
+                space="ab",
+                request="r",
+                number=1,
+                prompt=pb.Prompt(space=bytes(32), tenant="t", keys=keys(1, 2)),
+            ),
+        )
+        for topic in TOPICS
+    },
+    "clear": pb.ClearRequest(space="ab"),
 }
 
 
@@ -324,14 +332,18 @@ def test_requests_are_answered_or_refused() -> None:
     with no_growth():
         for number in range(REQUESTS):
             name = list(REQUEST_KINDS)[number % len(REQUEST_KINDS)]
+            call: Any = service.Clear if name == "clear" else service.Rows
             try:
-                request = type(REQUEST_KINDS[name]).FromString(mutator.next())
+                request: Any = type(REQUEST_KINDS[name]).FromString(mutator.next())
             except DecodeError:
                 outcomes["undecodable"] += 1
-                request = pb.PrefixRequest(space=mutator.next(), keys=mutator.next())
-                name = "Prefix"
+                prompt = pb.Prompt(space=mutator.next(), keys=mutator.next())
+                request = pb.RowsRequest(topic=name, filter=pb.Filter(prompt=prompt))
+                call = service.Rows
+            if number % 2 and call == service.Rows:
+                request.topic = name  # what asks for nothing reaches nothing
             try:
-                reply = getattr(service, name)(request, cast("Any", None))
+                reply = call(request, cast("Any", None))
             except RefusedCall as error:
                 outcomes[error.code] += 1
             else:

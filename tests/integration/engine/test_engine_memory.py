@@ -11,6 +11,7 @@ from kvstore.cli.ask import NodeClient
 from kvstore.client.index import IndexClient, Tokens
 from kvstore.demo.engine_config import EngineConfig
 from kvstore.demo.models import BLOCK_TOKENS
+from kvstore.engine import HashingReport
 from kvstore.testing.index_process import Lab
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import PATIENT, kvstore, node_for, wait_until
@@ -49,7 +50,7 @@ def test_what_it_computed_is_found_until_it_forgets(
         IndexClient([node.index], tls=lab.files("client", "router"), timeout_s=5) as index,
     ):
         nodes = NodeClient(node.socket)
-        (hashing,) = nodes.hashings()
+        (hashing,) = nodes.rows("hashings", HashingReport)
         nodes.close()
         prompt = Tokens(PROMPT, hashing.block_tokens, hashing.hash_seed)
 

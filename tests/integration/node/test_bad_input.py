@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 import zmq
+from google.protobuf.message import Message
 
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.testing.process import NodeProcess
@@ -33,15 +34,20 @@ STREAMS = amount(150, nightly=500)
 PAGES = amount(150, nightly=500)
 REPLAYS = amount(150, nightly=500)
 GROWTH_BYTES_MAX = 32 * MIB
+PROMPT = pb.Prompt(space=bytes(32), tenant="t", keys=bytes(64))
 SERVICE = "/kvstore.inspect.v1.Inspect/"
 # Not Clear, of which a mutation may well be one that clears all: `tests/faults/test_bad_input.py`.
-REQUESTS = {
-    "Blocks": pb.BlocksRequest(limit=7, space="ab"),
-    "Hashings": pb.HashingsRequest(),
-    "Requests": pb.RequestsRequest(request="r", limit=3),
-    "Ranges": pb.RangesRequest(number=1),
-    "Prefix": pb.PrefixRequest(space=bytes(32), tenant="t", keys=bytes(64)),
-    "Nothing": pb.NodesRequest(),
+REQUESTS: dict[str, list[Message]] = {
+    "Rows": [
+        pb.RowsRequest(topic="blocks", filter=pb.Filter(limit=7, space="ab")),
+        pb.RowsRequest(topic="hashings"),
+        pb.RowsRequest(topic="requests", filter=pb.Filter(request="r", limit=3)),
+        pb.RowsRequest(topic="ranges", filter=pb.Filter(number=1)),
+        pb.RowsRequest(topic="prefix", filter=pb.Filter(prompt=PROMPT)),
+        pb.RowsRequest(topic="engines", filter=pb.Filter(prompt=PROMPT)),
+    ],
+    "Load": [pb.LoadRequest()],
+    "Nothing": [pb.LoadRequest()],
 }
 HEADS = [b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /healthz HTTP/1.0\r\n\r\n"]
 
@@ -84,7 +90,9 @@ def flood_attach(node: NodeProcess) -> int:
 
 def flood_rpc(node: NodeProcess) -> int:
     path = f"{node.socket}.rpc"
-    mutator = Mutator(2, [request.SerializeToString() for request in REQUESTS.values()])
+    mutator = Mutator(
+        2, [request.SerializeToString() for its in REQUESTS.values() for request in its]
+    )
     with grpc.insecure_channel(f"unix:{path}") as channel:
         for number in range(CALLS):
             name = list(REQUESTS)[number % len(REQUESTS)]

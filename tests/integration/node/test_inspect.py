@@ -14,8 +14,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kvstore.engine import TierReport
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
+from kvstore.proto.rows import decode_rows
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
 
@@ -200,9 +202,10 @@ def test_the_service_bounds_what_it_is_sent(node: NodeProcess) -> None:
     with grpc.insecure_channel(f"unix:{node.socket}.rpc") as channel:
         stub = InspectStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Blocks(pb.BlocksRequest(space="a" * 100_000), timeout=10)
+            stub.Rows(pb.RowsRequest(topic="a" * 100_000), timeout=10)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(stub.Tiers(pb.TiersRequest(), timeout=10).rows) == 2, "it goes on"
+        found = stub.Rows(pb.RowsRequest(topic="tiers"), timeout=10).rows
+        assert len(decode_rows(TierReport, found)) == 2, "it goes on"
 
 
 def test_no_engine_writes_to_the_operators_terminal(node: NodeProcess) -> None:

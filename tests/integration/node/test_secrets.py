@@ -18,9 +18,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvstore.engine import TierReport
 from kvstore.index.chain import block_keys
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
+from kvstore.proto.rows import decode_rows
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_TOKENS, RawEngine
 from kvstore.wire.messages import Distrust, LeaseAsk, Seal, Story, encode
@@ -71,8 +73,8 @@ def pages(node: NodeProcess) -> Iterator[bytes]:
 
 def blocks_on_disk(node: NodeProcess) -> int:
     with grpc.insecure_channel(f"unix:{node.socket}.rpc") as channel:
-        rows = InspectStub(channel).Tiers(pb.TiersRequest(), timeout=20).rows
-        return sum(row.blocks for row in rows if row.tier == "file")
+        found = InspectStub(channel).Rows(pb.RowsRequest(topic="tiers"), timeout=20).rows
+        return sum(row.blocks for row in decode_rows(TierReport, found) if row.tier == "file")
 
 
 def misuse(node: NodeProcess, engine: RawEngine) -> None:
@@ -100,13 +102,14 @@ def refusals(node: NodeProcess) -> Iterator[bytes]:
     """What gRPC answers to requests that go wrong."""
     with grpc.insecure_channel(f"unix:{node.socket}.rpc") as channel:
         stub = InspectStub(channel)
-        for call, request in (
-            (stub.Prefix, pb.PrefixRequest(space=bytes(32), tenant="t", keys=KEYS[0][:-1])),
-            (stub.Prefix, pb.PrefixRequest(space=KEYS[0], tenant="t", keys=KEYS[0] * 5_000)),
-            (stub.Prefix, pb.PrefixRequest(space=KEYS[0], tenant="t", keys=KEYS[0])),
+        for prompt in (
+            pb.Prompt(space=bytes(32), tenant="t", keys=KEYS[0][:-1]),
+            pb.Prompt(space=KEYS[0], tenant="t", keys=KEYS[0] * 5_000),
+            pb.Prompt(space=KEYS[0], tenant="t", keys=KEYS[0]),
         ):
+            request = pb.RowsRequest(topic="prefix", filter=pb.Filter(prompt=prompt))
             try:
-                yield str(call(request, timeout=20)).encode()
+                yield str(stub.Rows(request, timeout=20)).encode()
             except grpc.RpcError as error:
                 yield str(error).encode()
 

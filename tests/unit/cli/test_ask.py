@@ -14,7 +14,7 @@ from rich.console import Console
 from kvstore.cli import ask
 from kvstore.engine.trust.scrubs import NO_PASS
 from kvstore.engine.why.report import NO_BUDGET, QuotaReport, TierReport
-from kvstore.proto.convert import Row
+from kvstore.proto.rows import Row
 from kvstore.supervisor.upgrade import not_yours
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -31,7 +31,8 @@ from kvstore.errors import ConfigError
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match
-from kvstore.proto.convert import MemoryReport
+from kvstore.proto import inspect_pb2 as pb
+from kvstore.proto.rows import MemoryReport, Row
 from kvstore.types import BlockKey
 
 LLAMA = HashingReport("ab" * 32, "default", "llama", 4, "sha256_cbor", "seed")
@@ -177,8 +178,14 @@ class Node:
         self.held = held
         self.asked: list[bytes] = []
 
-    def prefix(self, tenant: str, space: bytes, keys: bytes) -> list[RangeReport]:
-        assert (tenant, space.hex()) == (LLAMA.tenant, LLAMA.space)
+    def rows(self, topic: str, kind: type[Row], asked: pb.Filter) -> list[Any]:
+        assert (asked.prompt.tenant, asked.prompt.space.hex()) == (LLAMA.tenant, LLAMA.space)
+        find: Any = {"prefix": self._prefix, "engines": self._engines}[topic]
+        rows: list[Any] = find(asked.prompt.keys)
+        assert {type(row) for row in rows} <= {kind}
+        return rows
+
+    def _prefix(self, keys: bytes) -> list[RangeReport]:
         begin = sum(len(k) for k in self.asked) // 32
         self.asked.append(keys)
         count = len(keys) // 32
@@ -189,9 +196,8 @@ class Node:
         ]
         return [row for row in rows if row.blocks]
 
-    def memories(self, tenant: str, space: bytes, keys: bytes) -> list[MemoryReport]:
+    def _engines(self, keys: bytes) -> list[MemoryReport]:
         """One engine holds as many, another has none of the first three."""
-        assert (tenant, space.hex()) == (LLAMA.tenant, LLAMA.space)
         whole = block_keys(range(4 * 7 + 1), block_tokens=4, seed="seed")
         begin = whole.index(BlockKey(keys[:32]))
         held = {"e": range(self.held), "late": range(3, 7)}
@@ -236,7 +242,6 @@ class Index:
         self.asked = 0
 
     def match(self, tenant: str, space: bytes, keys: bytes) -> Answer:
-        assert (tenant, space.hex()) == (LLAMA.tenant, LLAMA.space)
         self.asked = len(keys) // 32
         return Answer(
             Trust.CATCHING_UP,

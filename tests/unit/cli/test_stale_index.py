@@ -17,7 +17,7 @@ from kvstore.client.index import Members
 from kvstore.engine.why.report import SpaceReport
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
-from kvstore.proto.convert import Row
+from kvstore.proto.rows import Row
 from kvstore.types import Incarnation
 
 Said = Callable[..., str]

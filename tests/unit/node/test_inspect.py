@@ -1,4 +1,4 @@
-"""Which space an operator means, that rows survive protobuf, and what limits a client (T6)."""
+"""Which space an operator means, that rows survive the way, and what limits a client (T6)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
-import msgspec
 import pytest
 
 from kvstore.engine.engine import Engine
@@ -28,9 +27,10 @@ from kvstore.engine.why.report import (
     SpaceReport,
     TierReport,
 )
-from kvstore.errors import NodeBusy
+from kvstore.errors import NodeBusy, ProtocolError
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread
+from kvstore.node import inspect
 from kvstore.node.driver import Driver
 from kvstore.node.inspect import (
     CALL_COUNT_MAX,
@@ -42,16 +42,16 @@ from kvstore.node.inspect import (
     find_space,
 )
 from kvstore.proto import inspect_pb2 as pb
-from kvstore.proto.convert import (
-    MESSAGES,
+from kvstore.proto.inspect_pb2_grpc import InspectStub
+from kvstore.proto.rows import (
+    TOPICS,
     MemberReport,
     MemoryReport,
     Row,
     TransferReport,
-    from_message,
-    to_message,
+    decode_rows,
+    encode_rows,
 )
-from kvstore.proto.inspect_pb2_grpc import InspectStub
 
 SPACES = [b"\xab\xcd" + bytes(30), b"\xab\xce" + bytes(30)]
 
@@ -98,22 +98,39 @@ ROWS: list[Row] = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: type(row).__name__)
-def test_rows_survive_protobuf(row: Row) -> None:
-    sent = to_message(row).SerializeToString()
-    back = MESSAGES[type(row)].FromString(sent)
-    assert from_message(type(row), back) == row
+def test_rows_survive_the_way(row: Row) -> None:
+    assert decode_rows(type(row), encode_rows([row, row])) == [row, row]
 
 
-def test_no_field_is_forgotten_on_either_side() -> None:
-    assert {type(row) for row in ROWS} == set(MESSAGES)
-    for kind, message in MESSAGES.items():
-        theirs = [field.name for field in message.DESCRIPTOR.fields]
-        assert theirs == [field.name for field in msgspec.structs.fields(kind)]
+def test_every_topic_has_rows_and_an_answer() -> None:
+    assert {type(row) for row in ROWS} == set(TOPICS.values())
+    assert set(TOPICS) == set(inspect._OF_ENGINE) | set(inspect._OF_CLUSTER)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", '[{"space": "s"}]', '[{"quota": 1}]', "[" * 10_000, "\ud800"]
+)
+def test_rows_of_another_version_are_refused(text: str) -> None:
+    with pytest.raises(ProtocolError, match="rows of another version of kvstore"):
+        decode_rows(QuotaReport, text)
+
+
+def test_what_a_newer_node_adds_is_left_out() -> None:
+    text = '[{"quota": "a", "promised_bytes": 1, "used_bytes": 2, "more": [3]}]'
+    assert decode_rows(QuotaReport, text) == [QuotaReport("a", 1, 2)]
+
+
+def test_a_topic_that_is_not_there_is_refused_with_those_that_are(stub: InspectStub) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Rows(pb.RowsRequest(topic="teirs"), timeout=PATIENCE_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'teirs': there are nodes, unserved" in str(caught.value.details())
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────
 
 PATIENCE_S = 30
+TIERS = pb.RowsRequest(topic="tiers")
 
 
 class SlowLoop:
@@ -158,7 +175,7 @@ def test_calls_beyond_the_limit_are_refused_and_the_others_answered(
             channel = stack.enter_context(grpc.insecure_channel(address, options))
             stubs.append(InspectStub(channel))
         calls = [
-            its.Tiers.future(pb.TiersRequest(), timeout=PATIENCE_S)
+            its.Rows.future(TIERS, timeout=PATIENCE_S)
             for its in stubs
             for _ in range(3 * CALL_COUNT_MAX)
         ]
@@ -177,7 +194,7 @@ def test_calls_beyond_the_limit_are_refused_and_the_others_answered(
         grpc.StatusCode.UNAVAILABLE,
     }
     assert codes.count(grpc.StatusCode.OK) >= CALL_COUNT_MAX
-    assert list(stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S).rows) == []
+    assert stub.Rows(TIERS, timeout=PATIENCE_S).rows == "[]"
 
 
 def test_a_call_waits_for_the_loop_no_longer_than_its_deadline(
@@ -189,7 +206,7 @@ def test_a_call_waits_for_the_loop_no_longer_than_its_deadline(
 
     monkeypatch.setattr(loop, "query", busy)
     with pytest.raises(grpc.RpcError) as caught:
-        stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S)
+        stub.Rows(TIERS, timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert loop.timeouts == [QUERY_TIMEOUT_S]
     assert QUERY_TIMEOUT_S < PATIENCE_S
@@ -199,10 +216,10 @@ def test_too_long_a_request_and_too_much_metadata_are_refused(
     stub: InspectStub, loop: SlowLoop
 ) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        stub.Blocks(pb.BlocksRequest(space="a" * REQUEST_BYTES_MAX), timeout=PATIENCE_S)
+        stub.Rows(pb.RowsRequest(topic="a" * REQUEST_BYTES_MAX), timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     with pytest.raises(grpc.RpcError) as caught:
-        stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S, metadata=[("x", "a" * 40_000)])
+        stub.Rows(TIERS, timeout=PATIENCE_S, metadata=[("x", "a" * 40_000)])
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert not loop.timeouts, "the loop was asked"
 
@@ -216,14 +233,13 @@ class Silent:
         self.ended: queue.Queue[Any] = queue.Queue()
 
     def call(self) -> None:
-        method: Any = self._channel.stream_unary(f"/{NAME}/Nodes")
+        method: Any = self._channel.stream_unary(f"/{NAME}/Rows")
         call = method.future(iter(self._nothing, None), timeout=PATIENCE_S)
         call.add_done_callback(self.ended.put)
 
     def is_heard(self) -> None:
         """Return when what was called before is known over there: a connection keeps its order."""
-        method: Any = self._channel.unary_unary(f"/{NAME}/Tiers")
-        method(b"", timeout=PATIENCE_S)
+        InspectStub(self._channel).Rows(TIERS, timeout=PATIENCE_S)
 
     def _nothing(self) -> None:
         self._end.wait(PATIENCE_S)
@@ -257,7 +273,7 @@ def test_calls_that_say_nothing_keep_nobody_waiting(
         for _ in range(CALL_COUNT_MAX):
             its.call()
     for _ in range(20):
-        assert list(stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S).rows) == []
+        assert stub.Rows(TIERS, timeout=PATIENCE_S).rows == "[]"
 
 
 def test_the_oldest_that_says_nothing_gives_way(
@@ -278,7 +294,7 @@ def test_the_oldest_that_says_nothing_gives_way(
     gone = first.ended.get(timeout=PATIENCE_S)
     assert gone.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert second.ended.empty()
-    assert list(stub.Tiers(pb.TiersRequest(), timeout=PATIENCE_S).rows) == []
+    assert stub.Rows(TIERS, timeout=PATIENCE_S).rows == "[]"
 
 
 def test_a_call_that_says_nothing_ends_by_itself(

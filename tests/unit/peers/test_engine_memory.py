@@ -31,7 +31,7 @@ from kvstore.net.clock import MonotonicClock
 from kvstore.peers import engine_memory
 from kvstore.peers.changes import Told
 from kvstore.peers.engine_memory import FRAMES_MAX, EngineMemory
-from kvstore.proto.convert import MemoryReport
+from kvstore.proto.rows import MemoryReport
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.wire.engine_events import PAYLOAD_BYTES_MAX
 from tests.integration.node.conftest import eventually

@@ -1,11 +1,11 @@
-"""Rows of `kvstore.engine.why`, and of a cluster, to and from protobuf: the same field names."""
+"""Rows that a node answers with, by topic: those of `kvstore.engine.why`, and of a cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import msgspec
-from google.protobuf.message import Message
 
 from kvstore.engine import (
     BlockReport,
@@ -20,9 +20,9 @@ from kvstore.engine import (
     TierReport,
     UnservedReport,
 )
+from kvstore.errors import ProtocolError
 from kvstore.index.feed import Trust
 from kvstore.index.index import Member
-from kvstore.proto import inspect_pb2 as pb
 
 UNKNOWN: Final = "unknown"
 """Of a node, by an index that is stale itself."""
@@ -90,34 +90,40 @@ Row = (
     | HashingReport
 )
 
-MESSAGES: Final[dict[type[Row], type[Message]]] = {
-    NodeReport: pb.NodeReport,
-    UnservedReport: pb.UnservedReport,
-    MemoryReport: pb.MemoryReport,
-    MemberReport: pb.MemberReport,
-    TransferReport: pb.TransferReport,
-    TierReport: pb.TierReport,
-    QuotaReport: pb.QuotaReport,
-    SpaceReport: pb.SpaceReport,
-    BlockReport: pb.BlockReport,
-    LeaseReport: pb.LeaseReport,
-    JobReport: pb.JobReport,
-    RequestReport: pb.RequestReport,
-    RangeReport: pb.RangeReport,
-    HashingReport: pb.HashingReport,
+TOPICS: Final[dict[str, type[Row]]] = {
+    "nodes": NodeReport,
+    "unserved": UnservedReport,
+    "members": MemberReport,
+    "engines": MemoryReport,
+    "transfers": TransferReport,
+    "tiers": TierReport,
+    "quotas": QuotaReport,
+    "spaces": SpaceReport,
+    "blocks": BlockReport,
+    "leases": LeaseReport,
+    "jobs": JobReport,
+    "requests": RequestReport,
+    "ranges": RangeReport,
+    "hashings": HashingReport,
+    "prefix": RangeReport,
 }
+"""What a node can be asked for, and what rows of it are."""
 
 _R = TypeVar("_R", bound=Row)
 
 
-def to_message(row: Row) -> Message:
-    """The protobuf message of a row."""
-    return MESSAGES[type(row)](**msgspec.structs.asdict(row))
+def encode_rows(rows: Sequence[Row]) -> str:
+    """JSON: a list of objects."""
+    return msgspec.json.encode(rows).decode()
 
 
-def from_message(kind: type[_R], message: Message) -> _R:
-    """The row of a protobuf message."""
-    return kind(**{name: getattr(message, name) for name in kind.__struct_fields__})
+def decode_rows(kind: type[_R], text: str) -> list[_R]:
+    """Rows of that kind. Raises ProtocolError: they are not; fields that are new here are left
+    out."""
+    try:
+        return msgspec.json.decode(text, type=list[kind])  # type: ignore[valid-type]
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ProtocolError(f"rows of another version of kvstore: {error}") from None
 
 
 def member_report(member: Member, index: Trust) -> MemberReport:
