@@ -33,7 +33,10 @@ space, keys = bytes(32), bytes(64)
 {code.replace("10.0.0.1:9470", index.address)}
 print(best)
 """
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False
-        )
+        for _ in range(5):
+            done = subprocess.run(
+                [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False
+            )
+            if "the index did not answer" not in done.stderr:  # late, on a busy machine
+                break
     assert (done.stdout, done.stderr) == ("None\n", "")
