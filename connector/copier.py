@@ -24,13 +24,13 @@ from kvstore.arena import ArenaView, GenerationView
 from kvstore.client.core.attachment import GONE_TIMES
 from kvstore.client.core.copies import (
     CompareBlock,
-    Compared,
     Copied,
     Copy,
+    CopyCompared,
+    CopyVoid,
     LoadBlock,
     Mismatch,
     Outcome,
-    Void,
 )
 from kvstore.client.link import Link, Lost
 from kvstore.connector.handoff import Handoff
@@ -256,9 +256,9 @@ class Copier:
         begin = copy.slot * PAGE_BYTES
         end = begin + self._cache.block_bytes
         if end > self._generations.ready_bytes():
-            return Void("the slot lies outside the arena")
+            return CopyVoid("the slot lies outside the arena")
         if not self._is_current(copy):
-            return Void()
+            return CopyVoid()
         slot = self._arena.array[begin:end]
         if isinstance(copy, CompareBlock):
             return self._compare(copy, slot)
@@ -272,21 +272,21 @@ class Copier:
             checksum = self._cache.load_checked(slot, copy.block_id, copy.header)
         duration_ns = time.perf_counter_ns() - begin_ns
         if not self._is_current(copy):
-            return Void()
+            return CopyVoid()
         if isinstance(copy, LoadBlock) and copy.checksum not in (None, checksum):
             return Mismatch()
         return Copied(checksum, duration_ns)
 
     def _compare(self, copy: CompareBlock, slot: Bytes) -> Outcome:
         if not self._values:
-            return Void("values of this type cannot be compared")
+            return CopyVoid("values of this type cannot be compared")
         error = self._cache.error(copy.block_id, slot, values=self._values)
         diverged = error > BOUNDS[self._values]
         # What is damaged is found by its checksum and is no word against the space.
         damaged = diverged and payload_checksum(copy.header, slot.data) != copy.checksum
         if not self._is_current(copy):
-            return Void()
-        return Mismatch() if damaged else Compared(error, diverged)
+            return CopyVoid()
+        return Mismatch() if damaged else CopyCompared(error, diverged)
 
     def _is_current(self, copy: Copy) -> bool:
         assert self._generations is not None

@@ -69,7 +69,7 @@ class NotServed(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Part(msgspec.Struct, frozen=True):
+class RankPart(msgspec.Struct, frozen=True):
     """A rank's part of the model."""
 
     shard: Shard
@@ -196,7 +196,7 @@ def describe(
 
 def part_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: list[str], *, head_count: int
-) -> Part | NotServed:
+) -> RankPart | NotServed:
     """Which layers and KV heads of the model a rank holds.
 
     Ranks are numbered stage by stage, and within a stage by the heads they hold. With fewer KV
@@ -231,7 +231,7 @@ def part_of(
                 "the layers of this pipeline stage do not each have a cache of their own, so their "
                 "place in the model is not known"
             )
-    return Part(
+    return RankPart(
         shard=Shard(layer_begin, layer_begin + len(names), head_begin, head_begin + head_count),
         layer_count=layers_total,
         head_count=heads_total,

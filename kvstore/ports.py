@@ -40,7 +40,7 @@ class Clock(Protocol):
 
 
 @runtime_checkable
-class Tier(Protocol):
+class Memory(Protocol):
     """Memory of one tier, divided into slots by the engine core, which decides everything.
 
     The tier moves no block by itself. `slot` is in pages of PAGE_BYTES. Callers guarantee that

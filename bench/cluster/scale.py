@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench.cluster.figures import SEED, NotMeasured, at_most, plain
 from kvstore.index import native
-from kvstore.index.feed import Change, Delta, Hello, Part, Removed, Stored, Trust
+from kvstore.index.feed import Change, Delta, Hello, Removed, SnapshotPart, Stored, Trust
 from kvstore.index.index import Index
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 
@@ -111,7 +111,7 @@ class Cluster:
         self.index.hear(Hello(name, born, 1, 1), NOW_MS)
         for number, stored in enumerate(told):
             last = number == len(told) - 1
-            self.index.hear(Part(name, born, 1, 1, number, last, (stored,)), NOW_MS)
+            self.index.hear(SnapshotPart(name, born, 1, 1, number, last, (stored,)), NOW_MS)
         took_s = time.perf_counter() - begin_s
         _, found = self.ask(told[-1].keys)
         trust = next(m.trust for m in self.index.members(NOW_MS) if m.node == name)

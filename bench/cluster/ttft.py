@@ -22,8 +22,8 @@ import psutil
 from bench import record
 from bench.cluster.fetch import UCX, environment
 from bench.cluster.figures import SEED, NotMeasured, at_least, at_most, ratio, spread
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, build_model, encoder
 from kvstore.demo.settle import settled
 from kvstore.demo.workload import fresh_prompts
@@ -92,7 +92,7 @@ def measure(*, prompts: int, size: Size) -> dict[str, Any]:
     }
 
 
-def _wait_for_rest(engine: Engine) -> None:
+def _wait_for_rest(engine: VllmServer) -> None:
     """Until it does nothing: vLLM's processes look for more work for a second without a pause, on
     cores that are the other engine's here, and would not be on a machine of their own."""
     root = psutil.Process(engine.server_pid)
@@ -111,17 +111,17 @@ def _holds(blocks: int) -> Callable[[int, int], bool]:
     return lambda dram, _: dram >= blocks
 
 
-def _engine(stack: ExitStack, model: Path, node: NodeProcess) -> Engine:
-    config = EngineConfig(
+def _engine(stack: ExitStack, model: Path, node: NodeProcess) -> VllmServer:
+    config = ServerConfig(
         model=model, dtype="bfloat16", kv_blocks=64, max_num_seqs=8, socket=node.socket
     )
     log = node.directory / "engine.log"
-    engine = stack.enter_context(Engine.start(config, log=log))
+    engine = stack.enter_context(VllmServer.start(config, log=log))
     engine.warm_up()
     return engine
 
 
-def _ask(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int, int, int]:
+def _ask(engine: VllmServer, prompt: tuple[int, ...]) -> tuple[float, int, int, int]:
     """Milliseconds to the first token; tokens from the own cache, from the node, and from another
     node."""
     before, of_peer = engine.hits(), engine.metrics().get(PEER_TOKENS, 0.0)

@@ -36,7 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.index import native
-from kvstore.index.feed import Beat, Delta, Hello, Stored
+from kvstore.index.feed import Delta, FeedBeat, Hello, Stored
 from kvstore.index.index import Index
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
@@ -202,7 +202,7 @@ def full(entries: int) -> dict[str, Any]:
     grown = _rss_bytes() - before
     statistics = ours.index.statistics()
     asked = [timed_us(lambda k=keys: ours.match(k)) for keys in sample]  # type: ignore[misc]
-    words = [Beat(f"n{n}", Incarnation(1), 1, ours.sequences[n]) for n in range(NODES)]
+    words = [FeedBeat(f"n{n}", Incarnation(1), 1, ours.sequences[n]) for n in range(NODES)]
     beats = [timed_us(lambda w=word: ours.index.hear(w, NOW_MS)) for word in words]  # type: ignore[misc]
     last = chains * BATCH // NODES
     ours.index.hear(Hello("n0", Incarnation(2), 1, 0), NOW_MS)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.micro.attach_roundtrip import measure_lookups, summary
-from kvstore.node.priority import Place
+from kvstore.node.priority import ThreadPriority
 from kvstore.testing import tied
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     alone = counted(options.seconds)
-    Place(time.monotonic_ns())
+    ThreadPriority(time.monotonic_ns())
     result: dict[str, object] = {
         "bench": "loop_place",
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version()},

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from bench import disk
 from bench.peers.sides import Side
-from kvstore.demo.engine import Engine, EngineError
+from kvstore.demo.engine import EngineError, VllmServer
 from kvstore.demo.models import BLOCK_TOKENS
 
 EVERY_BYTES: Final = 50_000
@@ -84,7 +84,7 @@ def _one(
 
 
 def _pass(
-    engine: Engine, prompts: Sequence[Prompt], advance: Callable[[], None]
+    engine: VllmServer, prompts: Sequence[Prompt], advance: Callable[[], None]
 ) -> tuple[list[Answer], float]:
     """The answer to each prompt, never from the engine's own cache, and the cache's hit rate."""
     answers: list[Answer] = []

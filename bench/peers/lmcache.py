@@ -31,7 +31,7 @@ import msgspec
 import psutil
 
 from kvstore.demo import guard
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.errors import KVStoreError
 
@@ -55,7 +55,7 @@ class LMCacheError(KVStoreError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LMCacheEngineConfig(EngineConfig):
+class LMCacheEngineConfig(ServerConfig):
     """vLLM with LMCache's connector, in LMCache's environment."""
 
     python: Path

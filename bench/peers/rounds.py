@@ -15,7 +15,7 @@ import numpy as np
 from rich.progress import Progress
 
 from bench import record
-from kvstore.demo.engine import Engine
+from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.demo.workload import ConversationPlan, Conversations, Encode
 
@@ -39,7 +39,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_rounds(
-    engines: dict[str, Engine], plan: ConversationPlan, encode: Encode, progress: Progress
+    engines: dict[str, VllmServer], plan: ConversationPlan, encode: Encode, progress: Progress
 ) -> dict[str, list[Served]]:
     """Every turn of the plan on every engine."""
     for engine in engines.values():

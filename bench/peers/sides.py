@@ -17,8 +17,8 @@ from typing import Final, Literal, Protocol
 from bench import disk
 from bench.peers.lmcache import LMCacheEngineConfig, LMCacheServer
 from bench.peers.memory import Memory, memory_of, open_memfds
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, SHAPES
 from kvstore.demo.settle import settled
 from kvstore.testing.process import NodeProcess
@@ -45,8 +45,8 @@ class Setup:
     """Of either's dram."""
     with_files: bool
 
-    def engine(self, socket: Path | None = None) -> EngineConfig:
-        return EngineConfig(
+    def engine(self, socket: Path | None = None) -> ServerConfig:
+        return ServerConfig(
             model=self.model,
             dtype=self.dtype,
             # A request must fit the engine's own cache, of which it keeps a block for itself.
@@ -64,7 +64,7 @@ class Side(Protocol):
     def name(self) -> Name: ...
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> VllmServer:
         """The engine now: a restart may have brought another."""
 
     @property
@@ -101,7 +101,7 @@ class KVStoreSide:
         self._node = self._start_node()
         config = setup.engine(self._node.socket)
         log = setup.work / "engine-kvstore.log"
-        self.engine = stack.enter_context(Engine.start(config, log=log))
+        self.engine = stack.enter_context(VllmServer.start(config, log=log))
         settled(self.engine, self._node, lambda _dram, _disk: True)
 
     def _start_node(self) -> NodeProcess:
@@ -155,7 +155,7 @@ class LMCacheSide:
             **vars(setup.engine()), python=setup.python, port=self._server.port
         )
         log = setup.work / "engine-lmcache.log"
-        self.engine = self._stack.enter_context(Engine.start(config, log=log))
+        self.engine = self._stack.enter_context(VllmServer.start(config, log=log))
 
     def rest(self, blocks: int) -> None:
         deadline = time.monotonic() + REST_TIMEOUT_S

@@ -23,7 +23,7 @@ from bench.scenarios.single import (
     Prompt,
     median_ratio_interval,
 )
-from kvstore.demo.engine import Engine
+from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS
 
 BURST: Final = 2
@@ -97,7 +97,7 @@ def measure_file(
 
 
 def measure_cold(
-    engines: dict[str, Engine], prompts: Sequence[Prompt], progress: Progress
+    engines: dict[str, VllmServer], prompts: Sequence[Prompt], progress: Progress
 ) -> dict[str, Any]:
     """Seconds of bursts of fresh prompts with each cache and without any; all orders in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
@@ -134,7 +134,7 @@ def measure_cold(
     }
 
 
-def ask(engine: Engine, prompt: Prompt) -> tuple[float, int]:
+def ask(engine: VllmServer, prompt: Prompt) -> tuple[float, int]:
     """Milliseconds to the first token, and tokens that came from the cache beside the engine."""
     before = engine.hits().external_hits
     answer = engine.complete(prompt, max_tokens=1)

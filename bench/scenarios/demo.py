@@ -20,7 +20,7 @@ from kvstore.demo.workload import ConversationPlan
 COLOURS: Final = (plot.GREY, plot.BLUE, plot.GREEN, plot.VIOLET)
 
 
-def draw(runs: Sequence[demo.Run], plan: ConversationPlan, path: Path) -> Path:
+def draw(runs: Sequence[demo.ReplayRun], plan: ConversationPlan, path: Path) -> Path:
     title = "The history stays: time to first token with and without kvstore"
     subtitle = (
         f"{plan.users} users × {plan.rounds} rounds, one request at a time; the engine's own cache "
@@ -32,7 +32,7 @@ def draw(runs: Sequence[demo.Run], plan: ConversationPlan, path: Path) -> Path:
     return plot.save(figure, path)
 
 
-def _draw_times(left: Any, runs: Sequence[demo.Run], plan: ConversationPlan) -> None:
+def _draw_times(left: Any, runs: Sequence[demo.ReplayRun], plan: ConversationPlan) -> None:
     width = 0.8 / len(runs)
     for index, (run, colour) in enumerate(zip(runs, COLOURS, strict=True)):
         for number, times in enumerate(run.ttft_s):
@@ -70,7 +70,7 @@ def _draw_times(left: Any, runs: Sequence[demo.Run], plan: ConversationPlan) -> 
     left.legend(frameon=False, loc="upper left", ncols=3, bbox_to_anchor=(0, -0.08))
 
 
-def _draw_sources(right: Any, runs: Sequence[demo.Run]) -> None:
+def _draw_sources(right: Any, runs: Sequence[demo.ReplayRun]) -> None:
     sources = (
         ("computed", [r.computed_tokens for r in runs], plot.AMBER),
         ("engine's own cache", [r.own_hit_tokens for r in runs], plot.GREY),
@@ -108,7 +108,7 @@ def _draw_sources(right: Any, runs: Sequence[demo.Run]) -> None:
     )
 
 
-def as_result(runs: Sequence[demo.Run], plan: ConversationPlan) -> dict[str, Any]:
+def as_result(runs: Sequence[demo.ReplayRun], plan: ConversationPlan) -> dict[str, Any]:
     base = float(np.median(runs[0].later_ttft_ms()))
     rows = [
         {
@@ -139,7 +139,7 @@ def as_result(runs: Sequence[demo.Run], plan: ConversationPlan) -> dict[str, Any
     }
 
 
-def write(runs: list[demo.Run], kept: demo.Kept) -> None:
+def write(runs: list[demo.ReplayRun], kept: demo.KeptRunning) -> None:
     """The record and the picture."""
     del kept
     plan = runs[0].plan

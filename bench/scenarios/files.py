@@ -27,8 +27,8 @@ from rich.progress import Progress
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import disk, record
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, build_model, encoder
 from kvstore.demo.settle import settled
 from kvstore.demo.workload import fresh_prompts
@@ -52,7 +52,7 @@ def start_node() -> NodeProcess:
     return NodeProcess.start(WORK, dram=DRAM, flags=["--file", f"{WORK / 'files'}:{FILE}"])
 
 
-def ask(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int, int]:
+def ask(engine: VllmServer, prompt: tuple[int, ...]) -> tuple[float, int, int]:
     """Milliseconds to the first token; tokens from the own cache; tokens from the node."""
     before = engine.hits()
     answer = engine.complete(prompt, max_tokens=1)
@@ -66,11 +66,11 @@ def measure(rounds: int, seed: int, progress: Progress) -> dict[str, Any]:
     file_ms, own_ms, recompute_ms, partial = [], [], [], []
     task = progress.add_task("store, then hits on disk", total=PROMPTS * (1 + rounds))
     with ExitStack() as stack:
-        config = EngineConfig(
+        config = ServerConfig(
             model=MODEL, dtype="bfloat16", kv_blocks=64, max_num_seqs=8, socket=WORK / "node.sock"
         )
         node = stack.enter_context(start_node())
-        engine = stack.enter_context(Engine.start(config, log=WORK / "engine.log"))
+        engine = stack.enter_context(VllmServer.start(config, log=WORK / "engine.log"))
         settled(engine, node, lambda _dram, _disk: True)
         for prompt in prompts:
             recompute_ms.append(ask(engine, prompt)[0])

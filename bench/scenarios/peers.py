@@ -40,7 +40,7 @@ from bench.peers.memory import memory_of
 from bench.peers.sides import Setup, both
 from bench.peers.timing import BURST, measure_cold, measure_dram, measure_file
 from bench.scenarios.single import PROMPT_TOKENS, BenchError
-from kvstore.demo.engine import Engine
+from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS, SHAPES, Size, build_model, encoder
 from kvstore.demo.workload import ConversationPlan, fresh_prompts
 from kvstore.errors import KVStoreError
@@ -131,7 +131,7 @@ def serve(amounts: Amounts, seed: int, progress: Progress) -> dict[str, Any]:
     colder = prompts(amounts.timed, seed + 3, amounts.cold_turns * BURST, COLD_TOKENS)
     with (
         both(common) as sides,
-        Engine.start(common.engine(), log=WORK / "engine-alone.log") as alone,
+        VllmServer.start(common.engine(), log=WORK / "engine-alone.log") as alone,
     ):
         engines = {"vLLM alone": alone}
         engines |= {side.name: side.engine for side in sides}

@@ -41,8 +41,8 @@ from rich.progress import Progress
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import plot, record
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, SHAPES, build_model, encoder
 from kvstore.demo.workload import fresh_prompts
 from kvstore.errors import KVStoreError
@@ -74,7 +74,7 @@ class BenchError(Exception):
 class Hits:
     """Milliseconds to first token of each kind, and the rules that make them comparable."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: VllmServer) -> None:
         self.engine = engine
         self.dram_ms: list[float] = []
         self.own_ms: list[float] = []
@@ -123,7 +123,7 @@ class Hits:
 
 
 def measure_hits(
-    engine: Engine, prompts: Sequence[Prompt], pairs: int, progress: Progress
+    engine: VllmServer, prompts: Sequence[Prompt], pairs: int, progress: Progress
 ) -> dict[str, Any]:
     """Per fresh prompt three pairs of a dram hit and an own hit, over all prompts seen so far."""
     hits = Hits(engine)
@@ -171,7 +171,7 @@ def median_ratio_interval(over: Sequence[float], under: Sequence[float]) -> tupl
 
 
 def measure_cold(
-    engines: dict[str, Engine], prompts: Sequence[Prompt], turns: int, progress: Progress
+    engines: dict[str, VllmServer], prompts: Sequence[Prompt], turns: int, progress: Progress
 ) -> dict[str, Any]:
     """Seconds of each burst of fresh prompts, with ("on") and without ("off") the connector."""
     seconds: dict[str, list[float]] = {"on": [], "off": []}
@@ -230,8 +230,8 @@ def measure_micro(progress: Progress) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def engine(socket: Path | None) -> Iterator[Engine]:
-    config = EngineConfig(
+def engine(socket: Path | None) -> Iterator[VllmServer]:
+    config = ServerConfig(
         model=MODEL,
         dtype="bfloat16",
         kv_blocks=ENGINE_BLOCKS,
@@ -239,7 +239,7 @@ def engine(socket: Path | None) -> Iterator[Engine]:
         socket=socket,
     )
     log = LOGS / f"engine-{'off' if socket is None else 'on'}.log"
-    with Engine.start(config, log=log) as running:
+    with VllmServer.start(config, log=log) as running:
         yield running
 
 

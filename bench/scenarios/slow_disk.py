@@ -30,8 +30,8 @@ from rich.progress import Progress
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
 from bench import record
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, Size, build_model, encoder
 from kvstore.demo.settle import settled
 from kvstore.demo.workload import fresh_prompts
@@ -75,7 +75,7 @@ def set_pace(pace: Path, mb_per_s: int) -> None:
     new.rename(pace)
 
 
-def ask(engine: Engine, prompt: Prompt) -> Asked:
+def ask(engine: VllmServer, prompt: Prompt) -> Asked:
     """With the engine's own cache empty."""
     engine.forget()
     before = engine.hits()
@@ -85,7 +85,7 @@ def ask(engine: Engine, prompt: Prompt) -> Asked:
 
 
 def at_pace(
-    engine: Engine, mb_per_s: int, on_disk: Iterator[Prompt], fresh: Iterator[Prompt]
+    engine: VllmServer, mb_per_s: int, on_disk: Iterator[Prompt], fresh: Iterator[Prompt]
 ) -> dict[str, Any]:
     """The pairs of one pace. Who is asked first changes from pair to pair."""
     slowed: list[Asked] = []
@@ -119,11 +119,11 @@ def measure(size: Size, seed: int, progress: Progress) -> dict[str, Any]:
     pace = WORK / "pace"
     set_pace(pace, 0)
     with ExitStack() as stack:
-        config = EngineConfig(
+        config = ServerConfig(
             model=model, dtype="bfloat16", kv_blocks=64, max_num_seqs=8, socket=WORK / "node.sock"
         )
         node = stack.enter_context(start_node(pace, size))
-        engine = stack.enter_context(Engine.start(config, log=WORK / "engine.log"))
+        engine = stack.enter_context(VllmServer.start(config, log=WORK / "engine.log"))
         settled(engine, node, lambda _dram, _disk: True)
         for prompt in on_disk:
             ask(engine, prompt)

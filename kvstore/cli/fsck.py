@@ -45,7 +45,7 @@ from kvstore.tiers.file.segments.directory import (
 from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, open_regular, read_bytes
 from kvstore.tiers.file.segments.recovery import read_footer, read_head, scan
 from kvstore.tiers.file.verify import Record, is_intact, records
-from kvstore.tiers.file.writer import Batch, Payloads, Writer
+from kvstore.tiers.file.writer import Payloads, RecordBatch, Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, format_size
 from kvstore.wire.record import Void
@@ -471,7 +471,7 @@ def _save(
         if not _is_readable(disk, fd, checked.head, record, whole):
             continue
         payloads = Payloads(whole.view, np.ones(1, np.uint32))
-        batch = Batch(record.scope, record.key, record.checksum, payloads)
+        batch = RecordBatch(record.scope, record.key, record.checksum, payloads)
         outcome = writer.append(batch)
         if outcome.error is not None:
             return outcome.error

@@ -40,7 +40,7 @@ from kvstore.cli.tell import (
     show_story,
     stories_as_json,
 )
-from kvstore.cli.top import AllNodes, OneNode, Source, one_view
+from kvstore.cli.top import AllNodes, OneNode, TopSource, one_view
 from kvstore.cli.top_screen import watch
 from kvstore.cli.top_view import as_json as figures_as_json, page
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
@@ -199,7 +199,7 @@ def watch_nodes(
     """What nodes do, once or until q. `flags` None: the node at `socket` only."""
     out = console()
     with contextlib.ExitStack() as stack:
-        source: Source = OneNode(socket)
+        source: TopSource = OneNode(socket)
         if flags is not None:
             source = AllNodes(stack.enter_context(index_client(flags)), ", ".join(flags["index"]))
         try:

@@ -73,7 +73,7 @@ class Figures(msgspec.Struct, frozen=True):
     lent_bytes_per_s: float | None = None
 
 
-class View(NamedTuple):
+class TopView(NamedTuple):
     """What is shown."""
 
     figures: list[Figures]
@@ -81,7 +81,7 @@ class View(NamedTuple):
     """Why it may be wrong; empty: it is not."""
 
 
-class Source(Protocol):
+class TopSource(Protocol):
     """Whom to ask."""
 
     name: str
@@ -144,7 +144,7 @@ class Tally:
         self.trouble = ""
         """Why nobody answered the last time, or who did cannot be believed; empty: all is well."""
 
-    def ask(self, source: Source) -> list[Figures]:
+    def ask(self, source: TopSource) -> list[Figures]:
         """Of all nodes that answered now, or else of those that did the last time, as silent."""
         try:
             samples = source.sample()
@@ -198,7 +198,7 @@ class WaitFor(Protocol):
     def __call__(self, seconds: float, /) -> object: ...
 
 
-def one_view(source: Source, wait: WaitFor, *, interval_s: float) -> View:
+def one_view(source: TopSource, wait: WaitFor, *, interval_s: float) -> TopView:
     """Figures with rates, as soon as there are some: two samples, at most WAITS intervals apart."""
     tally = Tally()
     tally.take(source.sample())
@@ -208,7 +208,7 @@ def one_view(source: Source, wait: WaitFor, *, interval_s: float) -> View:
         figures = tally.take(source.sample())
         if tally.has_rates:
             break
-    return View(figures, source.doubt)
+    return TopView(figures, source.doubt)
 
 
 _RATES: Final = {

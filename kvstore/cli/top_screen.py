@@ -19,14 +19,14 @@ from typing import Final
 from rich.console import Console
 from rich.live import Live
 
-from kvstore.cli.top import Source, Tally
+from kvstore.cli.top import Tally, TopSource
 from kvstore.cli.top_view import page
 
 KEYS_MAX: Final = 64
 QUITS: Final = frozenset(b"qQ")
 
 
-def watch(source: Source, console: Console, *, interval_s: float) -> None:
+def watch(source: TopSource, console: Console, *, interval_s: float) -> None:
     """Draw until somebody has seen enough."""
     tally = Tally()
     with (

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.cli.ask import printable
-from kvstore.cli.top import GONE, SILENT, UP, Figures, View
+from kvstore.cli.top import GONE, SILENT, UP, Figures, TopView
 from kvstore.proto.rows import UNKNOWN
 
 WIDE_COLUMNS: Final = 138
@@ -30,7 +30,7 @@ _STYLES: Final = {UP: "green", SILENT: "yellow", GONE: "red", UNKNOWN: "yellow"}
 Column = tuple[str, Callable[[Figures], Text]]
 
 
-def as_json(view: View) -> str:
+def as_json(view: TopView) -> str:
     """One object: a list of nodes, and the trouble with it."""
     found = {"nodes": view.figures, "trouble": view.trouble}
     return msgspec.json.format(msgspec.json.encode(found)).decode()

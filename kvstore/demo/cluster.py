@@ -17,12 +17,12 @@ from typing import Final
 
 from rich.console import Console
 
-from kvstore.demo.engine import Engine
+from kvstore.demo.engine import VllmServer
 from kvstore.demo.play import (
     DRAM,
     DemoError,
-    Run,
-    Stage,
+    DemoStage,
+    ReplayRun,
     same_answers,
 )
 from kvstore.demo.settle import settled
@@ -40,11 +40,11 @@ class ClusterDemo:
     def __init__(
         self, console: Console, plan: ConversationPlan, *, cache: Path, work: Path
     ) -> None:
-        self._stage = Stage(console, plan, NAMES, cache=cache)
+        self._stage = DemoStage(console, plan, NAMES, cache=cache)
         self._work = work
         self._lab = Lab(work / "pki")
 
-    def run(self, finish: Callable[[list[Run], float], None]) -> None:
+    def run(self, finish: Callable[[list[ReplayRun], float], None]) -> None:
         """`finish` is called with the runs and how many prompt tokens came from the other node."""
         stage = self._stage
         with stage.progress, ExitStack() as stack:
@@ -71,11 +71,11 @@ class ClusterDemo:
         return NodeProcess.start(directory, dram=DRAM, flags=(*index, *peers, *certificate))
 
 
-def _peer_tokens(engine: Engine) -> float:
+def _peer_tokens(engine: VllmServer) -> float:
     return engine.metrics().get(PEER_TOKENS, 0.0)
 
 
-def conclude(console: Console, runs: Sequence[Run], fetched_tokens: float) -> None:
+def conclude(console: Console, runs: Sequence[ReplayRun], fetched_tokens: float) -> None:
     """One line each; raises DemoError when what the demo claims is not so."""
     *_, other = runs
     for run, same in zip(runs, same_answers(runs), strict=True):

@@ -32,7 +32,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.demo import guard
-from kvstore.demo.engine_config import SERVED_NAME, EngineConfig
+from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.errors import KVStoreError
 from kvstore.testing import tied
 
@@ -112,7 +112,7 @@ class Launched:
     """Called once it has ended."""
 
 
-def launch(config: EngineConfig, log: Path) -> Launched:
+def launch(config: ServerConfig, log: Path) -> Launched:
     """By its command line; it ends with this process."""
     with log.open("wb") as output:
         process = tied.on_lasting_thread(
@@ -128,10 +128,10 @@ def launch(config: EngineConfig, log: Path) -> Launched:
     return Launched(process.pid, os.pidfd_open(process.pid), process.wait)
 
 
-class Engine:
+class VllmServer:
     """A running server. Make it with `Engine.start`, use it in a `with`."""
 
-    def __init__(self, config: EngineConfig, launched: Launched, log: Path) -> None:
+    def __init__(self, config: ServerConfig, launched: Launched, log: Path) -> None:
         self.config = config
         self.log = log
         self.port = 0
@@ -142,13 +142,13 @@ class Engine:
     @classmethod
     def start(
         cls,
-        config: EngineConfig,
+        config: ServerConfig,
         *,
         log: Path,
         ready_timeout_s: float = READY_TIMEOUT_S,
         warm: bool = True,
-        launch: Callable[[EngineConfig, Path], Launched] = launch,
-    ) -> Engine:
+        launch: Callable[[ServerConfig, Path], Launched] = launch,
+    ) -> VllmServer:
         """Start a server and wait until it answers; `log` receives its output.
 
         Raises:

@@ -14,7 +14,7 @@ SERVED_NAME: Final = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class ServerConfig:
     """How to start one vLLM server."""
 
     model: Path

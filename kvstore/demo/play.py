@@ -39,8 +39,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kvstore.demo.engine import Completion, Engine
-from kvstore.demo.engine_config import SERVED_NAME, EngineConfig
+from kvstore.demo.engine import Completion, VllmServer
+from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 from kvstore.demo.flags import PLAN, parser
 from kvstore.demo.models import BLOCK_TOKENS, SHAPES, build_model, encoder
 from kvstore.demo.settle import settled
@@ -57,20 +57,20 @@ FILE: Final = "4GiB"
 NAMES: Final = ("vLLM alone", "with kvstore", "engine restarted", "node restarted")
 
 
-class Kept(NamedTuple):
+class KeptRunning(NamedTuple):
     """What runs at the end."""
 
-    engine: Engine
+    engine: VllmServer
     node: NodeProcess
     prompt: tuple[int, ...]
     """Of the last turn."""
 
 
-Finish = Callable[[list["Run"], Kept], None]
+Finish = Callable[[list["ReplayRun"], KeptRunning], None]
 """Called with all runs while their last engine and node still run."""
 
 
-class Run(msgspec.Struct, kw_only=True):
+class ReplayRun(msgspec.Struct, kw_only=True):
     """One replay of all conversations."""
 
     name: str
@@ -107,10 +107,10 @@ class DemoError(KVStoreError):
 
 def replay(
     name: str,
-    engine: Engine,
+    engine: VllmServer,
     conversations: Conversations,
     on_answer: Callable[[Completion], None],
-) -> Run:
+) -> ReplayRun:
     """Have every turn answered, one at a time, as an idle engine would."""
     plan = conversations.plan
     ttft_s: list[list[float]] = [[] for _ in range(plan.rounds)]
@@ -125,7 +125,7 @@ def replay(
         prompt_tokens += len(turn.prompt)
         on_answer(answer)
     wall_s, after = time.perf_counter() - begin, engine.hits()
-    return Run(
+    return ReplayRun(
         name=name,
         plan=plan,
         ttft_s=ttft_s,
@@ -139,7 +139,7 @@ def replay(
     )
 
 
-class Stage:
+class DemoStage:
     """What a demo's runs share: the model, engines on it, what is shown of their progress."""
 
     def __init__(
@@ -187,18 +187,18 @@ class Stage:
         if not self._console.is_terminal:
             self._console.print(text, highlight=False, markup=False)
 
-    def start_engine(self, index: int, socket: Path | None) -> Engine:
+    def start_engine(self, index: int, socket: Path | None) -> VllmServer:
         """The engine of a run."""
         self.note(index, "vLLM is starting")
-        config = EngineConfig(
+        config = ServerConfig(
             model=self._model,
             max_model_len=MODEL_LEN_MAX,
             kv_blocks=ENGINE_BLOCKS,
             socket=socket,
         )
-        return Engine.start(config, log=self._logs / f"engine-{index}.log")
+        return VllmServer.start(config, log=self._logs / f"engine-{index}.log")
 
-    def replay(self, index: int, engine: Engine) -> Run:
+    def replay(self, index: int, engine: VllmServer) -> ReplayRun:
         """A run of all conversations."""
         task = self._tasks[index]
 
@@ -219,14 +219,14 @@ class Demo:
     """The four runs, one after the other.
 
     Args:
-        console, plan, cache: see `Stage`.
+        console, plan, cache: see `DemoStage`.
         work: empty folder for socket, node log and disk tier.
     """
 
     def __init__(
         self, console: Console, plan: ConversationPlan, *, cache: Path, work: Path
     ) -> None:
-        self._stage = Stage(console, plan, NAMES, cache=cache)
+        self._stage = DemoStage(console, plan, NAMES, cache=cache)
         self._work = work
 
     def run(self, finish: Finish) -> None:
@@ -249,20 +249,20 @@ class Demo:
                         engine.forget()
                         runs.append(stage.replay(3, engine))
                         stage.progress.stop()
-                        finish(runs, Kept(engine, again, runs[-1].last_prompt))
+                        finish(runs, KeptRunning(engine, again, runs[-1].last_prompt))
 
     def _start_node(self) -> NodeProcess:
         place = f"{self._work / 'files'}:{FILE}"
         return NodeProcess.start(self._work, dram=DRAM, flags=["--file", place])
 
 
-def same_answers(runs: Sequence[Run]) -> list[int]:
+def same_answers(runs: Sequence[ReplayRun]) -> list[int]:
     """Per run, how many answers equal those of the first."""
     truth = runs[0].tokens
     return [sum(run.tokens[turn] == truth[turn] for turn in truth) for run in runs]
 
 
-def show(console: Console, runs: Sequence[Run]) -> None:
+def show(console: Console, runs: Sequence[ReplayRun]) -> None:
     """The table. Times are of requests that have a history: rounds 2 and on."""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -296,7 +296,7 @@ def show(console: Console, runs: Sequence[Run]) -> None:
     console.print(table)
 
 
-def conclude(console: Console, runs: Sequence[Run]) -> None:
+def conclude(console: Console, runs: Sequence[ReplayRun]) -> None:
     """One line each; raises DemoError when what the demo claims is not so."""
     alone, shared, restarted, from_disk = runs
     for run, same in zip(runs, same_answers(runs), strict=True):
@@ -329,7 +329,7 @@ def conclude(console: Console, runs: Sequence[Run]) -> None:
 # ── --keep ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def commands_to_try(kept: Kept, request: Path) -> list[tuple[str, str]]:
+def commands_to_try(kept: KeptRunning, request: Path) -> list[tuple[str, str]]:
     """(what it shows, command) for another terminal."""
     program = shlex.quote(str(Path(sys.executable).with_name("kvstore")))
     socket = f"--socket {shlex.quote(str(kept.node.socket))}"
@@ -358,7 +358,7 @@ def commands_to_try(kept: Kept, request: Path) -> list[tuple[str, str]]:
     ]
 
 
-def hold(console: Console, kept: Kept) -> None:
+def hold(console: Console, kept: KeptRunning) -> None:
     """Print what can be tried and wait for Ctrl-C."""
     request = kept.node.directory / "request.json"
     body = {"model": SERVED_NAME, "prompt": kept.prompt, "max_tokens": 16, "temperature": 0}
@@ -407,7 +407,7 @@ def main(
     console.width = max(console.width, 96)  # the table must not fold when this is no terminal
     begin = time.monotonic()
 
-    def done(runs: list[Run], kept: Kept) -> None:
+    def done(runs: list[ReplayRun], kept: KeptRunning) -> None:
         show(console, runs)
         if finish is not None:
             finish(runs, kept)
@@ -424,7 +424,7 @@ def main(
                 # Not above: it is made of what is here.
                 from kvstore.demo import cluster as demo_cluster
 
-                def concluded(runs: list[Run], fetched_tokens: float) -> None:
+                def concluded(runs: list[ReplayRun], fetched_tokens: float) -> None:
                     show(console, runs)
                     demo_cluster.conclude(console, runs, fetched_tokens)
                     console.print(f"{time.monotonic() - begin:.0f} s in all", highlight=False)

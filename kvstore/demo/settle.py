@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore.cli.ask import NodeClient
-from kvstore.demo.engine import Engine
+from kvstore.demo.engine import VllmServer
 from kvstore.engine import NodeReport, TierReport
 from kvstore.testing.process import NodeProcess
 
 TIMEOUT_S: Final = 60.0
 
 
-def settled(engine: Engine, node: NodeProcess, enough: Callable[[int, int], bool]) -> int:
+def settled(engine: VllmServer, node: NodeProcess, enough: Callable[[int, int], bool]) -> int:
     """Wait until the engine is attached, all of dram is there, and `enough` of (blocks in dram,
     blocks on disk). Returns the blocks on disk.
 

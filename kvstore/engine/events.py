@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvstore.engine.memory.journal import Found
+from kvstore.engine.memory.journal import JournalContents
 from kvstore.types import ConnectionId, Shard, SpaceId, Tier
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
 
@@ -33,7 +33,7 @@ class Exited(msgspec.Struct, frozen=True):
     connection: ConnectionId
 
 
-class Writer(msgspec.Struct, frozen=True):
+class AdoptedWriter(msgspec.Struct, frozen=True):
     """A rank that attached to an earlier process of this node; numbers are never used again."""
 
     connection: ConnectionId
@@ -45,8 +45,8 @@ class Writer(msgspec.Struct, frozen=True):
 class Adopt(msgspec.Struct, frozen=True):
     """Go on with what an earlier process of this node left. The first event, if at all."""
 
-    found: Found
-    writers: tuple[Writer, ...]
+    found: JournalContents
+    writers: tuple[AdoptedWriter, ...]
     """All whose end the node would hear of; whoever the journal names is among them."""
 
 

@@ -39,10 +39,10 @@ from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.types import BlockKey, SpaceId, Tier
 from kvstore.wire.engine_events import (
     OWN_MEDIA,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
+    EngineCleared,
     EngineEvent,
+    EngineRemoved,
+    EngineStored,
     decode_batch,
 )
 
@@ -62,7 +62,7 @@ OWN_GROUPS: Final = (None, 0)
 """Of models with several groups of blocks, whose keys are the same, only the first is looked at."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class FollowedMemory(msgspec.Struct, frozen=True):
     """Whose memory, and of what."""
 
     engine: str
@@ -97,7 +97,7 @@ class EngineFeed:
 
     def __init__(
         self,
-        place: Place,
+        place: FollowedMemory,
         blocks: EngineBlocks,
         *,
         can_replay: bool,
@@ -324,18 +324,18 @@ class EngineFeed:
 
     def _apply(self, event: EngineEvent) -> list[Change]:
         match event:
-            case AllBlocksCleared():
+            case EngineCleared():
                 was_empty = not len(self.blocks)
                 self.blocks.cleared()
                 return [] if was_empty else [Left(self.place.engine, self.place.rank)]
             case _ if event.medium not in OWN_MEDIA or event.group_idx not in OWN_GROUPS:
                 return []
-            case BlockRemoved():
+            case EngineRemoved():
                 return [
                     Removed(*self._scope(), b"".join(keys), *self._whose())
                     for keys in _pieces(self.blocks.removed(event.block_hashes))
                 ]
-            case BlockStored():
+            case EngineStored():
                 is_plain, cache_salt = _what_else(event)
                 keys = self.blocks.stored(
                     event.block_hashes,
@@ -357,7 +357,7 @@ class EngineFeed:
         return self.place.engine, self.place.rank
 
 
-def _what_else(event: BlockStored) -> tuple[bool, str]:
+def _what_else(event: EngineStored) -> tuple[bool, str]:
     """(whether nothing but tokens and a salt is in the keys of these blocks, the salt).
 
     Events name what else there is without its kind: a text alone, in the first block of a prompt
@@ -379,21 +379,21 @@ def _what_else(event: BlockStored) -> tuple[bool, str]:
 
 def _work_of(event: EngineEvent) -> int:
     match event:
-        case BlockStored():
+        case EngineStored():
             return 1 + len(event.block_hashes) + len(event.token_ids) // _WORK_TOKENS
-        case BlockRemoved():
+        case EngineRemoved():
             return 1 + len(event.block_hashes)
-        case AllBlocksCleared():
+        case EngineCleared():
             return 1
 
 
 def _pieces_of(event: EngineEvent) -> Iterator[EngineEvent]:
     """The same in a row of events that are each little work."""
-    if _work_of(event) <= PIECE_WORK_MAX or isinstance(event, AllBlocksCleared):
+    if _work_of(event) <= PIECE_WORK_MAX or isinstance(event, EngineCleared):
         yield event
         return
     hashes = event.block_hashes
-    if isinstance(event, BlockRemoved):
+    if isinstance(event, EngineRemoved):
         for at in range(0, len(hashes), PIECE_WORK_MAX):
             yield msgspec.structs.replace(event, block_hashes=hashes[at : at + PIECE_WORK_MAX])
         return

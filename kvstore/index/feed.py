@@ -3,8 +3,8 @@
     Hello ─▶ EXACT ⇄ ASKED ─▶ FILLING ─▶ EXACT       words in, `Heard` out; `index.py` applies it
 
 A feed is an ordered stream that the node dials. Each `Delta` has the next sequence number, and a
-`Beat` repeats the last. Whatever does not fit (a number left out, another count at Hello) is a gap,
-and the node is asked for a snapshot. A `Part` of a snapshot is what the node offers **when the part
+`FeedBeat` repeats the last. Whatever does not fit (a number left out, another count at Hello) is a
+gap, and the node is asked for a snapshot. A `SnapshotPart` is what the node offers **when the part
 is written**, and carries the number of the last delta before it: deltas may stand between parts.
 
 Time is an argument, in milliseconds of a clock that does not go back.
@@ -77,7 +77,7 @@ class Removed(msgspec.Struct, frozen=True, tag=True):
     rank: int = 0
 
 
-class Cleared(msgspec.Struct, frozen=True, tag=True):
+class FeedCleared(msgspec.Struct, frozen=True, tag="Cleared"):
     """The node and its engines hold nothing of (tenant, space) any more."""
 
     tenant: str
@@ -91,7 +91,7 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     rank: int = 0
 
 
-Change = Stored | Removed | Cleared | Left
+Change = Stored | Removed | FeedCleared | Left
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -117,7 +117,7 @@ class Delta(msgspec.Struct, frozen=True, tag=True):
     changes: tuple[Change, ...]
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class FeedBeat(msgspec.Struct, frozen=True, tag="Beat"):
     """The node lives; `sequence` is that of its last delta."""
 
     node: str
@@ -128,7 +128,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """None: as told before."""
 
 
-class Part(msgspec.Struct, frozen=True, tag=True):
+class SnapshotPart(msgspec.Struct, frozen=True, tag="Part"):
     """A piece of a snapshot: number 0, 1, … of all that the node offers."""
 
     node: str
@@ -141,7 +141,7 @@ class Part(msgspec.Struct, frozen=True, tag=True):
     stored: tuple[Stored, ...]
 
 
-class Closed(msgspec.Struct, frozen=True, tag=True):
+class FeedClosed(msgspec.Struct, frozen=True, tag="Closed"):
     """The stream ended or broke."""
 
     node: str
@@ -149,15 +149,15 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     stream: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class ConnectRefused(msgspec.Struct, frozen=True, tag="Refused"):
     """Somebody tried to connect to the node and was refused: out until the node speaks again."""
 
     node: str
 
 
-Word = Delta | Beat | Part
+Word = Delta | FeedBeat | SnapshotPart
 """What comes on an open stream."""
-Event = Hello | Word | Closed | Refused
+Event = Hello | Word | FeedClosed | ConnectRefused
 
 
 class Verdict(enum.Enum):
@@ -256,12 +256,12 @@ class Feed:
         match event:
             case Hello():
                 return self._hello(event, now_ms)
-            case Refused():
+            case ConnectRefused():
                 self._refused = True
                 return _GO_ON
         if (event.incarnation, event.stream) != (self._incarnation, self._stream):
             return _CLOSE
-        if isinstance(event, Closed):
+        if isinstance(event, FeedClosed):
             self._open = False
             return _GO_ON
         if not self._open:
@@ -270,10 +270,10 @@ class Feed:
         match event:
             case Delta():
                 return self._delta(event.sequence, now_ms)
-            case Beat():
+            case FeedBeat():
                 self.load = event.load or self.load
                 return self._beat(event.sequence, now_ms)
-            case Part():
+            case SnapshotPart():
                 return self._part(event, now_ms)
 
     @property
@@ -363,7 +363,7 @@ class Feed:
         self.sequence = max(sequence, self.sequence)
         return self._ask(now_ms, abandon=self._phase is _Phase.FILLING)
 
-    def _part(self, part: Part, now_ms: int) -> Heard:
+    def _part(self, part: SnapshotPart, now_ms: int) -> Heard:
         abandon = self._phase is _Phase.FILLING
         begin = part.number == 0
         if begin:

@@ -15,7 +15,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Final, Protocol
 
-from kvstore.index.feed import Change, Cleared, Delta, Event, Heard, Left, Part, Removed, Stored
+from kvstore.index.feed import (
+    Change,
+    Delta,
+    Event,
+    FeedCleared,
+    Heard,
+    Left,
+    Removed,
+    SnapshotPart,
+    Stored,
+)
 from kvstore.types import SpaceId, Tier
 
 PLACES_MAX: Final = 1024
@@ -27,7 +37,7 @@ Place = tuple[str, int, Scope]
 """Engine, rank, scope."""
 
 
-class Slots(Protocol):
+class PlaceSlots(Protocol):
     """What keeps the blocks of one node."""
 
     def scope(self, tenant: str, space: SpaceId) -> Scope:
@@ -58,7 +68,7 @@ class Slots(Protocol):
 class Places:
     """One node."""
 
-    def __init__(self, kept: Slots) -> None:
+    def __init__(self, kept: PlaceSlots) -> None:
         self._kept = kept
         self.slots: dict[Place, int] = {}
         self.coming: dict[Place, int] | None = None
@@ -86,7 +96,7 @@ class Places:
         if heard.apply and isinstance(event, Delta):
             for change in event.changes:
                 self._change(change)
-        if heard.apply and isinstance(event, Part):
+        if heard.apply and isinstance(event, SnapshotPart):
             for stored in event.stored:
                 self._store(stored, self.slots if self.coming is None else self.coming)
         if heard.complete:
@@ -131,7 +141,7 @@ class Places:
                     slot = slots.get((change.engine, change.rank, scope))
                     if slot is not None:
                         self._kept.removed(slot, scope, change.tier, change.keys)
-            case Cleared(tenant, space):
+            case FeedCleared(tenant, space):
                 scope = self._kept.scope(tenant, space)
                 for slots in both:
                     self._void(slots, [p for p in slots if p[2] == scope])

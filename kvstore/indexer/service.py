@@ -30,7 +30,17 @@ import grpc
 from kvstore.config.addresses import address_of
 from kvstore.errors import ProtocolError
 from kvstore.index.chain import block_keys
-from kvstore.index.feed import Beat, Closed, Delta, Event, Hello, Part, Refused, Trust, Verdict
+from kvstore.index.feed import (
+    ConnectRefused,
+    Delta,
+    Event,
+    FeedBeat,
+    FeedClosed,
+    Hello,
+    SnapshotPart,
+    Trust,
+    Verdict,
+)
 from kvstore.index.index import Answer, Member
 from kvstore.index.rivals import Rivals
 from kvstore.indexer.twins import OWN_NAMES
@@ -323,7 +333,7 @@ class IndexService(IndexServicer):
         """Who comes, goes or is whole again is in the next list of the nodes."""
         verdict = await self.store.hear(event, loop_ms())
         match event:
-            case Delta() | Beat() | Part(is_last=False) if verdict is Verdict.GO_ON:
+            case Delta() | FeedBeat() | SnapshotPart(is_last=False) if verdict is Verdict.GO_ON:
                 pass
             case _:
                 self._listed_until_ms = 0
@@ -335,7 +345,7 @@ class IndexService(IndexServicer):
 
     async def _ended(self, hello: Hello, peer: str) -> None:
         """Its stream is over: is the node?"""
-        await self._tell_store(Closed(hello.node, hello.incarnation, hello.stream))
+        await self._tell_store(FeedClosed(hello.node, hello.incarnation, hello.stream))
         found = address_of(hello.address)
         if found is None or str(found[0]) != _host_of(peer) or hello.node in self._feeds:
             return
@@ -349,7 +359,7 @@ class IndexService(IndexServicer):
             except ConnectionRefusedError:
                 if hello.node not in self._feeds:
                     _log.info("node %s is gone: its address refuses connections", hello.node)
-                    await self._tell_store(Refused(hello.node))
+                    await self._tell_store(ConnectRefused(hello.node))
                 return
             except ConnectionResetError:
                 continue

@@ -45,7 +45,7 @@ class Party(NamedTuple):
 NODE: Final = Party(-1, 0)
 
 
-class Source(NamedTuple):
+class TurnSource(NamedTuple):
     """Something in epoll: its turn in the round, whom it belongs to, how to read it."""
 
     turn: int
@@ -64,7 +64,7 @@ class Turns:
         """By descriptor, when it was served last; one that is used again waits once for it."""
         self._serial = 0
 
-    def order(self, found: list[tuple[int, int]], sources: Mapping[int, Source]) -> None:
+    def order(self, found: list[tuple[int, int]], sources: Mapping[int, TurnSource]) -> None:
         """Sort (descriptor, mask) by whose turn it is."""
 
         def rank(item: tuple[int, int]) -> tuple[int, float, float, int]:

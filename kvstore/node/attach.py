@@ -40,10 +40,10 @@ from kvstore.net.turns import (
     TURN_SCHEDULER,
     Party,
     Read,
-    Source,
     Turns,
+    TurnSource,
 )
-from kvstore.node.connection import RANK_COUNT_MAX, AttachCounters, Connection
+from kvstore.node.connection import RANK_COUNT_MAX, AttachCounters, AttachSocket
 from kvstore.ports import Clock
 from kvstore.supervisor.listener import Door
 from kvstore.types import ConnectionId
@@ -116,22 +116,22 @@ class Attach:
         self._connection_count_max = connection_count_max
         self._clock = clock
         self._epoll = select.epoll()
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, TurnSource] = {}
         self._turns = Turns()
         self._unread: dict[OwnerKey, set[ConnectionId]] = {}
         """Ranks of an engine that were ready when the round began and are not read to the end."""
-        self._connections: dict[ConnectionId, Connection] = {}
+        self._connections: dict[ConnectionId, AttachSocket] = {}
         """Everyone with an open socket or a pidfd that the engine still needs."""
         self._socket_count = 0
         self._next_number = first_number
         self._buffer = bytearray(DATAGRAM_BYTES_MAX + 1)
         self._view = memoryview(self._buffer)
         self._accept_again_ns: int | None = None
-        self.watch(listener.socket.fileno(), Source(TURN_LISTENER, None, self._accept))
+        self.watch(listener.socket.fileno(), TurnSource(TURN_LISTENER, None, self._accept))
 
     # ── for the driver ───────────────────────────────────────────────────────────────────────────
 
-    def watch(self, fd: int, source: Source) -> None:
+    def watch(self, fd: int, source: TurnSource) -> None:
         """Have `ready` return `source` whenever `fd` can be read."""
         self._epoll.register(fd, select.EPOLLIN)
         self._sources[fd] = source
@@ -154,7 +154,7 @@ class Attach:
         source = self._sources.get(fd)
         return None if source is None else source.connection
 
-    def source(self, fd: int) -> Source | None:
+    def source(self, fd: int) -> TurnSource | None:
         """What this descriptor is; None if it was closed earlier in this round."""
         return self._sources.get(fd)
 
@@ -246,13 +246,13 @@ class Attach:
 
     def adopt(self, number: ConnectionId, pidfd: int) -> None:
         """A rank of an earlier process: its socket has ended, its process is watched."""
-        connection = Connection(number, None, deadline_ns=0)
+        connection = AttachSocket(number, None, deadline_ns=0)
         connection.pidfd = pidfd
         self._registered.add(number)
         self._connections[number] = connection
-        self.watch(pidfd, Source(TURN_PROCESS, number, lambda _: self._exited(connection)))
+        self.watch(pidfd, TurnSource(TURN_PROCESS, number, lambda _: self._exited(connection)))
 
-    def _let_go(self, connection: Connection) -> None:
+    def _let_go(self, connection: AttachSocket) -> None:
         """Watch its process no more."""
         if connection.pidfd is not None:
             self._forget(connection.pidfd)
@@ -308,11 +308,11 @@ class Attach:
         self._next_number += 1
         deadline_ns = self._clock.now_ns() + HELLO_DEADLINE_NS
         party = Party(uid, pid)
-        connection = Connection(number, sock, deadline_ns=deadline_ns, party=party)
+        connection = AttachSocket(number, sock, deadline_ns=deadline_ns, party=party)
         self._connections[number] = connection
         self._socket_count += 1
         self.counters.accepted += 1
-        self._sources[sock.fileno()] = Source(
+        self._sources[sock.fileno()] = TurnSource(
             TURN_NEWCOMER, number, self._reader(connection), party
         )
         if uid not in self._allow_uids:
@@ -329,7 +329,7 @@ class Attach:
             )
 
     def _refuse(
-        self, connection: Connection, kind: str, reason: str, *, permanent: bool = True
+        self, connection: AttachSocket, kind: str, reason: str, *, permanent: bool = True
     ) -> None:
         """Tell a newcomer why, as far as it listens, and hang up."""
         self.counters.refused.add(kind, reason, self._clock.now_ns())
@@ -337,7 +337,7 @@ class Attach:
         self.send(connection.number, encode(Refused(reason=reason, permanent=permanent)))
         self.hang_up(connection.number)
 
-    def _introduce(self, connection: Connection, sock: socket.socket) -> list[Event]:
+    def _introduce(self, connection: AttachSocket, sock: socket.socket) -> list[Event]:
         """Read the first datagram: a Hello with the pidfd of its process."""
         descriptors: list[int] = []
         try:
@@ -383,8 +383,8 @@ class Attach:
         self._turns.join(party)
         connection.owner = (hello.tenant, hello.engine_id, hello.nonce)
         turn = TURN_RANK if connection.is_rank else TURN_SCHEDULER
-        self._sources[sock.fileno()] = Source(turn, number, self._reader(connection), party)
-        self._sources[connection.pidfd] = Source(
+        self._sources[sock.fileno()] = TurnSource(turn, number, self._reader(connection), party)
+        self._sources[connection.pidfd] = TurnSource(
             TURN_PROCESS, number, lambda _: self._exited(connection), party
         )
         self.counters.datagrams_received += 1
@@ -401,7 +401,7 @@ class Attach:
 
     # ── datagrams ────────────────────────────────────────────────────────────────────────────────
 
-    def _reader(self, connection: Connection) -> Read:
+    def _reader(self, connection: AttachSocket) -> Read:
         if not connection.introduced:
             return lambda _: (
                 [] if connection.socket is None else self._introduce(connection, connection.socket)
@@ -419,7 +419,7 @@ class Attach:
 
         return read
 
-    def _receive(self, connection: Connection, count_max: int) -> Iterator[Event]:
+    def _receive(self, connection: AttachSocket, count_max: int) -> Iterator[Event]:
         """Up to `count_max` datagrams as events; Ended is the last one if it hung up."""
         number, sock = connection.number, connection.socket
         bytes_left = RANK_BYTES_MAX
@@ -449,12 +449,12 @@ class Attach:
         self.hang_up(number, kind)
         yield Ended(number)
 
-    def _was_read(self, connection: Connection) -> None:
+    def _was_read(self, connection: AttachSocket) -> None:
         """All that it had sent when the round began."""
         if connection.owner is not None and connection.owner in self._unread:
             self._unread[connection.owner].discard(connection.number)
 
-    def _exited(self, connection: Connection) -> Iterator[Event]:
+    def _exited(self, connection: AttachSocket) -> Iterator[Event]:
         """The process is gone: what it sent counts, then its socket and pidfd are closed.
 
         A forked grandchild may hold the socket open; it is nobody the node knows.
@@ -469,7 +469,7 @@ class Attach:
         self._connections.pop(connection.number, None)
         yield Exited(connection.number)
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, connection: AttachSocket) -> None:
         sock = connection.socket
         if sock is None:
             return

@@ -8,7 +8,7 @@ from collections import deque
 
 from kvstore.engine import OwnerKey
 from kvstore.net.turns import NODE, Party
-from kvstore.node.refused import Refusals
+from kvstore.node.refused import RefusalCounts
 from kvstore.types import ConnectionId
 
 RANK_COUNT_MAX = 1024
@@ -22,13 +22,13 @@ class AttachCounters:
         self.datagrams_received = 0
         self.datagrams_sent = 0
         self.accepted = 0
-        self.refused = Refusals("uid", "full", "hello", "late")
+        self.refused = RefusalCounts("uid", "full", "hello", "late")
         self.ended: dict[str, int] = dict.fromkeys(
             ("closed", "protocol", "overflow", "exited", "engine", "failure"), 0
         )
 
 
-class Connection:
+class AttachSocket:
     """One socket and, once it has introduced itself, the process behind it."""
 
     def __init__(

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from kvstore.engine import CLEAR_ROWS_MAX, Engine
 from kvstore.engine.events import Adopt, Clear, Ended, Event, Ready, Tick
 from kvstore.errors import KVStoreError, NodeBusy
-from kvstore.net.turns import TURN_FILES, TURN_WAKE, Source
+from kvstore.net.turns import TURN_FILES, TURN_WAKE, TurnSource
 from kvstore.node.attach import Attach
 from kvstore.node.executor import Executor, Poisoned
 from kvstore.node.files import FileEnd
-from kvstore.node.priority import Place
-from kvstore.ports import Clock, Tier
+from kvstore.node.priority import ThreadPriority
+from kvstore.ports import Clock, Memory
 from kvstore.types import ConnectionId
 from kvstore.units import NS_PER_MS, NS_PER_S
 
@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-class NodeFailed(KVStoreError):
+class StepFailed(KVStoreError):
     """The loop could not do what it was told, logged why, and goes on."""
 
 
@@ -99,7 +99,7 @@ class Driver:
         self,
         *,
         engine: Engine,
-        tier: Tier,
+        tier: Memory,
         attach: Attach,
         executor: Executor,
         clock: Clock,
@@ -125,11 +125,11 @@ class Driver:
         self._queries: deque[_Query] = deque()
         self._queries_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        attach.watch(self._wake_fd, Source(TURN_WAKE, None, self._answer))
+        attach.watch(self._wake_fd, TurnSource(TURN_WAKE, None, self._answer))
         if files is not None:
-            attach.watch(files.fileno(), Source(TURN_FILES, None, files.read))
+            attach.watch(files.fileno(), TurnSource(TURN_FILES, None, files.read))
         if exchange is not None:
-            attach.watch(exchange.fileno(), Source(TURN_FILES, None, exchange.read))
+            attach.watch(exchange.fileno(), TurnSource(TURN_FILES, None, exchange.read))
 
     # ── from any thread ──────────────────────────────────────────────────────────────────────────
 
@@ -158,7 +158,7 @@ class Driver:
         except NodeBusy:
             raise
         except Exception as error:
-            raise NodeFailed("the node failed at an event") from error
+            raise StepFailed("the node failed at an event") from error
 
     def clear(self, *, space: bytes | None, tenant: str | None, timeout_s: float) -> int:
         """Forget blocks: of a space, a tenant, both, or all. Returns how many.
@@ -209,7 +209,7 @@ class Driver:
         ready = Ready(self._ready_bytes)
         self._step([ready] if adopt is None else [ready, adopt])
 
-    def run(self, place: Place | None = None) -> None:
+    def run(self, place: ThreadPriority | None = None) -> None:
         """Serve until `stop`; `place` is the calling thread's.
 
         Raises:

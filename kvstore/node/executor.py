@@ -35,7 +35,7 @@ from kvstore.engine.events import (
 )
 from kvstore.node.attach import Attach, Sent
 from kvstore.node.files import FileEnd
-from kvstore.ports import Tier
+from kvstore.ports import Memory
 from kvstore.types import ConnectionId
 from kvstore.wire.messages import encode
 
@@ -51,7 +51,7 @@ class Poisoned(Exception):
     """Slots may be reused without their readers noticing: the node must stop at once."""
 
 
-class Outcome(NamedTuple):
+class BatchOutcome(NamedTuple):
     """What came of one batch of commands."""
 
     events: list[Event]
@@ -65,7 +65,7 @@ class Executor:
     def __init__(
         self,
         *,
-        tier: Tier,
+        tier: Memory,
         attach: Attach,
         arena_fd: int,
         generation_fd: int,
@@ -85,7 +85,7 @@ class Executor:
         self._arena_fd = arena_fd
         self._generation_fd = generation_fd
 
-    def carry_out(self, commands: Sequence[Command]) -> Outcome:
+    def carry_out(self, commands: Sequence[Command]) -> BatchOutcome:
         """Do all of it. Never raises for a peer that is slow or gone.
 
         Raises:
@@ -136,7 +136,7 @@ class Executor:
                 case _:
                     assert self._files is not None, "a file command without a file tier"
                     events += self._files.carry_out(command)
-        return Outcome(events, cleared_blocks)
+        return BatchOutcome(events, cleared_blocks)
 
     def _offer(self, command: Offered | OffersUntold) -> None:
         assert self._feeder is not None, "an offer that nobody asked for"

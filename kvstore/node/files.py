@@ -36,6 +36,7 @@ from kvstore.node.late import LateTier
 from kvstore.node.passes import PassLog
 from kvstore.tiers.file import (
     FileEvent,
+    FileScrubbed,
     FileTier,
     Gone,
     Known,
@@ -45,7 +46,6 @@ from kvstore.tiers.file import (
     Reclaim,
     RecoveryDone,
     Resumed,
-    Scrubbed,
     Suspended,
     Written,
 )
@@ -266,7 +266,7 @@ class FileEnd:
                 return [FileMoved(s.tenant, s.space, s.shard, keys, old, locations)]
             case Gone(scope=s, keys=keys, locations=locations, damaged=damaged):
                 return [FileGone(s.tenant, s.space, s.shard, keys, locations, damaged)]
-            case Scrubbed(blocks=blocks, size_bytes=size, bad_key=key, pass_ended=ended):
+            case FileScrubbed(blocks=blocks, size_bytes=size, bad_key=key, pass_ended=ended):
                 bad = int(key != b"")
                 self._scrub_log.add(blocks, size, bad=bad, bad_key=key, ended=ended)
                 return [TierScrubbed(Tier.FILE, blocks, size, bad, pass_ended=ended)]

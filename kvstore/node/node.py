@@ -32,7 +32,7 @@ from kvstore.errors import ConfigError
 from kvstore.net.aio import LoopThread
 from kvstore.net.clock import MonotonicClock
 from kvstore.net.http import HttpServer, Page
-from kvstore.net.turns import TURN_WAKE, Source
+from kvstore.net.turns import TURN_WAKE, TurnSource
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
 from kvstore.node.executor import Executor
@@ -40,13 +40,13 @@ from kvstore.node.files import FILE_ROW_BYTES, FileEnd
 from kvstore.node.inspect import InspectServer
 from kvstore.node.late import LateTier
 from kvstore.node.pages import EventCounters, NodeCollector, make_pages
-from kvstore.node.priority import Place
+from kvstore.node.priority import ThreadPriority
 from kvstore.node.scrub import DramScrub
-from kvstore.node.warm import Memory, take_memory
+from kvstore.node.warm import NodeMemory, take_memory
 from kvstore.obs import logs
 from kvstore.ports import Clock
 from kvstore.supervisor import control
-from kvstore.supervisor.control import Places, Serving
+from kvstore.supervisor.control import Addresses, Serving
 from kvstore.supervisor.handover import Handover
 from kvstore.supervisor.listener import Door
 from kvstore.tiers.dram import DramTier
@@ -132,17 +132,17 @@ def run_node(config: NodeConfig, handover: Handover) -> None:
             if trouble := handover.code.trouble():
                 _log.warning("%s", trouble)
         # Last: threads that are made before have the place of any other.
-        node.driver.run(Place(time.monotonic_ns()))
+        node.driver.run(ThreadPriority(time.monotonic_ns()))
 
 
-class _Node(NamedTuple):
+class _NodeParts(NamedTuple):
     driver: Driver
     running: Running
     serving: Serving
     collector: NodeCollector
 
 
-def _in_place(config: NodeConfig, places: Places) -> NodeConfig:
+def _in_place(config: NodeConfig, places: Addresses) -> NodeConfig:
     """Where the process before could be reached, this one is."""
     http, events = config.http, config.events
     if http is not None and places.metrics_port:
@@ -161,7 +161,7 @@ def _in_place(config: NodeConfig, places: Places) -> NodeConfig:
     return dataclasses.replace(config, http=http, events=events, cluster=cluster)
 
 
-def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStack) -> _Node:
+def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStack) -> _NodeParts:
     """Make all parts, in order; `stack` takes them apart in the opposite one."""
     clock, life = MonotonicClock(), handover.begin.life
     incarnation = Incarnation(secrets.randbelow(2**63 - 1) + 1)
@@ -189,7 +189,9 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
         files=files,
         exchange=exchange,
     )
-    attach.watch(handover.fileno(), Source(TURN_WAKE, None, lambda _: _supervisor_ended(driver)))
+    attach.watch(
+        handover.fileno(), TurnSource(TURN_WAKE, None, lambda _: _supervisor_ended(driver))
+    )
     _adopt_writers(memory, attach)
     driver.begin(memory.adopt)
     collector = NodeCollector(
@@ -213,7 +215,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     if member is not None:
         _start_member(member, driver)
     metrics_url = http.url + "/metrics" if http else ""
-    return _Node(
+    return _NodeParts(
         driver,
         _running(config, arena, incarnation, metrics_url, publisher, member),
         _serving(engine, http, publisher, member),
@@ -221,7 +223,7 @@ def _assemble(config: NodeConfig, handover: Handover, stack: contextlib.ExitStac
     )
 
 
-def _make_tier(memory: Memory) -> DramTier:
+def _make_tier(memory: NodeMemory) -> DramTier:
     return DramTier(
         memory.arena,
         ready_bytes=memory.journal.ready_bytes,
@@ -270,7 +272,7 @@ def _serving(
     publisher: Publisher | None,
     member: ClusterMember | None,
 ) -> Serving:
-    places = Places(
+    places = Addresses(
         metrics_port=http.port if http else 0,
         events=publisher.endpoint if publisher else "",
         events_replay=publisher.replay_endpoint if publisher else "",
@@ -346,7 +348,7 @@ def _open_publisher(
     return publisher
 
 
-def _adopt_writers(memory: Memory, attach: Attach) -> None:
+def _adopt_writers(memory: NodeMemory, attach: Attach) -> None:
     for writer, pidfd in memory.writers:
         attach.adopt(writer.connection, pidfd)
 
@@ -428,7 +430,7 @@ def _open_files(
 
 def _make_engine(
     config: NodeConfig,
-    memory: Memory,
+    memory: NodeMemory,
     life: int,
     files: FileEnd | None,
     member: ClusterMember | None,

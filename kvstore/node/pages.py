@@ -17,7 +17,7 @@ from kvstore.node.attach import Attach
 from kvstore.node.driver import STEP_BUCKETS_NS, Driver
 from kvstore.node.files import FileEnd
 from kvstore.obs.metrics import Family, absent, family, histogram
-from kvstore.ports import Tier
+from kvstore.ports import Memory
 from kvstore.supervisor.listener import Door
 from kvstore.types import Incarnation, SpaceId, Tier as TierName
 from kvstore.units import NS_PER_S
@@ -52,7 +52,7 @@ class NodeCollector(Collector):
         *,
         driver: Driver,
         attach: Attach,
-        tier: Tier,
+        tier: Memory,
         incarnation: Incarnation,
         version: str,
         events: EventCounters,

@@ -37,7 +37,7 @@ BUSY_PART, CALM_PART = 0.2, 0.5
 _log = logging.getLogger(__name__)
 
 
-class Place:
+class ThreadPriority:
     """Of the calling thread among all threads of the machine. Never fails; what is refused is said
     to who debugs."""
 

@@ -68,7 +68,7 @@ class _Batch(NamedTuple):
     payload: bytes
 
 
-class _Request(NamedTuple):
+class _ReplayRequest(NamedTuple):
     first: bytes
     """Number that it asks from, or END for a snapshot."""
     again: bool
@@ -95,7 +95,7 @@ class Publisher:
         """
         self.counters = EventCounters()
         self._whole_hashes = config.whole_hashes
-        self._who = wire.Publisher(config.node, f"{incarnation:016x}")
+        self._who = wire.PublisherName(config.node, f"{incarnation:016x}")
         self._clock = clock
         self._waiting: deque[Changed | None] = deque()
         """None: something was dropped here."""
@@ -105,7 +105,7 @@ class Publisher:
         self._kept_bytes = 0
         self._next_number = 0
         self._replies: dict[bytes, _Reply] = {}
-        self._asked: dict[bytes, _Request] = {}
+        self._asked: dict[bytes, _ReplayRequest] = {}
         """Of each client the last one, in the order in which they come up."""
         self._closing = False
         self._files: dict[str, os.stat_result | None] = {}
@@ -271,7 +271,7 @@ class Publisher:
             yield _Batch(self._topic(label), wire.encode_batch(time.time(), events))
 
     def _event(self, change: Changed, keys: bytes) -> wire.KVEvent:
-        origin = wire.Origin(
+        origin = wire.EventOrigin(
             node=self._who.node,
             incarnation=self._who.incarnation,
             tenant=change.tenant,
@@ -295,7 +295,7 @@ class Publisher:
             case [client, b"", first] if len(first) == wire.SEQUENCE_BYTES:
                 cut = self._replies.pop(client, None) is not None
                 again = cut or self._asked.pop(client, None) is not None
-                self._asked[client] = _Request(first, again)
+                self._asked[client] = _ReplayRequest(first, again)
                 self.counters.replays += 1
             case _:
                 self.counters.requests_refused += 1

@@ -15,7 +15,7 @@ SILENT: Final = "late"
 """The kind that is no engine: it connected and said nothing."""
 
 
-class Refusals(dict[str, int]):
+class RefusalCounts(dict[str, int]):
     """Refusals since the start, by kind."""
 
     def __init__(self, *kinds: str) -> None:

@@ -20,9 +20,9 @@ from typing import Final
 from kvstore.engine import Sealed
 from kvstore.engine.events import Scrubbed
 from kvstore.errors import NodeBusy
-from kvstore.node.driver import Driver, NodeFailed
+from kvstore.node.driver import Driver, StepFailed
 from kvstore.node.passes import PassLog
-from kvstore.ports import Tier
+from kvstore.ports import Memory
 from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
 from kvstore.types import SlotId, Tier as TierName
 from kvstore.wire.record import block_checksum
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 class DramScrub:
     """Verifies sealed blocks of dram, over and over, from `start` until `close`."""
 
-    def __init__(self, driver: Driver, tier: Tier, rate: ScrubRate) -> None:
+    def __init__(self, driver: Driver, tier: Memory, rate: ScrubRate) -> None:
         self._driver = driver
         self._tier = tier
         self._rate = rate
@@ -66,7 +66,7 @@ class DramScrub:
                 word = self.look(word)
             except NodeBusy:
                 self._leaving.wait(BUSY_PAUSE_S)
-            except NodeFailed:
+            except StepFailed:
                 if not has_failed:
                     _log.warning("scrub of dram: the node failed at what was found; trying again")
                 has_failed = True

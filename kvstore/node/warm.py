@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from kvstore.arena import Arena, JournalMemory, wait_for_holders
 from kvstore.config.node import NodeConfig
 from kvstore.engine import UNREADABLE, Journal, JournalUnusable
-from kvstore.engine.events import Adopt, Writer
+from kvstore.engine.events import Adopt, AdoptedWriter
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.net.pidfd import process_of
 from kvstore.supervisor.handover import Handover
@@ -33,7 +33,7 @@ _ARENA, _JOURNAL, _HOLDERS = "arena", "journal", "holders"
 _log = logging.getLogger(__name__)
 
 
-class Memory(NamedTuple):
+class NodeMemory(NamedTuple):
     """All that a node process needs."""
 
     arena: Arena
@@ -42,11 +42,11 @@ class Memory(NamedTuple):
     first_generation: int
     adopt: Adopt | None
     """What was taken over; None: everything is new."""
-    writers: list[tuple[Writer, int]]
+    writers: list[tuple[AdoptedWriter, int]]
     """Ranks of earlier processes, with their pidfds, which are the caller's."""
 
 
-def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover) -> Memory:
+def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover) -> NodeMemory:
     """The memory that the supervisor holds if it can be used, else new memory, which it holds then.
 
     Raises:
@@ -86,7 +86,7 @@ def take_memory(config: NodeConfig, incarnation: Incarnation, handover: Handover
         for writer, (_, pidfd) in zip(adopt.writers if adopt else (), handover.writers, strict=True)
     ]
     handover.writers.clear()
-    return Memory(arena, journal, incarnation, first_generation, adopt, writers)
+    return NodeMemory(arena, journal, incarnation, first_generation, adopt, writers)
 
 
 def _quota_names(config: NodeConfig) -> list[str]:
@@ -132,7 +132,7 @@ def _examine(config: NodeConfig, handover: Handover) -> tuple[Journal, Adopt]:
         hello = decode_from_engine(writer.hello)
         assert isinstance(hello, HelloRank), "a scheduler was registered as a writer"
         process = process_of(pidfd, writer.number)
-        writers.append(Writer(ConnectionId(writer.number), hello, process))
+        writers.append(AdoptedWriter(ConnectionId(writer.number), hello, process))
     found = journal.examine(
         quotas=_quota_names(config), writers={writer.connection for writer in writers}
     )

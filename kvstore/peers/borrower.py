@@ -34,7 +34,7 @@ from kvstore.net import aio
 from kvstore.obs.timings import Timings
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.mover_host import MoverHost
-from kvstore.peers.peer_session import Dial, PeerLost, PeerSession
+from kvstore.peers.peer_session import Dial, PeerSession, SessionLost
 from kvstore.ports import Clock, Pieces
 from kvstore.proto import loans
 from kvstore.transport.backends import is_at
@@ -68,7 +68,7 @@ U = TypeVar("U")
 _log = logging.getLogger(__name__)
 
 
-class Index(Protocol):
+class IndexQueries(Protocol):
     """What is needed of `client.index.IndexClient`."""
 
     def match(
@@ -143,7 +143,7 @@ class Borrower:
         """Of what went well."""
         self.exchange: Exchange | None = None
         """Where answers go; set before the first command."""
-        self.index: Index | None = None
+        self.index: IndexQueries | None = None
         """Who is asked; set before `start`."""
         self._who = who
         self._mover = mover
@@ -295,9 +295,9 @@ class Borrower:
         try:
             async with turns.free:
                 if losses != turns.losses:
-                    raise PeerLost(turns.trouble)
+                    raise SessionLost(turns.trouble)
                 fetched = await self._take_turn(turns, command, count)
-        except PeerLost as error:
+        except SessionLost as error:
             # Without a mover of our own nothing is said of the peer.
             fetched = Fetched(
                 command.job,
@@ -314,7 +314,7 @@ class Borrower:
         try:
             session = await self._session(command.node)
             fetched = await self._borrow(session, command, count)
-        except PeerLost as error:
+        except SessionLost as error:
             turns.lost(str(error))
             self._forget(command.node, session)
             self._note(_title(command.node), str(error))
@@ -343,7 +343,7 @@ class Borrower:
         try:
             assembly = Assembly(sources, targets)
         except ValueError as error:
-            raise PeerLost(f"node {command.node} lends {error}") from None
+            raise SessionLost(f"node {command.node} lends {error}") from None
         slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:lent]
         remote, local, length = assembly.moves(borrowed.slots * PAGE_BYTES, slots * PAGE_BYTES)
         ended = await self._mover.move(
@@ -353,7 +353,7 @@ class Borrower:
             timeout_s=MOVE_TIMEOUT_S,
         )
         if not ended.good:
-            raise PeerLost(f"reading from node {command.node} failed: {ended.reason}")
+            raise SessionLost(f"reading from node {command.node} failed: {ended.reason}")
         size_bytes = int(length.sum())
         watch.lap("move", size_bytes)
         # The peer is asked while the bytes are verified. Both have ended when this returns: nobody
@@ -427,7 +427,7 @@ class Borrower:
         if opening is None or (opening.done() and _is_lost(opening)):
             address = self._addresses.get(node)
             if address is None:
-                raise PeerLost(f"node {node} is no member any more")
+                raise SessionLost(f"node {node} is no member any more")
             self._forget(node, None if opening is None else _session_of(opening))
             opening = asyncio.get_running_loop().create_task(
                 PeerSession.open(
@@ -438,10 +438,10 @@ class Borrower:
         session = await asyncio.shield(opening)
         if not session.descriptor:
             self._forget(node, session)
-            raise PeerLost(f"the mover of node {node} is not up")
+            raise SessionLost(f"the mover of node {node} is not up")
         if not is_at(session.descriptor, self._addresses.get(node, "")):
             self._forget(node, session)
-            raise PeerLost(
+            raise SessionLost(
                 f"node {node} describes no mover on its own machine: whatever it is, run a kvstore"
                 " of this version there"
             )

@@ -37,7 +37,7 @@ from kvstore.engine import SPACE_DIGITS
 from kvstore.engine.events import Follow, Offered, Unfollow
 from kvstore.errors import ConfigError
 from kvstore.index.engine_blocks import EngineBlocks
-from kvstore.index.engine_feed import EngineCounters, EngineFeed, Phase, Place
+from kvstore.index.engine_feed import EngineCounters, EngineFeed, FollowedMemory, Phase
 from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.peers.changes import Told
 from kvstore.peers.feed import Slice
@@ -83,7 +83,7 @@ class _Follower:
         """`failed_until_ms`: a bug ended the one before; begin then."""
         self.source = source
         self.serial = serial
-        place = Place(source.engine, source.rank, source.tenant, source.space)
+        place = FollowedMemory(source.engine, source.rank, source.tenant, source.space)
         blocks = EngineBlocks(
             seed=source.hash_seed,
             block_tokens=source.block_tokens,

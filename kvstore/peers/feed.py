@@ -110,7 +110,7 @@ class Feeder:
         self._load: pb.Load | None = None
         hello = pb.Hello(node=node, incarnation=incarnation, address=address)
         self._links = [
-            Link(replica, credentials, hello, self.counters, lambda: self._load)
+            FeedLink(replica, credentials, hello, self.counters, lambda: self._load)
             for replica in replicas
         ]
         self._tasks: list[asyncio.Task[None]] = []
@@ -217,7 +217,7 @@ class Feeder:
             link.put(taken)
 
 
-class Link:
+class FeedLink:
     """The feed of one replica."""
 
     def __init__(

@@ -23,7 +23,7 @@ from kvstore.net.tls import INSECURE_NOTE, certificate_ends, warn_of_its_end
 from kvstore.obs.metrics import Family, family
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.peers.peering import Peering
-from kvstore.ports import Clock, Tier
+from kvstore.ports import Clock, Memory
 from kvstore.proto.loans import Who
 from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, member_report
 from kvstore.types import Incarnation, SpaceId
@@ -44,7 +44,7 @@ class ClusterMember:
         incarnation: Incarnation,
         *,
         arena: Arena,
-        tier: Tier,
+        tier: Memory,
         clock: Clock,
         loop: LoopThread,
     ) -> None:

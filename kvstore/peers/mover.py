@@ -5,10 +5,10 @@
     selector.register(mover.fileno(), EVENT_READ)  # and call `read` at `mover.next_ns()`, too
     mover.connect("node-b", descriptor)            # of b's mover, from b
     mover.post(7, "node-b", pieces, deadline_ns=…)
-    for event in mover.read(): …                   # Ended(7, good=True) when its slots are quiet
+    for event in mover.read(): …                   # TransferEnded(7, …): its slots are quiet
 
-`Ended` is the moment from which nothing writes to the places of a transfer: the mover said so, or
-it is dead and reaped. After a death peers must be connected again: `Up` says when.
+`TransferEnded` is the moment from which nothing writes to the places of a transfer: the mover said
+so, or it is dead and reaped. After a death peers must be connected again: `Up` says when.
 
 Does not cover: rules (`transport.watch`), messages (`wire.mover`), what is read (`engine`).
 """
@@ -74,14 +74,14 @@ class Unusable(NamedTuple):
     reason: str
 
 
-class PeerLost(NamedTuple):
+class PeerUnreachable(NamedTuple):
     """This peer cannot be connected."""
 
     peer: str
     reason: str
 
 
-class Ended(NamedTuple):
+class TransferEnded(NamedTuple):
     """Nothing writes to the places of this transfer any more."""
 
     transfer: int
@@ -98,7 +98,7 @@ class Crowded(NamedTuple):
     """Of this mover."""
 
 
-MoverEvent = Up | Down | Unusable | PeerLost | Ended | Crowded
+MoverEvent = Up | Down | Unusable | PeerUnreachable | TransferEnded | Crowded
 
 
 class MoverChild:
@@ -265,9 +265,9 @@ class Mover:
             self._epoll.register(fd, select.EPOLLIN)
 
     def connect(self, peer: str, descriptor: bytes) -> None:
-        """`PeerLost` comes if that cannot be; `forget` it before it is connected again."""
+        """`PeerUnreachable` comes if that cannot be; `forget` it before it is connected again."""
         if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the mover
-            self._pending.append(PeerLost(peer, "its descriptor is too long"))
+            self._pending.append(PeerUnreachable(peer, "its descriptor is too long"))
             return
         self._say(wire.Connect(peer, descriptor))
 
@@ -338,7 +338,7 @@ class Mover:
         why, self._killed = self._killed or f"{reason} with status {status}", ""
         self._again_ns = 0 if self._unusable else now_ns + max(pause_ns, 1)
         self.restarts += 1
-        return [*(Ended(each, good=False, reason=why) for each in ended), Down(why)]
+        return [*(TransferEnded(each, good=False, reason=why) for each in ended), Down(why)]
 
     def _say(self, *messages: wire.FromNode) -> None:
         if self._child is not None and not self._child.say(*messages):
@@ -350,13 +350,13 @@ class Mover:
                 self._ready, self._has_served, self._refused = not self._killed, True, 0
                 return [Up(message)]
             case wire.Done(transfer=transfer, took_ns=took_ns):
-                return self._end(Ended(transfer, good=True, took_ns=took_ns))
+                return self._end(TransferEnded(transfer, good=True, took_ns=took_ns))
             case wire.Failed(transfer=transfer, reason=reason):
-                return self._end(Ended(transfer, good=False, reason=reason))
+                return self._end(TransferEnded(transfer, good=False, reason=reason))
             case wire.Limbo(transfer=transfer):
                 self._watch.in_limbo(transfer)
             case wire.Unreachable(peer=peer, reason=reason):
-                return [PeerLost(peer, reason)]
+                return [PeerUnreachable(peer, reason)]
             case wire.Unable(reason=reason):
                 if self._has_served:  # what worked may work again: certificates being replaced, …
                     self._killed = self._killed or reason
@@ -374,5 +374,5 @@ class Mover:
         self.refused += refused - before
         return [Crowded(refused)] if refused.bit_length() > before.bit_length() else []
 
-    def _end(self, ended: Ended) -> list[MoverEvent]:
+    def _end(self, ended: TransferEnded) -> list[MoverEvent]:
         return [ended] if self._watch.ended(ended.transfer) else []

@@ -12,7 +12,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.peers.mover import Crowded, Down, Ended, Mover, MoverEvent, PeerLost, Unusable, Up
+from kvstore.peers.mover import (
+    Crowded,
+    Down,
+    Mover,
+    MoverEvent,
+    PeerUnreachable,
+    TransferEnded,
+    Unusable,
+    Up,
+)
 from kvstore.ports import Clock, Pieces
 from kvstore.units import NS_PER_S
 
@@ -36,7 +45,7 @@ class MoverHost:
         self._mover = mover
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._ends: dict[int, asyncio.Future[Ended]] = {}
+        self._ends: dict[int, asyncio.Future[TransferEnded]] = {}
         self._connected: dict[str, bytes] = {}
         """Descriptor of each peer that the mover is connected to."""
         self._under_way: Counter[str] = Counter()
@@ -75,12 +84,12 @@ class MoverHost:
         if self._timer is not None:
             self._timer.cancel()
         for event in self._mover.close():
-            if isinstance(event, Ended):
+            if isinstance(event, TransferEnded):
                 self._take(event)
 
     async def move(
         self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
-    ) -> Ended:
+    ) -> TransferEnded:
         """Read from a peer. On return nothing writes to the places of the pieces any more.
 
         It is not to be cancelled: only its end says that.
@@ -88,7 +97,7 @@ class MoverHost:
         assert self._loop is not None
         number = next(self._numbers)
         if not self.descriptor:  # nor is one told of peers that does not say yet that it is there
-            return Ended(number, good=False, reason=self.trouble)
+            return TransferEnded(number, good=False, reason=self.trouble)
         self._to_forget.discard(peer)
         if self._connected.get(peer) != descriptor:
             if peer in self._connected:
@@ -97,7 +106,9 @@ class MoverHost:
             self._mover.connect(peer, descriptor)
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         if not self._mover.post(number, peer, pieces, deadline_ns=deadline_ns):
-            return Ended(number, good=False, reason=self.trouble or "the mover takes nothing now")
+            return TransferEnded(
+                number, good=False, reason=self.trouble or "the mover takes nothing now"
+            )
         end = self._ends[number] = self._loop.create_future()
         self._under_way[peer] += 1
         end.add_done_callback(lambda _: self._is_over(peer))
@@ -153,7 +164,7 @@ class MoverHost:
                 self._is_unusable = True
                 _log.error("blocks cannot be moved between nodes: %s", reason)
                 self._become(b"", f"blocks cannot be moved: {reason}")
-            case PeerLost(peer=peer, reason=reason):
+            case PeerUnreachable(peer=peer, reason=reason):
                 _log.info("the mover does not reach node %s: %s", peer, reason)
                 self._connected.pop(peer, None)
             case Crowded(refused=refused):
@@ -162,7 +173,7 @@ class MoverHost:
                     " this node already",
                     refused,
                 )
-            case Ended(transfer=transfer):
+            case TransferEnded(transfer=transfer):
                 end = self._ends.pop(transfer, None)
                 if end is not None and not end.done():
                     end.set_result(event)

@@ -1,8 +1,8 @@
 """One stream to another node: ask to be lent blocks, give them back.
 
 A session ends with the first thing that goes wrong, and everything that waits on it then raises
-`PeerLost`; whoever needs the peer again opens another. The peer proves its name by its certificate;
-its address comes from membership.
+`SessionLost`; whoever needs the peer again opens another. The peer proves its name by its
+certificate; its address comes from membership.
 
 A call keeps its connection as long as anything knows it. Errors know the frames they came through,
 and some are kept until garbage is collected, which takes for ever while nothing happens: so none is
@@ -47,7 +47,7 @@ Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(name, address, credentials) of a peer → a channel to it."""
 
 
-class PeerLost(KVStoreError):
+class SessionLost(KVStoreError):
     """The peer is gone, refuses, or talks nonsense. The text says which."""
 
 
@@ -89,17 +89,17 @@ class PeerSession:
                 await call.write(pb.Ask(hello=hello))
                 answer = await call.read()
             if answer is grpc.aio.EOF or answer.WhichOneof("kind") != "welcome":
-                raise PeerLost(f"node {name} does not welcome this one")
+                raise SessionLost(f"node {name} does not welcome this one")
             session = cls(channel, call, answer.welcome)
-        except (TimeoutError, grpc.RpcError, ProtocolError, PeerLost) as error:
+        except (TimeoutError, grpc.RpcError, ProtocolError, SessionLost) as error:
             trouble = _sentence(name, error)
         call = None
         if trouble:
             await channel.close()
-            raise PeerLost(trouble)
+            raise SessionLost(trouble)
         if session.who.node != name:
             await session.close()
-            raise PeerLost(f"{address} is not node {name}")
+            raise SessionLost(f"{address} is not node {name}")
         return session
 
     async def lend(
@@ -113,7 +113,7 @@ class PeerSession:
             return loan, loans.borrowed_of(answer.lent, asked=len(keys) // KEY_BYTES)
         except ProtocolError as error:
             self._end(str(error))
-            raise PeerLost(self.lost) from None
+            raise SessionLost(self.lost) from None
 
     async def give_back(self, loan: int, *, count: int, timeout_s: float) -> NDArray[np.bool_]:
         """Which of the loan's blocks stayed as they were lent until now. Raises PeerLost."""
@@ -123,7 +123,7 @@ class PeerSession:
             return loans.intact_of(answer.returned, count=count)
         except ProtocolError as error:
             self._end(str(error))
-            raise PeerLost(self.lost) from None
+            raise SessionLost(self.lost) from None
 
     async def close(self) -> None:
         """Hang up: the peer ends what it lent."""
@@ -136,7 +136,7 @@ class PeerSession:
 
     async def _ask(self, loan: int, ask: pb.Ask, kind: str, timeout_s: float) -> pb.Answer:
         if self.lost:
-            raise PeerLost(self.lost)
+            raise SessionLost(self.lost)
         future = self._waiting[loan] = asyncio.get_running_loop().create_future()
         answer, trouble = pb.Answer(), "it answers what was not asked"
         try:
@@ -155,7 +155,7 @@ class PeerSession:
                 future.exception()  # whatever went wrong has been told already
         if answer.WhichOneof("kind") != kind:
             self._end(trouble)
-            raise PeerLost(self.lost)
+            raise SessionLost(self.lost)
         return answer
 
     async def _read(self) -> None:
@@ -179,7 +179,7 @@ class PeerSession:
         self._call.cancel()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(PeerLost(reason))
+                future.set_exception(SessionLost(reason))
 
 
 def _channel(

@@ -17,13 +17,13 @@ import msgspec
 from kvstore.engine.events import Offered
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import (
-    Beat,
     Change,
     Delta,
+    FeedBeat,
     Hello,
     Left,
-    Part,
     Removed,
+    SnapshotPart,
     Stored,
     Trust,
     Word,
@@ -79,11 +79,11 @@ def word_of(word: pb.FeedWord, hello: Hello) -> Word:
             changes = tuple(_change(change) for change in _few(word.delta.changes))
             return Delta(*who, word.delta.sequence, changes)
         case "beat":
-            return Beat(*who, word.beat.sequence, _bounded(load_of(word.beat)))
+            return FeedBeat(*who, word.beat.sequence, _bounded(load_of(word.beat)))
         case "part":
             part = word.part
             stored = tuple(_stored(each) for each in _few(part.stored))
-            return Part(*who, part.sequence, part.number, part.is_last, stored)
+            return SnapshotPart(*who, part.sequence, part.number, part.is_last, stored)
         case _:
             raise ProtocolError("a feed has one Hello, then deltas, beats and parts of snapshots")
 
@@ -93,7 +93,7 @@ def key_count(word: Word) -> int:
     match word:
         case Delta(changes=changes):
             count = sum(len(c.keys) for c in changes if isinstance(c, Stored | Removed))
-        case Part(stored=stored):
+        case SnapshotPart(stored=stored):
             count = sum(len(each.keys) for each in stored)
         case _:
             count = 0

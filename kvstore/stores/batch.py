@@ -20,7 +20,7 @@ Order = tuple[str, bytes, bytes, bytes]
 """Name, slot, tiers or state, scope and keys or record."""
 
 
-class Batch:
+class StoreBatch:
     """Collects orders until they are taken. `ids`: slot numbers that nobody has used."""
 
     def __init__(self, node: str, ids: deque[int]) -> None:

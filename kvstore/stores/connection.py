@@ -62,7 +62,7 @@ _Argument = bytes | str
 _log = logging.getLogger(__name__)
 
 
-class Connection:
+class StoreConnection:
     """To one store. Away until the first poll."""
 
     def __init__(self, config: StoreConfig, deadlines: Deadlines) -> None:

@@ -62,7 +62,7 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
         return Load(**dict(zip(Load.__struct_fields__, self.load_numbers, strict=False)))
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class KeptSlots(msgspec.Struct, frozen=True, array_like=True):
     """Slots of a node by (engine, rank, scope), for the next replica that hears it."""
 
     slots: list[_Place]
@@ -118,7 +118,7 @@ def _record(
     return node, (version, decode(Body, body), gone)
 
 
-def encode(value: Body | Kept | Holder) -> bytes:
+def encode(value: Body | KeptSlots | Holder) -> bytes:
     """As it is kept."""
     return msgspec.msgpack.encode(value)
 

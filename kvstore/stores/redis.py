@@ -29,13 +29,13 @@ import msgspec
 
 from kvstore.errors import ProtocolError
 from kvstore.index.feed import (
-    Closed,
+    ConnectRefused,
     Delta,
     Event,
     Feed,
+    FeedClosed,
     Hello,
-    Part,
-    Refused,
+    SnapshotPart,
     Trust,
     Verdict,
     Word,
@@ -44,9 +44,9 @@ from kvstore.index.index import SLOT_COUNT_MAX, Answer, Holder, Match, Member, S
 from kvstore.index.places import Place, Places
 from kvstore.stores import scripts
 from kvstore.stores.address import StoreConfig
-from kvstore.stores.batch import Batch
-from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Connection, Deadlines
-from kvstore.stores.forms import Body, Kept, decode, encode, polled, scope_of, slot_name
+from kvstore.stores.batch import StoreBatch
+from kvstore.stores.connection import DEADLINES, FAILURES, REFUSALS, Deadlines, StoreConnection
+from kvstore.stores.forms import Body, KeptSlots, decode, encode, polled, scope_of, slot_name
 from kvstore.stores.sweeper import Sweeper
 from kvstore.stores.view import View
 from kvstore.types import KEY_BYTES, SpaceId
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 class _Heard:
     """A node whose record this replica writes."""
 
-    def __init__(self, feed: Feed, places: Places, batch: Batch, version: bytes) -> None:
+    def __init__(self, feed: Feed, places: Places, batch: StoreBatch, version: bytes) -> None:
         self.feed = feed
         self.places = places
         self.batch = batch
@@ -106,7 +106,7 @@ class RedisStore:
         node_count_max: int = 4096,
         deadlines: Deadlines = DEADLINES,
     ) -> None:
-        self._connection = Connection(config, deadlines)
+        self._connection = StoreConnection(config, deadlines)
         self._limits = (b"%d" % entry_count_max, b"%d" % slot_count_max)
         self._node_count_max = node_count_max
         self._me = secrets.token_hex(8).encode()
@@ -191,12 +191,12 @@ class RedisStore:
             match event:
                 case Hello():
                     return await self._hello(link, event, now_ms)
-                case Refused():
+                case ConnectRefused():
                     return await self._gone(link)
             hello = link.hello
             if (event.incarnation, event.stream) != (hello.incarnation, hello.stream):
                 return Verdict.CLOSE
-            if isinstance(event, Closed):
+            if isinstance(event, FeedClosed):
                 return await self._closed(link, event, now_ms)
             if not link.is_open:
                 return Verdict.CLOSE
@@ -229,7 +229,7 @@ class RedisStore:
         hello = msgspec.structs.replace(link.hello, sequence=word.sequence)
         return await self._claim(link, hello, now_ms)
 
-    async def _closed(self, link: _Link, closed: Closed, now_ms: int) -> Verdict:
+    async def _closed(self, link: _Link, closed: FeedClosed, now_ms: int) -> Verdict:
         link.is_open = False
         if link.heard is not None and self._connection.is_away:
             link.heard = None
@@ -270,7 +270,7 @@ class RedisStore:
     async def _taken_over(self, node: str) -> _Heard:
         """What the store knows of a node. Raises FAILURES, ProtocolError."""
         version, body, kept = await self._connection.record(node)
-        batch = Batch(node, self._ids)
+        batch = StoreBatch(node, self._ids)
         heard = _Heard(Feed(), Places(batch), batch, version or b"")
         if version is not None and body is not None:
             known = decode(Body, body)
@@ -279,7 +279,7 @@ class RedisStore:
             heard.feed = Feed.of_another(known.incarnation, known.replaced, heard_ms=heard_ms)
             heard.feed.load = known.load
         if kept is not None:
-            places = decode(Kept, kept)
+            places = decode(KeptSlots, kept)
             coming = None if places.coming is None else _slots(places.coming)
             heard.places.resume(_slots(places.slots), coming)
         return heard
@@ -317,7 +317,7 @@ class RedisStore:
         match event:
             case Delta(changes=changes):
                 count = 2 * len(changes)
-            case Part(stored=stored):
+            case SnapshotPart(stored=stored):
                 count = 2 * len(stored)
             case _:
                 count = 0
@@ -417,7 +417,7 @@ class RedisStore:
         row = self._view.rows.get(node)
         if row is None or version != row.version:
             return
-        places = decode(Kept, kept) if kept is not None else Kept([], None)
+        places = decode(KeptSlots, kept) if kept is not None else KeptSlots([], None)
         slots = [slot_name(each[3]) for each in (*places.slots, *(places.coming or ()))]
         await self._write(scripts.FORGET, node, version, *slots)
         self._links.pop(node, None)
@@ -434,8 +434,8 @@ def _slots(rows: list[tuple[str, int, bytes, int]]) -> dict[Place, int]:
     return {each[:3]: each[3] for each in rows}
 
 
-def _kept(places: Places) -> Kept:
+def _kept(places: Places) -> KeptSlots:
     def rows(slots: dict[Any, int]) -> list[tuple[str, int, bytes, int]]:
         return [(*place, slot) for place, slot in slots.items()]
 
-    return Kept(rows(places.slots), None if places.coming is None else rows(places.coming))
+    return KeptSlots(rows(places.slots), None if places.coming is None else rows(places.coming))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvstore.stores import scripts
-from kvstore.stores.connection import Connection
+from kvstore.stores.connection import StoreConnection
 
 ROWS_AT_ONCE: Final = 1000
 PIECES_AT_ONCE: Final = 4
@@ -19,7 +19,7 @@ SLOTS_AT_ONCE: Final = 1024
 class Sweeper:
     """One replica's."""
 
-    def __init__(self, connection: Connection, me: bytes) -> None:
+    def __init__(self, connection: StoreConnection, me: bytes) -> None:
         self.void_count = 0
         """Slots that wait, as of the last poll."""
         self._connection = connection

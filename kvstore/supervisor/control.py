@@ -58,7 +58,7 @@ class Held(Control, frozen=True):
     name: str
 
 
-class Writer(Control, frozen=True):
+class RegisteredWriter(Control, tag="Writer", frozen=True):
     """A rank that attached to an earlier process. With its pidfd."""
 
     number: int
@@ -66,7 +66,7 @@ class Writer(Control, frozen=True):
     """Its HelloRank, as it came."""
 
 
-class Places(Control, frozen=True):
+class Addresses(Control, tag="Places", frozen=True):
     """Where a node can be reached, as the kernel chose when the operator left it open."""
 
     metrics_port: int = 0
@@ -76,7 +76,7 @@ class Places(Control, frozen=True):
     peer_port: int = 0
 
 
-class Begin(Control, frozen=True):
+class BeginServing(Control, tag="Begin", frozen=True):
     """All is there. With the listening attach socket."""
 
     settings: dict[str, Any]
@@ -88,7 +88,7 @@ class Begin(Control, frozen=True):
     had said why (they have given nobody anything): 0 is the first."""
     died_ns: int
     """When the one before ended, on the monotonic clock; 0: there was none."""
-    places: Places
+    places: Addresses
 
 
 class Begun(Control, frozen=True):
@@ -102,7 +102,7 @@ class DiskHangs(Control, frozen=True):
     hangs: bool
 
 
-class Page(Control, frozen=True):
+class GenerationPage(Control, tag="Page", frozen=True):
     """A new generation page. With its descriptor, not sealed yet. The one before becomes void."""
 
 
@@ -116,14 +116,14 @@ class Keep(Control, frozen=True):
     name: str
 
 
-class Drop(Control, frozen=True):
+class DropKept(Control, tag="Drop", frozen=True):
     """None of what an earlier process left is of any use: let go of it, writers included."""
 
 
 class Serving(Control, frozen=True):
     """Engines can attach."""
 
-    places: Places
+    places: Addresses
     blocks: int
     """In memory, taken over."""
     size_bytes: int
@@ -142,8 +142,10 @@ class Released(Control, frozen=True):
     number: int
 
 
-FromNode = Prepared | Begun | DiskHangs | Page | Keep | Drop | Serving | Attached | Released
-FromSupervisor = Held | Writer | Begin | PageTaken
+FromNode = (
+    Prepared | Begun | DiskHangs | GenerationPage | Keep | DropKept | Serving | Attached | Released
+)
+FromSupervisor = Held | RegisteredWriter | BeginServing | PageTaken
 
 _T = TypeVar("_T", bound=Control)
 

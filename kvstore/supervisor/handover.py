@@ -38,7 +38,7 @@ class Handover:
         """Descriptors of what an earlier process left; whoever takes one closes it."""
         self.places: dict[str, int] = {}
         """The same of `control.PLACES`."""
-        self.writers: list[tuple[control.Writer, int]] = []
+        self.writers: list[tuple[control.RegisteredWriter, int]] = []
         """Ranks of earlier processes, with their pidfds."""
         self.code = LoadedCode()
         prepared = control.Prepared(control.CONTROL_VERSION, LAYOUT_VERSION, self.code.version)
@@ -48,9 +48,9 @@ class Handover:
             match message:
                 case control.Held(name=name):
                     (self.places if name in control.PLACES else self.memory)[name] = fd
-                case control.Writer():
+                case control.RegisteredWriter():
                     self.writers.append((message, fd))
-                case control.Begin():
+                case control.BeginServing():
                     self.begin = message
                     self.listener_fd = fd
                     self._say(control.Begun())
@@ -85,11 +85,11 @@ class Handover:
     def drop(self) -> None:
         """None of what an earlier process left is of use."""
         self.forget()
-        self._say(control.Drop())
+        self._say(control.DropKept())
 
     def share_page(self, fd: int) -> None:
         """Have the old generation page made void, and this one held. Raises SupervisorGone."""
-        self._say(control.Page(), fd)
+        self._say(control.GenerationPage(), fd)
         answer, _ = self._hear()
         assert isinstance(answer, control.PageTaken), answer
 

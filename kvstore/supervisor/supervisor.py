@@ -101,7 +101,7 @@ class Supervisor:
         self._begin_at_ns = 0
         """When to begin another process; 0: not now."""
         self._standby_at_ns = 0
-        self._places = control.Places()
+        self._places = control.Addresses()
         self._life = 0
         self._died_ns = 0
         self._has_served = self._holds_blocks = False
@@ -290,14 +290,14 @@ class Supervisor:
                 process.disk_hangs = hangs
             case control.Released(number=number):
                 store.released(number)
-            case control.Page():
+            case control.GenerationPage():
                 store.take_page(fd)
                 self._say(process, control.PageTaken())
             case control.Keep(name=name):
                 store.keep(name, fd)
                 assert process.prepared is not None
                 store.layout = process.prepared.layout
-            case control.Drop():
+            case control.DropKept():
                 self._lose("")
             case control.Serving():
                 self._is_serving(process, message)
@@ -328,8 +328,8 @@ class Supervisor:
         for name, fd in store.held().items():
             self._say(process, control.Held(name), fd)
         for number, (hello, pidfd) in store.writers.items():
-            self._say(process, control.Writer(number, hello), pidfd)
-        begin = control.Begin(
+            self._say(process, control.RegisteredWriter(number, hello), pidfd)
+        begin = control.BeginServing(
             settings=start.settings,
             dram_bytes=start.dram_bytes,
             dram_note=start.dram_note,

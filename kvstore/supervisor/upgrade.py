@@ -34,7 +34,7 @@ TAKEN: Final = b"taken"
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
-class Answer(msgspec.Struct, frozen=True):
+class UpgradeReport(msgspec.Struct, frozen=True):
     """What came of it."""
 
     done: bool
@@ -88,9 +88,9 @@ class UpgradeDoor:
         asker.setblocking(False)
         data = asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(data)[1] not in (0, os.geteuid()):
-            _answer(asker, Answer(False, "only the node's own user may upgrade it"))
+            _answer(asker, UpgradeReport(False, "only the node's own user may upgrade it"))
         elif self._waiting is not None:
-            _answer(asker, Answer(False, "an upgrade is under way already: wait for it"))
+            _answer(asker, UpgradeReport(False, "an upgrade is under way already: wait for it"))
         elif _send(asker, TAKEN):
             self._waiting = asker
             self._ask()
@@ -99,13 +99,13 @@ class UpgradeDoor:
 
     def done(self, text: str) -> None:
         """The upgrade that was asked for, if any, has happened."""
-        self._tell(Answer(True, text))
+        self._tell(UpgradeReport(True, text))
 
     def refuse(self, text: str) -> None:
         """It has not, and will not."""
-        self._tell(Answer(False, text))
+        self._tell(UpgradeReport(False, text))
 
-    def _tell(self, answer: Answer) -> None:
+    def _tell(self, answer: UpgradeReport) -> None:
         if self._waiting is not None:
             _answer(self._waiting, answer)
             self._waiting = None
@@ -118,7 +118,7 @@ class UpgradeDoor:
             self.path.unlink()
 
 
-def _answer(asker: socket.socket, answer: Answer) -> None:
+def _answer(asker: socket.socket, answer: UpgradeReport) -> None:
     with asker:
         _send(asker, msgspec.json.encode(answer))
 
@@ -183,7 +183,7 @@ def ask_for_upgrade(
             raise AttachError(no_node_at(node_socket)) from None
     if not data:
         raise AttachError("the node ended before it answered")
-    answer = msgspec.json.decode(data, type=Answer)
+    answer = msgspec.json.decode(data, type=UpgradeReport)
     if not answer.done:
         raise UpgradeRefused(answer.text)
     return answer.text

@@ -39,7 +39,7 @@ BEATS: Final = 4
 """So long nothing happens when nothing is to happen: more than enough for 32 MiB."""
 
 
-class Party(Protocol):
+class TransportParty(Protocol):
     """A transport with an arena of its own, whose process can be killed and stopped."""
 
     @property
@@ -256,7 +256,7 @@ class TransportChecks:
     """The promises. Every method makes parties of its own and leaves none."""
 
     def __init__(
-        self, make: Callable[[str], Party], *, seed: int = 1, serves_stopped: bool = False
+        self, make: Callable[[str], TransportParty], *, seed: int = 1, serves_stopped: bool = False
     ) -> None:
         """`serves_stopped`: a peer whose process is stopped may be read from all the same, as a
         device does that needs no process for it."""
@@ -265,7 +265,7 @@ class TransportChecks:
         self._random = np.random.default_rng(seed)
 
     @contextlib.contextmanager
-    def _parties(self, *names: str) -> Iterator[list[Party]]:
+    def _parties(self, *names: str) -> Iterator[list[TransportParty]]:
         """With random bytes in each, and the first connected to the others."""
         with contextlib.ExitStack() as stack:
             parties = []
@@ -276,7 +276,7 @@ class TransportChecks:
                 parties[0].connect(name, party.descriptor())
             yield parties
 
-    def _fresh(self, name: str) -> Party:
+    def _fresh(self, name: str) -> TransportParty:
         party = self._make(name)
         party.arena[:] = self._random.integers(0, 256, len(party.arena), np.uint8)
         return party
@@ -299,7 +299,7 @@ class TransportChecks:
         with self._parties("a", "b") as (a, b):
             self._scattered(a, b, unit=1024, count=10_000)
 
-    def _scattered(self, a: Party, b: Party, *, unit: int, count: int) -> None:
+    def _scattered(self, a: TransportParty, b: TransportParty, *, unit: int, count: int) -> None:
         expected = a.arena.copy()
         slots = len(a.arena) // unit
         to, at = (self._random.permutation(slots)[:count] * unit for _ in range(2))
@@ -354,7 +354,7 @@ class TransportChecks:
             assert np.array_equal(a.arena[:half], of_b[half:])
             assert np.array_equal(b.arena[:half], of_a[half:])
 
-    def _holds(self, a: Party, b: Party) -> bool:
+    def _holds(self, a: TransportParty, b: TransportParty) -> bool:
         """Whether a read of all of a stopped `b` waits for it. If not, it has ended well."""
         b.pause()
         a.read(1, "b", ALL)
@@ -457,7 +457,7 @@ class TransportChecks:
             assert counts[3] == counts[1], counts
 
     @staticmethod
-    def _refused(a: Party, peer: str, descriptor: bytes) -> None:
+    def _refused(a: TransportParty, peer: str, descriptor: bytes) -> None:
         try:
             a.connect(peer, descriptor)
         except TransportError:
@@ -465,13 +465,13 @@ class TransportChecks:
         raise AssertionError(f"{descriptor!r} was taken")
 
     @staticmethod
-    def _still_works(a: Party, peer: Party, name: str) -> None:
+    def _still_works(a: TransportParty, peer: TransportParty, name: str) -> None:
         a.read(99, name, make_pieces([3], [5], [1000]))
         assert a.ends(1) == {99: End.DONE}
         assert np.array_equal(a.arena[3:1003], peer.arena[5:1005])
 
     @staticmethod
-    def _stays_quiet(a: Party) -> None:
+    def _stays_quiet(a: TransportParty) -> None:
         """Nothing writes to its arena any more."""
         a.arena[:] = 0xA5
         assert a.ends_by_now() == {}

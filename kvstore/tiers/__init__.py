@@ -1,4 +1,4 @@
-"""Mechanisms behind the `Tier` port: memory that holds slots.
+"""Mechanisms behind the `Memory` port: memory that holds slots.
 
 dram     the node's arena, shared with the engines that attach
 memory   the reference, as obvious as can be

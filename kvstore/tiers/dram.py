@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class DramTier:
-    """A `Tier` over an `Arena`, which it owns.
+    """A `Memory` over an `Arena`, which it owns.
 
     Args:
         arena: the memory.

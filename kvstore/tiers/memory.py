@@ -14,7 +14,7 @@ from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, Generation, SlotId
 
 
 class MemoryTier:
-    """A `Tier` over an array; ready at once. What is not written to takes no memory."""
+    """A `Memory` over an array; ready at once. What is not written to takes no memory."""
 
     def __init__(self, *, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes

@@ -84,7 +84,7 @@ class MoverLoop:
         self._socket, self._transport, self._now_ns = sock, transport, now_ns
         self._reads = Reads(paced=begin.paced)
         self._arena_bytes = begin.arena_bytes
-        self._parts: dict[int, list[wire.Read]] = {}
+        self._parts: dict[int, list[wire.ReadPieces]] = {}
         """Of transfers that have not all parts yet."""
         self._outbox: deque[wire.MoverMessage] = deque()
         """What the node has not taken yet: at most an answer to each message, and a beat."""
@@ -150,7 +150,7 @@ class MoverLoop:
         match message:
             case wire.Connect(peer=peer, descriptor=descriptor):
                 self._connect(peer, descriptor)
-            case wire.Read(transfer=transfer):
+            case wire.ReadPieces(transfer=transfer):
                 parts = self._parts.setdefault(transfer, [])
                 parts.append(message)
                 if message.last:
@@ -169,7 +169,7 @@ class MoverLoop:
         else:
             self._tell(wire.Connected(peer))
 
-    def _begin_read(self, parts: list[wire.Read]) -> None:
+    def _begin_read(self, parts: list[wire.ReadPieces]) -> None:
         first = parts[0]
         pieces = joined(
             Pieces(

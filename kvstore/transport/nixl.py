@@ -42,7 +42,7 @@ PROGRESS_US: Final = 50_000
 some transports of UCX want to be looked after now and then all the same)."""
 
 
-class _Peer:
+class _NixlPeer:
     """A process, as long as its name is not taken by another."""
 
     def __init__(self, agent: str, found: Descriptor, units: Any) -> None:
@@ -54,9 +54,9 @@ class _Peer:
         self.is_broken = False
 
 
-class _Read(NamedTuple):
+class _NixlRead(NamedTuple):
     handle: Any
-    peer: _Peer
+    peer: _NixlPeer
     ranges: int
 
 
@@ -97,9 +97,9 @@ class Nixl:
             registered, True, [self._plugin]
         )
         self._units = self._prepare("", arena.ctypes.data, len(arena))
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _NixlPeer] = {}
         """Those that are forgotten in the order in which they were."""
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, _NixlRead] = {}
         self._outcomes: list[Outcome] = []
 
     refused_count = 0
@@ -132,7 +132,7 @@ class Nixl:
             if agent:
                 self._quietly(self._agent.remove_remote_agent, agent)
             raise TransportError(f"NIXL cannot use the descriptor of {peer}: {error}") from None
-        self._peers[peer] = _Peer(agent, found, units)
+        self._peers[peer] = _NixlPeer(agent, found, units)
 
     def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
         to = self._peers.get(peer)
@@ -146,7 +146,7 @@ class Nixl:
             handle = self._request(to, pieces)
         except self._faults as error:
             raise TransportError(f"NIXL cannot read from {peer}: {error}") from None
-        begun = _Read(handle, to, len(pieces.length))
+        begun = _NixlRead(handle, to, len(pieces.length))
         self._reads[read] = begun
         try:
             state = self._agent.transfer(handle)
@@ -193,7 +193,7 @@ class Nixl:
             self._drop(peer)
         self._outcomes.clear()
 
-    def _look(self, read: int, begun: _Read, state: str) -> None:
+    def _look(self, read: int, begun: _NixlRead, state: str) -> None:
         if state == "DONE":
             del self._reads[read]
             self._quietly(begun.handle.release)
@@ -201,7 +201,7 @@ class Nixl:
         elif state != "PROC":
             self._end(read, begun, "NIXL reports an error")
 
-    def _end(self, read: int, begun: _Read, reason: str, end: End = End.FAILED) -> None:
+    def _end(self, read: int, begun: _NixlRead, reason: str, end: End = End.FAILED) -> None:
         """It came to nothing. Of one range one request; of more, others may be under way."""
         begun.peer.is_broken = True
         del self._reads[read]
@@ -233,7 +233,7 @@ class Nixl:
             agent, np.array(rows, np.uint64), "DRAM", backends=[self._plugin]
         )
 
-    def _request(self, to: _Peer, pieces: Pieces) -> Any:
+    def _request(self, to: _NixlPeer, pieces: Pieces) -> Any:
         every = np.concatenate(pieces)
         if len(pieces.length) >= PREPARED_MIN and not (every % np.uint64(UNIT_BYTES)).any():
             return self._agent.make_prepped_xfer(

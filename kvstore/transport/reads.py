@@ -53,13 +53,13 @@ class _Transfer:
 
 class _UnderWay(NamedTuple):
     transfer: _Transfer
-    peer: _Peer
+    peer: _PeerReads
     size_bytes: int
     queued_bytes: int
     posted_ns: int
 
 
-class _Peer:
+class _PeerReads:
     def __init__(self) -> None:
         self.window = Window()
         self.waiting: deque[_Transfer] = deque()
@@ -73,7 +73,7 @@ class Reads:
     def __init__(self, *, paced: bool = True) -> None:
         """`paced`: False posts each transfer whole and at once, to measure what windows cost."""
         self._paced = paced
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _PeerReads] = {}
         self._under_way: dict[int, _UnderWay] = {}
         self._turns: deque[str] = deque()
         """Peers that have more to post, in the order of their turns: a mover asks every 100 µs,
@@ -95,7 +95,7 @@ class Reads:
         """A transfer, whose pieces are joined and not empty unless it is."""
         if not len(pieces.length):
             return [Done(number, 0)]
-        known = self._peers.setdefault(peer, _Peer())
+        known = self._peers.setdefault(peer, _PeerReads())
         if not known.waiting:
             self._turns.append(peer)
         known.waiting.append(_Transfer(number, peer, pieces, now_ns))
@@ -150,7 +150,7 @@ class Reads:
         del self._peers[name]
         return told
 
-    def _size(self, peer: _Peer, now_ns: int) -> int:
+    def _size(self, peer: _PeerReads, now_ns: int) -> int:
         """How much to post to this peer; 0: nothing now."""
         if not self._paced:
             return 1 << 62
@@ -160,7 +160,7 @@ class Reads:
         # Whole posts, but for a window that is narrower than one and has nothing under way.
         return size if room >= size or (room and not peer.under_way_bytes) else 0
 
-    def _post(self, name: str, peer: _Peer, size: int, now_ns: int) -> Post:
+    def _post(self, name: str, peer: _PeerReads, size: int, now_ns: int) -> Post:
         transfer = peer.waiting[0]
         assert transfer.rest is not None
         pieces, rest = cut(transfer.rest, size)

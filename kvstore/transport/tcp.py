@@ -33,7 +33,14 @@ from kvstore.ports import End, Outcome, Pieces, TransportCapabilities
 from kvstore.transport.guests import Guests
 from kvstore.transport.loopback import open_descriptor
 from kvstore.transport.pieces import check_pieces
-from kvstore.transport.tcp_ends import PIECES_MAX, Address, Closed, Owner, Reader, Stream
+from kvstore.transport.tcp_ends import (
+    PIECES_MAX,
+    Address,
+    ConnectionClosed,
+    Stream,
+    TcpOwner,
+    TcpReader,
+)
 from kvstore.wire.identity import is_name
 from kvstore.wire.mover import Descriptor, encode
 
@@ -76,10 +83,10 @@ class Tcp:
         self._selector.register(self._again_fd, selectors.EVENT_READ)
         self._spare_fd = os.eventfd(0)
         """Given up for a moment when there is no other."""
-        self._again: set[Reader | Owner] = set()
-        self._guests: Guests[Reader] = Guests()
-        self._owners: dict[str, Owner] = {}
-        self._dialled: set[Owner] = set()
+        self._again: set[TcpReader | TcpOwner] = set()
+        self._guests: Guests[TcpReader] = Guests()
+        self._owners: dict[str, TcpOwner] = {}
+        self._dialled: set[TcpOwner] = set()
         """Those that may not be open yet."""
         self._outcomes: list[Outcome] = []
         self.refused_count = 0
@@ -104,7 +111,7 @@ class Tcp:
             raise TransportError(f"only one of {peer} and this node is insecure")
         if address.secure and not _is_dns_name(peer):
             raise TransportError(f"no certificate can name {peer}")
-        self._owners[peer] = Owner(peer, found, address)
+        self._owners[peer] = TcpOwner(peer, found, address)
 
     def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
         owner = self._owners.get(peer)
@@ -167,7 +174,7 @@ class Tcp:
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────
 
-    def _dial(self, owner: Owner) -> Stream:
+    def _dial(self, owner: TcpOwner) -> Stream:
         address = owner.address
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -217,12 +224,12 @@ class Tcp:
                 self._theirs.wrap_socket, server_side=True, do_handshake_on_connect=False
             )
         # It speaks first. Who is silent costs no more than a place.
-        reader = Reader(Stream(sock, secure, selectors.EVENT_READ), self._source)
+        reader = TcpReader(Stream(sock, secure, selectors.EVENT_READ), self._source)
         self._selector.register(reader.stream.fd, reader.stream.events, reader)
         if (oldest := self._guests.arrive(reader)) is not None:
             self._end(oldest)
 
-    def _serve(self, reader: Reader) -> bool:
+    def _serve(self, reader: TcpReader) -> bool:
         """Whether there may be more to do at once. Raises OSError, Closed."""
         if not reader.stream.shake():
             return False
@@ -231,23 +238,23 @@ class Tcp:
             gone = self._guests.admit(reader, reader.stream.node, now_ns)
             if gone is reader:
                 self.refused_count += 1
-                raise Closed("there is no room for it")
+                raise ConnectionClosed("there is no room for it")
             if gone is not None:
                 self._end(gone)
         self._guests.heard(reader, now_ns)
         return reader.turn()
 
-    def _turn(self, end: Reader | Owner) -> None:
-        if end.stream is None or (isinstance(end, Reader) and end not in self._guests):
+    def _turn(self, end: TcpReader | TcpOwner) -> None:
+        if end.stream is None or (isinstance(end, TcpReader) and end not in self._guests):
             return
         try:
-            if isinstance(end, Owner):
+            if isinstance(end, TcpOwner):
                 done, more = end.turn()
                 self._outcomes += [Outcome(read, End.DONE) for read in done]
             else:
                 more = self._serve(end)
-        except (OSError, Closed) as error:
-            if isinstance(end, Owner):
+        except (OSError, ConnectionClosed) as error:
+            if isinstance(end, TcpOwner):
                 self._fail(end, str(error))
             else:
                 self._end(end)
@@ -257,18 +264,18 @@ class Tcp:
             self._again.add(end)
             os.eventfd_write(self._again_fd, 1)
 
-    def _fail(self, owner: Owner, reason: str) -> None:
+    def _fail(self, owner: TcpOwner, reason: str) -> None:
         """Its connection is closed: nothing of it writes any more."""
         self._end(owner)
         why = f"{owner.name}: {reason}"
         self._outcomes += [Outcome(read, End.FAILED, why) for read in owner.reads()]
 
-    def _end(self, end: Reader | Owner) -> None:
+    def _end(self, end: TcpReader | TcpOwner) -> None:
         self._again.discard(end)
         if end.stream is not None:
             self._selector.unregister(end.stream.fd)
             end.stream.close()
-        if isinstance(end, Owner):
+        if isinstance(end, TcpOwner):
             end.stream = None
         else:
             self._guests.leave(end)

@@ -61,7 +61,7 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ipaddress.ip_address(self.host)
 
 
-class Closed(Exception):
+class ConnectionClosed(Exception):
     """The other end closed, or is not what it should be."""
 
 
@@ -107,7 +107,7 @@ class Stream:
                     return False
                 self.node = _node_of(self._socket.getpeercert() or {})
                 if not self.node:
-                    raise Closed("its certificate names no node")
+                    raise ConnectionClosed("its certificate names no node")
             self.is_open, self.deadline_ns = True, 0
         return True
 
@@ -118,7 +118,7 @@ class Stream:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return 0
         if not count:
-            raise Closed("it closed the connection")
+            raise ConnectionClosed("it closed the connection")
         return count
 
     def send(self, data: memoryview) -> int:
@@ -195,7 +195,7 @@ class _Outgoing:
         return given
 
 
-class Reader:
+class TcpReader:
     """A peer that reads from here, over a stream that is open when it has its turn."""
 
     def __init__(self, stream: Stream, source: NDArray[np.uint8]) -> None:
@@ -230,19 +230,19 @@ class Reader:
         magic, count, read, size_bytes = HEADER.unpack(self._header)
         if not self._pieces:
             if magic != REQUEST or not 0 < count <= PIECES_MAX:
-                raise Closed("its request makes no sense")
+                raise ConnectionClosed("its request makes no sense")
             self._pieces = bytearray(PIECE_BYTES * count)
             self._in = _Incoming([memoryview(self._pieces)])
             return
         if len(self._unanswered) >= REQUESTS_MAX:
-            raise Closed("it asks for too much")
+            raise ConnectionClosed("it asks for too much")
         begin, length = np.frombuffer(self._pieces, "<u8").reshape(-1, 2).T.astype(np.uint64)
         try:
             check_within(begin, length, len(self._source), "the arena")
         except TransportError as error:
-            raise Closed(str(error)) from None
+            raise ConnectionClosed(str(error)) from None
         if total_bytes(Pieces(begin, begin, length)) != size_bytes:
-            raise Closed("its request makes no sense")
+            raise ConnectionClosed("its request makes no sense")
         self._out.put(memoryview(HEADER.pack(ANSWER, 0, read, size_bytes)))
         for at, size in zip(begin.tolist(), length.tolist(), strict=True):
             self._out.put(self._view[at : at + size])
@@ -251,7 +251,7 @@ class Reader:
         self._expect_header()
 
 
-class Owner:
+class TcpOwner:
     """A peer that is read from, and the reads from it in the order of their answers."""
 
     def __init__(self, name: str, found: Descriptor, address: Address) -> None:
@@ -314,6 +314,6 @@ class Owner:
             return [read]
         magic, _, number, size_bytes = HEADER.unpack(self._header)
         if not self.asked or (magic, number, size_bytes) != (ANSWER, *self.asked[0][:2]):
-            raise Closed("its answer makes no sense")
+            raise ConnectionClosed("its answer makes no sense")
         self._is_body, self._in = True, _Incoming(self.asked[0][2])
         return []

@@ -36,7 +36,7 @@ REQUESTS_PER_TURN: Final = 64
 READERS_MAX: Final = 2048
 
 
-class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _UcxRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a reader asks of an owner."""
 
     address: Annotated[bytes, msgspec.Meta(max_length=8192)]
@@ -46,7 +46,7 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Request)
+_decoder = msgspec.msgpack.Decoder(_UcxRequest)
 
 
 class _Owner:
@@ -56,7 +56,7 @@ class _Owner:
         self.found, self.endpoint = found, endpoint
 
 
-class _Read:
+class _UcxRead:
     def __init__(self, owner: _Owner, requests: list[Any], ask: bytes) -> None:
         self.owner, self.requests = owner, requests
         self._ask = ask
@@ -104,8 +104,8 @@ class Ucx:
         self._owners: dict[str, _Owner] = {}
         self._readers: dict[bytes, Any] = {}
         """Endpoints to those that read from here, by address."""
-        self._reads: dict[int, _Read] = {}
-        self._given_up: list[_Read] = []
+        self._reads: dict[int, _UcxRead] = {}
+        self._given_up: list[_UcxRead] = []
         """Whose places may still be written to, and whose requests must not be freed."""
         self._sends: deque[Any] = deque()
         self._next_tag = DATA
@@ -139,10 +139,10 @@ class Ucx:
             if size
         ]
         ask = _encoder.encode(
-            _Request(self._address, tag, words(pieces.remote), words(pieces.length))
+            _UcxRequest(self._address, tag, words(pieces.remote), words(pieces.length))
         )
         requests.append(owner.endpoint.tag_send(self._array(ask), self._tag(CONTROL)))
-        self._reads[read] = _Read(owner, requests, ask)
+        self._reads[read] = _UcxRead(owner, requests, ask)
         self._progress()
 
     def poll(self) -> list[Outcome]:
@@ -191,7 +191,7 @@ class Ucx:
         while not self._worker.arm():
             self._worker.progress()
 
-    def _look(self, read: int, begun: _Read) -> None:
+    def _look(self, read: int, begun: _UcxRead) -> None:
         if begun.is_over():
             del self._reads[read]
             try:
@@ -226,7 +226,7 @@ class Ucx:
             except (msgspec.DecodeError, TransportError):
                 continue  # whoever asked so waits for its own deadline
 
-    def _give(self, ask: _Request) -> None:
+    def _give(self, ask: _UcxRequest) -> None:
         """Raises TransportError."""
         if len(ask.begin) != len(ask.length) or len(ask.begin) % 8:
             raise TransportError("the arrays of a request are not equally long")

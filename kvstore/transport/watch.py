@@ -45,7 +45,7 @@ class Recycle(NamedTuple):
     reason: str
 
 
-class _Transfer:
+class _WatchedTransfer:
     def __init__(self, peer: str, size_bytes: int, deadline_ns: int) -> None:
         self.peer, self.size_bytes, self.deadline_ns = peer, size_bytes, deadline_ns
         self.limbo = False
@@ -57,7 +57,7 @@ class Watch:
 
     def __init__(self, *, arena_bytes: int) -> None:
         self._limbo_max = arena_bytes // LIMBO_DIVISOR
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[int, _WatchedTransfer] = {}
         self._silent_at_ns = 0
         """When it will have been silent for too long; 0: there is none."""
         self._looked_ns = 0
@@ -85,7 +85,7 @@ class Watch:
 
     def posted(self, transfer: int, peer: str, *, size_bytes: int, deadline_ns: int) -> None:
         assert transfer not in self._transfers, transfer
-        self._transfers[transfer] = _Transfer(peer, size_bytes, deadline_ns)
+        self._transfers[transfer] = _WatchedTransfer(peer, size_bytes, deadline_ns)
 
     def ended(self, transfer: int) -> bool:
         """The mover says so. False: that transfer is not known."""

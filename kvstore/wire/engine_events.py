@@ -35,7 +35,7 @@ _AsMany = msgspec.Meta(max_length=PAYLOAD_BYTES_MAX)
 """As a payload has room for."""
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag=True):
+class EngineStored(msgspec.Struct, frozen=True, tag="BlockStored"):
     """Blocks of one chain are in a medium now."""
 
     block_hashes: Annotated[list[Hash], _AsMany]
@@ -49,7 +49,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     group_idx: U32 | None = None
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
+class EngineRemoved(msgspec.Struct, frozen=True, tag="BlockRemoved"):
     """Blocks are in a medium no more."""
 
     block_hashes: Annotated[list[Hash], _AsMany]
@@ -57,26 +57,28 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
     group_idx: U32 | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+class EngineCleared(msgspec.Struct, frozen=True, tag="AllBlocksCleared"):
     """The engine's cache was emptied."""
 
 
-EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
-_KINDS: Final = frozenset(kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared))
+EngineEvent = EngineStored | EngineRemoved | EngineCleared
+_KINDS: Final = frozenset(
+    kind.__struct_config__.tag for kind in (EngineStored, EngineRemoved, EngineCleared)
+)
 _decoder = msgspec.msgpack.Decoder(EngineEvent)
 _raw = msgspec.msgpack.Decoder(tuple[float, Annotated[list[msgspec.Raw], _AsMany], Small | None])
 _kind = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 _text = msgspec.msgpack.Decoder(str)
 
 
-class Batch(msgspec.Struct, frozen=True):
+class EventBatch(msgspec.Struct, frozen=True):
     """One message."""
 
     events: Annotated[list[EngineEvent], _AsMany]
     rank: Small
 
 
-def decode_batch(payload: bytes) -> Batch:
+def decode_batch(payload: bytes) -> EventBatch:
     """The events of a payload that are known here. Raises ProtocolError."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         raise ProtocolError(f"a batch of {len(payload)} bytes; at most {PAYLOAD_BYTES_MAX}")
@@ -85,7 +87,7 @@ def decode_batch(payload: bytes) -> Batch:
         events = [_decoder.decode(event) for event in raw if _is_known(event)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"malformed KV events: {error}") from None
-    return Batch(events, rank or 0)
+    return EventBatch(events, rank or 0)
 
 
 def _is_known(event: msgspec.Raw) -> bool:

@@ -39,7 +39,7 @@ BLOCKS_MAX: Final = 1 << 20
 Hashes = Annotated[Sequence[Word | Key], msgspec.Meta(max_length=BLOCKS_MAX)]
 
 
-class Publisher(msgspec.Struct, frozen=True):
+class PublisherName(msgspec.Struct, frozen=True):
     """Who speaks. Another incarnation knows nothing of what this one said."""
 
     node: Name
@@ -47,7 +47,7 @@ class Publisher(msgspec.Struct, frozen=True):
     """16 hex digits."""
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class EventOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """Whose blocks an event is about, and which."""
 
     node: Name
@@ -66,7 +66,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     block_hashes: Hashes
     medium: Label
-    kvstore: Origin
+    kvstore: EventOrigin
     parent_block_hash: None = None
     token_ids: tuple[()] = ()
     block_size: Literal[0] = 0
@@ -81,7 +81,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     block_hashes: Hashes
     medium: Label
-    kvstore: Origin
+    kvstore: EventOrigin
     locality: Label = "LOCAL"
     ownership: Label = OWNERSHIP
 
@@ -89,7 +89,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Nothing that this publisher said before counts."""
 
-    kvstore: Publisher
+    kvstore: PublisherName
     ownership: Label = OWNERSHIP
 
 
@@ -99,7 +99,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def block_event(
-    origin: Origin, *, tier: Tier, stored: bool, whole_hashes: bool
+    origin: EventOrigin, *, tier: Tier, stored: bool, whole_hashes: bool
 ) -> BlockStored | BlockRemoved:
     """One event about the keys of `origin`."""
     hashes = _whole(origin.keys) if whole_hashes else low_hashes(origin.keys)

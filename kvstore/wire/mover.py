@@ -72,7 +72,7 @@ class Connect(MoverMessage, frozen=True):
     descriptor: Blob
 
 
-class Read(MoverMessage, frozen=True):
+class ReadPieces(MoverMessage, tag="Read", frozen=True):
     """Pieces of a transfer, see `ports.Pieces`; it begins with the last part."""
 
     transfer: U64
@@ -155,7 +155,7 @@ class Beat(MoverMessage, frozen=True):
     """Peers that would read from here and found no room."""
 
 
-FromNode = Begin | Connect | Read | Forget
+FromNode = Begin | Connect | ReadPieces | Forget
 FromMover = Registered | Unable | Connected | Unreachable | Done | Failed | Limbo | Beat
 
 
@@ -187,7 +187,7 @@ def encode(message: MoverMessage | Descriptor) -> bytes:
 def decode_from_node(data: bytes) -> FromNode:
     """Raises ProtocolError."""
     message = _decode(_from_node, data)
-    if isinstance(message, Read):
+    if isinstance(message, ReadPieces):
         if not len(message.local) == len(message.remote) == len(message.length):
             raise ProtocolError("the arrays of a read are not equally long")
         if len(message.local) % 8:
@@ -212,14 +212,14 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
         raise ProtocolError("a datagram of a mover is malformed") from None
 
 
-def parts_of(transfer: int, peer: str, arrays: Sequence[NDArray[np.uint64]]) -> list[Read]:
+def parts_of(transfer: int, peer: str, arrays: Sequence[NDArray[np.uint64]]) -> list[ReadPieces]:
     """The datagrams of a transfer; `arrays` are local, remote and length of its pieces."""
     count, total = PIECES_PER_DATAGRAM_MAX, len(arrays[0])
     parts = []
     for at in range(0, max(1, total), count):
         local, remote, length = (words(array[at : at + count]) for array in arrays)
         last = at + count >= total
-        parts.append(Read(transfer, peer, local, remote, length, last=last))
+        parts.append(ReadPieces(transfer, peer, local, remote, length, last=last))
     return parts
 
 

@@ -14,10 +14,10 @@ from kvstore.index.feed import (
     FORGET_MS,
     OUT_MS,
     STALE_MS,
-    Cleared,
+    ConnectRefused,
     Event,
+    FeedCleared,
     Left,
-    Refused,
     Trust,
     Verdict,
 )
@@ -303,13 +303,13 @@ def test_a_refused_connection_is_out_at_once_until_the_node_speaks(
     told: Callable[..., Asked],
 ) -> None:
     asked = told(1)
-    asked.hear(Refused(NODE), NOW + 1)
+    asked.hear(ConnectRefused(NODE), NOW + 1)
     assert asked.trust(NOW + 1) is None
     asked.tick(NOW + 1)
     assert asked.trust(NOW + 1) is None
     asked.hear(beat(1), NOW + 2)
     assert asked.trust(NOW + 2) is Trust.EXACT
-    assert asked.hear(Refused("nobody")) is Verdict.CLOSE
+    assert asked.hear(ConnectRefused("nobody")) is Verdict.CLOSE
 
 
 def test_a_restart_at_the_same_address_voids_the_past(told: Callable[..., Asked]) -> None:
@@ -355,7 +355,7 @@ def test_clear_and_left_take_what_they_name(told: Callable[..., Asked]) -> None:
     asked.hear(delta(2, *hbm, stored(1, tenant="u")))
     asked.hear(delta(3, Left("e")))
     assert asked.lengths(1) == {A: 1, Holder(NODE, "f"): 1}
-    asked.hear(delta(4, Cleared("t", SPACE), stored(2)))
+    asked.hear(delta(4, FeedCleared("t", SPACE), stored(2)))
     assert asked.lengths(1) == {}
     assert asked.lengths(2) == {A: 1}
     assert asked.lengths(1, tenant="u") == {A: 1}
@@ -408,7 +408,7 @@ def test_without_slots_the_node_is_catching_up_until_a_snapshot_fits(
     asked.hear(delta(2, *(stored(1, tenant=f"t{i}") for i in range(8))))
     assert asked.lengths(1, tenant="t7") == {}
     assert asked.trust(NOW) is Trust.CATCHING_UP
-    asked.hear(delta(3, *(Cleared(f"t{i}", SPACE) for i in range(8))))
+    asked.hear(delta(3, *(FeedCleared(f"t{i}", SPACE) for i in range(8))))
     assert asked.hear(beat(4)) is Verdict.ASK
     asked.hear(part(4, 0, stored(1), is_last=True))
     assert asked.trust(NOW) is Trust.EXACT

@@ -1,4 +1,4 @@
-"""What every `Tier` promises, run by each of them. Add an implementation to `TIERS`."""
+"""What every `Memory` promises, run by each of them. Add an implementation to `TIERS`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.arena import Arena
-from kvstore.ports import Tier
+from kvstore.ports import Memory
 from kvstore.tiers.dram import DramTier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN, Incarnation, SlotId
@@ -18,39 +18,39 @@ CAPACITY_BYTES = 8 * SLOT_BYTES_MIN
 SLOTS = [SlotId(n * PAGES_PER_GENERATION) for n in range(8)]
 
 
-def _dram() -> Tier:
+def _dram() -> Memory:
     tier = DramTier(Arena(arena_bytes=CAPACITY_BYTES, incarnation=Incarnation(1)))
     tier.start()
     assert tier.wait_populated(10)
     return tier
 
 
-TIERS: dict[str, Callable[[], Tier]] = {
+TIERS: dict[str, Callable[[], Memory]] = {
     "memory": lambda: MemoryTier(capacity_bytes=CAPACITY_BYTES),
     "dram": _dram,
 }
 
 
 @pytest.fixture(params=TIERS)
-def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
+def tier(request: pytest.FixtureRequest) -> Iterator[Memory]:
     made = TIERS[request.param]()
     yield made
     made.close()
 
 
-def test_it_is_a_tier(tier: Tier) -> None:
-    assert isinstance(tier, Tier)
+def test_it_is_a_tier(tier: Memory) -> None:
+    assert isinstance(tier, Memory)
     assert tier.capacity_bytes == tier.ready_bytes == CAPACITY_BYTES
     assert not tier.capabilities.persistent
 
 
-def test_generations_start_at_one(tier: Tier) -> None:
+def test_generations_start_at_one(tier: Memory) -> None:
     assert [tier.generation(slot) for slot in SLOTS] == [1] * 8
 
 
 @pytest.mark.parametrize("as_arrays", [False, True])
 def test_raised_generations_are_read_back_and_touch_no_neighbour(
-    tier: Tier, *, as_arrays: bool
+    tier: Memory, *, as_arrays: bool
 ) -> None:
     slots, generations = [SLOTS[6], SLOTS[1]], [2**63 - 1, 2]
     if as_arrays:
@@ -61,17 +61,17 @@ def test_raised_generations_are_read_back_and_touch_no_neighbour(
     assert [tier.generation(slot) for slot in SLOTS] == [1, 2, 1, 1, 1, 1, 2**63 - 1, 1]
 
 
-def test_raising_nothing_is_fine(tier: Tier) -> None:
+def test_raising_nothing_is_fine(tier: Memory) -> None:
     tier.raise_generations([], [])
     assert [tier.generation(slot) for slot in SLOTS] == [1] * 8
 
 
-def test_a_slot_of_many_pages_has_the_generation_of_its_first(tier: Tier) -> None:
+def test_a_slot_of_many_pages_has_the_generation_of_its_first(tier: Memory) -> None:
     tier.raise_generations([SLOTS[2]], [7])
     assert tier.generation(SlotId(SLOTS[2] + PAGES_PER_GENERATION - 1)) == 7
 
 
-def write(tier: Tier, slot: SlotId, data: bytes) -> None:
+def write(tier: Memory, slot: SlotId, data: bytes) -> None:
     """As an engine does."""
     if isinstance(tier, DramTier):
         tier.arena.array.data[slot * PAGE_BYTES :][: len(data)] = data
@@ -80,25 +80,25 @@ def write(tier: Tier, slot: SlotId, data: bytes) -> None:
         tier.view(slot, len(data))[:] = data
 
 
-def read(tier: Tier, slot: SlotId, length: int) -> bytes:
+def read(tier: Memory, slot: SlotId, length: int) -> bytes:
     into = bytearray(b"x" * length)
     tier.read(slot, memoryview(into))
     return bytes(into)
 
 
-def test_what_is_read_is_what_was_written_until_then(tier: Tier) -> None:
+def test_what_is_read_is_what_was_written_until_then(tier: Memory) -> None:
     write(tier, SLOTS[3], b"0123456789")
     assert read(tier, SLOTS[3], 20) == b"0123456789" + bytes(10)
     assert read(tier, SlotId(SLOTS[3] - 1), PAGE_BYTES) == bytes(PAGE_BYTES)
 
 
-def test_the_whole_tier_can_be_read_and_not_a_byte_more(tier: Tier) -> None:
+def test_the_whole_tier_can_be_read_and_not_a_byte_more(tier: Memory) -> None:
     assert read(tier, SLOTS[0], CAPACITY_BYTES) == bytes(CAPACITY_BYTES)
     with pytest.raises(AssertionError):
         read(tier, SLOTS[7], SLOT_BYTES_MIN + 1)
 
 
-def test_a_slot_outside_is_our_own_bug(tier: Tier) -> None:
+def test_a_slot_outside_is_our_own_bug(tier: Memory) -> None:
     outside = SlotId(8 * PAGES_PER_GENERATION)
     with pytest.raises(AssertionError):
         tier.generation(outside)
@@ -108,14 +108,14 @@ def test_a_slot_outside_is_our_own_bug(tier: Tier) -> None:
         read(tier, outside, 1)
 
 
-def test_going_back_is_our_own_bug(tier: Tier) -> None:
+def test_going_back_is_our_own_bug(tier: Memory) -> None:
     tier.raise_generations([SLOTS[0]], [5])
     tier.raise_generations([SLOTS[0], SLOTS[0]], [5, 5])
     with pytest.raises(AssertionError):
         tier.raise_generations([SLOTS[0]], [4])
 
 
-def test_beating_and_closing_twice_are_harmless(tier: Tier) -> None:
+def test_beating_and_closing_twice_are_harmless(tier: Memory) -> None:
     tier.beat(1)
     tier.close()
     tier.close()

@@ -10,10 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.index_process import Lab
-from kvstore.testing.transports import CHECKS, LocalParty, MoverParty, Party, TransportChecks
+from kvstore.testing.transports import (
+    CHECKS,
+    LocalParty,
+    MoverParty,
+    TransportChecks,
+    TransportParty,
+)
 from kvstore.transport.loopback import Hub
 
-Make = Callable[[str], Party]
+Make = Callable[[str], TransportParty]
 # Over shared memory, as over RDMA devices, a read may go on when its peer is stopped: only tcp
 # shows what faults do. `make rdma-check` names devices.
 _WAY = os.environ.get("KVSTORE_CONTRACT_UCX_TLS", "tcp")

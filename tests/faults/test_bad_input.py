@@ -366,7 +366,7 @@ def test_replay_requests_are_bounded() -> None:
     publisher._kept = [(number, b"batch") for number in range(10)]
     publisher._clock = SimpleNamespace(now_ns=lambda: 0)
     publisher._next_number = 10
-    publisher._who = kv_events.Publisher("n", "7")
+    publisher._who = kv_events.PublisherName("n", "7")
     publisher._ask = lambda row: ([], -1)
     publisher.counters = SimpleNamespace(replays=0, requests_refused=0)
     with no_growth():

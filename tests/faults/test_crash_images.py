@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvstore.tiers.file import Known, reader
-from kvstore.tiers.file.reader import Reader, Verdict, Wanted
+from kvstore.tiers.file.reader import Reader, ReadVerdict, WantedBlock
 from kvstore.tiers.file.segments import disk
 from kvstore.tiers.file.segments.catalog import Segment
 from kvstore.tiers.file.segments.directory import segment_name
@@ -98,9 +98,9 @@ def look(number: int, data: bytes, store_id: bytes) -> Found | None:
     good = []
     for row, page in enumerate(table.pages.tolist()):
         scope, name = table.scopes[table.scope_of[row]], table.keys[row].tobytes()
-        wanted = Wanted(page, 0, name, table.checksums[row].tobytes())
+        wanted = WantedBlock(page, 0, name, table.checksums[row].tobytes())
         memory.array[:] = 0xEE
-        if reading.read(number, scope, [wanted]).verdicts == [Verdict.GOOD]:
+        if reading.read(number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
             block = int.from_bytes(name[:4], "big")
             assert scope in (OURS, OTHERS)
             assert name == key(block)

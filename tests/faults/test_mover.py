@@ -21,11 +21,11 @@ import pytest
 from kvstore.arena import Arena, wait_for_holders
 from kvstore.peers.mover import (
     Down,
-    Ended,
     Mover,
     MoverEvent,
     MoverSettings,
-    PeerLost,
+    PeerUnreachable,
+    TransferEnded,
     Unusable,
     Up,
 )
@@ -134,8 +134,8 @@ def test_a_transfer_ends_once(opened: ExitStack, settings: MoverSettings) -> Non
     node, peer = _node(opened, settings), _peer(opened, settings)
     node.mover.connect("b", peer.descriptor())
     node.post(7, "b")
-    (ended,) = node.until(Ended)
-    assert isinstance(ended, Ended)
+    (ended,) = node.until(TransferEnded)
+    assert isinstance(ended, TransferEnded)
     assert (ended.transfer, ended.good) == (7, True)
     assert ended.took_ns > 0
     assert np.array_equal(node.memory.array, peer.arena)
@@ -150,7 +150,9 @@ def test_what_was_under_way_has_ended_when_the_child_is_dead(opened: ExitStack) 
     pid = node.mover.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert [each.transfer for each in node.until(Ended, 2) if isinstance(each, Ended)] == [1, 2]
+    assert [
+        each.transfer for each in node.until(TransferEnded, 2) if isinstance(each, TransferEnded)
+    ] == [1, 2]
     assert _is_gone(pid)
     node.until(Down)
     peer.resume()
@@ -158,8 +160,8 @@ def test_what_was_under_way_has_ended_when_the_child_is_dead(opened: ExitStack) 
     assert node.mover.pid != pid
     node.mover.connect("b", peer.descriptor())
     node.post(3, "b")
-    last = node.until(Ended, 3)[-1]
-    assert isinstance(last, Ended)
+    last = node.until(TransferEnded, 3)[-1]
+    assert isinstance(last, TransferEnded)
     assert (last.transfer, last.good) == (3, True)
 
 
@@ -172,8 +174,8 @@ def test_a_peer_that_stopped_costs_no_mover_where_its_reads_can_be_ended(
     node.mover.connect("b", peer.descriptor())
     peer.pause()
     node.post(1, "b", after_s=0.2)
-    (ended,) = node.until(Ended)
-    assert isinstance(ended, Ended)
+    (ended,) = node.until(TransferEnded)
+    assert isinstance(ended, TransferEnded)
     assert not ended.good
     assert node.mover.restarts == 0
 
@@ -185,8 +187,8 @@ def test_a_peer_that_stopped_costs_a_mover_where_they_cannot(opened: ExitStack) 
     node.post(1, "b", after_s=0.2)
     pid = node.mover.pid
     assert pid is not None
-    (ended,) = node.until(Ended)
-    assert isinstance(ended, Ended)
+    (ended,) = node.until(TransferEnded)
+    assert isinstance(ended, TransferEnded)
     assert not ended.good
     assert _is_gone(pid)
     peer.resume()
@@ -201,13 +203,13 @@ def test_a_descriptor_that_is_too_long_costs_its_peer_only(
 ) -> None:
     node, peer = _node(opened, settings), _peer(opened, settings)
     node.mover.connect("liar", bytes(DESCRIPTOR_BYTES_MAX + 1))
-    (lost,) = node.until(PeerLost)
-    assert isinstance(lost, PeerLost)
+    (lost,) = node.until(PeerUnreachable)
+    assert isinstance(lost, PeerUnreachable)
     assert lost.peer == "liar"
     node.mover.connect("b", peer.descriptor())
     node.post(1, "b")
-    (ended,) = node.until(Ended)
-    assert isinstance(ended, Ended)
+    (ended,) = node.until(TransferEnded)
+    assert isinstance(ended, TransferEnded)
     assert ended.good
     assert node.mover.restarts == 0
 
@@ -225,8 +227,8 @@ def test_those_who_say_nothing_keep_no_peer_out(opened: ExitStack, tmp_path: Pat
         opened.enter_context(socket.create_connection((place.host, place.port), timeout=LIMIT_S))
     node.mover.connect("b", peer.descriptor())
     node.post(1, "b")
-    (ended,) = node.until(Ended)
-    assert isinstance(ended, Ended)
+    (ended,) = node.until(TransferEnded)
+    assert isinstance(ended, TransferEnded)
     assert ended.good
 
 

@@ -16,8 +16,8 @@ from typing import Self
 
 import pytest
 
-from kvstore.demo.engine import Completion, Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import Completion, VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
@@ -91,7 +91,7 @@ def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
         for _ in range(PROMPTS)
     ]
     # Few blocks: prompts push each other out, so that the node is asked again and again.
-    config = EngineConfig(
+    config = ServerConfig(
         model=medium_model,
         socket=tormentor.node.socket,
         kv_blocks=48,
@@ -126,12 +126,12 @@ def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
     )
 
 
-def _computed(engine: Engine, prompt: tuple[int, ...]) -> Completion:
+def _computed(engine: VllmServer, prompt: tuple[int, ...]) -> Completion:
     engine.forget(external=True)
     return engine.complete(prompt, max_tokens=8)
 
 
-def test_gone_and_back_again(plain: Engine, encode: Encode, tmp_path: Path) -> None:
+def test_gone_and_back_again(plain: VllmServer, encode: Encode, tmp_path: Path) -> None:
     """What an engine says that starts without a node is in test_ways_of_being_down.py."""
     rng = random.Random(SEED + 1)
     prompts = iter([text_tokens(rng, encode, 3 * BLOCK_TOKENS + 5) for _ in range(200)])

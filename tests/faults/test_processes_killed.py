@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from kvstore.demo.engine import EngineError
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
@@ -55,7 +55,7 @@ def test_after_a_kill_the_node_is_at_baseline(
 ) -> None:
     rng = random.Random(f"{SEED} {victim}")
     baseline = descriptors(node)
-    config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+    config = ServerConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
     with vllm.start(config, log=tmp_path / "engine.log") as engine:
         prompts = [text_tokens(rng, encode, 20 * BLOCK_TOKENS) for _ in range(6)]
         for prompt in prompts[:3]:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, RawEngine, make_keys
@@ -48,7 +48,7 @@ Prompt = tuple[int, ...]
 class Victim:
     """The engine, its prompts, and what it answered before there ever was a node."""
 
-    def __init__(self, engine: Engine, socket: Path, prompts: list[Prompt]) -> None:
+    def __init__(self, engine: VllmServer, socket: Path, prompts: list[Prompt]) -> None:
         self.engine = engine
         self.socket = socket
         self.prompts = prompts
@@ -113,7 +113,7 @@ def victim(
         (*shared, *text_tokens(rng, encode, rng.randint(1, 2) * BLOCK_TOKENS + rng.randint(1, 60)))
         for _ in range(REQUESTS)
     ]
-    config = EngineConfig(
+    config = ServerConfig(
         model=tiny_model, socket=directory / "node.sock", connector_extra={"verify_every": 1}
     )
     with vllm.start(config, log=directory / "engine.log") as engine:

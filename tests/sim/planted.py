@@ -27,11 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.core.lookup import Lookup
-from kvstore.client.core.lookups import Lookups
+from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.rank import RankCore
 from kvstore.engine.events import Fetch, Fetched
-from kvstore.engine.memory.journal import Found, Journal
+from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.engine.memory.table import BlockTable, Keys, Rows
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.leases import Leases
@@ -41,10 +41,10 @@ from kvstore.engine.state import State
 from kvstore.index.feed import Feed, Heard, Hello
 from kvstore.peers import borrower
 from kvstore.peers.borrower import Borrower, _session_of
-from kvstore.peers.peer_session import PeerLost, PeerSession
+from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.proto.loans import Borrowed
 from kvstore.tiers.file.jobs import ReadJob
-from kvstore.tiers.file.reader import Reader, Wanted
+from kvstore.tiers.file.reader import Reader, WantedBlock
 from kvstore.tiers.file.segments.catalog import Segment
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.shared import Peers
@@ -79,7 +79,7 @@ def batch_path_without_check() -> contextlib.AbstractContextManager[Any]:
     is_good = Reader._is_good
 
     def broken(
-        self: Reader, segment: Segment, scope: Scope, prefix: bytes, wanted: Wanted, row: int
+        self: Reader, segment: Segment, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
     ) -> bool:
         return row > 0 or is_good(self, segment, scope, prefix, wanted, row)
 
@@ -125,9 +125,9 @@ def double_unpin() -> contextlib.AbstractContextManager[Any]:
 
 def first_of_several_errors_frees() -> contextlib.AbstractContextManager[Any]:
     """The first rank whose part of a load fails ends it, while other ranks still copy theirs."""
-    reported = Lookups.reported
+    reported = EngineLookups.reported
 
-    def broken(self: Lookups, result: LoadResult, now_ns: int) -> Lookup | None:
+    def broken(self: EngineLookups, result: LoadResult, now_ns: int) -> Lookup | None:
         entry = self._by_lease.get(result.lease)
         ended = reported(self, result, now_ns)
         if ended is None and entry is not None and result.failed_block_ids:
@@ -135,7 +135,7 @@ def first_of_several_errors_frees() -> contextlib.AbstractContextManager[Any]:
             return entry[0]
         return ended
 
-    return mock.patch.object(Lookups, "reported", broken)
+    return mock.patch.object(EngineLookups, "reported", broken)
 
 
 def hit_without_load() -> contextlib.AbstractContextManager[Any]:
@@ -216,7 +216,7 @@ def granted_slots_are_free_after_a_restart() -> contextlib.AbstractContextManage
     """The next process gives slots to others that a rank may still write to."""
     examine = Journal.examine
 
-    def broken(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> Found:
+    def broken(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> JournalContents:
         found = examine(self, quotas=quotas, writers=writers)
         self.name_writer(found.held, 0)
         return msgspec.structs.replace(found, held=found.held[:0], writers=found.writers[:0])
@@ -306,7 +306,7 @@ def fetched_slots_freed_by_a_timer() -> contextlib.AbstractContextManager[Any]:
                 asyncio.shield(borrow(self, session, command, count)), 0.05
             )
         except TimeoutError:
-            raise PeerLost("it takes too long") from None
+            raise SessionLost("it takes too long") from None
 
     return mock.patch.object(Borrower, "_borrow", broken)
 

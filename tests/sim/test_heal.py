@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.client.core import breaker as client_breaker
 from kvstore.engine.engine import Engine
-from kvstore.engine.memory.journal import Found, Journal
+from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.stores import Stores
@@ -36,7 +36,7 @@ def the_engine_never_tries_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_disk_is_never_tried_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(file_breaker.Breaker, "allows", lambda self, _: not self.is_open)
+    patch.setattr(file_breaker.DiskBreaker, "allows", lambda self, _: not self.is_open)
 
 
 def after_a_quarantine_nothing_is_granted(patch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def descriptors_stay_open(patch: pytest.MonkeyPatch) -> None:
 def nothing_is_taken_over(patch: pytest.MonkeyPatch) -> None:
     examine = Journal.examine
 
-    def changed(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> Found:
+    def changed(self: Journal, *, quotas: Sequence[str], writers: set[int]) -> JournalContents:
         found = examine(self, quotas=quotas, writers=writers)
         return msgspec.structs.replace(found, words=found.words[:0], scopes=found.scopes[:0])
 

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvstore.client.core.copies import Copied, Copy, Outcome, RunningStore, Void
-from kvstore.client.core.lookup import Stage
+from kvstore.client.core.copies import Copied, Copy, CopyVoid, Outcome, RunningStore
+from kvstore.client.core.lookup import LookupStage
 from kvstore.client.core.rank import RankCore
 from kvstore.client.core.scheduler import SchedulerCore
 from kvstore.engine.engine import Engine
@@ -39,11 +39,11 @@ def stores_while_loading(patch: pytest.MonkeyPatch) -> None:
 
     def changed(self: SchedulerCore, request: str, **tokens: int) -> int:
         entry = self._requests.get(request)
-        if entry is None or entry.lookup.stage is not Stage.LOADING:
+        if entry is None or entry.lookup.stage is not LookupStage.LOADING:
             return full_blocks(self, request, **tokens)
-        entry.lookup.stage = Stage.NONE
+        entry.lookup.stage = LookupStage.NONE
         full = full_blocks(self, request, **tokens)
-        entry.lookup.stage = Stage.LOADING
+        entry.lookup.stage = LookupStage.LOADING
         return full
 
     patch.setattr(SchedulerCore, "full_blocks", changed)
@@ -102,7 +102,7 @@ def failed_copies_are_sealed(patch: pytest.MonkeyPatch) -> None:
     finished = RankCore._store_finished
 
     def changed(self: RankCore, job: RunningStore, outcome: Outcome) -> None:
-        finished(self, job, Copied(bytes(16)) if isinstance(outcome, Void) else outcome)
+        finished(self, job, Copied(bytes(16)) if isinstance(outcome, CopyVoid) else outcome)
 
     patch.setattr(RankCore, "_store_finished", changed)
 

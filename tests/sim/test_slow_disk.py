@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from kvstore.client.core import costs
-from kvstore.client.core.lookups import Lookups
+from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.pace import LOADS_MIN
 from kvstore.engine.moves.pace import READS, ReadPace
 from kvstore.units import KIB, MIB, NS_PER_MS
@@ -171,7 +171,7 @@ def never_learns(patch: pytest.MonkeyPatch) -> None:
 
 def waits_for_all(patch: pytest.MonkeyPatch) -> None:
     """A request waits for its blocks however long that takes."""
-    patch.setattr(Lookups, "_worth_waiting_ns", lambda *_: 3000 * NS_PER_MS)
+    patch.setattr(EngineLookups, "_worth_waiting_ns", lambda *_: 3000 * NS_PER_MS)
 
 
 @pytest.mark.parametrize("change", [never_learns, waits_for_all])

@@ -24,7 +24,7 @@ LINES_MAX = {
     "connector": 1_710,
     "demo": 1_300,
     "engine": 6_650,
-    "index": 1_790,
+    "index": 1_800,
     "indexer": 700,
     "kernels": 160,
     "kvstore": 530,
@@ -34,10 +34,10 @@ LINES_MAX = {
     "peers": 2_250,
     "proto": 390,
     "stores": 1_150,
-    "supervisor": 1_070,
+    "supervisor": 1_080,
     "testing": 1_150,
-    "tiers": 2_950,
-    "transport": 1_640,
+    "tiers": 2_970,
+    "transport": 1_650,
     "wire": 1_130,
 }
 """Lines of code of each package, without blanks, comments and docstrings. Whoever needs more takes
@@ -129,3 +129,14 @@ def test_every_package_keeps_its_budget() -> None:
     over = {name: n for name, n in lines.items() if n > LINES_MAX.get(name, 0)}
     assert over == {}
     assert lines.keys() == LINES_MAX.keys()
+
+
+def test_a_class_name_occurs_once() -> None:
+    places: dict[str, list[str]] = {}
+    for file in python_files():
+        if file.parts[0] in PRODUCT:
+            for node in ast.walk(ast.parse((ROOT / file).read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(file))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert twice == {}

@@ -49,7 +49,7 @@ CREDITS_MAX = 16_384
 """Far more than a node lends one engine; more is not remembered."""
 
 
-class State(enum.Enum):
+class AttachState(enum.Enum):
     """Where the connection stands."""
 
     DOWN = "down"
@@ -67,7 +67,7 @@ class Attachment:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self.state = State.DOWN
+        self.state = AttachState.DOWN
         self.session = 0
         self.shard_count = 1
         self.incarnation = 0
@@ -89,7 +89,7 @@ class Attachment:
     @property
     def is_open(self) -> bool:
         """Whether the node can be asked."""
-        return self.state is State.OPEN and not self.is_silent
+        return self.state is AttachState.OPEN and not self.is_silent
 
     @property
     def is_silent(self) -> bool:
@@ -100,15 +100,15 @@ class Attachment:
         """Whether the node was last there, or first heard of, so recently that it may be back at
         any moment."""
         match self.state:
-            case State.DOWN:
+            case AttachState.DOWN:
                 return False
-            case State.OPEN:
+            case AttachState.OPEN:
                 return now_ns - self._silent_since_ns < within_ns
             case _:
                 return now_ns - self.state_since_ns < within_ns
 
     def wants_connection(self, now_ns: int) -> bool:
-        return self.state is State.DOWN and now_ns >= self._retry_at_ns
+        return self.state is AttachState.DOWN and now_ns >= self._retry_at_ns
 
     def connect_failed(self, now_ns: int, reason: str) -> None:
         """The socket is absent or refuses. One notice, then silence until something changes."""
@@ -134,15 +134,15 @@ class Attachment:
 
     def connected(self, now_ns: int) -> None:
         """The socket is connected and the hello is on its way."""
-        assert self.state is State.DOWN, self.state
-        self._enter(State.GREETED, now_ns)
+        assert self.state is AttachState.DOWN, self.state
+        self._enter(AttachState.GREETED, now_ns)
 
     def disconnected(self, now_ns: int, reason: str) -> None:
         """The socket ended, or the caller closed it on our word. Safe to call when down."""
-        if self.state is State.DOWN:
+        if self.state is AttachState.DOWN:
             return
         self._end_session()
-        self._enter(State.DOWN, now_ns)
+        self._enter(AttachState.DOWN, now_ns)
         self.outbox.clear()
         self._back_off(now_ns, self._retry_ms)
         self._retry_ms = min(self._retry_ms * 2, _RETRY_MS_MAX)
@@ -152,7 +152,7 @@ class Attachment:
         """Attach again at once, to the space of this epoch. The caller closes the socket."""
         self.weights_epoch = weights_epoch
         self._end_session()
-        self._enter(State.DOWN, now_ns)
+        self._enter(AttachState.DOWN, now_ns)
         self.outbox.clear()
         self._retry_at_ns = now_ns
         self.notices.append("the engine's cache was reset: moving to a space of its own")
@@ -165,31 +165,31 @@ class Attachment:
         self._tell_unserved()
 
     def _tell_unserved(self) -> None:
-        if self.unserved and self.state in (State.WAITING, State.OPEN):
+        if self.unserved and self.state in (AttachState.WAITING, AttachState.OPEN):
             self.outbox.append(Unserved(self.unserved))
 
     def received(self, message: Message, now_ns: int) -> str | None:
         """Take an attachment message. Returns a reason when the caller must close the socket."""
         match message:
             case Welcome():
-                if self.state is not State.GREETED:
+                if self.state is not AttachState.GREETED:
                     return "the node welcomed twice"
                 self.incarnation = message.incarnation
                 self._clock_offset_ns = now_ns - message.now_ns
-                self._enter(State.WAITING, now_ns)
+                self._enter(AttachState.WAITING, now_ns)
                 self._tell_unserved()
             case SessionOpen():
                 self._end_session()
                 self.session = message.session
                 self.shard_count = message.shard_count
-                self._enter(State.OPEN, now_ns)
+                self._enter(AttachState.OPEN, now_ns)
                 self._retry_ms = _RETRY_MS_MIN
                 self._away_noticed = False
                 self.notices.append(f"attached to the node, session {message.session}: cache on")
             case SessionClosed():
                 if message.session == self.session:
                     self._end_session()
-                    self._enter(State.WAITING, now_ns)
+                    self._enter(AttachState.WAITING, now_ns)
                     self._notice_away(message.reason)
             case Grant():
                 if message.session == self.session:
@@ -197,7 +197,7 @@ class Attachment:
             case Refused():
                 self._notice_away(f"refused: {message.reason}")
                 self._end_session()
-                self._enter(State.DOWN, now_ns)
+                self._enter(AttachState.DOWN, now_ns)
                 self._back_off(now_ns, _REFUSED_RETRY_MS)
                 return "refused"
             case _:
@@ -207,14 +207,14 @@ class Attachment:
     def greeting_is_late(self, now_ns: int) -> bool:
         """A hello without a Welcome for so long: another node may serve the path by now."""
         return (
-            self.state is State.GREETED
+            self.state is AttachState.GREETED
             and now_ns - self.state_since_ns > _GREETING_MS_MAX * NS_PER_MS
         )
 
     def watch(self, now_ns: int, heartbeat_ns: int) -> bool:
         """Take note of the node's last beat. True when it has been silent for so long that the
         caller must close the socket."""
-        if self.state not in (State.WAITING, State.OPEN) or heartbeat_ns == 0:
+        if self.state not in (AttachState.WAITING, AttachState.OPEN) or heartbeat_ns == 0:
             return False
         # Clocks differ between time namespaces. Every look bounds the offset from above (it is
         # offset + age); the smallest bound seen is the offset to within one beat. A Welcome that
@@ -230,13 +230,13 @@ class Attachment:
             self._heard(now_ns)
         elif not self.is_silent:
             self._silent_since_ns = now_ns
-            if self.state is State.OPEN:
+            if self.state is AttachState.OPEN:
                 self._notice_silence(now_ns)
         return age_ns > GONE_TIMES * limit_ns
 
     def _heard(self, now_ns: int) -> None:
         noticed = self.is_silent and self._silence_noticed_ns == self._silent_since_ns
-        if noticed and self.state is State.OPEN:
+        if noticed and self.state is AttachState.OPEN:
             self.notices.append("the node's heartbeat is back: cache on")
         self._silent_since_ns = 0
 
@@ -264,10 +264,10 @@ class Attachment:
         self.session = 0
         self.credits.clear()
 
-    def _enter(self, state: State, now_ns: int) -> None:
+    def _enter(self, state: AttachState, now_ns: int) -> None:
         self.state = state
         self.state_since_ns = now_ns
-        if state is State.DOWN:
+        if state is AttachState.DOWN:
             self._silent_since_ns = 0
 
     def _back_off(self, now_ns: int, retry_ms: int) -> None:

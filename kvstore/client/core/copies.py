@@ -75,7 +75,7 @@ class Copied(msgspec.Struct, frozen=True):
     duration_ns: int = 0
 
 
-class Void(msgspec.Struct, frozen=True):
+class CopyVoid(msgspec.Struct, frozen=True):
     """The slot no longer holds what the plan says, or cannot be reached; nothing may be used."""
 
     reason: str = "the slot was given to another block"
@@ -85,7 +85,7 @@ class Mismatch(msgspec.Struct, frozen=True):
     """Load or compare: generation valid, checksum wrong."""
 
 
-class Compared(msgspec.Struct, frozen=True):
+class CopyCompared(msgspec.Struct, frozen=True):
     """The slot held the block to the end, and its bytes are those that were stored."""
 
     error: float
@@ -95,7 +95,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 Copy = LoadBlock | StoreBlock | CompareBlock
-Outcome = Copied | Void | Mismatch | Compared
+Outcome = Copied | CopyVoid | Mismatch | CopyCompared
 
 
 class Job:
@@ -216,7 +216,7 @@ class RunningCheck(Job):
 
     def take(self, outcome: Outcome) -> None:
         """What became of the block at `index`."""
-        if isinstance(outcome, Compared):
+        if isinstance(outcome, CopyCompared):
             self.compared += 1
             self.worst = max(self.worst, outcome.error)
             if outcome.diverged:

@@ -10,7 +10,7 @@ import enum
 from kvstore.wire.messages import LeaseReply
 
 
-class Stage(enum.Enum):
+class LookupStage(enum.Enum):
     """Where the lookup of one request stands; `lookups.py` has a picture."""
 
     NONE = 0
@@ -21,11 +21,11 @@ class Stage(enum.Enum):
     SHADOW = 5
 
 
-WAITING_STAGES = (Stage.ASKED, Stage.PROMOTING, Stage.HELD)
+WAITING_STAGES = (LookupStage.ASKED, LookupStage.PROMOTING, LookupStage.HELD)
 """The node may hold leases, and no load has begun."""
 
 
-class Part:
+class LookupPart:
     """One LeaseAsk of a request; long prompts need several."""
 
     __slots__ = (
@@ -80,7 +80,7 @@ class Lookup:
     )
 
     def __init__(self) -> None:
-        self.stage = Stage.NONE
+        self.stage = LookupStage.NONE
         self.detail = ""
         """What a rank said of a load that failed."""
         self.asked_leases: list[int] = []
@@ -105,7 +105,7 @@ class Lookup:
         self.waiting_since_ns = 0
         """Since when the engine has been told to ask again, whatever it waited for; 0: it was not
         told so last."""
-        self.parts: list[Part] = []
+        self.parts: list[LookupPart] = []
         self.promoted_until_ns = 0
         self.load_reports = 0
         self.miss_reason = ""

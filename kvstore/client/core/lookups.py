@@ -28,7 +28,7 @@ from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.checksums import all_sent, joined_checksums
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
-from kvstore.client.core.lookup import WAITING_STAGES, Lookup, Part, Stage
+from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupPart, LookupStage
 from kvstore.client.core.plan import LoadJob, LoadResult
 from kvstore.client.core.stats import SchedulerStats
 from kvstore.types import CHECKSUM_BYTES
@@ -70,7 +70,7 @@ SHADOW_CHECK = "shadow check"
 """Why a hit that is computed to be compared is a miss."""
 
 
-class Lookups:
+class EngineLookups:
     """All lookups of one engine."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Lookups:
         self._hits_unchecked = 0
         """Since the last one that is computed to be compared."""
         self._costs = costs
-        self._by_lease: dict[int, tuple[Lookup, Part]] = {}
+        self._by_lease: dict[int, tuple[Lookup, LookupPart]] = {}
 
     @property
     def leases_open(self) -> int:
@@ -131,9 +131,9 @@ class Lookups:
             lookup.session != self._attachment.session or first_block < lookup.first_block
         ):
             self.release(lookup)
-        if lookup.stage is Stage.HELD and self._is_old(lookup, now_ns):
+        if lookup.stage is LookupStage.HELD and self._is_old(lookup, now_ns):
             self.release(lookup)
-        if lookup.stage is Stage.NONE:
+        if lookup.stage is LookupStage.NONE:
             wanted = (len(keys) - first_block) * self._config.block_tokens
             if self._has_waited_long(lookup, wanted, now_ns):
                 return self._give_up(lookup, now_ns)
@@ -144,17 +144,17 @@ class Lookups:
                 lookup.waiting_since_ns = lookup.waiting_since_ns or now_ns
                 return PENDING
             return refusal
-        if lookup.stage is Stage.ASKED:
+        if lookup.stage is LookupStage.ASKED:
             wanted = sum(part.count for part in lookup.parts) * self._config.block_tokens
             if now_ns - lookup.asked_at_ns < self._costs.answer_ns(wanted):
                 return PENDING
             return self._give_up(lookup, now_ns)
-        if lookup.stage is Stage.PROMOTING:
+        if lookup.stage is LookupStage.PROMOTING:
             if now_ns < lookup.promoted_until_ns:
                 return PENDING
             self._stats.add("promotions_given_up")
-            lookup.stage = Stage.HELD
-        assert lookup.stage is Stage.HELD, lookup.stage
+            lookup.stage = LookupStage.HELD
+        assert lookup.stage is LookupStage.HELD, lookup.stage
         if lookup.is_verified and not all_sent([part.reply for part in lookup.parts if part.reply]):
             self.release(lookup)
             self._count_failure(self._breaker, now_ns)
@@ -167,7 +167,7 @@ class Lookups:
             return self._miss(lookup, "cost gate" if tokens > 0 else "not stored")
         if lookup.is_shadow and self._is_due(self._hits_unchecked, self._config.shadow_every):
             self._hits_unchecked = 0
-            lookup.stage = Stage.SHADOW
+            lookup.stage = LookupStage.SHADOW
             lookup.failed = SHADOW_CHECK
             return self._miss(lookup, lookup.failed)
         lookup.miss_reason = ""
@@ -207,15 +207,15 @@ class Lookups:
         part.file_blocks, part.peer_blocks = reply.from_file, reply.from_peer
         part.ttl_ns = reply.ttl_ms * NS_PER_MS
         part.renew_at_ns = now_ns + part.ttl_ns // 3
-        if lookup.stage is not Stage.ASKED or any(p.reply is None for p in lookup.parts):
+        if lookup.stage is not LookupStage.ASKED or any(p.reply is None for p in lookup.parts):
             return
         self._breaker.succeeded()
         lookup.replied_at_ns = now_ns
-        lookup.stage = Stage.HELD
+        lookup.stage = LookupStage.HELD
         self._count_found(lookup)
         wait_ns = self._worth_waiting_ns(lookup)
         if wait_ns > 0:
-            lookup.stage = Stage.PROMOTING
+            lookup.stage = LookupStage.PROMOTING
             lookup.waited_for_disk = True
             lookup.promoted_until_ns = now_ns + wait_ns
 
@@ -225,7 +225,7 @@ class Lookups:
         if entry is None or entry[1].reply is None:
             return
         lookup, part = entry
-        if lookup.stage not in (Stage.ASKED, Stage.PROMOTING):
+        if lookup.stage not in (LookupStage.ASKED, LookupStage.PROMOTING):
             return  # nobody waits for them any more; they are released with the lease
         reply = part.reply
         assert reply is not None
@@ -238,10 +238,10 @@ class Lookups:
         part.promoting = more.promoting
         part.file_blocks += more.from_file
         part.peer_blocks += more.from_peer
-        if lookup.stage is Stage.PROMOTING:
+        if lookup.stage is LookupStage.PROMOTING:
             self._count_found(lookup)
             if not self._coming(lookup):
-                lookup.stage = Stage.HELD
+                lookup.stage = LookupStage.HELD
 
     def _count_found(self, lookup: Lookup) -> None:
         lookup.found_blocks = 0
@@ -281,7 +281,7 @@ class Lookups:
         now_ns: int,
     ) -> LoadJob:
         """The job that fills `block_ids` with blocks `first_block`… of the held leases."""
-        assert lookup.stage is Stage.HELD, lookup.stage
+        assert lookup.stage is LookupStage.HELD, lookup.stage
         shards = self._attachment.shard_count
         begin = first_block - lookup.first_block
         end = begin + len(block_ids)
@@ -293,7 +293,7 @@ class Lookups:
         def cut(arrays: list[bytes], size: int) -> bytes:
             return b"".join(arrays)[begin * shards * size : end * shards * size]
 
-        lookup.stage = Stage.LOADING
+        lookup.stage = LookupStage.LOADING
         lookup.load_reports = 0
         lookup.target_blocks = tuple(block_ids)
         return LoadJob(
@@ -310,7 +310,7 @@ class Lookups:
     def reported(self, result: LoadResult, now_ns: int) -> Lookup | None:
         """One rank's result. Returns the lookup when all ranks have reported, else None."""
         entry = self._by_lease.get(result.lease)
-        if entry is None or entry[0].stage is not Stage.LOADING:
+        if entry is None or entry[0].stage is not LookupStage.LOADING:
             return None
         lookup = entry[0]
         # What one rank cannot have, others often cannot have either: that is one failure, not many.
@@ -341,7 +341,7 @@ class Lookups:
             lookup.is_trial = False
             self._copies.unused()
         lookup.parts = []
-        lookup.stage = Stage.NONE
+        lookup.stage = LookupStage.NONE
         lookup.target_blocks = ()
 
     def renew(self, now_ns: int) -> None:
@@ -385,11 +385,11 @@ class Lookups:
         lookup.found_blocks = 0
         lookup.asked_at_ns, lookup.replied_at_ns = now_ns, 0
         lookup.asked_leases, lookup.waited_for_disk = [], False
-        lookup.stage = Stage.ASKED
+        lookup.stage = LookupStage.ASKED
         end = min(len(keys), first_block + keys_per_ask * ASKS_PER_LOOKUP_MAX)
         for begin in range(first_block, end, keys_per_ask):
             batch = keys[begin : min(begin + keys_per_ask, end)]
-            part = Part(self._next_lease, len(batch))
+            part = LookupPart(self._next_lease, len(batch))
             self._next_lease += 1
             lookup.parts.append(part)
             lookup.asked_leases.append(part.lease)
@@ -417,7 +417,7 @@ class Lookups:
         """Whether the next one is the `every`-th; 0: never."""
         return 0 < every <= since + 1
 
-    def found_blocks(self, part: Part) -> int:
+    def found_blocks(self, part: LookupPart) -> int:
         """Blocks that the answer to one question lends."""
         assert part.reply is not None
         return min(len(part.reply.slots) // (4 * self._attachment.shard_count), part.count)

@@ -30,6 +30,7 @@ from kvstore.client.core.copies import (
     CompareBlock,
     Copied,
     Copy,
+    CopyVoid,
     LoadBlock,
     Mismatch,
     Outcome,
@@ -37,7 +38,6 @@ from kvstore.client.core.copies import (
     RunningLoad,
     RunningStore,
     StoreBlock,
-    Void,
     distrust,
     drops,
     seals,
@@ -218,7 +218,7 @@ class RankCore:
         assert current is copy, "another copy is in flight"
         self._current = None
         if self._spoiled:
-            self._spoiled, outcome = False, Void("the block was overwritten meanwhile")
+            self._spoiled, outcome = False, CopyVoid("the block was overwritten meanwhile")
         if isinstance(job, RunningLoad):
             self._load_finished(job, outcome)
         else:
@@ -315,7 +315,7 @@ class RankCore:
                 if job.remaining and not job.abandoned:
                     return
                 self._close_load(job, job.abandoned)
-            case Void():
+            case CopyVoid():
                 self._close_load(job, outcome.reason)
             case Mismatch():
                 self._distrust(job)
@@ -468,12 +468,12 @@ def refuse(plan: StepPlan, *, rank: int, reason: str) -> RankReport:
 __all__ = [
     "Copied",
     "Copy",
+    "CopyVoid",
     "LoadBlock",
     "Mismatch",
     "Outcome",
     "RankConfig",
     "RankCore",
     "StoreBlock",
-    "Void",
     "refuse",
 ]

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from kvstore.client.core.attachment import Attachment, State
+from kvstore.client.core.attachment import Attachment, AttachState
 from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
-from kvstore.client.core.lookup import WAITING_STAGES, Lookup, Stage
-from kvstore.client.core.lookups import PENDING, Hit, Lookups, Miss, Outcome
+from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupStage
+from kvstore.client.core.lookups import PENDING, EngineLookups, Hit, Miss, Outcome
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan
 from kvstore.client.core.shadow import Shadows
 from kvstore.client.core.stats import SchedulerStats
-from kvstore.client.core.stores import HINT_KEYS_MAX, StoreProgress, Stores
+from kvstore.client.core.stores import HINT_KEYS_MAX, EngineStores, StoreProgress
 from kvstore.wire.messages import (
     REQUEST_BYTES_MAX,
     Hint,
@@ -88,8 +88,10 @@ class SchedulerCore:
             failures_max=config.breaker_failures_max, cooldown_ms=config.breaker_cooldown_ms
         )
         self.costs = Costs(config)
-        self._lookups = Lookups(config, self.attachment, self._breaker, self.stats, self.costs)
-        self._stores = Stores(config, self.attachment, self.stats)
+        self._lookups = EngineLookups(
+            config, self.attachment, self._breaker, self.stats, self.costs
+        )
+        self._stores = EngineStores(config, self.attachment, self.stats)
         self._shadows = Shadows(config, self.attachment, self._lookups, self._stores, self.stats)
         self._requests: dict[str, _Request] = {}
         self._by_tag: dict[int, _Request] = {}
@@ -213,7 +215,7 @@ class SchedulerCore:
     def awaits_answer(self, request: str) -> bool:
         """Whether the node has been asked about it and has not said yet what it has."""
         entry = self._requests.get(request)
-        return entry is not None and entry.lookup.stage is Stage.ASKED
+        return entry is not None and entry.lookup.stage is LookupStage.ASKED
 
     def allocated(
         self,
@@ -243,7 +245,7 @@ class SchedulerCore:
         if entry.answer is not None:
             self._count(entry.answer, file_tokens=file_tokens, peer_tokens=peer_tokens)
             entry.answer = None
-        if external_tokens > 0 and lookup.stage is Stage.HELD:
+        if external_tokens > 0 and lookup.stage is LookupStage.HELD:
             count = external_tokens // self.config.block_tokens
             targets = block_ids[entry.local_blocks : entry.local_blocks + count]
             job = self._lookups.start_load(
@@ -273,7 +275,7 @@ class SchedulerCore:
             known_tokens: verified tokens; drafts and placeholders are not among them.
         """
         entry = self._requests.get(request)
-        if entry is None or entry.lookup.stage is Stage.LOADING:
+        if entry is None or entry.lookup.stage is LookupStage.LOADING:
             return 0
         tokens = min(computed_tokens, known_tokens)
         if self.config.store == "prompt":
@@ -430,7 +432,7 @@ class SchedulerCore:
     @property
     def is_serving(self) -> bool:
         """Attached, session open, breakers closed."""
-        return self.attachment.state is State.OPEN and not self._lookups.is_breaker_open
+        return self.attachment.state is AttachState.OPEN and not self._lookups.is_breaker_open
 
     @property
     def leases_open(self) -> int:

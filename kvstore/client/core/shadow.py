@@ -18,11 +18,11 @@ import numpy as np
 
 from kvstore.client.core.attachment import Attachment
 from kvstore.client.core.config import SchedulerConfig
-from kvstore.client.core.lookup import Lookup, Stage
-from kvstore.client.core.lookups import Lookups
+from kvstore.client.core.lookup import Lookup, LookupStage
+from kvstore.client.core.lookups import EngineLookups
 from kvstore.client.core.plan import CompareResult
 from kvstore.client.core.stats import SchedulerStats
-from kvstore.client.core.stores import Stores
+from kvstore.client.core.stores import EngineStores
 from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import Compared, LeaseReply
 
@@ -67,8 +67,8 @@ class Shadows:
         self,
         config: SchedulerConfig,
         attachment: Attachment,
-        lookups: Lookups,
-        stores: Stores,
+        lookups: EngineLookups,
+        stores: EngineStores,
         stats: SchedulerStats,
     ) -> None:
         self._config = config
@@ -82,7 +82,7 @@ class Shadows:
 
     def has_work(self, lookup: Lookup, full_blocks: int) -> bool:
         """Whether `bind` could do anything: the cheap question of every step."""
-        if lookup.stage is not Stage.SHADOW:
+        if lookup.stage is not LookupStage.SHADOW:
             return False
         check = self._checks.get(lookup.parts[0].lease)
         return full_blocks > (lookup.first_block if check is None else check.next_block)
@@ -159,7 +159,7 @@ class Shadows:
 
     def ended(self, lookup: Lookup) -> None:
         """The request is over: what is being compared still ends, under generations alone."""
-        if lookup.stage is Stage.SHADOW:
+        if lookup.stage is LookupStage.SHADOW:
             self._end(lookup)
 
     def _end_if_done(self, lease: int, check: _Check) -> None:

@@ -26,7 +26,7 @@ HINT_KEYS_MAX = KEYS_PER_DATAGRAM_MAX
 
 
 class StoreProgress:
-    """How far one request's blocks have been dealt with. Only `Stores` changes it."""
+    """How far one request's blocks have been dealt with. Only `EngineStores` changes it."""
 
     __slots__ = ("hint_sequence", "is_old", "next_block", "present")
 
@@ -47,7 +47,7 @@ class _Outstanding:
         self.reports = 0
 
 
-class Stores:
+class EngineStores:
     """All stores of one engine."""
 
     def __init__(

@@ -93,7 +93,7 @@ class JournalUnusable(Exception):
     nothing in its arena be reused: somebody may still write there."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class JournalContents(msgspec.Struct, frozen=True):
     """What a journal tells, verified."""
 
     words: Words
@@ -224,7 +224,7 @@ class Journal:
 
     # ── at a start ───────────────────────────────────────────────────────────────────────────────
 
-    def examine(self, *, quotas: Sequence[str], writers: set[int]) -> Found:
+    def examine(self, *, quotas: Sequence[str], writers: set[int]) -> JournalContents:
         """What another process left here. Changes nothing but what no one can miss: groups are
         forgotten when the quotas are others now, and groups and stamps that cannot be. `writers`:
         numbers of who may be named.
@@ -258,7 +258,7 @@ class Journal:
         ids[[_index(id) for id in addresses]] = list(addresses)
         words, scopes, heads = self._good_rows(starts & (named == 0) & ~doubtful, ids)
         first = _first_of_each(scopes, heads, self._rows, words)
-        return Found(
+        return JournalContents(
             words=words[first],
             scopes=scopes[first],
             addresses=addresses,
@@ -274,7 +274,7 @@ class Journal:
         rows = self._rows[words]
         return rows[:, :4], rows[:, 4:6]
 
-    def settle(self, found: Found, scopes: dict[int, int]) -> None:
+    def settle(self, found: JournalContents, scopes: dict[int, int]) -> None:
         """Take over what was found: all else in it is void. `scopes`: the residency's number of
         each scope that counts, by the journal's."""
         void = np.ones(len(self._rows), dtype=bool)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.engine.memory.journal import UNREADABLE, Found, Journal
+from kvstore.engine.memory.journal import UNREADABLE, Journal, JournalContents
 from kvstore.engine.memory.pins import Pins
 from kvstore.engine.memory.policy.choose import maker
 from kvstore.engine.memory.policy.expected import Expected
@@ -461,7 +461,7 @@ class Slots:
 
     # ── taken over ───────────────────────────────────────────────────────────────────────────────
 
-    def adopt(self, found: Found, prints: Prints) -> None:
+    def adopt(self, found: JournalContents, prints: Prints) -> None:
         """Take the slots over as another process left them: sealed, or granted to processes whose
         sockets are gone. Nothing else may have happened yet. What is right in the journal stays as
         it is: this process may die at any moment, too."""

@@ -87,7 +87,7 @@ class _Fetching(msgspec.Struct):
         return np.concatenate(self.columns)
 
 
-class _Peer:
+class _PeerPace:
     """What is known of another node."""
 
     __slots__ = ("avoid_until_ns", "failures", "pace")
@@ -121,7 +121,7 @@ class Fetches:
         """Keys of these, by engine."""
         self._absent: OrderedDict[tuple[int, bytes], tuple[int, Wanted]] = OrderedDict()
         """Until when nobody is asked for a run that begins with this (scope, key), and why."""
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
         self._unanswered = 0
         """Questions in a row that the index did not answer."""
         self._ask_from_ns = 0
@@ -339,10 +339,10 @@ class Fetches:
             )
         )
 
-    def _peer(self, node: str) -> _Peer:
+    def _peer(self, node: str) -> _PeerPace:
         peer = self._peers.get(node)
         if peer is None:
-            peer = self._peers[node] = _Peer()
+            peer = self._peers[node] = _PeerPace()
             if len(self._peers) > PEERS_MAX:
                 busy = {fetching.node for fetching in self._fetching.values()}
                 del self._peers[next(name for name in self._peers if name not in busy)]

@@ -29,7 +29,7 @@ DOUBTFUL_MS = 1 << 31
 """The estimate then: longer than anybody waits."""
 
 
-class _Read:
+class _TimedRead:
     __slots__ = ("ahead_bytes", "begin_ns", "size_bytes")
 
     def __init__(self, size_bytes: int, ahead_bytes: int, begin_ns: int) -> None:
@@ -46,7 +46,7 @@ class ReadPace:
         self._guess = (MIB, learned_ns_per_mib or int(NS_PER_BYTE_GUESS * MIB))
         self._samples: deque[tuple[int, int]] = deque(maxlen=READS)
         """Bytes and nanoseconds."""
-        self._reads: dict[int, _Read] = {}
+        self._reads: dict[int, _TimedRead] = {}
         self._bytes = 0
 
     @property
@@ -61,7 +61,7 @@ class ReadPace:
     def begun(self, job: int, size_bytes: int, now_ns: int) -> None:
         """A read was asked of the disk."""
         self._bytes += size_bytes
-        self._reads[job] = _Read(size_bytes, self._bytes, now_ns)
+        self._reads[job] = _TimedRead(size_bytes, self._bytes, now_ns)
 
     def ended(self, job: int, now_ns: int, *, counts: bool) -> None:
         """It truly ended; `counts`: how long it took says something about the disk."""

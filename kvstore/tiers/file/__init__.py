@@ -20,6 +20,7 @@ death of the process, and of the machine only by chance. Nothing is ever served 
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.events import (
     FileEvent,
+    FileScrubbed,
     Gone,
     Known,
     Late,
@@ -29,7 +30,6 @@ from kvstore.tiers.file.events import (
     RecordSet,
     RecoveryDone,
     Resumed,
-    Scrubbed,
     Suspended,
     Written,
 )
@@ -38,6 +38,7 @@ from kvstore.tiers.file.tier import FileTier
 __all__ = [
     "FileConfig",
     "FileEvent",
+    "FileScrubbed",
     "FileTier",
     "Gone",
     "Known",
@@ -48,7 +49,6 @@ __all__ = [
     "RecordSet",
     "RecoveryDone",
     "Resumed",
-    "Scrubbed",
     "Suspended",
     "Written",
 ]

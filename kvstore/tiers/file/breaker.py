@@ -26,7 +26,7 @@ class BreakerState(enum.Enum):
     OPEN = "open"
 
 
-class Breaker:
+class DiskBreaker:
     """See the module. Each failed probe doubles the cool-down, up to 32 times the first.
 
     One probe is out at a time, until it failed or succeeded. A probe that says neither (what it

@@ -83,7 +83,7 @@ class Gone(msgspec.Struct, frozen=True):
     """They were read, and are not what was stored there."""
 
 
-class Scrubbed(msgspec.Struct, frozen=True):
+class FileScrubbed(msgspec.Struct, frozen=True):
     """The background scrub verified so much since it last spoke; what is bad is told as `Gone`."""
 
     blocks: int
@@ -116,7 +116,7 @@ FileEvent = (
     | Reclaim
     | Moved
     | Gone
-    | Scrubbed
+    | FileScrubbed
     | Suspended
     | Resumed
 )

@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.tiers.file.reader import RUN_BYTES_MAX, RUN_RECORDS_MAX, Wanted
-from kvstore.tiers.file.writer import Batch
+from kvstore.tiers.file.reader import RUN_BYTES_MAX, RUN_RECORDS_MAX, WantedBlock
+from kvstore.tiers.file.writer import RecordBatch
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import Scope, Void, record_pages
 from kvstore.wire.segment import PAGE_SHIFT
@@ -54,13 +54,13 @@ class ReadJob:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class RecordRun:
     """Neighbours of one read. `indices` are those of the job's blocks."""
 
     job: ReadJob
     number: int
     indices: list[int]
-    wanted: list[Wanted]
+    wanted: list[WantedBlock]
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class WriteJob:
     """`places` grows as runs are written."""
 
     job: int
-    batch: Batch
+    batch: RecordBatch
     deadline_ns: int
     taken_bytes: int
     places: list[int] = field(default_factory=list)
@@ -106,15 +106,15 @@ class ReclaimJob:
     keep: NDArray[np.uint64]
 
 
-def split(job: ReadJob, slots: NDArray[np.uint32], checksums: bytes) -> Iterator[Run]:
+def split(job: ReadJob, slots: NDArray[np.uint32], checksums: bytes) -> Iterator[RecordRun]:
     """Runs of neighbours, in the order in which they lie on disk."""
     pages = record_pages(job.scope)
     run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
-    run: Run | None = None
+    run: RecordRun | None = None
     expected = -1
     for index in np.argsort(job.locations, kind="stable").tolist():
         location = int(job.locations[index])
-        wanted = Wanted(
+        wanted = WantedBlock(
             location & _PAGE_MASK,
             int(slots[index]),
             job.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES],
@@ -126,7 +126,7 @@ def split(job: ReadJob, slots: NDArray[np.uint32], checksums: bytes) -> Iterator
         else:
             if run is not None:
                 yield run
-            run = Run(job, location >> PAGE_SHIFT, [index], [wanted])
+            run = RecordRun(job, location >> PAGE_SHIFT, [index], [wanted])
         expected = location + pages
     if run is not None:
         yield run

@@ -29,7 +29,7 @@ from kvstore.tiers.file.reclaim import Reclaimer
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import Disk
-from kvstore.tiers.file.writer import Outcome, Writer
+from kvstore.tiers.file.writer import AppendOutcome, Writer
 from kvstore.types import KEY_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import Void
@@ -316,7 +316,7 @@ class LogThread:
             try:
                 asked = self._reclaimer.ask(segment, self._writer.voids)
             except OSError as error:
-                self._report(Outcome([], error))
+                self._report(AppendOutcome([], error))
                 return  # until the next job: what may be good is not deleted unread
             if asked.records:
                 self._asked = segment.number
@@ -325,7 +325,7 @@ class LogThread:
             self._delete(segment)
             self._is_stalled = False
 
-    def _report(self, outcome: Outcome) -> None:
+    def _report(self, outcome: AppendOutcome) -> None:
         if outcome.error is not None:
             with self._lock:
                 self._outbox.put(self._health.failed_writing(self._clock.now_ns(), outcome.error))

@@ -35,7 +35,7 @@ RUN_BYTES_MAX: Final = 4 << 20
 RUN_RECORDS_MAX: Final = 128
 
 
-class Verdict(enum.Enum):
+class ReadVerdict(enum.Enum):
     """What became of one block."""
 
     GOOD = 1
@@ -45,7 +45,7 @@ class Verdict(enum.Enum):
     """The segment is not there."""
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WantedBlock(msgspec.Struct, frozen=True):
     """One block: its page in the segment, the slot's first page, key, checksum if known."""
 
     page: int
@@ -57,7 +57,7 @@ class Wanted(msgspec.Struct, frozen=True):
 class RunResult(msgspec.Struct):
     """A verdict per block, and the medium's failure if there was one."""
 
-    verdicts: list[Verdict]
+    verdicts: list[ReadVerdict]
     error: OSError | None = None
 
 
@@ -82,27 +82,29 @@ class Reader:
         self._direct = direct
         self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
 
-    def read(self, number: int, scope: Scope, run: Sequence[Wanted]) -> RunResult:
+    def read(self, number: int, scope: Scope, run: Sequence[WantedBlock]) -> RunResult:
         """Read records that lie one behind the other in a segment, and verify each."""
         segment = self._catalog.get(number)
         if segment is None:
-            return RunResult([Verdict.UNREAD] * len(run))
+            return RunResult([ReadVerdict.UNREAD] * len(run))
         try:
             with self._catalog.reading(segment) as fd:
                 return self._read(fd, segment, scope, run)
         except FileNotFoundError:
-            return RunResult([Verdict.UNREAD] * len(run))
+            return RunResult([ReadVerdict.UNREAD] * len(run))
         except OSError as error:
-            return RunResult([Verdict.UNREAD] * len(run), error)
+            return RunResult([ReadVerdict.UNREAD] * len(run), error)
 
-    def _read(self, fd: int, segment: Segment, scope: Scope, run: Sequence[Wanted]) -> RunResult:
+    def _read(
+        self, fd: int, segment: Segment, scope: Scope, run: Sequence[WantedBlock]
+    ) -> RunResult:
         try:
             done = self._fill(fd, scope, run)
         except OSError as error:
             if len(run) == 1:
                 # EFAULT: the slot's page was given back, and there is no other. The disk is well.
                 is_ours = error.errno == errno.EFAULT
-                return RunResult([Verdict.UNREAD if is_ours else Verdict.DAMAGED], error)
+                return RunResult([ReadVerdict.UNREAD if is_ours else ReadVerdict.DAMAGED], error)
             result = RunResult([], error)  # one bad sector does not cost its neighbours
             for wanted in run:
                 result.verdicts += self._read(fd, segment, scope, [wanted]).verdicts
@@ -112,10 +114,10 @@ class Reader:
         for row, wanted in enumerate(run):
             whole = (row + 1) * size <= done
             good = whole and self._is_good(segment, scope, prefix, wanted, row)
-            verdicts.append(Verdict.GOOD if good else Verdict.DAMAGED)
+            verdicts.append(ReadVerdict.GOOD if good else ReadVerdict.DAMAGED)
         return RunResult(verdicts)
 
-    def _fill(self, fd: int, scope: Scope, run: Sequence[Wanted]) -> int:
+    def _fill(self, fd: int, scope: Scope, run: Sequence[WantedBlock]) -> int:
         length = payload_pages(scope.block_bytes) * PAGE_BYTES
         buffers = []
         for row, wanted in enumerate(run):
@@ -128,7 +130,7 @@ class Reader:
         return done
 
     def _is_good(
-        self, segment: Segment, scope: Scope, prefix: bytes, wanted: Wanted, row: int
+        self, segment: Segment, scope: Scope, prefix: bytes, wanted: WantedBlock, row: int
     ) -> bool:
         head = segment.head
         found = parse_page(

@@ -12,12 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.tiers.file.events import FileEvent, Gone, Moved, Reclaim, RecordSet
-from kvstore.tiers.file.reader import RUN_BYTES_MAX, RUN_RECORDS_MAX, Reader, Verdict, Wanted
+from kvstore.tiers.file.reader import (
+    RUN_BYTES_MAX,
+    RUN_RECORDS_MAX,
+    Reader,
+    ReadVerdict,
+    WantedBlock,
+)
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import Disk, Pages
 from kvstore.tiers.file.segments.recovery import read_footer, record_sets, scan
-from kvstore.tiers.file.writer import Batch, Payloads, Writer
+from kvstore.tiers.file.writer import Payloads, RecordBatch, Writer
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import Void, payload_pages
 from kvstore.wire.segment import PAGE_SHIFT
@@ -84,12 +90,12 @@ class Reclaimer:
         sums = [checksums[r * CHECKSUM_BYTES : (r + 1) * CHECKSUM_BYTES] for r in rows.tolist()]
         good = []
         for index, place in enumerate(places.tolist()):
-            wanted = Wanted(place & _PAGE_MASK, index * pages, keys[index], sums[index])
-            if reader.read(segment.number, scope, [wanted]).verdicts == [Verdict.GOOD]:
+            wanted = WantedBlock(place & _PAGE_MASK, index * pages, keys[index], sums[index])
+            if reader.read(segment.number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
                 good.append(index)
         slots = np.array(good, np.uint32) * np.uint32(pages)
         chosen_keys = b"".join(keys[i] for i in good)
-        batch = Batch(
+        batch = RecordBatch(
             scope, chosen_keys, b"".join(sums[i] for i in good), Payloads(scratch.view, slots)
         )
         outcome = self._writer.append(batch, spare=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.ports import Clock
-from kvstore.tiers.file.events import Gone, Scrubbed
+from kvstore.tiers.file.events import FileScrubbed, Gone
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
@@ -168,7 +168,7 @@ class Scrub:
             self._tell()
 
     def _tell(self, *, bad_key: bytes = b"", pass_ended: bool = False) -> None:
-        self._outbox.put([Scrubbed(self._blocks, self._bytes, bad_key, pass_ended)])
+        self._outbox.put([FileScrubbed(self._blocks, self._bytes, bad_key, pass_ended)])
         self._blocks = self._bytes = 0
 
     def _failed(self, error: OSError) -> None:

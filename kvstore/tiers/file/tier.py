@@ -34,7 +34,7 @@ from kvstore.tiers.file.jobs import (
     NoteJob,
     ReadJob,
     ReclaimJob,
-    Run,
+    RecordRun,
     VoidJob,
     WriteJob,
     split,
@@ -43,14 +43,14 @@ from kvstore.tiers.file.jobs import (
 )
 from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.outbox import Outbox
-from kvstore.tiers.file.reader import Reader, RunResult, Verdict
+from kvstore.tiers.file.reader import Reader, ReadVerdict, RunResult
 from kvstore.tiers.file.scrub import Scrub
 from kvstore.tiers.file.segments.catalog import Catalog
 from kvstore.tiers.file.segments.directory import Directory, cannot_be_read, open_directory
 from kvstore.tiers.file.segments.disk import Disk, PosixDisk
 from kvstore.tiers.file.segments.restart import Restart
 from kvstore.tiers.file.segments.shared import Peers
-from kvstore.tiers.file.writer import Batch, Payloads
+from kvstore.tiers.file.writer import Payloads, RecordBatch
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.record import Scope, Void, payload_pages
@@ -90,7 +90,7 @@ class FileTier:
         self._outbox = outbox or Outbox()
         self._lock = threading.Condition()
         self._health = Health(config)
-        self._runs: deque[Run] = deque()
+        self._runs: deque[RecordRun] = deque()
         self._reads: dict[int, ReadJob] = {}
         self._read_bytes = 0
         self._closing = False
@@ -221,7 +221,9 @@ class FileTier:
         count = self._check(scope, keys, which)
         assert len(checksums) == count * CHECKSUM_BYTES
         now_ns = self._clock.now_ns()
-        batch = Batch(scope, bytes(keys), bytes(checksums), Payloads(self._memory, which.copy()))
+        batch = RecordBatch(
+            scope, bytes(keys), bytes(checksums), Payloads(self._memory, which.copy())
+        )
         deadline_ns = now_ns + self._config.write_deadline_ms * NS_PER_MS
         taken = count * payload_pages(scope.block_bytes) * PAGE_BYTES
         with self._lock:
@@ -420,7 +422,7 @@ class FileTier:
                 if not self._runs:
                     return
                 run = self._runs.popleft()
-            result = RunResult([Verdict.UNREAD] * len(run.wanted), _BUG)
+            result = RunResult([ReadVerdict.UNREAD] * len(run.wanted), _BUG)
             try:
                 result = reader.read(run.number, run.job.scope, run.wanted)
             finally:
@@ -428,26 +430,28 @@ class FileTier:
 
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _account(self, run: Run, result: RunResult) -> None:
+    def _account(self, run: RecordRun, result: RunResult) -> None:
         job = run.job
         with self._lock:
-            lost: dict[Verdict, list[int]] = {Verdict.DAMAGED: []}
+            lost: dict[ReadVerdict, list[int]] = {ReadVerdict.DAMAGED: []}
             if result.error is None:
-                lost[Verdict.UNREAD] = []
+                lost[ReadVerdict.UNREAD] = []
             for index, verdict in zip(run.indices, result.verdicts, strict=True):
-                job.good[index] = verdict is Verdict.GOOD
+                job.good[index] = verdict is ReadVerdict.GOOD
                 if verdict in lost:
                     lost[verdict].append(index)
             now_ns = self._clock.now_ns()
             if result.error is not None:
                 self._outbox.put(self._health.failed_reading(now_ns, result.error))
-            elif Verdict.GOOD in result.verdicts and not job.late:
+            elif ReadVerdict.GOOD in result.verdicts and not job.late:
                 self._outbox.put(self._health.read())
             for verdict, indices in lost.items():
                 if indices:
                     keys = b"".join(job.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in indices)
                     places = job.locations[indices].tobytes()
-                    self._outbox.put([Gone(job.scope, keys, places, verdict is Verdict.DAMAGED)])
+                    self._outbox.put(
+                        [Gone(job.scope, keys, places, verdict is ReadVerdict.DAMAGED)]
+                    )
             job.runs_left -= 1
             self._end_if_done(job)
 

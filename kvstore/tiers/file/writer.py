@@ -80,7 +80,7 @@ class Payloads(msgspec.Struct, frozen=True):
     slots: NDArray[np.uint32]
 
 
-class Batch(msgspec.Struct, frozen=True):
+class RecordBatch(msgspec.Struct, frozen=True):
     """Blocks of one scope to be written. `keys` 32 bytes each, `checksums` 16."""
 
     scope: Scope
@@ -89,7 +89,7 @@ class Batch(msgspec.Struct, frozen=True):
     payloads: Payloads
 
 
-class Outcome(msgspec.Struct):
+class AppendOutcome(msgspec.Struct):
     """How far a batch came: places u64 of the first blocks; why it stopped, if it did."""
 
     places: list[int]
@@ -182,7 +182,7 @@ class Writer:
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
 
-    def append(self, batch: Batch, *, first: int = 0, spare: bool = False) -> Outcome:
+    def append(self, batch: RecordBatch, *, first: int = 0, spare: bool = False) -> AppendOutcome:
         """Write the blocks from `first` on, as far as room and disk allow.
 
         Args:
@@ -190,7 +190,7 @@ class Writer:
             first: blocks before this one are done already.
             spare: may use the segment that is kept free for reclaiming.
         """
-        outcome = Outcome([])
+        outcome = AppendOutcome([])
         if not self.may_hold(batch.scope):
             return outcome
         count = len(batch.payloads.slots)
@@ -256,7 +256,9 @@ class Writer:
         whole.view[:] = pages
         write_all(self._disk, opened.fd, [whole.view], page * PAGE_BYTES)
 
-    def _write_run(self, opened: _OpenSegment, batch: Batch, begin: int, end: int) -> list[int]:
+    def _write_run(
+        self, opened: _OpenSegment, batch: RecordBatch, begin: int, end: int
+    ) -> list[int]:
         scope, prefix, found = batch.scope, batch.scope.prefix(), opened.found
         head, pages = opened.segment.head, record_pages(scope)
         first_page = found.end_page
@@ -287,7 +289,7 @@ class Writer:
         found.end_page = first_page + (end - begin) * pages
         return places
 
-    def _payload(self, batch: Batch, index: int, row: int) -> list[memoryview]:
+    def _payload(self, batch: RecordBatch, index: int, row: int) -> list[memoryview]:
         """The block's pages; a last one that it does not fill comes zero-padded from `_tails`."""
         begin = int(batch.payloads.slots[index]) * PAGE_BYTES
         length = batch.scope.block_bytes
@@ -302,7 +304,7 @@ class Writer:
 
     # ── voids ────────────────────────────────────────────────────────────────────────────────────
 
-    def void(self, tenant: str | None, space: bytes | None) -> Outcome:
+    def void(self, tenant: str | None, space: bytes | None) -> AppendOutcome:
         """Make all blocks of this tenant and space that were written so far unfindable, for good.
 
         If the disk fails or has no room, the next segment that is begun carries it.
@@ -313,7 +315,7 @@ class Writer:
         void = Void(tenant, space, before)
         self.carry([void])
         self.voids_are_durable = False
-        outcome = Outcome([])
+        outcome = AppendOutcome([])
         try:
             opened = self._open
             if opened is not None and not opened.fits(_NO_SCOPE, 0, spare_voids=1):
@@ -352,9 +354,9 @@ class Writer:
         if len(self._voids) > self._voids_max:
             self._voids = [Void(None, None, max(void.before for void in self._voids))]
 
-    def write_carried(self) -> Outcome:
+    def write_carried(self) -> AppendOutcome:
         """Repeat the carried voids in the open segment, which was begun before they were known."""
-        opened, outcome = self._open, Outcome([])
+        opened, outcome = self._open, AppendOutcome([])
         if opened is None or all(void in opened.found.voids for void in self._voids):
             return outcome
         try:
@@ -372,9 +374,9 @@ class Writer:
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 
-    def close_segment(self) -> Outcome:
+    def close_segment(self) -> AppendOutcome:
         """Close the open segment with its footer, synced; the next write begins a new one."""
-        outcome = Outcome([])
+        outcome = AppendOutcome([])
         try:
             self._close_open()
             self._directory.sync()

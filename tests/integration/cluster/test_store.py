@@ -13,7 +13,7 @@ from kvstore.cli.certs import make_certificates
 from kvstore.client.index import IndexClient
 from kvstore.client.tls import Identity
 from kvstore.errors import ConfigError
-from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Closed, Event, Left, Trust, Verdict
+from kvstore.index.feed import BEAT_MS, OUT_MS, STALE_MS, Event, FeedClosed, Left, Trust, Verdict
 from kvstore.index.index import Answer
 from kvstore.stores.address import store_config
 from kvstore.stores.connection import DEADLINES, Deadlines
@@ -153,7 +153,7 @@ def test_a_stream_that_ends_at_one_replica_goes_on_at_another_at_once(
     one, two = lab.replica(redis), lab.replica(redis)
     one.hear(hello())
     one.hear(delta(1, stored(1)))
-    one.hear(Closed(NODE, Incarnation(1), 1))
+    one.hear(FeedClosed(NODE, Incarnation(1), 1))
     two.tick()
     assert two.hear(hello(stream=2, sequence=1)) is Verdict.ASK
 

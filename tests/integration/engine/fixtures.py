@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS, build_model
 from kvstore.demo.workload import Encode, text_tokens, varied_prompts
 from tests.amounts import amount
@@ -86,11 +86,11 @@ def vllm() -> Iterator[EngineNursery]:
 @pytest.fixture(scope="session")
 def plain(
     vllm: EngineNursery, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+) -> Iterator[VllmServer]:
     """In float32. Nodes come and go at its socket (`support.node_for`), one at a time; between
     tests there is none. Nobody may `forget(external=True)`: others share what it stores."""
     directory = tmp_path_factory.mktemp("plain")
-    config = EngineConfig(
+    config = ServerConfig(
         model=tiny_model, socket=directory / "node.sock", connector_extra=VERIFIED
     )
     with vllm.start(config, log=directory / "engine.log") as engine:
@@ -115,7 +115,7 @@ def reference(
 ) -> Reference:
     """Computed once, in float32."""
     log = tmp_path_factory.mktemp("reference") / "engine.log"
-    config = EngineConfig(model=tiny_model, arguments=("--no-enable-prefix-caching",))
+    config = ServerConfig(model=tiny_model, arguments=("--no-enable-prefix-caching",))
     rng = random.Random(SEED)
     firsts = [
         text_tokens(rng, encode, rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(5, 100))

@@ -31,8 +31,8 @@ from typing import Final, Self
 import msgspec
 
 from kvstore.demo import guard
-from kvstore.demo.engine import READY_TIMEOUT_S, Engine, EngineError, Launched, launch
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import READY_TIMEOUT_S, EngineError, Launched, VllmServer, launch
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.testing import tied
 
 ORDER_BYTES_MAX: Final = 64 << 10
@@ -60,7 +60,7 @@ class EngineNursery:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door = ours
-        self._environment = EngineConfig(model=Path()).full_environment()
+        self._environment = ServerConfig(model=Path()).full_environment()
         with theirs:
             self.process = tied.popen(
                 [sys.executable, __file__, str(theirs.fileno())],
@@ -70,14 +70,14 @@ class EngineNursery:
                 env={**self._environment, "OPENBLAS_NUM_THREADS": "1"},
             )
 
-    def start(self, config: EngineConfig, *, log: Path, warm: bool = True) -> Engine:
+    def start(self, config: ServerConfig, *, log: Path, warm: bool = True) -> VllmServer:
         """As `Engine.start`."""
         # vLLM reads its own variables when it needs them; others are read at import.
         is_late = all(name.startswith("VLLM_") for name in config.environment)
         how = self._launch if is_late else launch
-        return Engine.start(config, log=log, warm=warm, launch=how)
+        return VllmServer.start(config, log=log, warm=warm, launch=how)
 
-    def _launch(self, config: EngineConfig, log: Path) -> Launched:
+    def _launch(self, config: ServerConfig, log: Path) -> Launched:
         arguments = config.command()[3:]
         order = msgspec.json.encode(Order(arguments, config.full_environment()))
         with log.open("wb") as output:

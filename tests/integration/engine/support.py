@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvstore.demo.engine import Engine
+from kvstore.demo.engine import VllmServer
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.testing.process import NodeProcess
 from tests.integration.node.conftest import eventually
@@ -38,7 +38,7 @@ _POLL_S = 0.05
 
 @contextmanager
 def node_for(
-    engine: Engine, directory: Path, *, dram: str = "512MiB", flags: Sequence[str] = ()
+    engine: VllmServer, directory: Path, *, dram: str = "512MiB", flags: Sequence[str] = ()
 ) -> Iterator[NodeProcess]:
     """A new node where `engine` looks for one. They have met, and the engine's own cache is empty.
 
@@ -59,7 +59,7 @@ def has_all_its_memory(node: NodeProcess) -> bool:
     return bool(dram["ready_bytes"] == dram["capacity_bytes"])
 
 
-def attached(engine: Engine, node: NodeProcess) -> bool:
+def attached(engine: VllmServer, node: NodeProcess) -> bool:
     """Whether the node serves an engine, which is asked for something meanwhile."""
     engine.warm_up()
     with suppress(OSError):  # it is being replaced
@@ -67,7 +67,7 @@ def attached(engine: Engine, node: NodeProcess) -> bool:
     return False
 
 
-def cache_off_lines(engine: Engine) -> int:
+def cache_off_lines(engine: VllmServer) -> int:
     """How often it said that there is no node."""
     return engine.log.read_text().count("cache off, requests are computed")
 

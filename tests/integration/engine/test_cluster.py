@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.engine import Completion, VllmServer
 from kvstore.testing.index_process import Lab
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.fixtures import MAX_TOKENS, Reference
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 def test_an_engine_is_served_what_another_nodes_engine_computed_and_says_the_same_tokens(
     vllm: EngineNursery,
-    plain: Engine,
+    plain: VllmServer,
     prompts: Sequence[tuple[int, ...]],
     reference: Reference,
     tmp_path: Path,
@@ -80,5 +80,5 @@ def wrong_answers(done: Sequence[Completion], reference: Reference) -> list[int]
     return [i for i, c in enumerate(done) if c.tokens != reference.answers[i]]
 
 
-def _hit_tokens(engine: Engine) -> float:
+def _hit_tokens(engine: VllmServer) -> float:
     return engine.metrics().get("vllm:kvstore_hit_tokens_total", 0.0)

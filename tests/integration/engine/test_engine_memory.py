@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.cli.ask import NodeClient
 from kvstore.client.index import IndexClient, Tokens
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import BLOCK_TOKENS
 from kvstore.engine import HashingReport
 from kvstore.testing.index_process import Lab
@@ -33,7 +33,7 @@ def test_what_it_computed_is_found_until_it_forgets(
         "endpoint": endpoint,
         "replay_endpoint": f"{endpoint}.replay",
     }
-    config = EngineConfig(
+    config = ServerConfig(
         model=tiny_model,
         socket=tmp_path / "node.sock",
         connector_extra=PATIENT,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo.engine import Completion, Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import Completion, VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
 from tests.integration.engine.nursery import EngineNursery
@@ -64,7 +64,7 @@ def ranges(story: dict[str, Any]) -> list[tuple[int, str, str]]:
     return [(row["blocks"], row["tier"], row["reason"]) for row in story["ranges"]]
 
 
-def attached(engine: Engine, node: NodeProcess) -> bool:
+def attached(engine: VllmServer, node: NodeProcess) -> bool:
     engine.warm_up()  # an idle engine looks for nobody
     return bool(inspect(node, "nodes")[0]["sessions"] == 1)
 
@@ -78,7 +78,7 @@ def test_every_request_can_be_asked(
     assert len(prompt) // BLOCK_TOKENS == BLOCKS
     directory = tmp_path / "node"
     directory.mkdir()
-    config = EngineConfig(model=tiny_model, socket=directory / "node.sock", connector_extra=PATIENT)
+    config = ServerConfig(model=tiny_model, socket=directory / "node.sock", connector_extra=PATIENT)
 
     def start() -> NodeProcess:
         return NodeProcess.start(directory, dram=DRAM)
@@ -101,7 +101,7 @@ def test_every_request_can_be_asked(
 
 
 def check_cold_and_hit(
-    engine: Engine, node: NodeProcess, prompt: list[int], text: str, model: Path, tmp_path: Path
+    engine: VllmServer, node: NodeProcess, prompt: list[int], text: str, model: Path, tmp_path: Path
 ) -> None:
     cold = explained(node, engine.complete(prompt, max_tokens=1))
     assert (cold["prompt_tokens"], cold["outcome"]) == (len(prompt), "not stored")
@@ -128,7 +128,7 @@ def check_cold_and_hit(
 
 
 def check_evicted(
-    engine: Engine, node: NodeProcess, prompt: list[int], rng: random.Random, encode: Encode
+    engine: VllmServer, node: NodeProcess, prompt: list[int], rng: random.Random, encode: Encode
 ) -> None:
     def is_evicted() -> bool:
         # More than dram holds, and each no more than there are credits at a time.
@@ -142,7 +142,7 @@ def check_evicted(
     wait_until(is_evicted, "the prompt was evicted", seconds=120)
 
 
-def check_another_space(engine: Engine, node: NodeProcess, prompt: list[int]) -> None:
+def check_another_space(engine: VllmServer, node: NodeProcess, prompt: list[int]) -> None:
     held: list[dict[str, Any]] = []
 
     def is_held() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.engine import Completion, VllmServer
 from kvstore.demo.workload import Encode, text_tokens
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
@@ -25,7 +25,7 @@ CONCURRENCY = 4
 
 
 def test_a_killed_node_serves_from_its_disk_and_answers_are_the_same(
-    plain: Engine, encode: Encode, tmp_path: Path
+    plain: VllmServer, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
     lengths = [rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPTS)]

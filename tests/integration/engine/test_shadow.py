@@ -16,8 +16,8 @@ from typing import Literal
 
 import pytest
 
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.engine.why.findings import SPACE_DIGITS
@@ -77,13 +77,13 @@ def test_honest_prompts_raise_no_alarm(
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     blocks = sum(length // BLOCK_TOKENS for length in lengths)
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = EngineConfig(
+        config = ServerConfig(
             model=tiny_model, dtype=dtype, socket=node.socket, connector_extra=SHADOWED
         )
         with vllm.start(config, log=tmp_path / "first.log") as engine:
             engine.complete_many(prompts, max_tokens=1, concurrency=8)
             wait_until(lambda: blocks_in_dram(node) == blocks, "every block is stored")
-        config = EngineConfig(
+        config = ServerConfig(
             model=tiny_model,
             dtype=dtype,
             socket=node.socket,
@@ -114,7 +114,7 @@ def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
         for seed in (1, 2):
             model = build_model(tmp_path / f"model{seed}", size="tiny", weights_seed=seed)
-            config = EngineConfig(
+            config = ServerConfig(
                 model=model,
                 socket=node.socket,
                 connector_extra=SHADOWED,
@@ -128,7 +128,7 @@ def test_other_weights_under_the_same_fingerprint_are_seen_and_switched_off(
                     _check_caught(node, engine, prompts)
 
 
-def _check_caught(node: NodeProcess, engine: Engine, prompts: list[tuple[int, ...]]) -> None:
+def _check_caught(node: NodeProcess, engine: VllmServer, prompts: list[tuple[int, ...]]) -> None:
     assert engine.complete(prompts[0], max_tokens=MAX_TOKENS).cached_tokens == 0
     wait_until(lambda: metric(node, DIVERGED) == 4, "all four blocks of it differ")
     assert metric(node, WORST) > 0.5

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
@@ -37,8 +37,8 @@ def test_two_engines_share_blocks_and_two_models_do_not(
     other_model = build_model(tmp_path / "other", size="tiny", weights_seed=77)
     prompt = text_tokens(random.Random(SEED), encode, 4 * BLOCK_TOKENS + 9)
     with NodeProcess.start(tmp_path, dram="128MiB") as node:
-        mine = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
-        theirs = EngineConfig(model=other_model, socket=node.socket, connector_extra=PATIENT)
+        mine = ServerConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+        theirs = ServerConfig(model=other_model, socket=node.socket, connector_extra=PATIENT)
         with (
             vllm.start(mine, log=tmp_path / "a.log") as a,
             vllm.start(mine, log=tmp_path / "b.log") as b,
@@ -66,7 +66,7 @@ def test_two_engines_share_blocks_and_two_models_do_not(
 
 
 def test_a_dram_of_four_slots_serves_what_it_can_and_answers_stay_right(
-    plain: Engine, encode: Encode, tmp_path: Path
+    plain: VllmServer, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED + 1)
     prompts = [text_tokens(rng, encode, rng.randint(1, 6) * BLOCK_TOKENS + 3) for _ in range(12)]
@@ -94,7 +94,7 @@ def test_a_dram_full_of_leased_blocks_is_no_cache_and_no_trouble(
     rng = random.Random(SEED + 3)
     prompts = [text_tokens(rng, encode, 5 * BLOCK_TOKENS + 3) for _ in range(6)]
     with NodeProcess.start(tmp_path, dram="8MiB") as node:
-        config = EngineConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
+        config = ServerConfig(model=tiny_model, socket=node.socket, connector_extra=PATIENT)
         with vllm.start(config, log=tmp_path / "engine.log") as engine:
             reference = []
             for prompt in prompts:
@@ -135,7 +135,7 @@ def _lease_all_there_is(engine: RawEngine) -> list[tuple[list[bytes], LeaseReply
     raise AssertionError("the node never ran out")
 
 
-def _is_served(engine: Engine, prompt: tuple[int, ...]) -> bool:
+def _is_served(engine: VllmServer, prompt: tuple[int, ...]) -> bool:
     engine.forget()
     return engine.complete(prompt, max_tokens=1).cached_tokens > 0
 
@@ -147,7 +147,7 @@ def test_a_preempted_request_loads_its_own_blocks_when_it_resumes(
     prompts = [text_tokens(rng, encode, 3 * BLOCK_TOKENS + 20) for _ in range(6)]
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
         # Three of these requests fit at their full length; six are begun.
-        config = EngineConfig(
+        config = ServerConfig(
             model=tiny_model,
             socket=node.socket,
             kv_blocks=22,

@@ -15,8 +15,8 @@ from threading import Thread
 
 import pytest
 
-from kvstore.demo.engine import Engine, EngineError
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import EngineError, VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import SHAPES, build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
@@ -62,8 +62,8 @@ def prompts(encode: Encode) -> list[tuple[int, ...]]:
     return [text_tokens(rng, encode, length) for length in lengths]
 
 
-def config(model: Path, node: NodeProcess, *arguments: str) -> EngineConfig:
-    return EngineConfig(
+def config(model: Path, node: NodeProcess, *arguments: str) -> ServerConfig:
+    return ServerConfig(
         model=model,
         socket=node.socket,
         max_model_len=1024,
@@ -76,13 +76,13 @@ def full_blocks(prompts: Sequence[Sequence[int]]) -> int:
     return sum(len(prompt) // BLOCK_TOKENS for prompt in prompts)
 
 
-def complete(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def complete(engine: VllmServer, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     done = engine.complete_many(prompts, max_tokens=MAX_TOKENS, concurrency=CONCURRENCY)
     return [completion.tokens for completion in done]
 
 
 def cold_then_from_dram(
-    engine: Engine, node: NodeProcess, prompts: list[tuple[int, ...]], *, slots_per_block: int
+    engine: VllmServer, node: NodeProcess, prompts: list[tuple[int, ...]], *, slots_per_block: int
 ) -> list[tuple[int, ...]]:
     """Tokens of a cold pass, after seeing that a pass from dram gives the same."""
     held, hits = blocks_in_dram(node), engine.hits().external_hits
@@ -99,7 +99,7 @@ def cold_then_from_dram(
 
 
 def assert_mostly_loaded(
-    engine: Engine, prompts: Sequence[Sequence[int]], *, before: float = 0
+    engine: VllmServer, prompts: Sequence[Sequence[int]], *, before: float = 0
 ) -> None:
     """Most blocks came from dram. Not all: on a machine that is busy with two ranks, an answer of
     the node may come after the deadline, and then the request is computed."""
@@ -145,13 +145,13 @@ def test_two_ranks_give_the_same_tokens_cold_from_dram_from_files_and_after_a_re
         wait_until(lambda: at_baseline(node), "the node is back at baseline")
 
 
-def is_served(engine: Engine, node: NodeProcess) -> bool:
+def is_served(engine: VllmServer, node: NodeProcess) -> bool:
     """An idle engine looks for nobody, so it is asked something."""
     engine.warm_up()
     return has_session(node)
 
 
-def kill_one_rank_under_load(engine: Engine, prompts: list[tuple[int, ...]]) -> None:
+def kill_one_rank_under_load(engine: VllmServer, prompts: list[tuple[int, ...]]) -> None:
     """SIGKILL to the second worker while loads run; returns when vLLM has ended. It ends by itself,
     but for its HTTP server, which sometimes waits for the answers that nobody will give."""
     engine.forget()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def node(plain: Engine, tmp_path: Path) -> Iterator[NodeProcess]:
+def node(plain: VllmServer, tmp_path: Path) -> Iterator[NodeProcess]:
     with node_for(plain, tmp_path, dram="512MiB") as process:
         yield process
 
 
 def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
     vllm: EngineNursery,
-    plain: Engine,
+    plain: VllmServer,
     node: NodeProcess,
     prompts: Sequence[tuple[int, ...]],
     reference: Reference,
@@ -60,7 +60,7 @@ def test_tokens_are_identical_cold_from_dram_and_in_another_engine(
 
 
 def test_one_token_requests_and_the_last_request_before_idle_are_stored(
-    plain: Engine, node: NodeProcess, encode: Encode
+    plain: VllmServer, node: NodeProcess, encode: Encode
 ) -> None:
     rng = random.Random(SEED)
     prompt = text_tokens(rng, encode, 5 * BLOCK_TOKENS + 7)
@@ -74,7 +74,7 @@ def test_one_token_requests_and_the_last_request_before_idle_are_stored(
 
 
 def test_blocks_that_fill_during_decoding_serve_the_next_turn(
-    plain: Engine, node: NodeProcess, encode: Encode
+    plain: VllmServer, node: NodeProcess, encode: Encode
 ) -> None:
     rng = random.Random(SEED + 1)
     first = text_tokens(rng, encode, 2 * BLOCK_TOKENS + 40)
@@ -99,7 +99,7 @@ def test_other_weights_in_the_same_directory_hit_nothing(
     for seed in (1, 2):
         (directory.rename(tmp_path / "earlier") if directory.exists() else None)
         build_model(directory, size="tiny", weights_seed=seed)
-        config = EngineConfig(model=directory, socket=node.socket, connector_extra=PATIENT)
+        config = ServerConfig(model=directory, socket=node.socket, connector_extra=PATIENT)
         with vllm.start(config, log=tmp_path / f"{seed}.log") as engine:
             held = blocks_in_dram(node)
             engine.complete(prompt, max_tokens=2)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Engine
-from kvstore.demo.engine_config import EngineConfig
+from kvstore.demo.engine import VllmServer
+from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import build_model
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.testing.process import NodeProcess
@@ -51,7 +51,7 @@ def test_bfloat16_tokens_are_those_of_the_engines_own_hit_of_the_same_length(
     lengths = [rng.randint(1, 5) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(60)]
     prompts = [text_tokens(rng, encode, length) for length in lengths]
     with NodeProcess.start(tmp_path, dram="256MiB") as node:
-        config = EngineConfig(
+        config = ServerConfig(
             model=tiny_model, dtype="bfloat16", socket=node.socket, connector_extra=VERIFIED
         )
         with vllm.start(config, log=tmp_path / "engine.log") as engine:
@@ -76,7 +76,7 @@ def test_drafts_chunks_few_blocks_aborts_and_resets_change_no_token(
     tmp_path: Path,
 ) -> None:
     with NodeProcess.start(tmp_path, dram="512MiB") as node:
-        config = EngineConfig(
+        config = ServerConfig(
             model=tiny_model,
             socket=node.socket,
             max_model_len=1280,
@@ -101,7 +101,7 @@ def test_drafts_chunks_few_blocks_aborts_and_resets_change_no_token(
             assert not engine.metrics().get(OWN_ERRORS)
 
 
-def _hold_conversations(engine: Engine, reference: Reference) -> None:
+def _hold_conversations(engine: VllmServer, reference: Reference) -> None:
     """Both turns of all; the second finds what the first one's decoding has filled."""
     talks = reference.conversations
     before = engine.hits()
@@ -121,7 +121,7 @@ def _hold_conversations(engine: Engine, reference: Reference) -> None:
         assert loaded == (history - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def _ask_all(engine: Engine, prompts: Sequence[tuple[int, ...]], reference: Reference) -> None:
+def _ask_all(engine: VllmServer, prompts: Sequence[tuple[int, ...]], reference: Reference) -> None:
     """Twice, so that the second time is from the store."""
     for _ in range(2):
         hits = engine.hits().external_hits
@@ -131,7 +131,7 @@ def _ask_all(engine: Engine, prompts: Sequence[tuple[int, ...]], reference: Refe
     assert engine.hits().external_hits > hits
 
 
-def _abandon_some(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> None:
+def _abandon_some(engine: VllmServer, prompts: Sequence[tuple[int, ...]]) -> None:
     """Hang up at any moment: waiting, loading, computing, storing, decoding."""
     rng = random.Random(SEED + 11)
     engine.warm_up()  # counts travel with answers
@@ -143,7 +143,7 @@ def _abandon_some(engine: Engine, prompts: Sequence[tuple[int, ...]]) -> None:
     assert engine.metrics()[LOADED_BYTES] > loaded, "nothing was loaded for them"
 
 
-def _abandon(engine: Engine, prompt: Sequence[int], *, after_s: float) -> None:
+def _abandon(engine: VllmServer, prompt: Sequence[int], *, after_s: float) -> None:
     end = time.monotonic() + after_s
     engine.abandon(prompt, max_tokens=ANSWER_TOKENS, until=lambda: time.monotonic() >= end)
 
@@ -158,7 +158,7 @@ def test_a_prompt_of_thousands_of_blocks_and_one_that_is_abandoned_half_way(
         [rng.randrange(256) for _ in range(count * block_tokens + 5)] for count in (blocks, few)
     )
     with NodeProcess.start(tmp_path, dram="1GiB") as node:
-        config = EngineConfig(
+        config = ServerConfig(
             model=model,
             socket=node.socket,
             max_model_len=(blocks + 8) * block_tokens,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.engine import Completion, VllmServer
 from kvstore.demo.workload import Encode, text_tokens
 from kvstore.supervisor.upgrade import ask_for_upgrade
 from kvstore.testing.process import NodeProcess
@@ -43,7 +43,7 @@ def serves(node: NodeProcess) -> bool:
 
 
 def test_answers_and_hits_are_the_same_after_a_crash_and_an_upgrade(
-    plain: Engine, encode: Encode, tmp_path: Path
+    plain: VllmServer, encode: Encode, tmp_path: Path
 ) -> None:
     rng = random.Random(SEED)
     lengths = [rng.randint(1, 3) * BLOCK_TOKENS + rng.randint(1, 100) for _ in range(PROMPTS)]

@@ -21,7 +21,7 @@ import pytest
 
 from kvstore import __version__
 from kvstore.client.link import Lost
-from kvstore.node.priority import Place
+from kvstore.node.priority import ThreadPriority
 from kvstore.obs.metrics import METRICS
 from kvstore.testing.process import NodeFailed, NodeProcess, children_of
 from kvstore.testing.raw_engine import RawEngine, make_keys
@@ -58,7 +58,7 @@ def preferred() -> tuple[int, int]:
     found = []
 
     def ask() -> None:
-        Place(0)
+        ThreadPriority(0)
         found.append(place_of(threading.get_native_id()))
 
     asking = threading.Thread(target=ask)

@@ -22,14 +22,14 @@ import xxhash
 
 from kvstore.client.core.copies import (
     CompareBlock,
-    Compared,
     Copied,
     Copy,
+    CopyCompared,
+    CopyVoid,
     LoadBlock,
     Mismatch,
     Outcome,
     StoreBlock,
-    Void,
 )
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
@@ -113,7 +113,7 @@ class SimCopies:
     def _begin(self, copy: Copy) -> None:
         rank, memory = self._rank, self._memory
         if not self._holds(copy):
-            rank.core.finished(copy, Void())
+            rank.core.finished(copy, CopyVoid())
             return
         self.running = copy
         if isinstance(copy, LoadBlock):
@@ -151,7 +151,7 @@ class SimCopies:
         if isinstance(copy, StoreBlock):
             data = self._world.words.payload(rank.pool[copy.block_id] or TORN, rank.block_bytes)
             self._write(copy, memory, data[: len(data) // 2])
-        return Void("the copy failed")
+        return CopyVoid("the copy failed")
 
     def _end_store(self, copy: StoreBlock) -> Outcome:
         rank = self._rank
@@ -176,7 +176,7 @@ class SimCopies:
             word = DAMAGED if memory.is_damaged else TORN
         rank.pool[copy.block_id] = word
         if not self.still_holds(copy):
-            return Void()
+            return CopyVoid()
         if copy.checksum is not None and (
             not is_whole or checksum(copy.header, data) != copy.checksum
         ):
@@ -188,10 +188,10 @@ class SimCopies:
         data = self._memory.read(copy.slot, rank.block_bytes)
         differs = self._world.words.word(data) != rank.pool[copy.block_id]
         if not self._holds(copy):
-            return Void()
+            return CopyVoid()
         if differs and checksum(copy.header, data) != copy.checksum:
             return Mismatch()
-        return Compared(1.4 if differs else 0.0, differs)
+        return CopyCompared(1.4 if differs else 0.0, differs)
 
     def _holds(self, copy: Copy) -> bool:
         """Whether the slot still has the generation that the copy was ordered for."""

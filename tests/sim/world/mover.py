@@ -14,7 +14,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.peers.mover import Ended
+from kvstore.peers.mover import TransferEnded
 from kvstore.ports import Pieces
 from kvstore.transport.watch import GRACE_NS
 from kvstore.types import PAGE_BYTES, SlotId
@@ -89,18 +89,18 @@ class SimMover:
 
     async def move(
         self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
-    ) -> Ended:
+    ) -> TransferEnded:
         """Read from a peer. On return nothing writes to the places of the pieces any more."""
         number = next(self._numbers)
         if self.trouble:
-            return Ended(number, good=False, reason=self.trouble)
+            return TransferEnded(number, good=False, reason=self.trouble)
         rows = list(zip(*(array.tolist() for array in pieces), strict=True))
         self.writing[number] = {to // PAGE_BYTES for to, _, _ in rows}
         life = self._lives
         deadline_ns = self._peers.now_ns + int(timeout_s * NS_PER_S)
         reason = await self._read(descriptor, rows, deadline_ns, life)
         self.writing.pop(number, None)
-        return Ended(number, good=not reason, reason=reason)
+        return TransferEnded(number, good=not reason, reason=reason)
 
     def forget(self, peer: str) -> None:
         """Each read finds its source by the descriptor: there is nothing to forget."""

@@ -23,6 +23,7 @@ from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import (
     Admit,
     Adopt,
+    AdoptedWriter,
     Changed,
     Cleared,
     Command,
@@ -47,7 +48,6 @@ from kvstore.engine.events import (
     SwitchedOff,
     Tick,
     Unfollow,
-    Writer,
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
@@ -123,7 +123,9 @@ class SimNode:
         )
         if kept is not None:
             found = journal.examine(quotas=(), writers=set(kept.ranks))
-            writers = tuple(Writer(ConnectionId(c), hello) for c, hello in kept.ranks.items())
+            writers = tuple(
+                AdoptedWriter(ConnectionId(c), hello) for c, hello in kept.ranks.items()
+            )
             self._first_events.append(Adopt(found, writers))
         self.engine = Engine(config, journal)
         self.peers = SimPeers(machine, self, incarnation) if machine.world.cluster else None

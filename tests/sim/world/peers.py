@@ -34,7 +34,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.borrower import Borrower
-from kvstore.peers.feed import FeedCounters, Link
+from kvstore.peers.feed import FeedCounters, FeedLink
 from kvstore.peers.lender import Lender
 from kvstore.proto import index_pb2, loans, peer_pb2
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
@@ -106,7 +106,7 @@ class SimPeers:
         )
         hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
         self.links = [
-            Link(
+            FeedLink(
                 replica.address,
                 None,
                 hello,

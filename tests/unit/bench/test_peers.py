@@ -18,7 +18,7 @@ from bench import disk
 from bench.peers import lmcache, picture, rounds, timing
 from bench.peers.damage import judge
 from bench.peers.memory import memory_of, open_memfds, status
-from kvstore.demo.engine import Completion, Engine
+from kvstore.demo.engine import Completion, VllmServer
 from kvstore.demo.workload import ConversationPlan
 from kvstore.units import MIB
 
@@ -163,7 +163,7 @@ class FakeEngine:
 def test_each_turn_goes_to_all_engines_and_the_first_to_go_rotates() -> None:
     calls: list[str] = []
     fakes = {name: FakeEngine(name, calls) for name in ("alone", "one", "two")}
-    served = rounds.measure_rounds(cast("dict[str, Engine]", fakes), PLAN, encode, SILENT)
+    served = rounds.measure_rounds(cast("dict[str, VllmServer]", fakes), PLAN, encode, SILENT)
     assert calls[:3] == ["alone forgets", "one forgets", "two forgets"]
     assert calls[3:9] == ["alone", "one", "two", "one", "two", "alone"]
     assert fakes["alone"].prompts == fakes["one"].prompts == fakes["two"].prompts
@@ -175,7 +175,7 @@ def test_each_turn_goes_to_all_engines_and_the_first_to_go_rotates() -> None:
 
 def test_the_working_set_counts_what_is_shared_once() -> None:
     fake = FakeEngine("x", [])
-    rounds.measure_rounds(cast("dict[str, Engine]", {"x": fake}), PLAN, encode, SILENT)
+    rounds.measure_rounds(cast("dict[str, VllmServer]", {"x": fake}), PLAN, encode, SILENT)
     last = fake.prompts[-PLAN.users :]
     beginnings = {prompt[:end] for prompt in last for end in range(1, len(prompt) + 1)}
     answers = PLAN.users * PLAN.answer_tokens
@@ -228,7 +228,7 @@ def test_the_picture_is_drawn_from_what_is_written(tmp_path: Path) -> None:
     times = {"hit": [3.0, 4.0], "own_hit": [2.0, 2.0], "recompute": [9.0, 9.0]}
     hits = timing.compared({"kvstore": times, "LMCache": times}, asked_again=0)
     fakes = {name: FakeEngine(name, []) for name in picture.COLOURS}
-    served = rounds.measure_rounds(cast("dict[str, Engine]", fakes), PLAN, encode, SILENT)
+    served = rounds.measure_rounds(cast("dict[str, VllmServer]", fakes), PLAN, encode, SILENT)
     told = {
         "working_set_tokens": 10,
         "own_cache_tokens": 2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.client.core.attachment import CREDITS_MAX, State
+from kvstore.client.core.attachment import CREDITS_MAX, AttachState
 from kvstore.units import NS_PER_MS
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import ScriptedNode
@@ -12,7 +12,7 @@ def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
     """Whether the cache is off."""
     node.core.attachment.watch(node.now_ns, heartbeat_ns)
     attachment = node.core.attachment
-    assert attachment.is_open == (attachment.state is State.OPEN and not attachment.is_silent)
+    assert attachment.is_open == (attachment.state is AttachState.OPEN and not attachment.is_silent)
     return attachment.is_silent
 
 
@@ -54,7 +54,7 @@ def test_what_is_not_open_is_not_said_to_be_off_or_on_by_a_heartbeat(node: Scrip
     node.wait(300)
     assert lost(node, beat)
     assert not lost(node, node.now_ns)
-    assert attachment.state is State.WAITING
+    assert attachment.state is AttachState.WAITING
     assert node.core.take_notices() == []
 
 
@@ -150,7 +150,7 @@ def test_an_absent_socket_is_noticed_once_and_retried_with_back_off(node: Script
     node.attach()
     assert len(node.core.take_notices()) == 1
     attachment.disconnected(node.now_ns, "gone")
-    assert attachment.state is State.DOWN
+    assert attachment.state is AttachState.DOWN
     assert len(node.core.take_notices()) == 1
 
 
@@ -191,7 +191,7 @@ def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:
     node.core.new_weights("abc", node.now_ns, emptied=True)
     assert node.core.attachment.hello().weights_epoch == "abc"
     node.wait(NS_PER_MS)
-    assert node.core.attachment.state is State.DOWN
+    assert node.core.attachment.state is AttachState.DOWN
 
 
 WELCOME = m.Welcome(protocol=1, incarnation=7, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvstore.client.core.copies import Copied, LoadBlock, Mismatch, Outcome, StoreBlock, Void
+from kvstore.client.core.copies import Copied, CopyVoid, LoadBlock, Mismatch, Outcome, StoreBlock
 from kvstore.client.core.plan import RankReport
 from kvstore.client.core.rank import RankCore, refuse
 from kvstore.errors import ProtocolError
@@ -82,7 +82,7 @@ def test_load_is_reported_whole() -> None:
     assert core.take_report() == RankReport(rank=1, session=5)
 
 
-@pytest.mark.parametrize("outcome", [Void("gone"), Mismatch()])
+@pytest.mark.parametrize("outcome", [CopyVoid("gone"), Mismatch()])
 def test_a_bad_block_fails_the_load_from_there_on(outcome: Outcome) -> None:
     core = serving()
     core.submit(plan(load(5, 3, 4)))
@@ -117,7 +117,7 @@ def test_what_was_verified_is_told_block_by_block() -> None:
 def test_of_a_load_that_fails_what_was_verified_before_is_told() -> None:
     core = serving()
     core.submit(plan(load(5, 0, 3, checksums=SUM * 6)))
-    run(core, lambda copy: Void() if copy.block_id == 1 else Copied(SUM, 10))
+    run(core, lambda copy: CopyVoid() if copy.block_id == 1 else Copied(SUM, 10))
     (said,) = core.take_outbox()
     assert isinstance(said, Verified)
     assert len(slots_array(said.slots)) == 1
@@ -126,7 +126,7 @@ def test_of_a_load_that_fails_what_was_verified_before_is_told() -> None:
 def test_store_seals_what_was_copied_and_drops_the_rest() -> None:
     core = serving()
     core.submit(plan(store(5, 0, 3)))
-    run(core, lambda copy: Void() if copy.block_id == 1 else Copied(SUM, 10))
+    run(core, lambda copy: CopyVoid() if copy.block_id == 1 else Copied(SUM, 10))
     seal, drop = core.take_outbox()
     assert isinstance(seal, Seal)
     assert isinstance(drop, Drop)

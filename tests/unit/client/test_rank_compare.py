@@ -7,13 +7,13 @@ import pytest
 
 from kvstore.client.core.copies import (
     CompareBlock,
-    Compared,
     Copied,
     Copy,
+    CopyCompared,
+    CopyVoid,
     Mismatch,
     Outcome,
     StoreBlock,
-    Void,
 )
 from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob
 from kvstore.client.core.rank import RankCore, refuse
@@ -36,7 +36,7 @@ def run_comparing(core: RankCore, *outcomes: Outcome) -> list[Copy]:
 def test_blocks_are_compared_after_loads_and_with_this_ranks_column() -> None:
     core = serving()
     core.submit(plan(compare(5, 10, 2), load(5, 20, 1)))
-    copies = run_comparing(core, Compared(0.1, False), Compared(1.3, True))
+    copies = run_comparing(core, CopyCompared(0.1, False), CopyCompared(1.3, True))
     assert [type(copy).__name__ for copy in copies] == ["LoadBlock", "CompareBlock", "CompareBlock"]
     first = copies[1]
     assert isinstance(first, CompareBlock)
@@ -52,7 +52,7 @@ def test_blocks_are_compared_after_loads_and_with_this_ranks_column() -> None:
 def test_what_says_nothing_does_not_count_and_damage_is_told() -> None:
     core = serving()
     core.submit(plan(compare(5, 0, 3)))
-    run_comparing(core, Void(), Mismatch(), Compared(0.0, False))
+    run_comparing(core, CopyVoid(), Mismatch(), CopyCompared(0.0, False))
     assert core.take_report().compared == (CompareResult(9, 1, (), 0.0),)
     (told,) = core.take_outbox()
     assert told == Distrust((16 * 3).to_bytes(4, "little"), (16 * 3 + 1).to_bytes(8, "little"))
@@ -61,7 +61,7 @@ def test_what_says_nothing_does_not_count_and_damage_is_told() -> None:
 def test_a_replica_compares_though_it_does_not_write() -> None:
     core = serving(writes=False)
     core.submit(plan(compare(5, 0, 1), store(5, 5, 1)))
-    copies = run_comparing(core, Compared(0.0, False))
+    copies = run_comparing(core, CopyCompared(0.0, False))
     assert [type(copy) for copy in copies] == [CompareBlock]
     assert sorted(core.take_report().store_jobs_done) == [1, 9]
 
@@ -74,7 +74,7 @@ def test_a_block_that_is_overwritten_meanwhile_is_not_compared() -> None:
     assert copy is not None
     assert core.fence([0, 1])
     core.give_up([0])
-    core.finished(copy, Compared(1.4, True))
+    core.finished(copy, CopyCompared(1.4, True))
     assert core.take_report().compared == (CompareResult(9, 0, (), 0.0),), "the block was spoiled"
     assert core.pending_store_blocks() == frozenset()
 
@@ -83,7 +83,7 @@ def test_fenced_comparisons_overtake_stores() -> None:
     core = serving()
     core.submit(plan(store(5, 0, 2), compare(5, 10, 1)))
     assert core.fence([10])
-    copies = run_comparing(core, Compared(0.0, False))
+    copies = run_comparing(core, CopyCompared(0.0, False))
     assert [type(copy) for copy in copies] == [CompareBlock, StoreBlock, StoreBlock]
 
 

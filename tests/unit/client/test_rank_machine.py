@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from kvstore.client.core.copies import Copied, Copy, LoadBlock, Mismatch, Outcome, StoreBlock, Void
+from kvstore.client.core.copies import (
+    Copied,
+    Copy,
+    CopyVoid,
+    LoadBlock,
+    Mismatch,
+    Outcome,
+    StoreBlock,
+)
 from kvstore.client.core.plan import LoadJob, StoreJob
 from kvstore.client.core.rank import RankCore
 from kvstore.wire.messages import (
@@ -119,7 +127,7 @@ class RankMachine(CountedMachine):
         assert self.copy is not None
         outcome: Outcome = Copied(int(self.copy.slot).to_bytes(16, "big"), 1)
         if kind == "void" or (kind == "mismatch" and isinstance(self.copy, StoreBlock)):
-            outcome = Void()
+            outcome = CopyVoid()
         elif kind == "mismatch":
             outcome = Mismatch()
         elif isinstance(self.copy, StoreBlock):
@@ -209,7 +217,7 @@ class RankMachine(CountedMachine):
             return
         if self.copy is not None:
             self.end("copied")
-        run(self.core, lambda copy: Void())
+        run(self.core, lambda copy: CopyVoid())
         self.read_outbox()
         self.read_report()
         assert not self.owed_loads, "a load never ended"

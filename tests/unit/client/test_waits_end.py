@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.client.core.attachment import State
+from kvstore.client.core.attachment import AttachState
 from kvstore.client.core.scheduler import PENDING, Hit, Miss
 from kvstore.wire import messages as m
 from tests.unit.client.conftest import BLOCK_TOKENS, ScriptedNode, chain
@@ -29,7 +29,7 @@ def say(node: ScriptedNode, message: m.Message) -> None:
     attachment = node.core.attachment
     if attachment.wants_connection(node.now_ns):
         attachment.connected(node.now_ns)
-    if attachment.state is State.DOWN:
+    if attachment.state is AttachState.DOWN:
         return  # there is no socket that it could come by
     reason = node.give(message)
     if reason is not None:
@@ -38,7 +38,7 @@ def say(node: ScriptedNode, message: m.Message) -> None:
 
 def open_or_close(node: ScriptedNode) -> None:
     """A session that ends in the step after it began, before any answer."""
-    if node.core.attachment.state is State.OPEN:
+    if node.core.attachment.state is AttachState.OPEN:
         say(node, m.SessionClosed(session=node.session, reason="a rank left"))
     else:
         open_another(node)

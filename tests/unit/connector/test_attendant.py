@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.client.core.attachment import State
+from kvstore.client.core.attachment import AttachState
 from kvstore.client.link import Lost
 from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.scheduler_side import SchedulerSide
@@ -58,7 +58,7 @@ def lost(
     """An engine that was attached, and whose node has just ended."""
     link, node = FullSocket(room=100), Node()
     side = make_side(link)
-    assert side._core.attachment.state is State.OPEN
+    assert side._core.attachment.state is AttachState.OPEN
     monkeypatch.setattr("kvstore.connector.scheduler_side.Link.connect", node.connect)
     lost: Any = Lost("the node closed the connection")
     link.inbox.append(lost)
@@ -66,7 +66,7 @@ def lost(
 
 
 def is_open(side: SchedulerSide) -> bool:
-    return side._core.attachment.state is State.OPEN
+    return side._core.attachment.state is AttachState.OPEN
 
 
 def idle(side: SchedulerSide, clock: SimpleNamespace, ns: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.connector.mapping import NotServed, Part, part_of
+from kvstore.connector.mapping import NotServed, RankPart, part_of
 from kvstore.types import Shard
 
 LAYERS = 6
@@ -23,7 +23,7 @@ def part(
     held: int | None = None,
     use_mla: bool = False,
     names: list[str] | None = None,
-) -> Part | NotServed:
+) -> RankPart | NotServed:
     """Of a model of 6 layers and `heads` KV heads; `held` of them are in the rank's cache."""
     begin = rank // tp * (LAYERS // pp)
     end = begin + LAYERS // pp
@@ -46,10 +46,10 @@ def part(
 
 def shards(count: int, **of: Any) -> list[tuple[int, int, int, int]]:
     parts = [part(rank, **of) for rank in range(count)]
-    assert all(isinstance(p, Part) for p in parts), parts
-    totals = {(p.layer_count, p.head_count) for p in parts if isinstance(p, Part)}
+    assert all(isinstance(p, RankPart) for p in parts), parts
+    totals = {(p.layer_count, p.head_count) for p in parts if isinstance(p, RankPart)}
     assert totals == {(LAYERS, 1 if of.get("use_mla") else of["heads"])}
-    found = [p.shard for p in parts if isinstance(p, Part)]
+    found = [p.shard for p in parts if isinstance(p, RankPart)]
     return [(s.layer_begin, s.layer_end, s.head_begin, s.head_end) for s in found]
 
 
@@ -90,5 +90,5 @@ def test_what_does_not_add_up_is_not_served(of: dict[str, Any]) -> None:
 
 def test_the_shard_comes_from_the_rank_inside_the_engine_as_served() -> None:
     found = part(3, heads=4, tp=2, pp=2)
-    assert isinstance(found, Part)
+    assert isinstance(found, RankPart)
     assert found.shard == Shard(3, 6, 2, 4)

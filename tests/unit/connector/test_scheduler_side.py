@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
-from kvstore.client.core.lookup import Stage
+from kvstore.client.core.lookup import LookupStage
 from kvstore.connector import scheduler_side
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
@@ -169,7 +169,7 @@ def test_steps_of_others_do_not_wait_for_blocks_from_disk(
 ) -> None:
     link = FullSocket(room=100)
     side, one = make_side(link), request(1, 8)
-    watched: list[Stage] = []
+    watched: list[LookupStage] = []
 
     def watch() -> None:
         watched.append(side._core._requests["r1"].lookup.stage)
@@ -181,12 +181,12 @@ def test_steps_of_others_do_not_wait_for_blocks_from_disk(
     side.build_plan(output(scheduled=scheduled))
     side.on_new_request(one)
     assert side.get_num_new_matched_tokens(one, 0) == (None, False)
-    assert watched == [Stage.ASKED], "an answer that is due at once is watched for"
+    assert watched == [LookupStage.ASKED], "an answer that is due at once is watched for"
     (ask,) = (message for message in link.sent if isinstance(message, m.LeaseAsk))
     link.inbox.append(m.LeaseReply(ask.lease, 10_000, b"", b"", promoting=8, promoting_ms=1))
     side.build_plan(output(scheduled=scheduled))
     assert side.get_num_new_matched_tokens(one, 0) == (None, False)
-    assert watched == [Stage.ASKED] + [Stage.PROMOTING] * (not computes)
+    assert watched == [LookupStage.ASKED] + [LookupStage.PROMOTING] * (not computes)
 
 
 def grant(credits: int) -> m.Grant:

@@ -15,13 +15,13 @@ import numpy as np
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import (
     Adopt,
+    AdoptedWriter,
     Command,
     Event,
     Exited,
     Ready,
     Received,
     Release,
-    Writer,
 )
 from kvstore.engine.memory.journal import Journal
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId
@@ -91,7 +91,9 @@ class MortalNode(Node):
         return engine
 
     def adopt(self, journal: Journal) -> Adopt:
-        writers = tuple(Writer(ConnectionId(c), *its) for c, its in sorted(self.registry.items()))
+        writers = tuple(
+            AdoptedWriter(ConnectionId(c), *its) for c, its in sorted(self.registry.items())
+        )
         return Adopt(journal.examine(quotas=self.quotas, writers=set(self.registry)), writers)
 
     @property

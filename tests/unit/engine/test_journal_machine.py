@@ -17,7 +17,7 @@ from hypothesis import Phase, strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from kvstore.engine.engine import Engine
-from kvstore.engine.memory.journal import Found, Journal
+from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from tests.amounts import amount
@@ -160,7 +160,7 @@ def forgets_writers(patch: pytest.MonkeyPatch) -> None:
     """What somebody may write to is free after a restart."""
     real = Journal.examine
 
-    def examine(self: Journal, *, quotas: list[str], writers: set[int]) -> Found:
+    def examine(self: Journal, *, quotas: list[str], writers: set[int]) -> JournalContents:
         self._writers[:] = 0
         return real(self, quotas=quotas, writers=writers)
 

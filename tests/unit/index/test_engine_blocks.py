@@ -15,9 +15,9 @@ from kvstore.index.engine_blocks import EngineBlocks
 from kvstore.types import BlockKey
 from kvstore.wire.engine_events import (
     PAYLOAD_BYTES_MAX,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
+    EngineCleared,
+    EngineRemoved,
+    EngineStored,
     decode_batch,
 )
 
@@ -121,15 +121,15 @@ def test_what_vllm_publishes_is_understood() -> None:
         payload(STORED, {"type": "Later", "x": 1}, removed, {"type": "AllBlocksCleared"}, rank=3)
     )
     assert batch.rank == 3
-    assert [type(event) for event in batch.events] == [BlockStored, BlockRemoved, AllBlocksCleared]
-    assert batch.events[0] == BlockStored(
+    assert [type(event) for event in batch.events] == [EngineStored, EngineRemoved, EngineCleared]
+    assert batch.events[0] == EngineStored(
         block_hashes=[*LOW[:1]],
         parent_block_hash=None,
         token_ids=TOKENS[:SIZE],
         block_size=SIZE,
         medium="GPU",
     )
-    assert batch.events[1] == BlockRemoved(block_hashes=[KEYS[0]], medium="GPU")
+    assert batch.events[1] == EngineRemoved(block_hashes=[KEYS[0]], medium="GPU")
 
 
 @pytest.mark.parametrize(

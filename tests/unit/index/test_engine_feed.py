@@ -18,8 +18,8 @@ from kvstore.index.engine_feed import (
     REPLAY_MS,
     WAITING_BATCHES_MAX,
     EngineFeed,
+    FollowedMemory,
     Phase,
-    Place,
 )
 from kvstore.index.feed import Change, Left, Removed, Stored
 from kvstore.types import SpaceId, Tier
@@ -28,7 +28,7 @@ SIZE, SEED = 4, "vllm-none-hash"
 TOKENS = [random.Random(1).randrange(1000) for _ in range(12 * SIZE)]
 KEYS = block_keys(TOKENS, block_tokens=SIZE, seed=SEED)
 SPACE = SpaceId(b"s" * 32)
-PLACE = Place("e", 2, "t", SPACE)
+PLACE = FollowedMemory("e", 2, "t", SPACE)
 LEFT = Left("e", 2)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import Beat, Hello
+from kvstore.index.feed import FeedBeat, Hello
 from kvstore.index.index import Index, Member
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.types import Incarnation
@@ -19,8 +19,8 @@ def hello(incarnation: int) -> Hello:
     return Hello("n", Incarnation(incarnation), 1, 0)
 
 
-def beat(load: Load | None, incarnation: int = 1) -> Beat:
-    return Beat("n", Incarnation(incarnation), 1, 0, load)
+def beat(load: Load | None, incarnation: int = 1) -> FeedBeat:
+    return FeedBeat("n", Incarnation(incarnation), 1, 0, load)
 
 
 def known(index: Index) -> Member:
@@ -48,12 +48,12 @@ def test_the_last_word_counts_until_the_process_is_another() -> None:
 def test_it_travels_in_beats_and_answers_whole() -> None:
     message = feeds.load_message(BUSY)
     told = pb.FeedWord(beat=pb.Beat(sequence=7, load=message)).SerializeToString()
-    assert feeds.word_of(pb.FeedWord.FromString(told), hello(1)) == Beat(
+    assert feeds.word_of(pb.FeedWord.FromString(told), hello(1)) == FeedBeat(
         "n", Incarnation(1), 1, 7, BUSY
     )
     assert feeds.load_of(pb.Node.FromString(pb.Node(load=message).SerializeToString())) == BUSY
     older = pb.FeedWord(beat=pb.Beat(sequence=7))
-    assert feeds.word_of(older, hello(1)) == Beat("n", Incarnation(1), 1, 7, None)
+    assert feeds.word_of(older, hello(1)) == FeedBeat("n", Incarnation(1), 1, 7, None)
     assert [field.name for field in pb.Load.DESCRIPTOR.fields] == list(Load.__struct_fields__)
 
 

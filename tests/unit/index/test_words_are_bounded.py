@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore.errors import ProtocolError
-from kvstore.index.feed import Delta, Part
+from kvstore.index.feed import Delta, SnapshotPart
 from kvstore.peers.changes import DELTA_KEYS_MAX
 from kvstore.proto import feeds, index_pb2 as pb
 from tests.unit.index.words import hello
@@ -22,7 +22,7 @@ def test_of_changes_there_are_as_many_as_a_node_tells_at_once() -> None:
     assert isinstance(delta, Delta)
     assert len(delta.changes) == most
     part = feeds.word_of(pb.FeedWord(part=pb.Part(stored=[STORED] * most)), hello())
-    assert isinstance(part, Part)
+    assert isinstance(part, SnapshotPart)
     assert len(part.stored) == most
     for word in (
         pb.FeedWord(delta=pb.Delta(changes=[LEFT] * (most + 1))),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import hashlib
 
-from kvstore.index.feed import Beat, Change, Closed, Delta, Hello, Part, Removed, Stored
+from kvstore.index.feed import (
+    Change,
+    Delta,
+    FeedBeat,
+    FeedClosed,
+    Hello,
+    Removed,
+    SnapshotPart,
+    Stored,
+)
 from kvstore.index.index import Holder, Index
 from kvstore.types import Incarnation, SpaceId, Tier
 from kvstore.wire.load import Load
@@ -40,8 +49,8 @@ def beat(
     incarnation: int = 1,
     stream: int = 1,
     load: Load | None = None,
-) -> Beat:
-    return Beat(node, Incarnation(incarnation), stream, sequence, load)
+) -> FeedBeat:
+    return FeedBeat(node, Incarnation(incarnation), stream, sequence, load)
 
 
 def part(
@@ -52,12 +61,12 @@ def part(
     node: str = NODE,
     incarnation: int = 1,
     stream: int = 1,
-) -> Part:
-    return Part(node, Incarnation(incarnation), stream, sequence, number, is_last, what)
+) -> SnapshotPart:
+    return SnapshotPart(node, Incarnation(incarnation), stream, sequence, number, is_last, what)
 
 
-def closed(*, incarnation: int = 1, stream: int = 1) -> Closed:
-    return Closed(NODE, Incarnation(incarnation), stream)
+def closed(*, incarnation: int = 1, stream: int = 1) -> FeedClosed:
+    return FeedClosed(NODE, Incarnation(incarnation), stream)
 
 
 def stored(*numbers: int, tier: Tier = Tier.DRAM, engine: str = "", tenant: str = "t") -> Stored:

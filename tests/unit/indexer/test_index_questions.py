@@ -11,7 +11,17 @@ import grpc
 import msgspec
 import pytest
 
-from kvstore.index.feed import Beat, Closed, Delta, Event, Hello, Part, Refused, Trust, Verdict
+from kvstore.index.feed import (
+    ConnectRefused,
+    Delta,
+    Event,
+    FeedBeat,
+    FeedClosed,
+    Hello,
+    SnapshotPart,
+    Trust,
+    Verdict,
+)
 from kvstore.index.index import Answer, Member
 from kvstore.indexer import service as index
 from kvstore.indexer.service import TOKEN_QUESTIONS_MAX, WATCH_PERIOD_S, IndexService
@@ -178,16 +188,16 @@ def test_all_who_ask_for_the_nodes_are_told_the_same_list(
 
 
 OF_N1: Final[dict[str, Any]] = {"node": "n01", "incarnation": Incarnation(1), "stream": 1}
-LAST: Final = Part(**OF_N1, sequence=1, number=1, is_last=True, stored=())
-BEAT: Final = Beat(**OF_N1, sequence=1)
+LAST: Final = SnapshotPart(**OF_N1, sequence=1, number=1, is_last=True, stored=())
+BEAT: Final = FeedBeat(**OF_N1, sequence=1)
 
 
 @pytest.mark.parametrize(
     ("event", "verdict", "is_news"),
     [
         (Hello(**OF_N1, sequence=0), Verdict.GO_ON, True),
-        (Closed(**OF_N1), Verdict.GO_ON, True),
-        (Refused("n01"), Verdict.GO_ON, True),
+        (FeedClosed(**OF_N1), Verdict.GO_ON, True),
+        (ConnectRefused("n01"), Verdict.GO_ON, True),
         (LAST, Verdict.GO_ON, True),
         (msgspec.structs.replace(LAST, is_last=False), Verdict.GO_ON, False),
         (Delta(**OF_N1, sequence=1, changes=()), Verdict.GO_ON, False),

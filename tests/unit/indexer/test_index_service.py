@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.config.cluster import ReplicaConfig
 from kvstore.index import native
-from kvstore.index.feed import Hello, Refused, Trust
+from kvstore.index.feed import ConnectRefused, Hello, Trust
 from kvstore.indexer import replica, service as index
 from kvstore.indexer.service import IndexService
 from kvstore.net.aio import LoopThread, persist
@@ -101,4 +101,4 @@ def test_a_node_that_hangs_up_as_it_dies_is_dialled_again() -> None:
         service.close()
         return heard.words
 
-    assert asyncio.run(body())[-1] == Refused("n1")
+    assert asyncio.run(body())[-1] == ConnectRefused("n1")

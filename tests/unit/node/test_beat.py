@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from kvstore.engine.events import Command, Event, Lend, Received, Send
-from kvstore.net.turns import NODE, TURN_FILES, TURN_RANK, TURN_SCHEDULER, Party, Source
+from kvstore.net.turns import NODE, TURN_FILES, TURN_RANK, TURN_SCHEDULER, Party, TurnSource
 from kvstore.node.attach import Attach
 from kvstore.node.driver import Driver
-from kvstore.node.executor import Executor, Outcome
+from kvstore.node.executor import BatchOutcome, Executor
 from kvstore.types import ConnectionId, Shard
 from kvstore.units import NS_PER_S
 from kvstore.wire.messages import (
@@ -88,8 +88,8 @@ class WorkClock:
 class Deaf:
     """An executor that does nothing: what is sent is not this test's."""
 
-    def carry_out(self, commands: list[Command]) -> Outcome:
-        return Outcome([], 0)
+    def carry_out(self, commands: list[Command]) -> BatchOutcome:
+        return BatchOutcome([], 0)
 
 
 def some_keys(seed: int, count: int = FULL) -> bytes:
@@ -171,7 +171,7 @@ def test_no_message_at_its_largest_keeps_the_heart_waiting(who: str) -> None:
     queue = sockets.queues[fd]
     queue.extend(largest(node, peer)[number])  # type: ignore[arg-type]
     limit = 1 if turn == TURN_SCHEDULER else 1024
-    sockets.sources[fd] = Source(turn, ConnectionId(number), _reader(number, queue, limit))
+    sockets.sources[fd] = TurnSource(turn, ConnectionId(number), _reader(number, queue, limit))
     watch(node.engine)
     driver = Driver(
         engine=node.engine,

@@ -14,7 +14,7 @@ from kvstore.engine.events import Command, Ended, Event, RaiseGenerations, Scrub
 from kvstore.engine.trust.scrubs import Sealed
 from kvstore.errors import NodeBusy
 from kvstore.node import scrub as scrub_module
-from kvstore.node.driver import RECOVERIES_MAX, Driver, NodeFailed
+from kvstore.node.driver import RECOVERIES_MAX, Driver, StepFailed
 from kvstore.node.executor import Poisoned
 from kvstore.node.scrub import DramScrub
 from kvstore.tiers.memory import MemoryTier
@@ -203,7 +203,7 @@ def test_a_clear_or_a_word_that_cannot_be_published_stops_the_node(
             threading.Event().wait(0.001)
         leave.set()
         holding.result(10)
-        with pytest.raises(NodeFailed):
+        with pytest.raises(StepFailed):
             told.result(10)
         with pytest.raises(NodeBusy):
             after.result(10)

@@ -29,6 +29,7 @@ from kvstore.engine.events import (
 from kvstore.node.files import FileEnd
 from kvstore.tiers.file import (
     FileEvent,
+    FileScrubbed,
     FileTier,
     Gone,
     Known,
@@ -39,7 +40,6 @@ from kvstore.tiers.file import (
     RecordSet,
     RecoveryDone,
     Resumed,
-    Scrubbed,
     Suspended,
     Written,
 )
@@ -273,8 +273,8 @@ def test_what_the_scrub_found_is_told_to_the_engine_and_the_log(
 ) -> None:
     tier.events = [
         Gone(SCOPE, KEYS[:32], PLACES[:8], damaged=True),
-        Scrubbed(3, 300, KEYS[:32], pass_ended=False),
-        Scrubbed(2, 200, b"", pass_ended=True),
+        FileScrubbed(3, 300, KEYS[:32], pass_ended=False),
+        FileScrubbed(2, 200, b"", pass_ended=True),
     ]
     assert list(end.read(0)) == [
         FileGone("t", b"s" * 32, SHARD, KEYS[:32], PLACES[:8], damaged=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.node.priority import LOOK_NS, LOOP_NICE, Place
+from kvstore.node.priority import LOOK_NS, LOOP_NICE, ThreadPriority
 
 
 class Kernel:
@@ -43,7 +43,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def test_the_calling_thread_alone_is_placed(kernel: Kernel) -> None:
-    Place(0)
+    ThreadPriority(0)
     assert kernel.asked == [LEAST]
 
 
@@ -53,7 +53,7 @@ def test_a_refusal_is_harmless_and_told_to_who_debugs(
 ) -> None:
     kernel.refuses = refuses
     with caplog.at_level(logging.DEBUG, logger="kvstore"):
-        Place(0)
+        ThreadPriority(0)
     nice = ("nice", (os.PRIO_PROCESS, threading.get_native_id(), LOOP_NICE))
     assert kernel.asked == [LEAST, nice]
     said = ["the loop runs like any thread, real-time is refused: Operation not permitted"]
@@ -64,7 +64,7 @@ def test_a_refusal_is_harmless_and_told_to_who_debugs(
 def test_a_loop_that_hardly_sleeps_goes_back_among_the_others_until_it_sleeps_again(
     kernel: Kernel,
 ) -> None:
-    place = Place(0)
+    place = ThreadPriority(0)
     nice = ("nice", (os.PRIO_PROCESS, threading.get_native_id(), LOOP_NICE))
     slept_ns = 0
     for second, (part, asked) in enumerate(
@@ -88,7 +88,7 @@ def test_a_loop_that_hardly_sleeps_goes_back_among_the_others_until_it_sleeps_ag
 
 def test_who_was_refused_once_does_not_ask_again(kernel: Kernel) -> None:
     kernel.refuses = 1
-    place = Place(0)
+    place = ThreadPriority(0)
     kernel.asked.clear()
     for second in range(1, 5):
         place.look(second * LOOK_NS, second // 3 * LOOK_NS)

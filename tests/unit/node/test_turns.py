@@ -17,7 +17,7 @@ from kvstore.engine.counters import Counters
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Command, Ended, Event, Received, Tick
 from kvstore.net.pidfd import process_of
-from kvstore.net.turns import TURN_RANK, TURN_SCHEDULER, Party, Source, Turns
+from kvstore.net.turns import TURN_RANK, TURN_SCHEDULER, Party, Turns, TurnSource
 from kvstore.node.attach import Attach
 from kvstore.node.driver import BEAT_NS, KIND_NS, STEP_NS, Driver
 from kvstore.node.executor import Executor
@@ -93,7 +93,7 @@ class Sockets:
 
     def __init__(self, clock: Clock) -> None:
         self.turns, self._clock = Turns(), clock
-        self.sources: dict[int, Source] = {}
+        self.sources: dict[int, TurnSource] = {}
         self.queues: dict[int, deque[int]] = {}
         self.refill: Callable[[], None] = lambda: None
 
@@ -102,7 +102,7 @@ class Sockets:
         self.queues[fd] = deque()
         count = 1 if turn == TURN_SCHEDULER else 1024
         number = ConnectionId(fd)
-        self.sources[fd] = Source(turn, number, lambda _: self._read(fd, count), party)
+        self.sources[fd] = TurnSource(turn, number, lambda _: self._read(fd, count), party)
         self.turns.join(party)
         return fd
 
@@ -111,7 +111,7 @@ class Sockets:
             count -= 1
             yield Received(ConnectionId(fd), LeaseAsk(self.queues[fd].popleft(), b""))
 
-    def watch(self, fd: int, source: Source) -> None:
+    def watch(self, fd: int, source: TurnSource) -> None:
         self.sources[fd] = source
 
     def ready(self, timeout_s: float) -> list[tuple[int, int]]:
@@ -122,7 +122,7 @@ class Sockets:
         self.turns.order(found, self.sources)
         return found
 
-    def source(self, fd: int) -> Source | None:
+    def source(self, fd: int) -> TurnSource | None:
         return self.sources.get(fd)
 
     def owner(self, fd: int) -> ConnectionId | None:
@@ -234,7 +234,7 @@ def test_a_process_that_plays_a_hundred_engines_makes_no_lookup_late(others: Par
 def test_a_process_that_comes_anew_is_no_way_to_the_front() -> None:
     turns, sources = Turns(), {}
     for fd, party in {3: Party(0, 1), 4: Party(0, 2), 5: Party(0, 3)}.items():
-        sources[fd] = Source(TURN_SCHEDULER, ConnectionId(fd), lambda _: [], party)
+        sources[fd] = TurnSource(TURN_SCHEDULER, ConnectionId(fd), lambda _: [], party)
     turns.join(Party(0, 1))
     turns.join(Party(0, 2))
     turns.charge(4, Party(0, 2), 10**7)

@@ -20,7 +20,7 @@ from kvstore.engine.memory.journal import LAYOUT_VERSION
 from kvstore.errors import ConfigError
 from kvstore.net.clock import MonotonicClock
 from kvstore.node.node import _make_engine, _open_files
-from kvstore.node.warm import GENERATIONS_PER_LIFE, Memory, take_memory
+from kvstore.node.warm import GENERATIONS_PER_LIFE, NodeMemory, take_memory
 from kvstore.supervisor import control
 from kvstore.supervisor.handover import Handover, SupervisorGone
 from kvstore.supervisor.kept import Kept
@@ -48,15 +48,15 @@ class Host:
     def start(self) -> Handover:
         """What the next process begins with; its messages are taken by a thread."""
         ours, its = control.pair()
-        begin = control.Begin(
+        begin = control.BeginServing(
             settings={}, dram_bytes=DRAM, dram_note="", life=self.life, died_ns=0,
-            places=control.Places(),
+            places=control.Addresses(),
         )  # fmt: skip
         self.life += 1
         for name, fd in self.kept.held().items():
             control.send(ours, control.Held(name), fd)
         for number, (hello, pidfd) in self.kept.writers.items():
-            control.send(ours, control.Writer(number, hello), pidfd)
+            control.send(ours, control.RegisteredWriter(number, hello), pidfd)
         control.send(ours, begin, self._listener.fileno())
         thread = threading.Thread(target=self._serve, args=(ours,))
         thread.start()
@@ -70,12 +70,12 @@ class Host:
         with ours:
             while (heard := control.receive(ours, control.from_node)) is not None:
                 match heard:
-                    case control.Page(), fd:
+                    case control.GenerationPage(), fd:
                         self.kept.take_page(fd)
                         control.send(ours, control.PageTaken())
                     case control.Keep(name=name), fd:
                         self.kept.keep(name, fd)
-                    case control.Drop(), _:
+                    case control.DropKept(), _:
                         self.dropped += 1
                         self.kept.drop()
                     case control.Attached(number=number, hello=hello), fd:
@@ -108,12 +108,12 @@ def config(tmp_path: Path) -> NodeConfig:
     return load_config(None, settings, arena=(DRAM, ""))
 
 
-def begin(host: Host, config: NodeConfig, incarnation: int = 1) -> tuple[Memory, Handover]:
+def begin(host: Host, config: NodeConfig, incarnation: int = 1) -> tuple[NodeMemory, Handover]:
     handover = host.start()
     return take_memory(config, Incarnation(incarnation), handover), handover
 
 
-def view(memory: Memory, incarnation: int = 1) -> GenerationView:
+def view(memory: NodeMemory, incarnation: int = 1) -> GenerationView:
     arena = memory.arena
     return GenerationView(
         arena.generation_fd,
@@ -182,24 +182,24 @@ def test_ranks_come_with_their_pidfds(host: Host, config: NodeConfig) -> None:
     again.arena.close()
 
 
-def broken_version(host: Host, _: Memory) -> None:
+def broken_version(host: Host, _: NodeMemory) -> None:
     os.pwrite(host.kept.memory["journal"], b"\x63", 8)
 
 
-def named_stranger(_: Host, memory: Memory) -> None:
+def named_stranger(_: Host, memory: NodeMemory) -> None:
     memory.journal.cut(0, 64 << 10)
     memory.journal.name_writer(np.array([0]), 99)
 
 
-def no_hello(host: Host, _: Memory) -> None:
+def no_hello(host: Host, _: NodeMemory) -> None:
     host.kept.attached(3, b"no hello", os.pidfd_open(os.getpid()))
 
 
-def no_journal(host: Host, _: Memory) -> None:
+def no_journal(host: Host, _: NodeMemory) -> None:
     os.close(host.kept.memory.pop("journal"))
 
 
-def another_size(host: Host, _: Memory) -> None:
+def another_size(host: Host, _: NodeMemory) -> None:
     fd = os.memfd_create("journal")
     os.ftruncate(fd, 4096)
     host.kept.keep("journal", fd)
@@ -274,7 +274,9 @@ def test_without_a_supervisor_nothing_begins() -> None:
 def test_a_supervisor_that_does_not_read_makes_nobody_wait(host: Host) -> None:
     ours, its = control.pair()
     with ours:
-        control.send(ours, control.Begin({}, DRAM, "", 0, 0, control.Places()), ours.fileno())
+        control.send(
+            ours, control.BeginServing({}, DRAM, "", 0, 0, control.Addresses()), ours.fileno()
+        )
         with Handover(its) as handover:
             os.close(handover.listener_fd)
             pidfd = os.pidfd_open(os.getpid())

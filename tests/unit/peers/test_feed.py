@@ -229,7 +229,7 @@ def test_what_ends_the_feed_again_and_again_is_said_once_in_the_words_of_the_rep
 
 
 def test_reasons_that_differ_in_numbers_are_one(caplog: pytest.LogCaptureFixture) -> None:
-    link = feed.Link("i:1", None, pb.Hello(), feed.FeedCounters(), lambda: None)
+    link = feed.FeedLink("i:1", None, pb.Hello(), feed.FeedCounters(), lambda: None)
     for size in (1, 22, 333):
         link._note(f"a message of {size}", was_connected=True)
     link._note("a message of 1", was_connected=False)

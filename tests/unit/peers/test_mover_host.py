@@ -8,7 +8,7 @@ import os
 import pytest
 
 from kvstore.net.clock import MonotonicClock
-from kvstore.peers.mover import Down, Ended, Mover, MoverEvent, MoverSettings, Unusable, Up
+from kvstore.peers.mover import Down, Mover, MoverEvent, MoverSettings, TransferEnded, Unusable, Up
 from kvstore.peers.mover_host import MoverHost
 from kvstore.ports import Pieces
 from kvstore.transport.pieces import make_pieces
@@ -98,7 +98,7 @@ def test_a_peer_that_is_read_from_is_forgotten_when_that_has_ended(
         host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
         host.start()
 
-        async def move() -> Ended:
+        async def move() -> TransferEnded:
             return await host.move("b", b"its", make_pieces([0], [0], [8]), timeout_s=60)
 
         assert (await move()).reason == "the mover is starting"
@@ -113,7 +113,7 @@ def test_a_peer_that_is_read_from_is_forgotten_when_that_has_ended(
         assert scripted.said == ([("forget", "b")] if ends_reads else [])
         for number in scripted.posted:
             assert scripted.said == ([("forget", "b")] if ends_reads else [])
-            scripted.say(Ended(number, good=True))
+            scripted.say(TransferEnded(number, good=True))
             await asyncio.wait_for(scripted.taken.get(), 60)
         assert all([(await each).good for each in moves])
         assert scripted.said == [("forget", "b")]
@@ -138,7 +138,7 @@ def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
             if len(moves) == 1:
                 host.forget("b")
         for number in scripted.posted:
-            scripted.say(Ended(number, good=True))
+            scripted.say(TransferEnded(number, good=True))
             await asyncio.wait_for(scripted.taken.get(), 60)
         await asyncio.gather(*moves)
         assert scripted.said == [("connect", "b"), ("post", "b"), ("post", "b")]

@@ -28,7 +28,7 @@ from kvstore.net.clock import MonotonicClock
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.exchange import Exchange
 from kvstore.peers.lender import Lender
-from kvstore.peers.mover import Ended
+from kvstore.peers.mover import TransferEnded
 from kvstore.ports import Pieces
 from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
@@ -67,7 +67,7 @@ class MemoryMover:
 
     async def move(
         self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
-    ) -> Ended:
+    ) -> TransferEnded:
         assert decode_descriptor(descriptor).backend == "memory"
         assert timeout_s > 0
         self.descriptors.append(descriptor)
@@ -77,7 +77,7 @@ class MemoryMover:
         for to, begin, size in zip(*(array.tolist() for array in pieces), strict=True):
             there = self.peers[peer.removesuffix(".node.kvstore")]
             self.memory[to : to + size] = there[begin : begin + size]
-        return Ended(1, good=not self.reason, reason=self.reason)
+        return TransferEnded(1, good=not self.reason, reason=self.reason)
 
     def forget(self, peer: str) -> None:
         self.forgotten.append(peer)

@@ -36,9 +36,9 @@ def main(directory: Path, sock: socket.socket) -> int:
         match heard[0]:
             case control.Held(name=name):
                 held.append(name)
-            case control.Writer(number=number):
+            case control.RegisteredWriter(number=number):
                 writers.append(number)
-            case control.Begin(life=life):
+            case control.BeginServing(life=life):
                 break
     control.send(sock, control.Begun())
     words = (directory / "plan").read_text().split()
@@ -60,7 +60,7 @@ def act(word: str, sock: socket.socket, life: int, held: list[str]) -> int:
     page = os.memfd_create("page")
     os.ftruncate(page, PAGE)
     os.pwrite(page, bytes([life + 1]) * 8, 4096)
-    control.send(sock, control.Page(), page)
+    control.send(sock, control.GenerationPage(), page)
     control.receive(sock, control.from_supervisor)
     for name in ("arena", "journal"):
         if name not in held:
@@ -71,7 +71,7 @@ def act(word: str, sock: socket.socket, life: int, held: list[str]) -> int:
     control.send(sock, control.Released(10 * life))
     if word == "hanging":
         control.send(sock, control.DiskHangs(hangs=True))
-    control.send(sock, control.Serving(control.Places(), blocks=life, size_bytes=0))
+    control.send(sock, control.Serving(control.Addresses(), blocks=life, size_bytes=0))
     sys.stdout.write(f"{life} serves\n")
     sys.stdout.flush()
     if word == "crash":

@@ -18,7 +18,7 @@ import pytest
 from kvstore.supervisor import control
 from kvstore.supervisor.child import Process, Spawned
 from kvstore.supervisor.supervisor import LOOK_NS, STILL_LOOKS_MAX, Start, Supervisor
-from kvstore.supervisor.upgrade import SUFFIX, TAKEN, Answer
+from kvstore.supervisor.upgrade import SUFFIX, TAKEN, UpgradeReport
 
 
 class Inside:
@@ -58,7 +58,7 @@ class Inside:
         with open(os.devnull) as file:
             for name in ("arena", "journal"):
                 self.say(control.Keep(name), fd=file.fileno())
-        self.say(control.Serving(control.Places(), blocks=0, size_bytes=0))
+        self.say(control.Serving(control.Addresses(), blocks=0, size_bytes=0))
         assert self.supervisor._serves
 
     def say(self, *messages: control.Control, fd: int | None = None) -> None:
@@ -161,5 +161,5 @@ def test_who_asks_while_there_is_no_room_is_let_in_later(inside: Inside) -> None
         supervisor._time_passes(1 << 62)
         assert turn() == 1
         assert asker.recv(1000) == TAKEN
-        answer = msgspec.json.decode(asker.recv(1000), type=Answer)
+        answer = msgspec.json.decode(asker.recv(1000), type=UpgradeReport)
         assert "ask again when it serves" in answer.text

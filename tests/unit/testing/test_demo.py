@@ -19,8 +19,8 @@ from kvstore.demo import cluster as demo_cluster, play as demo
 from kvstore.demo.flags import PLAN
 
 
-def run(name: str, dram: int, answer: int = 7) -> demo.Run:
-    return demo.Run(
+def run(name: str, dram: int, answer: int = 7) -> demo.ReplayRun:
+    return demo.ReplayRun(
         name=name,
         plan=PLAN,
         ttft_s=[[1.0, 1.2], [0.5, 0.7]],
@@ -33,7 +33,7 @@ def run(name: str, dram: int, answer: int = 7) -> demo.Run:
     )
 
 
-def verdict(*runs: demo.Run) -> str:
+def verdict(*runs: demo.ReplayRun) -> str:
     text = io.StringIO()
     demo.conclude(Console(file=text, width=200), runs)
     return text.getvalue()
@@ -60,7 +60,7 @@ def test_nothing_from_the_node_fails_the_demo(hits: tuple[int, int, int]) -> Non
         verdict(run("alone", 0), *(run(n, h) for n, h in zip(names, hits, strict=True)))
 
 
-def cluster_verdict(fetched: float, *runs: demo.Run) -> str:
+def cluster_verdict(fetched: float, *runs: demo.ReplayRun) -> str:
     text = io.StringIO()
     demo_cluster.conclude(Console(file=text, width=200), runs, fetched)
     return text.getvalue()
@@ -78,7 +78,7 @@ def test_two_nodes_of_which_none_serves_the_other_fail_the_demo() -> None:
         cluster_verdict(700.0, run("alone", 0), run("a", 100), run("b", 800, answer=8))
 
 
-def kept(directory: Path) -> demo.Kept:
+def kept(directory: Path) -> demo.KeptRunning:
     node = SimpleNamespace(
         directory=directory,
         socket=directory / "node.sock",
@@ -86,7 +86,7 @@ def kept(directory: Path) -> demo.Kept:
         supervisor_pid=76,
         metrics_url="http://127.0.0.1:9/metrics",
     )
-    return demo.Kept(cast("Any", SimpleNamespace(port=8)), cast("Any", node), (1, 2, 3))
+    return demo.KeptRunning(cast("Any", SimpleNamespace(port=8)), cast("Any", node), (1, 2, 3))
 
 
 def test_what_is_kept_can_be_tried_until_ctrl_c(
@@ -167,7 +167,7 @@ def test_without_a_terminal_each_phase_is_a_line(
     monkeypatch.setattr(demo, "Conversations", lambda *_: None)
     monkeypatch.setattr(demo, "replay", lambda *_: run("alone", 0))
     text = io.StringIO()
-    stage = demo.Stage(Console(file=text, width=96), PLAN, ["alone", "shared"], cache=tmp_path)
+    stage = demo.DemoStage(Console(file=text, width=96), PLAN, ["alone", "shared"], cache=tmp_path)
     with stage.progress:
         stage.note(0, "vLLM is starting")
         stage.replay(0, cast("Any", None))

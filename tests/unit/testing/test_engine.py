@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvstore.demo.engine import Engine, EngineError, Launched
-from kvstore.demo.engine_config import SERVED_NAME, EngineConfig
+from kvstore.demo.engine import EngineError, Launched, VllmServer
+from kvstore.demo.engine_config import SERVED_NAME, ServerConfig
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -54,10 +54,10 @@ def answering() -> Iterator[AnsweringServer]:
 
 
 @pytest.fixture
-def engine(answering: AnsweringServer, tmp_path: Path) -> Iterator[Engine]:
+def engine(answering: AnsweringServer, tmp_path: Path) -> Iterator[VllmServer]:
     process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     launched = Launched(process.pid, os.pidfd_open(process.pid), process.wait)
-    engine = Engine(EngineConfig(model=tmp_path), launched, tmp_path / "log")
+    engine = VllmServer(ServerConfig(model=tmp_path), launched, tmp_path / "log")
     engine.port = answering.server_address[1]
     yield engine
     engine.kill()
@@ -77,7 +77,7 @@ USAGE = {
 }
 
 
-def test_tokens_and_usage_are_read(engine: Engine, answering: AnsweringServer) -> None:
+def test_tokens_and_usage_are_read(engine: VllmServer, answering: AnsweringServer) -> None:
     answering.text = events(chunk(), chunk(5), chunk(6, 7), USAGE)
     got = engine.complete((1, 2, 3), max_tokens=3, extra={"cache_salt": "s"})
     assert got.tokens == (5, 6, 7)
@@ -99,7 +99,7 @@ def test_tokens_and_usage_are_read(engine: Engine, answering: AnsweringServer) -
     ],
 )
 def test_an_answer_that_is_no_completion_is_an_error(
-    engine: Engine, answering: AnsweringServer, status: int, text: str, message: str
+    engine: VllmServer, answering: AnsweringServer, status: int, text: str, message: str
 ) -> None:
     answering.status, answering.text = status, text
     with pytest.raises(EngineError, match=message):
@@ -107,7 +107,7 @@ def test_an_answer_that_is_no_completion_is_an_error(
 
 
 def test_a_request_is_abandoned_when_told_or_never_is_an_error(
-    engine: Engine, answering: AnsweringServer, monkeypatch: pytest.MonkeyPatch
+    engine: VllmServer, answering: AnsweringServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.abandon((1, 2), max_tokens=3, until=lambda: bool(answering.bodies))
     assert json.loads(answering.bodies[0])["prompt"] == [1, 2]
@@ -116,14 +116,14 @@ def test_a_request_is_abandoned_when_told_or_never_is_an_error(
         engine.abandon((1,), max_tokens=1, until=lambda: False)
 
 
-def test_an_ended_engine_is_an_error(engine: Engine, answering: AnsweringServer) -> None:
+def test_an_ended_engine_is_an_error(engine: VllmServer, answering: AnsweringServer) -> None:
     engine.port = 1
     with pytest.raises(EngineError, match="broke off"):
         engine.complete((1,), max_tokens=1)
 
 
 def test_the_cache_is_emptied_when_the_engine_agrees(
-    engine: Engine, answering: AnsweringServer
+    engine: VllmServer, answering: AnsweringServer
 ) -> None:
     answering.text = '{"success": true}'
     engine.forget()
@@ -133,9 +133,9 @@ def test_the_cache_is_emptied_when_the_engine_agrees(
 
 
 def test_the_connector_is_configured_only_with_a_socket(tmp_path: Path) -> None:
-    plain = EngineConfig(model=tmp_path)
+    plain = ServerConfig(model=tmp_path)
     assert "--kv-transfer-config" not in plain.command()
-    with_node = EngineConfig(
+    with_node = ServerConfig(
         model=tmp_path, socket=tmp_path / "node.sock", connector_extra={"x": 1}
     ).command()
     transfer = msgspec.json.decode(with_node[with_node.index("--kv-transfer-config") + 1])
@@ -149,10 +149,10 @@ def test_a_server_that_ends_at_once_is_reported_with_its_log(
 ) -> None:
     lines = ("first", "ValueError: --this is wrong", "RuntimeError: See root cause above", "last")
     code = f"print(*{lines}, sep='\\n'); raise SystemExit(3)"
-    monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr(ServerConfig, "command", lambda _: [sys.executable, "-c", code])
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EngineError, match=r"ended while starting: ValueError: --this is wrong"):
-        Engine.start(EngineConfig(model=tmp_path), log=tmp_path / "log")
+        VllmServer.start(ServerConfig(model=tmp_path), log=tmp_path / "log")
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
@@ -160,16 +160,16 @@ def test_a_server_that_never_listens_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
-    monkeypatch.setattr(EngineConfig, "command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr(ServerConfig, "command", lambda _: [sys.executable, "-c", code])
     with pytest.raises(EngineError, match=r"not ready in time: pid (\d+)") as error:
-        Engine.start(EngineConfig(model=tmp_path), log=tmp_path / "log", ready_timeout_s=1.0)
+        VllmServer.start(ServerConfig(model=tmp_path), log=tmp_path / "log", ready_timeout_s=1.0)
     pid = int(str(error.value).split("pid ")[1].split()[0])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
 def test_what_its_ranks_leave_in_shared_memory_is_removed_and_nothing_else(
-    engine: Engine, tmp_path: Path
+    engine: VllmServer, tmp_path: Path
 ) -> None:
     mine, other = (f"vllm_dist_{uuid.uuid4().hex}" for _ in range(2))
     (tmp_path / "log").write_text(f"world_size=2 distributed_init_method=file:///tmp/{mine} x")

@@ -80,14 +80,14 @@ def test_peers_do_not_wait_for_each_other() -> None:
 
 def test_peers_without_more_to_post_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mover asks every 100 µs; whom it read from once may be a thousand."""
-    looked: list[reads_module._Peer] = []
+    looked: list[reads_module._PeerReads] = []
 
-    class Seen(reads_module._Peer):
+    class Seen(reads_module._PeerReads):
         def __getattribute__(self, name: str) -> object:
             looked.append(self)
             return super().__getattribute__(name)
 
-    monkeypatch.setattr(reads_module, "_Peer", Seen)
+    monkeypatch.setattr(reads_module, "_PeerReads", Seen)
     reads = Reads()
     for number in range(100):
         begin(reads, number, 5, 1, f"peer-{number}")

@@ -186,14 +186,14 @@ def test_a_port_that_the_mover_before_still_has_is_waited_for(
 def test_who_is_open_is_not_asked_whether_he_is_late(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked: list[tcp_ends.Owner] = []
+    looked: list[tcp_ends.TcpOwner] = []
 
-    class Seen(tcp_ends.Owner):
+    class Seen(tcp_ends.TcpOwner):
         def __getattribute__(self, name: str) -> object:
             looked.append(self)
             return super().__getattribute__(name)
 
-    monkeypatch.setattr(tcp, "Owner", Seen)
+    monkeypatch.setattr(tcp, "TcpOwner", Seen)
     owner, reader = opened("b", INSECURE), opened("a", INSECURE)
     for name in "bcd":
         reader.connect(name, named(owner.describe(), name))

@@ -20,7 +20,7 @@ def test_a_living_reader_too_many_is_refused_and_counted(monkeypatch: pytest.Mon
     monkeypatch.setattr(made, "_dial", lambda address: object())
 
     def ask(address: bytes) -> Any:
-        return ucx._Request(address, ucx.DATA, b"", b"")
+        return ucx._UcxRequest(address, ucx.DATA, b"", b"")
 
     for address in (b"1", b"2", b"1"):
         made._give(ask(address))

@@ -11,7 +11,7 @@ from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire import kv_events
 
 KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(3)]
-ORIGIN = kv_events.Origin(
+ORIGIN = kv_events.EventOrigin(
     node="n1",
     incarnation="00000000000000ab",
     tenant="team",
@@ -26,7 +26,7 @@ ORIGIN = kv_events.Origin(
 def batch(*, whole_hashes: bool) -> bytes:
     kinds = [(Tier.DRAM, True), (Tier.FILE, True), (Tier.DRAM, False)]
     events: list[kv_events.KVEvent] = [
-        kv_events.AllBlocksCleared(kvstore=kv_events.Publisher("n1", "00000000000000ab"))
+        kv_events.AllBlocksCleared(kvstore=kv_events.PublisherName("n1", "00000000000000ab"))
     ]
     for tier, stored in kinds:
         events.append(

@@ -15,7 +15,7 @@ ARRAY = wire.words(np.array([1, 2**40], np.uint64))
 FROM_NODE = [
     wire.Begin("nixl", "a", 4096, {"plugin": "UCX"}, paced=False),
     wire.Connect("b", b"x" * 100),
-    wire.Read(7, "b", ARRAY, ARRAY, ARRAY, last=False),
+    wire.ReadPieces(7, "b", ARRAY, ARRAY, ARRAY, last=False),
     wire.Forget("b"),
 ]
 FROM_MOVER = [
@@ -42,11 +42,11 @@ def test_what_a_mover_says_arrives(message: wire.FromMover) -> None:
 
 def test_the_largest_datagram_has_room() -> None:
     full = bytes(8 * wire.PIECES_PER_DATAGRAM_MAX)
-    data = wire.encode(wire.Read(2**63 - 1, "b" * 255, full, full, full))
+    data = wire.encode(wire.ReadPieces(2**63 - 1, "b" * 255, full, full, full))
     assert len(data) <= wire.DATAGRAM_BYTES_MAX
-    assert isinstance(wire.decode_from_node(data), wire.Read)
+    assert isinstance(wire.decode_from_node(data), wire.ReadPieces)
     with pytest.raises(ProtocolError):
-        wire.decode_from_node(wire.encode(wire.Read(1, "b", full + bytes(8), full, full)))
+        wire.decode_from_node(wire.encode(wire.ReadPieces(1, "b", full + bytes(8), full, full)))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_largest_datagram_has_room() -> None:
 )
 def test_arrays_that_do_not_fit_are_refused(arrays: tuple[bytes, bytes, bytes]) -> None:
     with pytest.raises(ProtocolError):
-        wire.decode_from_node(wire.encode(wire.Read(1, "b", *arrays)))
+        wire.decode_from_node(wire.encode(wire.ReadPieces(1, "b", *arrays)))
 
 
 def test_each_side_takes_only_what_the_other_says() -> None:

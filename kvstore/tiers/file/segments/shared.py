@@ -52,7 +52,7 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class _Peer:
+class _OtherNode:
     fd: int
     segments: dict[str, _Seen] = field(default_factory=dict)
 
@@ -76,7 +76,7 @@ class Peers:
         self._disk = disk
         self._flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
         self._segments_max = segments_max
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _OtherNode] = {}
         self._segment_count = 0
         """Of all of them."""
         self._next_number = FOREIGN_BASE
@@ -106,7 +106,7 @@ class Peers:
         try:
             if stat.S_ISDIR(os.stat(self._parent / name, follow_symlinks=False).st_mode):
                 fd = self._disk.open(os.fspath(self._parent / name), flags, _AT_CWD)
-                self._peers[name] = _Peer(fd)
+                self._peers[name] = _OtherNode(fd)
         except OSError:
             return
 
@@ -128,7 +128,7 @@ class Peers:
             self._forget(peer, segment, vanished)
         close_at_last(peer.fd)
 
-    def _look_at(self, peer: _Peer, announce: _Announce, vanished: _Vanished) -> bool:
+    def _look_at(self, peer: _OtherNode, announce: _Announce, vanished: _Vanished) -> bool:
         try:
             present = {name for name in os.listdir(peer.fd) if segment_number(name) is not None}
         except OSError:
@@ -143,7 +143,7 @@ class Peers:
                 continue  # gone meanwhile, or not readable yet
         return True
 
-    def _forget(self, peer: _Peer, name: str, vanished: _Vanished) -> None:
+    def _forget(self, peer: _OtherNode, name: str, vanished: _Vanished) -> None:
         seen = peer.segments.pop(name)
         self._segment_count -= 1
         self._catalog.remove(seen.segment.number)
@@ -151,7 +151,7 @@ class Peers:
 
     def _read(
         self,
-        peer: _Peer,
+        peer: _OtherNode,
         name: str,
         announce: _Announce,
         vanished: _Vanished,
@@ -181,7 +181,7 @@ class Peers:
         finally:
             os.close(fd)
 
-    def _begin(self, peer: _Peer, name: str, head: SegmentHead) -> _Seen:
+    def _begin(self, peer: _OtherNode, name: str, head: SegmentHead) -> _Seen:
         segment = Segment(self._next_number, head, name, peer.fd, 0)
         self._next_number += 1
         self._catalog.add(segment)

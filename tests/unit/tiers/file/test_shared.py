@@ -18,7 +18,7 @@ from kvstore.tiers.file import Gone, Known, Reclaim
 from kvstore.tiers.file.jobs import WriteJob
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE
 from kvstore.tiers.file.segments.directory import Directory
-from kvstore.tiers.file.writer import Batch
+from kvstore.tiers.file.writer import RecordBatch
 from kvstore.units import MIB
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key, u64
 
@@ -229,7 +229,7 @@ def test_a_slow_delete_keeps_neither_writes_nor_reads_waiting(
         assert a.tier._lock.acquire(timeout=PATIENCE_S / 4), "held while a file is deleted"
         a.tier._lock.release()
         assert a.tier.taken_bytes == taken_bytes, "it takes its room until it is gone"
-        waiting = WriteJob(0, cast("Batch", None), 0, 0)
+        waiting = WriteJob(0, cast("RecordBatch", None), 0, 0)
         assert a.tier._log._waits(waiting), "room is coming"
     finally:
         may_go_on.set()

@@ -26,7 +26,7 @@ from kvstore.tiers.file import (
     outbox as outbox_module,
     tier as tier_module,
 )
-from kvstore.tiers.file.breaker import Breaker, BreakerState
+from kvstore.tiers.file.breaker import BreakerState, DiskBreaker
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import PosixDisk
@@ -225,12 +225,12 @@ def test_a_stuck_write_with_a_full_queue_costs_stores_only(start: Callable[..., 
 # ── breakers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def state(breaker: Breaker) -> str:
+def state(breaker: DiskBreaker) -> str:
     return breaker.state.value
 
 
 def test_one_probe_is_out_at_a_time() -> None:
-    breaker = Breaker(failures_max=1, cooldown_ms=10, patience_ms=100)
+    breaker = DiskBreaker(failures_max=1, cooldown_ms=10, patience_ms=100)
     assert state(breaker) == "closed"
     breaker.failed(0)
     assert state(breaker) == "open"
