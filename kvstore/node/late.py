@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.breaker import BreakerState
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import FileEvent, FileTier, Resumed, Suspended
-from kvstore.tiers.file.breaker import BreakerState
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.wire.record import Scope, Void
 

@@ -11,14 +11,15 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from kvstore.client.core import breaker as client_breaker
+from kvstore.breaker import Breaker
+from kvstore.client.core import scheduler
 from kvstore.engine.engine import Engine
 from kvstore.engine.memory.journal import Journal, JournalContents
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.slots import Slots, SlotState
 from kvstore.engine.moves.stores import Stores
 from kvstore.engine.sessions.sessions import Sessions
-from kvstore.tiers.file import breaker as file_breaker
+from kvstore.tiers.file import health
 from kvstore.tiers.file.segments.catalog import Catalog
 from kvstore.tiers.file.segments.shared import Peers
 from tests.sim.world import heal as sim_heal
@@ -32,11 +33,19 @@ SEEDS = range(1, 101)
 
 
 def the_engine_never_tries_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(client_breaker.Breaker, "succeeded", lambda _: None)
+    class Deaf(Breaker):
+        def succeeded(self) -> bool:
+            return False
+
+    patch.setattr(scheduler, "Breaker", Deaf)
 
 
 def the_disk_is_never_tried_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(file_breaker.DiskBreaker, "allows", lambda self, _: not self.is_open)
+    class Stubborn(Breaker):
+        def allows(self, now_ns: int) -> bool:
+            return not self.is_open
+
+    patch.setattr(health, "Breaker", Stubborn)
 
 
 def after_a_quarantine_nothing_is_granted(patch: pytest.MonkeyPatch) -> None:

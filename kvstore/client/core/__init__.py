@@ -4,7 +4,6 @@
 |-----------------|----------------------------------------------|-------------------------------|
 | `plan.py`       | the values that scheduler and ranks exchange | –                             |
 | `config.py`     | limits and names                             | –                             |
-| `breaker.py`    | when the cache is off, and for how long      | failures → open or closed     |
 | `attachment.py` | the connection, session, credits, heartbeat  | datagrams → state, credits    |
 | `lookup.py`     | the state of one request's lookup            | –                             |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment
-from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.checksums import all_sent, joined_checksums
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
+from kvstore.breaker import Breaker
 from kvstore.client.core.attachment import Attachment, AttachState
-from kvstore.client.core.breaker import Breaker
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
 from kvstore.client.core.lookup import WAITING_STAGES, Lookup, LookupStage

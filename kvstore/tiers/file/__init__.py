@@ -8,7 +8,7 @@
 | `reader.py` | runs of neighbouring records into slots, each block verified |
 | `verify.py`, `scrub.py` | whether a record is still what was stored; asking that all the time |
 | `segments/` | what lies on the disk, and what it held when the tier was opened |
-| `breaker.py` (pure), `health.py` | when a failing disk is left alone |
+| `health.py` | when a failing disk is left alone (`kvstore.breaker`) |
 | `jobs.py`, `outbox.py` | what waits or runs; events on their way to the driver |
 | `log_thread.py`, `reclaim.py` | the thread at the log's end; room made by it |
 

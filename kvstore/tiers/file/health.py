@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import errno
 
-from kvstore.tiers.file.breaker import BreakerState, DiskBreaker
+from kvstore.breaker import Breaker, BreakerState
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.events import FileEvent, Resumed, Suspended
 
@@ -30,8 +30,8 @@ class Health:
     """Fed with what I/O came to; answers what may be tried."""
 
     def __init__(self, config: FileConfig) -> None:
-        def breaker(deadline_ms: int) -> DiskBreaker:
-            return DiskBreaker(
+        def breaker(deadline_ms: int) -> Breaker:
+            return Breaker(
                 failures_max=config.failures_max,
                 cooldown_ms=config.cooldown_ms,
                 patience_ms=deadline_ms,
@@ -39,7 +39,7 @@ class Health:
 
         self._reads = breaker(config.read_deadline_ms)
         self._writes = breaker(config.write_deadline_ms)
-        self._room = DiskBreaker(
+        self._room = Breaker(
             failures_max=1, cooldown_ms=config.cooldown_ms, patience_ms=config.write_deadline_ms
         )
 
@@ -116,7 +116,7 @@ class Health:
         return [Suspended(reason, writes_only=True)] if self._writes.failed(now_ns) else []
 
     @staticmethod
-    def _says_nothing(now_ns: int, *breakers: DiskBreaker) -> list[FileEvent]:
+    def _says_nothing(now_ns: int, *breakers: Breaker) -> list[FileEvent]:
         """A probe that did not come to the disk is answered all the same: another will be sent."""
         for breaker in breakers:
             if breaker.is_open:

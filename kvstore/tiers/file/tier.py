@@ -25,8 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.breaker import BreakerState
 from kvstore.ports import Clock
-from kvstore.tiers.file.breaker import BreakerState
 from kvstore.tiers.file.config import FileConfig
 from kvstore.tiers.file.events import FileEvent, Gone, Late, Read, RecoveryDone
 from kvstore.tiers.file.health import Health

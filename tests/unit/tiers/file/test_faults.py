@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import FileConfig, Gone, Late, Read, Resumed, Suspended, Written
-from kvstore.tiers.file.breaker import DiskBreaker
 from kvstore.tiers.file.health import Health
 from kvstore.units import NS_PER_MS
 from tests.unit.tiers.file.kit import (
@@ -367,7 +367,7 @@ def test_an_identity_that_cannot_be_opened_for_a_moment_stays(tmp_path: Path) ->
 
 
 def test_breaker_opens_probes_and_closes() -> None:
-    breaker = DiskBreaker(failures_max=3, cooldown_ms=10)
+    breaker = Breaker(failures_max=3, cooldown_ms=10)
     assert [breaker.failed(0) for _ in range(3)] == [False, False, True]
     assert not breaker.allows(10 * NS_PER_MS - 1)
     assert breaker.allows(10 * NS_PER_MS)
@@ -494,7 +494,7 @@ def test_a_deleted_segment_makes_room_unless_writes_fail_otherwise() -> None:
 
 
 def test_what_fails_behind_a_probe_under_way_does_not_count() -> None:
-    breaker = DiskBreaker(failures_max=1, cooldown_ms=10)
+    breaker = Breaker(failures_max=1, cooldown_ms=10)
     breaker.failed(0)
     assert not breaker.failed(5 * NS_PER_MS), "no probe was sent"
     assert breaker.allows(10 * NS_PER_MS), "so the wait is no longer"

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from kvstore.breaker import Breaker, BreakerState
 from kvstore.tiers.file import (
     FileConfig,
     FileTier,
@@ -26,7 +27,6 @@ from kvstore.tiers.file import (
     outbox as outbox_module,
     tier as tier_module,
 )
-from kvstore.tiers.file.breaker import BreakerState, DiskBreaker
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import PosixDisk
@@ -225,12 +225,12 @@ def test_a_stuck_write_with_a_full_queue_costs_stores_only(start: Callable[..., 
 # ── breakers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def state(breaker: DiskBreaker) -> str:
+def state(breaker: Breaker) -> str:
     return breaker.state.value
 
 
 def test_one_probe_is_out_at_a_time() -> None:
-    breaker = DiskBreaker(failures_max=1, cooldown_ms=10, patience_ms=100)
+    breaker = Breaker(failures_max=1, cooldown_ms=10, patience_ms=100)
     assert state(breaker) == "closed"
     breaker.failed(0)
     assert state(breaker) == "open"

@@ -1,12 +1,12 @@
-"""The breaker of a tier: after repeated failures its disk is left alone for a while, then probed.
+"""A breaker: after repeated failures a disk, or a node, is left alone for a while, then probed.
 
     CLOSED ──failures_max failures in a row──▶ OPEN ──cool-down──▶ HALF_OPEN (one probe is out)
        ▲                                        ▲                     │ failed: cool-down doubles
        │ succeeded                              └─────────────────────┤
        └──────────────────────────────────────────────────────────────┘ succeeded
 
-Pure: time is an argument. Covers when I/O is allowed; does not cover what counts as a failure
-(`health.py`, `tier.py`).
+Pure: time is an argument. Does not cover: what counts as a failure (`tiers.file.health`,
+`client.core.lookups`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class BreakerState(enum.Enum):
     OPEN = "open"
 
 
-class DiskBreaker:
+class Breaker:
     """See the module. Each failed probe doubles the cool-down, up to 32 times the first.
 
-    One probe is out at a time, until it failed or succeeded. A probe that says neither (what it
-    wanted had gone by then) is given up after `patience_ms`, which no I/O outlasts unnoticed.
+    While it is closed, `allows` costs one comparison. One probe is out at a time, until it failed
+    or succeeded. A probe that says neither (what it wanted had gone by then) is given up after
+    `patience_ms`, which no I/O outlasts unnoticed.
     """
 
     def __init__(self, *, failures_max: int, cooldown_ms: int, patience_ms: int = 0) -> None:
@@ -58,7 +59,7 @@ class DiskBreaker:
         return not self.is_open or now_ns >= self._probe_due_ns
 
     def allows(self, now_ns: int) -> bool:
-        """Whether I/O may be tried now. While open, this grants one probe after each cool-down."""
+        """Whether it may be tried now. While open, this grants one probe after each cool-down."""
         if not self.is_open:
             return True
         if now_ns < self._probe_due_ns:
@@ -82,6 +83,12 @@ class DiskBreaker:
         if self.is_open:
             self._probe_due_ns = now_ns + self._cooldown_ns
         return self.is_open
+
+    def unused(self) -> None:
+        """The probe came to nothing that could fail or succeed: the next may be tried at once."""
+        if self._probe_is_out:
+            self._probe_is_out = False
+            self._probe_due_ns = 0
 
     def succeeded(self) -> bool:
         """Forget all failures. True when this closed the breaker."""

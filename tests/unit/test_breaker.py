@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.client.core.breaker import Breaker
+from kvstore.breaker import Breaker
 from kvstore.units import NS_PER_S
 
 
