@@ -33,7 +33,7 @@ NO_TORCH = kvstore: pip found no CPU build of torch; name the index that has it:
 make KVSTORE_PIP_EXTRA='--extra-index-url URL'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly check lint coverage mutation rdma-check upstream proto wheel clean distclean bench-cluster bench-index \
+.PHONY: help demo test nightly check lint docs coverage mutation rdma-check upstream proto wheel clean distclean bench-cluster bench-index \
 	bench-single bench-files bench-slow-disk bench-policies bench-peers bench-micro soak
 .DELETE_ON_ERROR:
 
@@ -74,6 +74,12 @@ lint: $(VENV)/.base ## ruff and mypy only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy kvstore tests bench scripts
+
+docs: $(VENV)/.base ## the documentation as a site in build/site; links are checked
+	$(PIP) install -q 'mkdocs-material>=9.7,<10'
+	$(BIN)/python scripts/reference.py
+	$(BIN)/mkdocs build -q
+	@echo "wrote build/site/index.html"
 
 bench-single: $(VENV)/.engine ## one node, one engine: bench/results/single.json
 	$(BIN)/python bench/scenarios/single.py

@@ -109,7 +109,7 @@ def _modules(folder: Path, package: str, but: frozenset[str] | set[str] = frozen
 
 def test_what_is_printed_names_our_distribution() -> None:
     told = re.compile(r"pip install (?:--upgrade )?'?kvstore\b(?!-llm|_llm)")
-    pages = [ROOT / "README.md", *(ROOT / "deploy").rglob("*.*")]
+    pages = [ROOT / "README.md", *(ROOT / "deploy").rglob("*.*"), *(ROOT / "kvstore").rglob("*.md")]
     files = [*pages, *(ROOT / "kvstore").rglob("*.py"), *(ROOT / "connector").rglob("*.py")]
     assert [file for file in files if told.search(file.read_text())] == []
 

@@ -5,7 +5,6 @@ Scheduler core, copy thread, socket and shared memory are real; the node is scri
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,8 +97,6 @@ def test_by_default_no_block_is_handed_over_whose_bytes_changed(
 def test_one_default_for_engine_and_core() -> None:
     defaults = {field.name: field.default for field in msgspec.structs.fields(SchedulerConfig)}
     assert defaults["verify_every"] == DEFAULT == 1
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    assert re.search(r"^\| `verify_every` \| 1 \|", readme, re.MULTILINE)
 
 
 @pytest.mark.parametrize("page_bytes", [48, 8192, 300_000])

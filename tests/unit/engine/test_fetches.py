@@ -383,21 +383,6 @@ def test_waits_are_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -
     assert sorted(looks) == list(range(1, 9))
 
 
-def test_what_an_engine_stores_meanwhile_wakes_who_waits_for_it() -> None:
-    """Another engine computed it sooner than it comes from far."""
-    node, peer = attached(slots=64)
-    other = Peer(node, "f")
-    peer.lease(1, 1, 2, 3)
-    node.locate(("far", 3))
-    other.seal(2, 3)
-    assert not node.count(peer.scheduler, LeaseMore), "the first one is on its way"
-    other.seal(1)
-    assert (len(pairs(more(node, peer))), more(node, peer).promoting) == (3, 0)
-    node.arrive()
-    assert node.count(peer.scheduler, LeaseMore) == 1
-    assert node.engine.counters.fetched_blocks == 3, "for nobody: their slots are free"
-
-
 def test_who_waits_for_the_first_looks_at_no_other_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """What arrives is mostly for others, and hundreds of requests may wait."""
     looks = []
