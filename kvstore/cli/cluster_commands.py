@@ -100,13 +100,13 @@ def _tls_options(command: _F) -> _F:
 )
 @click.option("--store-password-file", metavar="FILE", help="The password for it.")
 @click.option(
-    "--store-ca", metavar="FILE", help="Who vouches for it.  [default: whom the system trusts]"
+    "--store-ca", metavar="FILE", help="CA of its certificate.  [default: those of the system]"
 )
 @_tls_options
 @click.option(
     "--insecure/--secure",
     default=None,
-    help="Without TLS and certificates: everybody is believed. For labs.",
+    help="No TLS and no authentication. For labs.",
 )
 @click.option(
     "--metrics",

@@ -120,7 +120,7 @@ class IndexClient:
         if not endpoints:
             raise ConfigError("name at least one replica of the index, as HOST:PORT")
         if (tls is None) != insecure:
-            raise ConfigError("give tls, or insecure=True, with which everybody is believed")
+            raise ConfigError("give tls, or insecure=True: no encryption and no authentication")
         files = load(tls) if isinstance(tls, TlsFiles) else tls
         credentials = files.channel_credentials() if files is not None else None
         self._timeout_s = timeout_s

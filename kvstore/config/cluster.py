@@ -195,7 +195,7 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
     if files is None:
         raise ConfigError(
             f"{what} needs TLS: give --ca, --cert and --key ('kvstore certs' makes some for a lab),"
-            " or --insecure, with which everybody is believed"
+            " or --insecure: no encryption and no authentication, for labs"
         )
     return load(files)
 

@@ -19,8 +19,8 @@ from kvstore.errors import ConfigError
 from kvstore.transport.backends import NAMES
 
 PLAIN: Final = (
-    "--transport %s: blocks move unencrypted, and whoever reaches the ports of this node's mover is"
-    " believed: for a network that is trusted; tcp uses the certificates"
+    "--transport %s: blocks move unencrypted, without authentication, to everybody that reaches the"
+    " ports of this node's transfer worker: for trusted networks only; tcp uses the certificates"
 )
 PLAIN_NOTE: Final = "blocks move unencrypted (--transport {})"
 PORT_MAX: Final = 65535

@@ -38,8 +38,8 @@ METRICS: Final = (
         "gauge",
         "bytes",
         ("tier",),
-        "Bytes of slots that hold a block; of the file tier: of whole segments, the one that is"
-        " written to as long as it will be.",
+        "Bytes of slots that hold a block; on disk: of whole segments, the open one at its full"
+        " length.",
     ),
     Metric("kvstore_capacity_bytes", "gauge", "bytes", ("tier",), "Bytes the tier will have."),
     Metric("kvstore_connections", "gauge", "", (), "Sockets of engines that are open now."),
@@ -159,7 +159,7 @@ METRICS: Final = (
         "gauge",
         "",
         ("tier",),
-        "Models switched off by a shadow check: in the file tier, or in all.",
+        "Models switched off by a shadow check: in the disk tier, or in all.",
     ),
     Metric(
         "kvstore_breaker_open",
@@ -179,14 +179,14 @@ METRICS: Final = (
     *(
         Metric(f"kvstore_{name}_total", "counter", unit, (), text)
         for name, unit, text in (
-            ("fetch_damaged", "", "Blocks lent by other nodes that were not what was stored."),
+            ("fetch_damaged", "", "Blocks of other nodes that failed their checksum."),
             ("fetch_not_kept", "", "Blocks that other nodes did not keep until they were read."),
             ("fetched_bytes", "bytes", "Bytes read from other nodes."),
             ("leased_bytes", "bytes", "Bytes of blocks leased to engines, which load them."),
-            ("lent_bytes", "bytes", "Bytes lent to other nodes."),
+            ("lent_bytes", "bytes", "Bytes served to other nodes."),
             ("stored_bytes", "bytes", "Bytes that engines stored."),
-            ("mover_restarts", "", "Movers that ended and were started again."),
-            ("mover_refused", "", "Times a peer that would read from here found no room."),
+            ("mover_restarts", "", "Restarts of the transfer worker."),
+            ("mover_refused", "", "Peers refused by the transfer worker: no room."),
         )
     ),
     Metric(
@@ -194,7 +194,7 @@ METRICS: Final = (
         "histogram",
         "seconds",
         ("kind", "backend"),
-        "Reading from other nodes: until they lent (ask), the mover's reading (move), verifying"
+        "Fetching from other nodes: until they answered (ask), the transfer (move), checksums"
         " (verify), all of it (fetch).",
     ),
     Metric(
@@ -267,14 +267,17 @@ METRICS: Final = (
             ("file_writes_dropped", "Blocks not written to disk: busy, full, failing."),
             ("fetch_blocks_lost", "Blocks of other nodes that were asked for and did not come."),
             ("fetched_blocks", "Blocks brought from other nodes, verified."),
-            ("loan_blocks_changed", "Blocks lent to other nodes that did not stay until the end."),
-            ("loaned_blocks", "Blocks lent to other nodes."),
-            ("loans_expired", "Loans to other nodes that ran out unreturned."),
+            (
+                "loan_blocks_changed",
+                "Blocks served to other nodes and evicted before the transfer ended.",
+            ),
+            ("loaned_blocks", "Blocks served to other nodes."),
+            ("loans_expired", "Transfers to other nodes that never reported their end."),
             ("locates", "Questions to the index where blocks are."),
             ("grants_refused", "Times no credit could be given: everything is leased or granted."),
             ("lease_asks", "Lookups."),
             ("leases_expired", "Leases that ran out unreleased."),
-            ("pins_refused", "Blocks held and not leased or lent: the asker pins all that it may."),
+            ("pins_refused", "Blocks present and not leased or served: the pin share is used up."),
             ("protocol_refusals", "Peers refused or hung up on by the engine core."),
             ("sessions_opened", "Sessions opened."),
             ("shadow_blocks", "Blocks that engines computed again to compare with what was held."),
@@ -292,7 +295,7 @@ INDEX_METRICS: Final = (
     Metric("kvstore_index_entries", "gauge", "", (), "Blocks in the index, by holder."),
     Metric("kvstore_index_blocks", "gauge", "", (), "Distinct blocks in the index."),
     Metric("kvstore_index_memory_bytes", "gauge", "bytes", (), "What the tables of it take."),
-    Metric("kvstore_index_nodes", "gauge", "", ("trust",), "Nodes, by how far they are believed."),
+    Metric("kvstore_index_nodes", "gauge", "", ("trust",), "Nodes, by trust."),
     Metric("kvstore_index_feeds", "gauge", "", (), "Streams of nodes that are open."),
     Metric("kvstore_index_store_up", "gauge", "", (), "1 while where it is kept answers."),
     Metric("kvstore_index_watchers", "gauge", "", (), "Callers that watch."),

@@ -49,7 +49,7 @@ def test_a_node_has_the_name_of_its_certificate(tmp_path: Path) -> None:
     ("wrong", "sentence"),
     [
         ({"index": ["127.0.0.1:9470"]}, "the index needs TLS: give --ca, --cert and --key"),
-        ({"index-listen": "127.0.0.1:0"}, "or --insecure, with which everybody is believed"),
+        ({"index-listen": "127.0.0.1:0"}, "or --insecure: no encryption and no authentication"),
         (LAB | {"ca": "/x"}, "the index needs TLS: give --ca, --cert and --key"),
         (LAB | {"index": ["nowhere"]}, "index 'nowhere' must be HOST:PORT"),
         (LAB | {"index": ["a:1", "a:1"]}, "each once"),
