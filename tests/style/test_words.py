@@ -1,4 +1,4 @@
-"""One word for each thing (kvstore/docs/glossary.md): retired ones do not come back to pages for users.
+"""One word for each thing (docs/glossary.md): retired ones do not come back to pages for users.
 
 Not held to it yet: ADRs, docs/threats.md, the list of decisions, docstrings and log messages.
 """
