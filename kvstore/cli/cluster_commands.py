@@ -27,45 +27,47 @@ _NODE_OPTIONS: Final = (
         "--index",
         multiple=True,
         metavar="HOST:PORT",
-        help="Tell this replica of the index what is held here; repeatable: name all of them.",
+        help="Replica of the prefix index to publish to and query; repeatable: name all replicas.",
     ),
     click.option(
         "--index-listen",
         metavar="ADDR",
-        help="Be a replica of the index, too, on this address; port 0 picks one.",
+        help="Run a replica of the prefix index inside this node, on this address; port 0: any free"
+        " port.",
     ),
     click.option(
         "--index-entries",
         metavar="N",
-        help=f"Blocks, by holder, that the replica keeps.  [default: {DEFAULT_ENTRIES}]",
+        help="Locations (block, node and tier) that this replica keeps."
+        f"  [default: {DEFAULT_ENTRIES}]",
     ),
     click.option(
         "--engine-events",
         multiple=True,
         callback=lambda _context, _option, given: list(given) or None,
         metavar="NAME=ENDPOINT,space=HEX[,replay=ENDPOINT][,rank=N][,tenant=NAME][,seed=TEXT]",
-        help="Read the KV events of this engine, which has no connector, so that the index knows"
-        " what its own memory holds; repeatable. ENDPOINT is ipc:///PATH or tcp://127.0.0.1:PORT.",
+        help="Read the KV events of an engine without the connector, so that the index covers its"
+        " own memory; repeatable. ENDPOINT is ipc:///PATH or tcp://127.0.0.1:PORT.",
     ),
     click.option(
         "--peer-listen",
         metavar="ADDR",
-        help="Where other nodes reach this one, to fetch what is held here; it fetches from them,"
-        " too. Port 0 picks one.",
+        help="Address where other nodes reach this one; blocks are served to them and fetched from"
+        " them. Port 0: any free port.",
     ),
     click.option(
         "--transport",
         metavar="NAME[,KEY=VALUE…]",
-        help="By what blocks are moved between nodes: tcp[,port=NUMBER], which uses the"
-        " certificates; nixl[,plugin=NAME][,plugin.OPTION=VALUE] or ucx, for RDMA and networks that"
-        " are trusted; each with pace=on to give way to other flows.  [default: tcp; with"
-        " --insecure nixl, where it is installed]",
+        help="Transport of blocks between nodes. tcp[,port=NUMBER]: with TLS."
+        " nixl[,plugin=NAME][,plugin.OPTION=VALUE] or ucx: for RDMA or trusted networks, neither"
+        " encrypted nor authenticated. pace=on: yield to other flows.  [default: tcp; nixl with"
+        " --insecure where it is installed]",
     ),
     click.option(
         "--fetch",
         type=click.Choice(FETCH_WHEN),
-        help="Which blocks of other nodes are fetched: those that take half as long as computing"
-        " them, or less; or all.  [default: auto]",
+        help="Blocks to fetch from other nodes. auto: where fetching takes at most half as long as"
+        " computing; always: all.  [default: auto]",
     ),
     *TLS_OPTIONS,
 )
@@ -85,22 +87,24 @@ def _tls_options(command: _F) -> _F:
 
 
 @click.command()
-@click.option("--listen", metavar="ADDR", help=f"Where it listens.  [default: {DEFAULT_LISTEN}]")
+@click.option(
+    "--listen", metavar="ADDR", help=f"Address to listen on.  [default: {DEFAULT_LISTEN}]"
+)
 @click.option(
     "--entries",
     metavar="N",
-    help="Blocks, by holder, that it keeps; what was longest not asked for and not told leaves. "
+    help="Locations (block, node and tier) to keep; the least recently used leave first. "
     f" [default: {DEFAULT_ENTRIES}]",
 )
 @click.option(
     "--store",
     metavar="URL",
-    help="Keep what nodes tell in this Redis or Valkey, which several replicas can share:"
-    " redis://HOST:PORT/N, or rediss://… with TLS.  [default: in memory]",
+    help="Redis or Valkey that several replicas share: redis://HOST:PORT/N, or rediss://… with TLS."
+    "  [default: own memory]",
 )
-@click.option("--store-password-file", metavar="FILE", help="The password for it.")
+@click.option("--store-password-file", metavar="FILE", help="File with the password of --store.")
 @click.option(
-    "--store-ca", metavar="FILE", help="CA of its certificate.  [default: those of the system]"
+    "--store-ca", metavar="FILE", help="CA certificate of --store.  [default: CAs of the system]"
 )
 @_tls_options
 @click.option(
@@ -111,30 +115,35 @@ def _tls_options(command: _F) -> _F:
 @click.option(
     "--metrics",
     metavar="ADDR|off",
-    help=f"Where /metrics and /healthz are; port 0 picks one.  [default: {DEFAULT_INDEX_METRICS}]",
+    help="Address of /metrics and /healthz; port 0: any free port."
+    f"  [default: {DEFAULT_INDEX_METRICS}]",
 )
 @click.option(
     "--metrics-beyond-loopback/--metrics-loopback-only",
     default=None,
-    help="Allow an address that other machines can read, such as a pod's.",
+    help="Allow a --metrics address that other machines reach, such as a pod's.",
 )
 @click.option(
     "--plain/--compiled",
     default=None,
-    help="Start at once, and be some times slower; --compiled needs the extra 'index', and many"
-    " seconds before it is ready.  [default: compiled, where the extra is installed]",
+    help="--plain: ready at once, several times slower. --compiled: needs the extra 'index' and"
+    " many seconds before it is ready.  [default: compiled, where the extra is installed]",
 )
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), help="[default: info]")
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS), help="Least level to log.  [default: info]"
+)
 @click.option(
     "--config",
     "config_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="YAML with the same names as the flags; flags win.",
+    help="YAML file with the names of the flags as keys; flags take precedence.",
 )
 def index(config_path: Path | None, **flags: Any) -> None:
-    """Run a replica of the index until SIGTERM: it knows which node holds which prefix, by what the
-    nodes tell it. Start several and name them all to each node; it keeps nothing on disk.
-    With --store several share what they know, and one that starts knows it at once.
+    """Run a replica of the prefix index until SIGTERM: the nodes and tiers that hold each prefix.
+
+    Every node publishes to every replica; name all replicas to each node. A replica keeps nothing
+    on disk and is filled again by the nodes within seconds. Replicas with --store share one state,
+    so that a new one is complete at once.
 
     \b
     Examples:
@@ -161,16 +170,26 @@ def index(config_path: Path | None, **flags: Any) -> None:
 
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--node", multiple=True, metavar="NAME", help="Make one of this node; repeatable.")
-@click.option("--index", multiple=True, metavar="NAME", help="Of this replica; repeatable.")
-@click.option("--client", multiple=True, metavar="NAME", help="Of a router or script; repeatable.")
-@click.option("--with-index", is_flag=True, help="The nodes are replicas, too (--index-listen).")
+@click.option(
+    "--node", multiple=True, metavar="NAME", help="Issue a certificate for this node; repeatable."
+)
+@click.option("--index", multiple=True, metavar="NAME", help="For this index replica; repeatable.")
+@click.option("--client", multiple=True, metavar="NAME", help="For a router or script; repeatable.")
+@click.option(
+    "--with-index", is_flag=True, help="The nodes are index replicas too (--index-listen)."
+)
 @click.option(
     "--hosts",
     metavar="HOST,…",
-    help="Names and addresses in them for other programs; kvstore needs none.",
+    help="Further names and addresses in the certificates; kvstore needs none.",
 )
-@click.option("--days", type=click.IntRange(1, 3650), default=CERTIFICATE_DAYS, show_default=True)
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    default=CERTIFICATE_DAYS,
+    show_default=True,
+    help="Validity of the certificates.",
+)
 def certs(
     directory: Path,
     node: tuple[str, ...],
@@ -181,11 +200,11 @@ def certs(
     hosts: str | None,
     days: int,
 ) -> None:
-    """Make a lab's CA in DIRECTORY, once, and certificates by it. Nothing is overwritten.
+    """Create a CA in DIRECTORY, once, and issue certificates. No file is overwritten.
 
-    A node speaks for the name in its certificate only. Whoever has ca.key can be everybody: keep it
-    off the nodes, or use your site's CA with the same names, which are DNS names such as
-    NAME.node.kvstore, NAME.index.kvstore with index.kvstore, and NAME.client.kvstore.
+    A node speaks only for the name in its certificate. The owner of ca.key can impersonate every
+    component: keep the file off the nodes. A site's own CA works as well; the DNS names are
+    NAME.node.kvstore, NAME.index.kvstore together with index.kvstore, and NAME.client.kvstore.
 
     \b
     Examples:

@@ -35,9 +35,9 @@ SOCKET_OPTION: Final = click.option(
 
 
 TLS_OPTIONS: Final = (
-    click.option("--ca", metavar="FILE", help="Certificate of the CA of all components."),
-    click.option("--cert", metavar="FILE", help="Certificate of this component."),
-    click.option("--key", metavar="FILE", help="Its key."),
+    click.option("--ca", metavar="FILE", help="CA certificate of the cluster."),
+    click.option("--cert", metavar="FILE", help="Certificate of this process."),
+    click.option("--key", metavar="FILE", help="Private key of that certificate."),
 )
 
 
@@ -58,10 +58,10 @@ def index_options(command: _F) -> _F:
             "--index",
             multiple=True,
             metavar="HOST:PORT",
-            help="Of all nodes of the cluster: ask this replica of the index; repeatable.",
+            help="Query this replica of the prefix index for the whole cluster; repeatable.",
         ),
         *TLS_OPTIONS,
-        click.option("--insecure", is_flag=True, help="An index without TLS. For labs."),
+        click.option("--insecure", is_flag=True, help="The index runs without TLS. For labs."),
     )
     for option in reversed(options):
         command = option(command)

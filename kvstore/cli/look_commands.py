@@ -30,28 +30,30 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
 @click.command()
 @click.argument("topic", required=False, metavar="[TOPIC]", callback=_topic)
 @SOCKET_OPTION
-@click.option("--json", "json_", is_flag=True, help="One JSON object, a list per topic.")
+@click.option("--json", "json_", is_flag=True, help="Print one JSON object with a list per topic.")
 @click.option(
     "--limit",
     type=click.IntRange(1, BLOCK_ROWS_MAX),
-    help=f"Most blocks to list.  [default: {BLOCKS_LISTED}]",
+    help=f"Number of blocks to list at most.  [default: {BLOCKS_LISTED}]",
 )
 @index_options
-@click.option("--space", metavar="HEX", help="Of blocks or a prefix: this space only.")
-@click.option("--tenant", metavar="NAME", help="Of a prefix: this tenant's blocks.")
+@click.option("--space", metavar="HEX", help="For blocks and prefix: only this space.")
+@click.option("--tenant", metavar="NAME", help="For prefix: only this tenant.")
 @click.option(
     "--tokens-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A prompt as token ids: a JSON list, or numbers with spaces.",
+    help="Prompt as token ids: a JSON list, or numbers separated by spaces.",
 )
 @click.option(
     "--keys-file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A prompt as keys of its blocks: 64 hex digits each.",
+    help="Prompt as block keys: 64 hex digits each.",
 )
-@click.option("--text", help="A prompt as text; needs --tokenizer.")
-@click.option("--tokenizer", metavar="PATH|NAME", help="The model's, as its engine finds it.")
-@click.option("--cache-salt", metavar="TEXT", help="Of the request, if it had one.")
+@click.option("--text", help="Prompt as text; needs --tokenizer.")
+@click.option(
+    "--tokenizer", metavar="PATH|NAME", help="Tokenizer of the model, as the engine finds it."
+)
+@click.option("--cache-salt", metavar="TEXT", help="Cache salt of the request, if any.")
 def inspect(
     topic: str | None,
     socket: Path,
@@ -66,22 +68,22 @@ def inspect(
     insecure: bool,
     **prompt: Any,
 ) -> None:
-    """Show what a node holds: everything but single blocks, or one TOPIC.
+    """Show the state of a node: a summary, or one TOPIC.
 
     \b
     Topics:
-      nodes    who is attached, who gets nothing and why, the cluster, engines' own memory
-      tiers    memory: capacity, in use, being written, leased; and quotas, if there are any
-      spaces   models: what their engines share
+      nodes    attached engines, engines that are not served and why, cluster members
+      tiers    capacity, used, being written, leased; quotas, if any
+      spaces   models, with the fingerprint that their engines share
       blocks   single blocks
-      leases   what is being read
-      jobs     what is being written
-      transfers  how long reading from other nodes took, by part and back end
-      prefix   where the blocks of one prompt are, or why they are not there
+      leases   blocks being read by engines
+      jobs     blocks being written
+      transfers  duration of transfers from other nodes, by part and back end
+      prefix   location of each block of one prompt, or the reason for the miss
     \b
-    With --index, 'nodes' and 'prefix' are about all nodes of the cluster: who is there, and how far
-    each of them goes, in which tier. Keys are made as the node at --socket says its engines do:
-    no node is needed with --keys-file and all 64 digits of --space (and --tenant).
+    With --index, 'nodes' and 'prefix' cover the cluster: its nodes, and the matching prefix length
+    of each in each tier. Keys are computed with the hash settings of the node at --socket; no node
+    is needed with --keys-file and all 64 digits of --space (and --tenant).
     \b
     Examples:
       kvstore inspect
@@ -117,18 +119,20 @@ def inspect(
 @click.command()
 @click.argument("request_id", required=False)
 @SOCKET_OPTION
-@click.option("--json", "json_", is_flag=True, help="One JSON object: a list of requests.")
+@click.option(
+    "--json", "json_", is_flag=True, help="Print one JSON object with a list of requests."
+)
 @click.option(
     "--last",
     type=click.IntRange(1, REQUEST_ROWS_MAX),
-    help=f"Without an id: so many requests.  [default: {REQUESTS_LISTED}]",
+    help=f"Number of requests to list, without an id.  [default: {REQUESTS_LISTED}]",
 )
 def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bool) -> None:
-    """Why a recent request hit or missed: where each block of its prompt came from, or why it was
-    not there, and how long each step took.
+    """Show why a recent request hit or missed: the source of each block of its prompt or the reason
+    for the miss, and the duration of each step.
 
-    REQUEST_ID is what the client was given, such as cmpl-4f1a, or its beginning; without one the
-    latest requests are listed. The node remembers some 1000, since its start.
+    REQUEST_ID is the id that the client received, such as cmpl-4f1a, or its beginning; without one
+    the latest requests are listed. The node keeps about 1000 requests since its start.
 
     \b
     Examples:
@@ -152,10 +156,10 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="Between two looks.",
+    help="Time between two samples.",
 )
-@click.option("--once", is_flag=True, help="One look, over one interval, and no screen.")
-@click.option("--json", "json_", is_flag=True, help="The same as one JSON object.")
+@click.option("--once", is_flag=True, help="Print one sample over one interval and exit.")
+@click.option("--json", "json_", is_flag=True, help="Print that sample as one JSON object.")
 def top(
     socket: Path,
     interval: float,
@@ -168,12 +172,12 @@ def top(
     key: str | None,
     insecure: bool,
 ) -> None:
-    """What a node does now, or with --index all nodes of the cluster: memory, hits, bytes a second,
-    leases, fetches. q leaves.
+    """Show the load of a node, or with --index of all nodes of the cluster: memory, hits, bytes per
+    second, leases, fetches. q quits.
 
-    Hits and bytes a second are of the last interval, p50 and p99 of fetches since the node began;
-    loaded is what was leased to engines. Nodes tell the index what they do: one that is silent is
-    shown so, and nobody waits for it.
+    Hits and bytes per second cover the last interval; p50 and p99 of fetches cover the time since
+    the node started; 'loaded' counts bytes leased to engines. Nodes publish their load to the
+    index; a silent node is shown as such and delays nothing.
 
     \b
     Examples:

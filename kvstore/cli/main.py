@@ -33,13 +33,13 @@ def cli() -> None:
 
     \b
     Examples:
-      kvstore node --dram 64GiB        start the cache of this machine
-      kvstore inspect                  what is cached, by whom
-      kvstore explain                  why recent requests hit or missed
-      kvstore top                      what it does now
-      kvstore clear                    forget it all
-      kvstore upgrade                  run the code that is installed now, keep the memory
-      kvstore index                    be told by all nodes what they hold
+      kvstore node --dram 64GiB        run the cache of this machine
+      kvstore inspect                  list engines, tiers, models and leases
+      kvstore explain                  show why recent requests hit or missed
+      kvstore top                      show current memory, hits and throughput
+      kvstore clear                    drop all cached blocks
+      kvstore upgrade                  run the newly installed code, keep the memory
+      kvstore index                    run a replica of the prefix index
     """
 
 
@@ -48,54 +48,55 @@ def cli() -> None:
 @click.option(
     "--dram",
     metavar="SIZE|auto",
-    help="Memory for blocks; auto takes half of what is available.  [default: auto]",
+    help="Memory for blocks; auto: half of the available memory.  [default: auto]",
 )
 @click.option(
     "--policy",
     metavar="lru|reuse",
-    help="What leaves memory first: what was used longest ago, or what was used once. "
-    " [default: lru]",
+    help="Eviction order: lru evicts the least recently used blocks; reuse evicts blocks that only"
+    " one request used before the others.  [default: lru]",
 )
 @click.option(
     "--file",
     metavar="PATH:SIZE[,shared]",
-    help="Keep blocks on disk too; ',shared' for one directory of several nodes. As many blocks are"
-    " remembered as there are 256KiB in SIZE, so of smaller ones a part of SIZE holds all.",
+    help="Keep blocks on disk too; ',shared': several nodes use one directory. The node indexes at"
+    " most SIZE / 256KiB blocks; smaller blocks leave a part of SIZE unused.",
 )
 @click.option(
     "--file-admission",
     metavar="all|second-sight",
-    help="Blocks to write to disk: all, or those that a second request names.  [default: all]",
+    help="Blocks to write to disk: all, or those that a second request asks for.  [default: all]",
 )
 @click.option(
     "--file-writes-per-day",
     metavar="SIZE",
-    help="What the disk is to endure; near the end of it only second-sight is written, then"
-    " nothing. Reading goes on.  [default: no limit]",
+    help="Daily budget of disk writes. Near its end only blocks of second-sight are written, then"
+    " none; reads continue.  [default: no limit]",
 )
 @click.option(
     "--node-name",
     metavar="NAME",
-    help="Its part of a shared directory, and its name in events.  [default: the host's name]",
+    help="Name of this node in a shared directory, in events and in a cluster.  [default: the name"
+    " in its certificate, or the host's name]",
 )
 @click.option(
-    "--slab", metavar="SIZE|auto", help="Unit in which dram goes to block sizes.  [default: auto]"
+    "--slab", metavar="SIZE|auto", help="Unit of dram given to one block size.  [default: auto]"
 )
 @click.option(
     "--scrub",
     metavar="auto|SIZE|off",
-    help="Verify what memory and disk hold in the background: once a day, at most 32MiB a second;"
-    " or all the time, so much a second of each.  [default: auto]",
+    help="Background verification of memory and disk. auto: each once a day, at most 32MiB/s;"
+    " SIZE: continuously, that much per second and tier.  [default: auto]",
 )
 @click.option(
     "--metrics",
     metavar="ADDR|off",
-    help=f"Where /metrics and /healthz are; port 0 picks one.  [default: {DEFAULT_METRICS}]",
+    help=f"Address of /metrics and /healthz; port 0: any free port.  [default: {DEFAULT_METRICS}]",
 )
 @click.option(
     "--metrics-beyond-loopback/--metrics-loopback-only",
     default=None,
-    help="Allow an address that other machines can read, such as a pod's.",
+    help="Allow a --metrics address that other machines reach, such as a pod's.",
 )
 @click.option(
     "--events",
@@ -105,32 +106,35 @@ def cli() -> None:
 @click.option(
     "--event-hashes",
     type=click.Choice(HASH_FORMS),
-    help="Form of block hashes in events: that of the engines' own events.  [default: int]",
+    help="Form of block hashes in events; choose that of the engines' events.  [default: int]",
 )
 @click.option(
     "--insecure/--secure",
     default=None,
-    help="Without TLS: events beyond this machine, index and feeds. For labs.",
+    help="No TLS and no authentication: index, feeds, transfers, events beyond this machine. For"
+    " labs.",
 )
 @cluster_options
 @click.option(
     "--quota",
     multiple=True,
     metavar="NAME=SHARE",
-    help="Dram promised to a model (served name) or tenant, such as llama=30%; repeatable.",
+    help="Dram guaranteed to a model (served name) or tenant, such as llama=30%; repeatable.",
 )
 @click.option(
     "--allow-uid",
     multiple=True,
     metavar="UID",
-    help="User whose engines may attach; repeatable.  [default: own uid and 0]",
+    help="Numeric user id whose engines may attach; repeatable.  [default: own uid and 0]",
 )
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), help="[default: info]")
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS), help="Least level to log.  [default: info]"
+)
 @click.option(
     "--config",
     "config_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="YAML with the same names as the flags; flags win.",
+    help="YAML file with the names of the flags as keys; flags take precedence.",
 )
 def node(
     config_path: Path | None,
@@ -141,9 +145,9 @@ def node(
 ) -> None:
     """Run the cache of this machine until SIGTERM. Engines with caches on CUDA are not served yet.
 
-    A supervisor holds the memory and starts the process that does the work, again when it ends:
-    what is in memory stays. 'kvstore upgrade' has it start the code that is installed now. Settings
-    are read once; to change them, and after the supervisor itself has ended, memory begins empty.
+    A supervisor process holds the memory and restarts the node process when it ends: cached blocks
+    survive. 'kvstore upgrade' starts the newly installed code on the same memory. Settings are read
+    once at start; changing them needs a restart of the supervisor, which empties the memory.
 
     \b
     Examples:
@@ -184,13 +188,13 @@ cli.add_command(top)
 
 @cli.command()
 @SOCKET_OPTION
-@click.option("--space", metavar="HEX", help="Only this space; its first digits do.")
+@click.option("--space", metavar="HEX", help="Only this space; its first digits suffice.")
 def clear(socket: Path, space: str | None) -> None:
-    """Forget cached blocks. Engines go on: what they look for is a miss until stored again.
+    """Drop cached blocks. Engines keep running; dropped blocks are misses until stored again.
 
-    The exit status is 1 when the disk could not take note of it: a restart would bring back what
-    is on it. A node forgets its own blocks only, also in a shared directory, and may fetch from
-    other nodes what they still hold: clear at each node.
+    Exit status 1: the disk did not record the deletion, so a restart would bring its blocks back.
+    A node drops its own blocks only, also in a shared directory, and may fetch the same blocks
+    from other nodes: run the command on each node.
 
     \b
     Examples:
@@ -207,12 +211,11 @@ def clear(socket: Path, space: str | None) -> None:
 @cli.command()
 @SOCKET_OPTION
 def upgrade(socket: Path) -> None:
-    """Run the code that is installed now, and keep what is in memory. Engines go on.
+    """Run the newly installed code and keep the cached blocks. Engines keep running.
 
-    The new code is loaded beside the old one, which serves until then; the node is away for less
-    than a second, in which requests are computed. Where the new code cannot go on with the memory,
-    or does not start, the old one stays: the exit status is 1. Settings stay as they were; files
-    of certificates are read again.
+    The new code loads while the old one serves. The switch takes less than a second, during which
+    requests are computed. If the new code does not start or cannot use the memory, the old code
+    stays and the exit status is 1. Settings stay; certificate files are read again.
 
     \b
     Example:
@@ -231,16 +234,19 @@ def upgrade(socket: Path) -> None:
 @click.option(
     "--quarantine",
     is_flag=True,
-    help="Save the good records of damaged segments and move those aside; no node may be running.",
+    help="Copy the intact records of damaged segments, then move those segments aside; needs a"
+    " stopped node.",
 )
-@click.option("--json", "json_", is_flag=True, help="One JSON object: a list of directories.")
+@click.option(
+    "--json", "json_", is_flag=True, help="Print one JSON object with a list of directories."
+)
 def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
-    """Read every byte of a file tier's DIRECTORY and say what is wrong with it.
+    """Read every byte of a disk tier's DIRECTORY and report damage.
 
-    A node may be running, unless --quarantine is given. Of a directory that several nodes share,
-    the part of each is read. The exit status is 0 when all is well, 1 when damage was found, with
-    --quarantine too, which has then moved it aside (look again: 0), 2 when it is no file tier, or
-    --quarantine could not be done.
+    The node may be running, except with --quarantine. In a shared directory the parts of all nodes
+    are read. Exit status 0: no damage. 1: damage found (with --quarantine: moved aside, so that a
+    second run returns 0). 2: the directory is no disk tier, or --quarantine failed. An open
+    segment is what a killed node leaves; it is not damage.
 
     \b
     Examples:
@@ -270,7 +276,7 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> None:
-    """A real vLLM without and with kvstore, in a few minutes; --keep lets all go on.
+    """Run a real vLLM without and with kvstore, in a few minutes. --keep leaves both running.
 
     \b
     Examples:

@@ -31,33 +31,36 @@ class Metric(NamedTuple):
 
 METRICS: Final = (
     Metric(
-        "kvstore_ready_bytes", "gauge", "bytes", ("tier",), "Bytes of the tier whose pages exist."
+        "kvstore_ready_bytes",
+        "gauge",
+        "bytes",
+        ("tier",),
+        "Bytes of the tier with allocated pages.",
     ),
     Metric(
         "kvstore_used_bytes",
         "gauge",
         "bytes",
         ("tier",),
-        "Bytes of slots that hold a block; on disk: of whole segments, the open one at its full"
-        " length.",
+        "Bytes in use: slots with a block; on disk whole segments, the open one at its full size.",
     ),
-    Metric("kvstore_capacity_bytes", "gauge", "bytes", ("tier",), "Bytes the tier will have."),
-    Metric("kvstore_connections", "gauge", "", (), "Sockets of engines that are open now."),
-    Metric("kvstore_connections_accepted_total", "counter", "", (), "Sockets ever accepted."),
+    Metric("kvstore_capacity_bytes", "gauge", "bytes", ("tier",), "Capacity of the tier."),
+    Metric("kvstore_connections", "gauge", "", (), "Open sockets of engines."),
+    Metric("kvstore_connections_accepted_total", "counter", "", (), "Sockets accepted."),
     Metric(
         "kvstore_connections_refused_total",
         "counter",
         "",
         ("reason",),
-        "Newcomers turned away: uid not allowed, node full, bad hello, no hello in time.",
+        "Sockets refused: uid not allowed, node full, bad hello, no hello in time.",
     ),
     Metric(
         "kvstore_connections_ended_total",
         "counter",
         "",
         ("reason",),
-        "Attached sockets that ended: closed by the peer, protocol broken, outbox overflow,"
-        " process exited, hung up by the engine core, failure of the node.",
+        "Attached sockets that ended: closed by the peer, protocol error, outbox overflow, process"
+        " exited, closed by the engine core, failure of the node.",
     ),
     Metric(
         "kvstore_datagrams_total", "counter", "", ("direction",), "Datagrams received and sent."
@@ -67,24 +70,30 @@ METRICS: Final = (
         "histogram",
         "seconds",
         (),
-        "Time from a batch of events to the last command carried out.",
+        "Time from a batch of events to its last executed command.",
     ),
-    Metric("kvstore_loop_failures_total", "counter", "", (), "Bugs caught by the node's loop."),
+    Metric(
+        "kvstore_loop_failures_total",
+        "counter",
+        "",
+        (),
+        "Exceptions caught by the loop of the node; each is a bug.",
+    ),
     Metric(
         "kvstore_heartbeat_gap_seconds",
         "gauge",
         "seconds",
         (),
-        "Longest time between two heartbeats since the start; engines give up at 0.25.",
+        "Longest gap between two heartbeats since the start; the cache is off in engines from 0.25.",
     ),
-    Metric("kvstore_queries_total", "counter", "", (), "Questions of inspect and /metrics."),
+    Metric("kvstore_queries_total", "counter", "", (), "Queries by inspect, explain and /metrics."),
     *(
         Metric(f"kvstore_event_{name}_total", "counter", "", (), text)
         for name, text in (
             ("batches", "Batches of KV events published (--events)."),
-            ("keys_lost", "Block changes that were not published: the publisher fell behind."),
-            ("replays", "Replays and snapshots of KV events that were asked for."),
-            ("requests_refused", "Requests to the replay socket that were none."),
+            ("keys_lost", "Block changes not published because the publisher fell behind."),
+            ("replays", "Replays and snapshots of KV events requested."),
+            ("requests_refused", "Malformed requests to the replay socket."),
         )
     ),
     Metric("kvstore_info", "gauge", "", ("version", "incarnation"), "Always 1."),
@@ -93,30 +102,30 @@ METRICS: Final = (
         "counter",
         "",
         (),
-        "Node processes before this one: crashes, upgrades. Other counters begin with a process.",
+        "Earlier processes of this node (crashes, upgrades). Other counters restart with a process.",
     ),
     Metric(
         "kvstore_away_seconds",
         "gauge",
         "seconds",
         (),
-        "From the end of the process before this one until this one served; 0: it is the first.",
+        "Gap between the end of the previous process and the service of this one; 0: first process.",
     ),
-    Metric("kvstore_blocks", "gauge", "", ("tier",), "Block shards held."),
+    Metric("kvstore_blocks", "gauge", "", ("tier",), "Block shards in the tier."),
     Metric(
         "kvstore_slots",
         "gauge",
         "",
         ("state",),
-        "Slots that hold a block (sealed; leased: being read), may be written (granted), or wait"
-        " for their writer to be proven quiet (quarantined).",
+        "Slots by state: sealed (with a block), leased (being read), granted (may be written),"
+        " quarantined (the writer may still write).",
     ),
     Metric(
         "kvstore_file_budget_left_bytes",
         "gauge",
         "bytes",
         (),
-        "What the budget lets be written to disk now; absent without --file-writes-per-day.",
+        "Write budget left of --file-writes-per-day; absent without it.",
     ),
     Metric(
         "kvstore_scrubbed_blocks_total",
@@ -137,56 +146,58 @@ METRICS: Final = (
         "counter",
         "",
         ("tier",),
-        "Blocks that the scrub found to be something else than was stored, and dropped.",
+        "Blocks that failed verification by the scrub and were dropped.",
     ),
     Metric(
         "kvstore_scrub_age_seconds",
         "gauge",
         "seconds",
         ("tier",),
-        "Since the scrub had seen all of the tier; absent before that.",
+        "Age of the last complete scrub of the tier; absent before the first.",
     ),
     Metric(
         "kvstore_shadow_error_max",
         "gauge",
         "",
         (),
-        "Largest distance of a block that was computed again from the one held, relative to its"
-        " size, since the start.",
+        "Largest relative error between a cached block and its recomputation by a shadow check.",
     ),
     Metric(
         "kvstore_spaces_off",
         "gauge",
         "",
         ("tier",),
-        "Models switched off by a shadow check: in the disk tier, or in all.",
+        "Models switched off by a shadow check: in the disk tier (file), or in all tiers.",
     ),
     Metric(
         "kvstore_breaker_open",
         "gauge",
         "",
         ("tier", "direction"),
-        "Whether reads or writes are refused for a while, after failures: 0 no, 1 yes, 0.5 while"
-        " one is tried.",
+        "Circuit breaker of disk reads or writes: 0 closed, 1 open, 0.5 during a probe.",
     ),
     *(
         Metric(f"kvstore_quota_{name}_bytes", "gauge", "bytes", ("quota",), text)
         for name, text in (
-            ("promised", "What --quota promises of dram, by model or tenant."),
-            ("used", "Slots of dram that its engines have; may be more than is promised."),
+            ("promised", "Dram guaranteed by --quota, by model or tenant."),
+            ("used", "Dram used by a model or tenant; may exceed its guarantee."),
         )
     ),
     *(
         Metric(f"kvstore_{name}_total", "counter", unit, (), text)
         for name, unit, text in (
-            ("fetch_damaged", "", "Blocks of other nodes that failed their checksum."),
-            ("fetch_not_kept", "", "Blocks that other nodes did not keep until they were read."),
-            ("fetched_bytes", "bytes", "Bytes read from other nodes."),
-            ("leased_bytes", "bytes", "Bytes of blocks leased to engines, which load them."),
+            ("fetch_damaged", "", "Fetched blocks that failed verification and were dropped."),
+            ("fetch_not_kept", "", "Blocks that the serving node evicted during the fetch."),
+            ("fetched_bytes", "bytes", "Bytes fetched from other nodes."),
+            ("leased_bytes", "bytes", "Bytes leased to engines for loading."),
             ("lent_bytes", "bytes", "Bytes served to other nodes."),
-            ("stored_bytes", "bytes", "Bytes that engines stored."),
+            ("stored_bytes", "bytes", "Bytes stored by engines."),
             ("mover_restarts", "", "Restarts of the transfer worker."),
-            ("mover_refused", "", "Peers refused by the transfer worker: no room."),
+            (
+                "mover_refused",
+                "",
+                "Reads by other nodes refused: all connections of the transfer worker in use.",
+            ),
         )
     ),
     Metric(
@@ -194,19 +205,26 @@ METRICS: Final = (
         "histogram",
         "seconds",
         ("kind", "backend"),
-        "Fetching from other nodes: until they answered (ask), the transfer (move), checksums"
-        " (verify), all of it (fetch).",
+        "Duration of fetches from other nodes: request (ask), transfer (move), checksum (verify),"
+        " all of it (fetch).",
     ),
     Metric(
-        "kvstore_engine_blocks", "gauge", "", (), "Blocks that engines hold in their own memory."
+        "kvstore_engine_blocks",
+        "gauge",
+        "",
+        (),
+        "Blocks in the engines' own prefix caches, from their KV events.",
     ),
     *(
         Metric(f"kvstore_engine_events_{name}_total", "counter", "", (), text)
         for name, text in (
-            ("batches", "Batches of KV events that engines published."),
-            ("replays", "Times an engine was asked for batches again."),
-            ("voids", "Times that all an engine held was given up: it went, or a gap stayed."),
-            ("refused", "Batches of engines that could not be read."),
+            ("batches", "Batches of KV events received from engines."),
+            ("replays", "Replays requested from engines."),
+            (
+                "voids",
+                "Times the blocks of an engine were dropped: engine gone, or a gap in its events.",
+            ),
+            ("refused", "Malformed batches of KV events."),
         )
     ),
     Metric(
@@ -214,17 +232,17 @@ METRICS: Final = (
         "gauge",
         "seconds",
         (),
-        "When the certificate that this node, or this index by itself, was started with ends, in"
-        " Unix time; absent without TLS.",
+        "Unix time at which the certificate in use expires (of the node, or of a separate index);"
+        " absent without TLS.",
     ),
-    Metric("kvstore_feeds", "gauge", "", (), "Replicas of the index that are being told."),
+    Metric("kvstore_feeds", "gauge", "", (), "Index replicas connected and receiving updates."),
     *(
         Metric(f"kvstore_feed_{name}_total", "counter", "", (), text)
         for name, text in (
-            ("deltas", "Messages about changes, to all replicas together."),
-            ("snapshots", "Times a replica was told everything."),
-            ("keys_lost", "Keys that were not told as they changed: snapshots told them."),
-            ("streams", "Streams to replicas that were begun."),
+            ("deltas", "Updates sent, to all replicas together."),
+            ("snapshots", "Snapshots sent to replicas."),
+            ("keys_lost", "Key changes not sent as updates; a snapshot carried them."),
+            ("streams", "Streams to replicas opened."),
         )
     ),
     Metric("kvstore_sessions", "gauge", "", (), "Engines whose ranks are all attached."),
@@ -233,85 +251,109 @@ METRICS: Final = (
         "gauge",
         "",
         (),
-        "Engines that get nothing from this node: their cache is on a GPU, they are refused, or"
-        " ranks are missing. 'kvstore inspect nodes' says why.",
+        "Engines that are not served: cache on a GPU, refused, or ranks missing. 'kvstore inspect"
+        " nodes' shows the reason.",
     ),
-    Metric("kvstore_leases", "gauge", "", (), "Runs of blocks that engines are reading."),
+    Metric(
+        "kvstore_leases", "gauge", "", (), "Active leases: runs of blocks being read by engines."
+    ),
     *(
         Metric(f"kvstore_{name}_total", "counter", "", (), text)
         for name, text in (
-            ("blocks_distrusted", "Blocks forgotten because a reader's checksum failed."),
-            ("blocks_kept", "Block shards in memory taken over from the process before this one."),
-            ("blocks_verified", "Blocks kept over a restart and found right by their reader."),
-            ("blocks_granted", "Credits given: blocks an engine may store."),
-            ("blocks_hit", "Blocks looked up and leased."),
-            ("blocks_missed", "Blocks looked up and not there."),
-            ("evictions", "Slots emptied to make room."),
+            ("blocks_distrusted", "Blocks dropped because the checksum of a reader failed."),
+            ("blocks_kept", "Block shards kept from the previous process of this node."),
+            ("blocks_verified", "Kept blocks verified by their first reader."),
+            ("blocks_granted", "Credits granted to engines: blocks they may store."),
+            ("blocks_hit", "Blocks found and leased."),
+            ("blocks_missed", "Blocks looked up and not found."),
+            ("evictions", "Slots evicted."),
             (
                 "file_blocks_crowded",
-                "Blocks on disk forgotten, or not found again: the node's table was full.",
+                "Blocks on disk dropped from the node's table because it was full.",
             ),
-            ("file_blocks_damaged", "Blocks on disk that were not what was stored there."),
+            ("file_blocks_damaged", "Blocks on disk that failed verification."),
             (
                 "file_blocks_not_admitted",
-                "Times a block was not written to disk because it was seen for the first time.",
+                "Blocks not written to disk because no second request asked for them.",
             ),
             (
                 "file_blocks_over_budget",
-                "Times a block was not written, or not kept, because the day's budget is used up.",
+                "Blocks not written, or not kept, because the daily write budget was used up.",
             ),
-            ("file_blocks_read", "Blocks promoted from disk, verified."),
-            ("file_blocks_unread", "Blocks on disk that were asked for and did not come."),
+            ("file_blocks_read", "Blocks read from disk and verified."),
+            ("file_blocks_unread", "Blocks requested from disk and not delivered."),
             ("file_blocks_written", "Blocks written to disk."),
-            ("file_reads_late", "Reads from disk that nobody could wait for."),
-            ("file_writes_dropped", "Blocks not written to disk: busy, full, failing."),
-            ("fetch_blocks_lost", "Blocks of other nodes that were asked for and did not come."),
-            ("fetched_blocks", "Blocks brought from other nodes, verified."),
+            ("file_reads_late", "Disk reads that ended after their deadline."),
+            ("file_writes_dropped", "Blocks not written to disk: disk busy, full or failing."),
+            ("fetch_blocks_lost", "Blocks requested from other nodes and not delivered."),
+            ("fetched_blocks", "Blocks fetched from other nodes and verified."),
             (
                 "loan_blocks_changed",
-                "Blocks served to other nodes and evicted before the transfer ended.",
+                "Blocks served to other nodes that changed during the transfer.",
             ),
             ("loaned_blocks", "Blocks served to other nodes."),
-            ("loans_expired", "Transfers to other nodes that never reported their end."),
-            ("locates", "Questions to the index where blocks are."),
-            ("grants_refused", "Times no credit could be given: everything is leased or granted."),
-            ("lease_asks", "Lookups."),
-            ("leases_expired", "Leases that ran out unreleased."),
-            ("pins_refused", "Blocks present and not leased or served: the pin share is used up."),
-            ("protocol_refusals", "Peers refused or hung up on by the engine core."),
-            ("sessions_opened", "Sessions opened."),
-            ("shadow_blocks", "Blocks that engines computed again to compare with what was held."),
-            ("shadow_blocks_diverged", "Of those, blocks that held other values."),
-            ("slots_quarantined", "Slots whose writer hung up while its process lived."),
-            ("stale_slots", "Slots in seals and drops that were no longer the sender's."),
-            ("stores_dropped", "Credits given back unused, or stores without room."),
-            ("stores_joined", "Stores of blocks that were there already."),
+            ("loans_expired", "Pins for other nodes that expired unreleased."),
+            ("locates", "Location queries to the index."),
+            ("grants_refused", "Credits refused because every slot is leased or granted."),
+            ("lease_asks", "Lookups by engines."),
+            ("leases_expired", "Leases that expired unreleased."),
+            (
+                "pins_refused",
+                "Blocks present but not leased or served: pin limit of the requester reached.",
+            ),
+            ("protocol_refusals", "Engines refused or disconnected for a protocol error."),
+            ("sessions_opened", "Sessions of engines opened."),
+            ("shadow_blocks", "Blocks recomputed by shadow checks."),
+            ("shadow_blocks_diverged", "Recomputed blocks that differed from the cached ones."),
+            (
+                "slots_quarantined",
+                "Slots quarantined: the socket of the writer closed while its process lived.",
+            ),
+            ("stale_slots", "Slots in messages of engines that no longer belonged to the sender."),
+            ("stores_dropped", "Credits returned unused, and stores without a free slot."),
+            ("stores_joined", "Stores of blocks that existed already."),
             ("stores_sealed", "Block shards stored."),
         )
     ),
 )
 INDEX_METRICS: Final = (
-    Metric("kvstore_index_info", "gauge", "", ("version",), "1, of a replica by itself."),
-    Metric("kvstore_index_entries", "gauge", "", (), "Blocks in the index, by holder."),
+    Metric("kvstore_index_info", "gauge", "", ("version",), "Always 1; only of a separate index."),
+    Metric(
+        "kvstore_index_entries",
+        "gauge",
+        "",
+        (),
+        "Block locations (block, node and tier) in the index.",
+    ),
     Metric("kvstore_index_blocks", "gauge", "", (), "Distinct blocks in the index."),
-    Metric("kvstore_index_memory_bytes", "gauge", "bytes", (), "What the tables of it take."),
-    Metric("kvstore_index_nodes", "gauge", "", ("trust",), "Nodes, by trust."),
-    Metric("kvstore_index_feeds", "gauge", "", (), "Streams of nodes that are open."),
-    Metric("kvstore_index_store_up", "gauge", "", (), "1 while where it is kept answers."),
-    Metric("kvstore_index_watchers", "gauge", "", (), "Callers that watch."),
+    Metric(
+        "kvstore_index_memory_bytes", "gauge", "bytes", (), "Memory of the tables of the index."
+    ),
+    Metric(
+        "kvstore_index_nodes",
+        "gauge",
+        "",
+        ("trust",),
+        "Nodes by trust: exact (in sync), catching-up, stale, out (unreachable).",
+    ),
+    Metric("kvstore_index_feeds", "gauge", "", (), "Open streams of nodes."),
+    Metric(
+        "kvstore_index_store_up", "gauge", "", (), "1 while the shared store (--store) answers."
+    ),
+    Metric("kvstore_index_watchers", "gauge", "", (), "Open Watch calls."),
     *(
         Metric(f"kvstore_index_{name}_total", "counter", "", (), text)
         for name, text in (
-            ("evictions", "Blocks that left because the index was full."),
-            ("matches", "Prompts looked up."),
-            ("store_failures", "Times where it is kept went away."),
-            ("words", "Deltas, beats and parts of snapshots that nodes said."),
-            ("keys_told", "Keys that were in them."),
-            ("snapshots_asked", "Times a node was asked for all it holds."),
-            ("words_refused", "Words of nodes that were malformed."),
-            ("feeds_refused", "Streams whose certificate is of another node, or none."),
-            ("watchers_dropped", "Callers that did not read what they watch."),
-            ("calls_refused", "Calls whose caller had as many open as it may."),
+            ("evictions", "Locations evicted because the index was full."),
+            ("matches", "Match queries answered."),
+            ("store_failures", "Failures of the shared store (--store)."),
+            ("words", "Messages of nodes: updates, heartbeats, parts of snapshots."),
+            ("keys_told", "Keys in those messages."),
+            ("snapshots_asked", "Snapshots requested from nodes."),
+            ("words_refused", "Malformed messages of nodes."),
+            ("feeds_refused", "Streams refused: certificate of another node, or none."),
+            ("watchers_dropped", "Watch calls closed because the caller did not read."),
+            ("calls_refused", "Calls refused because the caller had too many open."),
         )
     ),
 )
