@@ -21,25 +21,25 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES_MAX)] = "default"
     """Name of the tenant; engines share blocks within a tenant only."""
     store: Store = "all"
-    """Blocks to store. `all`: every full block; `prompt`: none that fill during decoding; `none`: load
-    only."""
+    """Blocks to store. `all`: every full block; `prompt`: none that fill during decoding; `none`:
+    load only."""
     images: Images = "hashed"
-    """Requests with images, video or audio. `hashed`: served if vLLM's content hash names every item,
-    and computed if a client supplied its own `uuid` (`explain` shows it); `none`: always computed, for
-    clients that may forge hashes."""
+    """Requests with images, video or audio. `hashed`: served if vLLM's content hash names every
+    item, computed if a client supplied its own `uuid` (`explain` shows it); `none`: always
+    computed, for clients that may forge hashes."""
     min_load_tokens: Annotated[int, msgspec.Meta(ge=0)] = 128
     """Least number of tokens to load; shorter hits are computed."""
     lookup_deadline_ms: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
-    """Longest wait for a lookup: this, or 4 % of the estimated prefill time if that is more; at most
-    `heartbeat_timeout_ms`."""
+    """Longest wait for a lookup: this, or 4 % of the estimated prefill time if that is more; at
+    most `heartbeat_timeout_ms`."""
     heartbeat_timeout_ms: Annotated[int, msgspec.Meta(ge=100, le=10_000)] = 250
-    """Age of the heartbeat at which the engine treats the node as down and computes. Caching resumes
-    with the next heartbeat; after eight times this age the engine attaches anew."""
+    """Age of the heartbeat at which the engine treats the node as down and computes. Caching
+    resumes with the next heartbeat; after eight times this age the engine attaches anew."""
     verify_every: Annotated[int, msgspec.Meta(ge=0)] = 1
     """Checksum verification of loads. 1: every load; n: every n-th; 0: none."""
     shadow_every: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Shadow check of every n-th hit: recomputed and compared with the cached blocks. A difference
-    switches the model's space off, and `/healthz` names it. 0: none."""
+    """Shadow check of every n-th hit: recomputed and compared with the cached blocks. A
+    difference switches the model's space off, and `/healthz` names it. 0: none."""
     log_requests: bool = False
     """One log line per request with the tokens loaded and the reason for the rest."""
 

@@ -1,95 +1,298 @@
-"""Pages of the documentation that are made from the code: commands, metrics, the list of ADRs.
+"""Makes the reference pages of the documentation from the code.
 
-    python scripts/reference.py [FOLDER]     # rewrites them, by default in kvstore/docs
+    python scripts/reference.py     # rewrites them; `make docs` does so first
 
-`tests/docs/test_reference.py` compares the pages with what this makes.
+    reference/cli.md        click commands, and the flags of `kvstore demo`
+    reference/settings.md   flags, YAML keys and defaults of node and index; keys of the connector
+    reference/metrics.md    the tables of `kvstore.obs.metrics`, and the counters of vLLM's /metrics
+    adr/index.md            number, title and status of each ADR
+
+Does not cover: `reference/dependencies.md`, which is written by hand and compared with
+`pyproject.toml` by `tests/docs/test_readme.py`.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import inspect
 import re
-import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
 import click
+import msgspec
 
 from kvstore.cli.main import cli
+from kvstore.config.index import IndexSettings
+from kvstore.config.node import Settings
+from kvstore.connector.config import ConnectorConfig
+from kvstore.demo import flags as demo_flags
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, Metric
 
-DOCS = Path(__file__).resolve().parents[1] / "kvstore" / "docs"
-_MADE = "<!-- made by scripts/reference.py from the code; do not edit -->\n\n"
+ROOT: Final = Path(__file__).resolve().parents[1]
+DOCS: Final = ROOT / "kvstore" / "docs"
+_NOTE: Final = "<!-- Made by scripts/reference.py from the code: change it there. -->\n"
+_ON_COMMANDS: Final = """
+Every command answers `--help`. Exit status 2: a wrong flag or setting, named in one sentence on
+stderr. Exit status 1: the node or the index is unreachable, or a finding that the command
+describes.
+"""
+_ON_SETTINGS: Final = """
+Sizes take a unit, such as `64GiB`. `--config FILE` reads YAML with the keys below; flags take
+precedence. An unknown key or a wrong value stops the start with one sentence that names it. The
+node reads its settings once at start. [Sizing](../guides/sizing.md) explains the values that
+matter.
+"""
+_ON_METRICS: Final = """
+`/metrics` of a node is on `127.0.0.1:9464`, that of `kvstore index` on `127.0.0.1:9471`;
+`/healthz` beside it says `ok`, or `ok, but …` with the reason. The label `tier` is `dram` or `file`
+(the disk tier). [Troubleshooting](../guides/troubleshooting.md) names the metric for each symptom.
+"""
+_ON_DECISIONS: Final = """
+One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
+"""
+_DEFAULT: Final = re.compile(r"\s*\[default: (.*?)\]\s*$")
+_COMMANDS: Final = (
+    *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "certs", "demo"),
+)
+_NO_SETTING: Final = {"config_path", "help"}
+_NODE_GROUPS: Final = {
+    "Memory and eviction": ("dram", "policy", "quota", "slab", "scrub"),
+    "Disk tier": ("file", "file-admission", "file-writes-per-day"),
+    "Engines and pages": ("socket", "allow-uid", "metrics", "metrics-beyond-loopback", "log-level"),
+    "KV events": ("events", "event-hashes", "engine-events"),
+    "Cluster": (
+        *("node-name", "index", "index-listen", "index-entries", "peer-listen", "transport"),
+        *("fetch", "ca", "cert", "key", "insecure"),
+    ),
+}
 
 
 def pages() -> dict[str, str]:
-    """Text of each page, by its path below the documentation."""
+    """The text of each page, by its path below the documentation."""
     return {
-        "reference/cli.md": _MADE + _commands(),
-        "reference/metrics.md": _MADE + _metrics(),
-        "decisions.md": _MADE + _decisions(),
+        "reference/cli.md": cli_page(),
+        "reference/settings.md": settings_page(),
+        "reference/metrics.md": metrics_page(),
+        "adr/index.md": decisions_page(),
     }
 
 
-def _commands() -> str:
-    parts = ["# Commands", "Every command has `--help` with examples."]
-    with click.Context(cli, info_name="kvstore") as context:
-        for name, command in sorted(cli.commands.items()):
-            with click.Context(command, info_name=name, parent=context) as inner:
-                parts += [f"## kvstore {name}", *_command(command, inner)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _command(command: click.Command, context: click.Context) -> list[str]:
-    about = inspect.cleandoc(command.help or "").replace("\b\n", "").partition("\f")[0]
-    usage = command.get_usage(context).removeprefix("Usage: ")
-    rows = []
-    for option in command.params:
-        record = option.get_help_record(context)
-        if record is not None and not getattr(option, "hidden", False):
-            rows.append(f"| `{_cell(record[0])}` | {_cell(record[1])} |")
-    table = "\n".join(["| flag | |", "|---|---|", *rows])
-    return [f"`{' '.join(usage.split())}`", "```text\n" + about.strip() + "\n```", table]
-
-
-def _metrics() -> str:
-    parts = ["# Metrics", "Of a node: `http://127.0.0.1:9464/metrics`."]
-    parts += [_metric_table(METRICS), "## Index", "Of `kvstore index`: port 9471. A node that is a"]
-    parts[-1] += " replica serves them beside its own."
-    parts.append(_metric_table(INDEX_METRICS))
-    return "\n\n".join(parts) + "\n"
-
-
-def _metric_table(metrics: tuple[Metric, ...]) -> str:
-    rows = [
-        f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels)} | {_cell(metric.help)} |"
-        for metric in metrics
+def cli_page() -> str:
+    """Every command with its flags."""
+    assert set(_COMMANDS) == set(cli.commands), "a command has no place on the page"
+    parts = [
+        "# Commands",
+        _NOTE,
+        _one_line(_ON_COMMANDS) + "\n",
     ]
-    return "\n".join(["| metric | kind | labels | |", "|---|---|---|---|", *rows])
+    for name in _COMMANDS:
+        command = cli.commands[name]
+        about, examples = _help_of(command)
+        parts += [f"## kvstore {name}\n", about]
+        if name == "demo":  # a program of its own
+            parser = demo_flags.parser()
+            parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=100)
+            examples = parser.format_help().strip()
+        else:
+            parts.append(_table(("flag", "meaning"), _flag_rows(command)))
+        parts.append(f"```text\n{examples}\n```\n")
+    return "\n".join(parts)
 
 
-def _decisions() -> str:
+def settings_page() -> str:
+    """Settings of the node, of the index, and of the connector."""
+    node, index = (
+        _settings(cli.commands["node"], Settings),
+        _settings(cli.commands["index"], IndexSettings),
+    )
+    grouped = [key for keys in _NODE_GROUPS.values() for key in keys]
+    assert sorted(grouped) == sorted(node), set(grouped) ^ set(node)
+    header = ("flag", "YAML key", "default", "meaning")
+    parts = [
+        "# Settings",
+        _NOTE,
+        _one_line(_ON_SETTINGS) + "\n",
+        "## kvstore node\n",
+    ]
+    for title, keys in _NODE_GROUPS.items():
+        parts += [f"### {title}\n", _table(header, [node[key] for key in keys])]
+    parts += ["## kvstore index\n", _table(header, index.values())]
+    parts += [
+        "## Connector\n",
+        "Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. None is required.\n",
+        _table(("key", "default", "values", "meaning"), _connector_rows()),
+    ]
+    return "\n".join(parts)
+
+
+def metrics_page() -> str:
+    """Every metric of node, index and engine."""
+    header = ("name", "type", "labels", "meaning")
+    parts = [
+        "# Metrics",
+        _NOTE,
+        _one_line(_ON_METRICS) + "\n",
+        "## Node\n",
+        _table(header, map(_metric_row, METRICS)),
+        "## Index\n",
+        "A node with `--index-listen` exports these too, except `kvstore_index_info`.\n",
+        _table(header, map(_metric_row, INDEX_METRICS)),
+        "## Engine\n",
+        "Counters in the engine's own `/metrics`. vLLM's periodic log line has them in short.\n",
+        _table(("name", "meaning"), _engine_rows()),
+    ]
+    return "\n".join(parts)
+
+
+def decisions_page() -> str:
+    """All ADRs."""
     rows = []
-    for file in sorted((DOCS / "adr").glob("[0-9]*.md")):
-        title, _, rest = file.read_text().partition("\n")
-        number, _, words = title.removeprefix("# ").partition(". ")
-        status = re.search(r"Status: (\w+)", rest)
-        assert status is not None, f"{file.name} has no status"
-        rows.append(f"| {number} | [{words}](adr/{file.name}) | {status[1]} |")
-    about = "Each decision, what it gave up, and how a wrong one would be noticed."
-    return (
-        "\n\n".join(
-            ["# Decisions", about, "\n".join(["| | decision | status |", "|---|---|---|", *rows])]
+    for path in sorted((DOCS / "adr").glob("[0-9]*.md")):
+        text = path.read_text()
+        heading = re.match(r"# (\d+)\. (.+)", text)
+        status = re.search(r"^Status: (.+?)(?:\n\n|\n#)", text, re.DOTALL | re.MULTILINE)
+        assert heading is not None, f"{path.name} has no number and title"
+        assert status is not None, f"{path.name} has no status"
+        rows.append(
+            (heading[1], f"[{_cell(heading[2])}]({path.name})", _cell(status[1]).rstrip("."))
         )
-        + "\n"
+    return "\n".join(
+        [
+            "# Decisions",
+            _NOTE,
+            _one_line(_ON_DECISIONS) + "\n",
+            _table(("number", "title", "status"), rows),
+        ]
     )
 
 
+def _flag_rows(command: click.Command) -> list[tuple[str, str]]:
+    with click.Context(command, info_name=command.name) as context:
+        records = [parameter.get_help_record(context) for parameter in command.params]
+    return [(f"`{_cell(record[0])}`", _cell(record[1])) for record in records if record]
+
+
+def _help_of(command: click.Command) -> tuple[str, str]:
+    """(paragraphs, usage and examples) of the help."""
+    with click.Context(command, info_name=f"kvstore {command.name}") as context:
+        usage = _one_line(command.get_usage(context).removeprefix("Usage: "))
+    paragraphs, verbatim = [], []
+    for part in inspect.cleandoc(command.help or "").split("\n\n"):
+        if part.startswith("\b"):
+            verbatim += [
+                "",
+                *part.removeprefix("\b").strip("\n").replace("\n\b\n", "\n\n").split("\n"),
+            ]
+        else:
+            paragraphs.append(_one_line(part).replace("<", "&lt;") + "\n")
+    return "\n".join(paragraphs), "\n".join([f"Usage: {usage}", *verbatim])
+
+
+def _settings(
+    command: click.Command, kind: type[msgspec.Struct]
+) -> dict[str, tuple[str, str, str, str]]:
+    """Rows by YAML key. Flags and keys are the same set, or the page cannot be made."""
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    found = {}
+    with click.Context(command) as context:
+        for option in command.params:
+            record = option.get_help_record(context)
+            if option.name in _NO_SETTING or record is None:
+                continue
+            key = str(option.name).replace("_", "-")
+            meaning, default = _split_default(record[1])
+            if not default:
+                default = _shown(fields[key].default)
+            found[key] = (f"`{_cell(record[0])}`", f"`{key}`", _cell(default), _cell(meaning))
+    assert found.keys() == fields.keys(), found.keys() ^ fields.keys()
+    return found
+
+
+def _split_default(text: str) -> tuple[str, str]:
+    default = _DEFAULT.search(text)
+    return (text[: default.start()], default[1]) if default else (text, "")
+
+
+def _shown(default: object) -> str:
+    if default is True or default is False:
+        return "on" if default else "off"
+    return "–" if default is None else str(default)
+
+
+def _connector_rows() -> list[tuple[str, ...]]:
+    told = _docstrings(ROOT / "connector" / "config.py", "ConnectorConfig")
+    schema = msgspec.json.schema(ConnectorConfig)["$defs"]["ConnectorConfig"]["properties"]
+    rows: list[tuple[str, ...]] = []
+    for field in msgspec.structs.fields(ConnectorConfig):
+        default = msgspec.json.encode(field.default).decode().strip('"')
+        values = _values(schema[field.name])
+        rows.append((f"`{field.name}`", default, values, _cell(told[field.name])))
+    return rows
+
+
+def _values(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if schema["type"] == "integer":
+        least, most = schema["minimum"], schema.get("maximum")
+        return f"{least} to {most}" if most is not None else f"{least} or more"
+    return {"boolean": "`true`, `false`", "string": "text"}[schema["type"]]
+
+
+def _docstrings(path: Path, name: str) -> dict[str, str]:
+    """The texts below the fields of a class."""
+    tree = ast.parse(path.read_text())
+    (found,) = (n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    texts: dict[str, str] = {}
+    field = ""
+    for node in found.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            field = node.target.id
+        elif field and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            texts[field] = _one_line(str(node.value.value))
+    return texts
+
+
+def _metric_row(metric: Metric) -> tuple[str, ...]:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    return f"`{metric.name}`", metric.kind, labels, _cell(metric.help)
+
+
+def _engine_rows() -> list[tuple[str, str]]:
+    """From the source: importing it needs vLLM."""
+    tree = ast.parse((ROOT / "connector" / "stats.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_METRICS":
+            table = ast.literal_eval(node.value)
+            return [(f"`vllm:kvstore_{name}`", _cell(text)) for name, text in table.items()]
+    raise AssertionError("connector/stats.py has no _METRICS")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return re.sub(r"\|  (?=\|)", "| ", text) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return _one_line(text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    """Write all pages."""
+    for name, text in pages().items():
+        path = DOCS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS
-    for path, text in pages().items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+    main()

@@ -32,12 +32,12 @@ def parser() -> argparse.ArgumentParser:
         "  kvstore demo --users 2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--seed", type=int, default=PLAN.seed, help="of the conversations")
-    made.add_argument("--users", type=_count, default=PLAN.users, help="who talk at once")
-    made.add_argument("--rounds", type=_count, default=PLAN.rounds, help="that each of them asks")
+    made.add_argument("--seed", type=int, default=PLAN.seed, help="seed of the conversations")
+    made.add_argument("--users", type=_count, default=PLAN.users, help="concurrent users")
+    made.add_argument("--rounds", type=_count, default=PLAN.rounds, help="questions per user")
     one = made.add_mutually_exclusive_group()
-    one.add_argument("--keep", action="store_true", help="let all go on until Ctrl-C")
-    one.add_argument("--cluster", action="store_true", help="two nodes, of which one serves both")
+    one.add_argument("--keep", action="store_true", help="leave engine and node running until Ctrl-C")
+    one.add_argument("--cluster", action="store_true", help="two nodes and two engines that are one cache")
     return made
 
 

@@ -109,7 +109,7 @@ METRICS: Final = (
         "gauge",
         "seconds",
         (),
-        "Gap between the end of the previous process and the service of this one; 0: first process.",
+        "Gap from the end of the previous process until this one served; 0: first process.",
     ),
     Metric("kvstore_blocks", "gauge", "", ("tier",), "Block shards in the tier."),
     Metric(

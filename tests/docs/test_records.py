@@ -9,7 +9,7 @@ import pytest
 
 from tests.style.tree import ROOT
 
-ADRS = sorted((ROOT / "kvstore" / "docs" / "adr").glob("*.md"))
+ADRS = sorted((ROOT / "kvstore" / "docs" / "adr").glob("[0-9]*.md"))
 SECTIONS = ["Context", "Decision", "What we gave up", "How we would notice that it is wrong"]
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 

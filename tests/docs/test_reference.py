@@ -1,49 +1,45 @@
-"""Pages that are made from the code are those that are there; the site holds every page."""
+"""The reference pages are what `scripts/reference.py` makes from the code; nothing is missing."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
+import re
 
 import pytest
-import yaml
 
-from scripts.reference import DOCS, pages
-from scripts.site_links import on_page_markdown
-from tests.style.tree import ROOT
+from kvstore.cli.main import cli
+from kvstore.config.index import IndexSettings
+from kvstore.config.node import Settings
+from kvstore.obs.metrics import BY_NAME
+from scripts import reference
 
-
-@pytest.mark.parametrize("path", pages())
-def test_a_page_is_what_the_code_makes(path: str) -> None:
-    assert (DOCS / path).read_text() == pages()[path], "run: python scripts/reference.py"
+PAGES = reference.pages()
 
 
-def _linked(entry: object) -> set[str]:
-    match entry:
-        case str():
-            return {entry}
-        case dict():
-            return {page for each in entry.values() for page in _linked(each)}
-        case list():
-            return {page for each in entry for page in _linked(each)}
-    raise AssertionError(entry)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_what_the_script_makes(name: str) -> None:
+    assert (reference.DOCS / name).read_text() == PAGES[name], "run: python scripts/reference.py"
 
 
-def test_the_site_shows_every_page() -> None:
-    shown = _linked(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    there = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert shown == {page for page in there if not page.startswith("adr/0")}
+def test_every_metric_is_on_its_page() -> None:
+    named = re.findall(r"^\| `(kvstore_\w+)` \|", PAGES["reference/metrics.md"], re.MULTILINE)
+    assert sorted(named) == sorted(BY_NAME)
 
 
-def test_links_out_of_the_site_name_the_file() -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="guides/sizing.md"))
-    text = "[a](upgrade.md) [SECURITY.md](../../../SECURITY.md) [who](../../../SECURITY.md#x)"
-    assert on_page_markdown(text, page=page) == (
-        "[a](upgrade.md) `SECURITY.md` who (`SECURITY.md`)"
+def test_every_setting_is_on_its_page() -> None:
+    keys = re.findall(
+        r"^\| `--.*?` \| `([a-z-]+)` \|", PAGES["reference/settings.md"], re.MULTILINE
     )
-    with pytest.raises(FileNotFoundError, match=r"sizing\.md links to"):
-        on_page_markdown("[a](../../../none.md)", page=page)
+    fields = [*Settings.__struct_encode_fields__, *IndexSettings.__struct_encode_fields__]
+    assert sorted(keys) == sorted(fields)
 
 
-def test_a_change_of_the_code_shows() -> None:
-    assert Path(DOCS / "reference/cli.md").read_text().count("## kvstore ") == 10
+def test_every_command_and_decision_is_on_its_page() -> None:
+    named = re.findall(r"^## kvstore (\w+)$", PAGES["reference/cli.md"], re.MULTILINE)
+    assert sorted(named) == sorted(cli.commands)
+    files = {path.name for path in (reference.DOCS / "adr").glob("*.md")} - {"index.md"}
+    assert set(re.findall(r"\]\((\d{4}-[\w-]+\.md)\)", PAGES["adr/index.md"])) >= files
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| `-.+$", "\n".join(PAGES.values()), re.MULTILINE))
+def test_every_flag_has_a_meaning(row: str) -> None:
+    assert len(re.split(r"(?<!\\)\|", row)[-2].strip()) > 8
