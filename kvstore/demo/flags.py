@@ -36,8 +36,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--users", type=_count, default=PLAN.users, help="concurrent users")
     made.add_argument("--rounds", type=_count, default=PLAN.rounds, help="questions per user")
     one = made.add_mutually_exclusive_group()
-    one.add_argument("--keep", action="store_true", help="leave engine and node running until Ctrl-C")
-    one.add_argument("--cluster", action="store_true", help="two nodes and two engines that are one cache")
+    one.add_argument(
+        "--keep", action="store_true", help="leave engine and node running until Ctrl-C"
+    )
+    one.add_argument(
+        "--cluster", action="store_true", help="two nodes and two engines that are one cache"
+    )
     return made
 
 

@@ -84,7 +84,7 @@ METRICS: Final = (
         "gauge",
         "seconds",
         (),
-        "Longest gap between two heartbeats since the start; the cache is off in engines from 0.25.",
+        "Longest gap between two heartbeats since the start; at 0.25 engines stop caching.",
     ),
     Metric("kvstore_queries_total", "counter", "", (), "Queries by inspect, explain and /metrics."),
     *(
@@ -102,7 +102,7 @@ METRICS: Final = (
         "counter",
         "",
         (),
-        "Earlier processes of this node (crashes, upgrades). Other counters restart with a process.",
+        "Earlier processes of this node (crashes, upgrades); other counters restart with each.",
     ),
     Metric(
         "kvstore_away_seconds",

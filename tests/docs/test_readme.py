@@ -147,13 +147,6 @@ def test_the_keys_of_the_connector_are_in_the_table() -> None:
     assert sorted(row.findall((ROOT / SETTINGS).read_text())) == sorted(defaults)
 
 
-def test_the_flags_of_the_table_are_those_of_the_node() -> None:
-    rows = re.findall(r"^\| (`--.*?) \| ", (ROOT / SETTINGS).read_text(), re.MULTILINE)
-    assert rows
-    for flag in re.findall(r"`(--[a-z-]+)", "\n".join(rows)):
-        assert is_name(["node", flag]), flag
-
-
 def test_transports_that_are_named_are_taken() -> None:
     pattern = r"`(?:--transport )?((?:tcp|nixl|ucx),[^`]+)`"
     named = [name for page in GUIDES for name in re.findall(pattern, (ROOT / page).read_text())]

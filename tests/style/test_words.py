@@ -1,6 +1,6 @@
 """One word for each thing (docs/glossary.md): retired ones do not come back to pages for users.
 
-Not held to it yet: ADRs, docs/threats.md, the list of decisions, docstrings and log messages.
+Not held to it yet: ADRs, docs/threats.md, docstrings and log messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RETIRED = {
     r"quar\.": "quarantined",
 }
 DOCS = Path("kvstore/docs")
-LATER = {DOCS / name for name in ("threats.md", "decisions.md", "glossary.md")}
+LATER = {DOCS / name for name in ("threats.md", "glossary.md")}
 PAGES = [
     *(Path(name) for name in ("README.md", "SECURITY.md", "deploy/README.md")),
     *(
