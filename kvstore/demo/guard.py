@@ -76,7 +76,7 @@ def _reap(child: int) -> int | None:
 
 def _end_descendants() -> None:
     """Kill children until there are none; the orphans that this makes become children."""
-    give_up = 0.0
+    give_up = time.monotonic() + TRACKER_GRACE_S
     while children := _children():
         others = [pid for pid in children if not _is_tracker(pid)]
         if others:  # a tracker begins when the last of them has ended

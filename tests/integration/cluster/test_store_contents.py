@@ -84,7 +84,7 @@ def test_a_record_that_cannot_be_forgotten_is_one_line_and_not_one_a_poll(
     caplog.clear()
     for _ in range(3):
         one.tick(NOW + FORGET_MS)
-        assert "for a Kept is none" in one.store.trouble
+        assert "for a KeptSlots is none" in one.store.trouble
     assert len(caplog.records) == 1
     redis.cli("del", f"kvstore:1:n:{NODE}")
     one.tick(NOW + FORGET_MS)

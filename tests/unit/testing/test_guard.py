@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -104,3 +105,32 @@ def test_a_caller_that_is_already_gone_starts_nothing() -> None:
     process = start("signal.pause()", parent=1)
     assert process.wait(10) == 128 + signal.SIGTERM
     assert process.communicate()[0] == ""
+
+
+# Holds a name that its child, as multiprocessing's tracker does, removes when all others are gone.
+TRACKED = """
+import os, subprocess, sys, threading
+name = sys.argv[1]
+open(name, "w").close()
+ours, its = os.pipe()
+code = f"import os, time; os.close({its}); os.read({ours}, 1); time.sleep(0.5); os.remove({name!r})"
+subprocess.Popen([sys.executable, "-c", code, "resource_" + "tracker"], pass_fds=[ours, its])
+os.close(ours)
+"""
+
+
+@pytest.mark.parametrize("ends_by_itself", [True, False])
+def test_who_tracks_shared_memory_is_left_to_remove_it(
+    tmp_path: Path, ends_by_itself: bool
+) -> None:
+    then = "" if ends_by_itself else "\nprint(1, flush=True)\nthreading.Event().wait()"
+    name = tmp_path / "name"
+    command = [sys.executable, guard.__file__, str(os.getpid())]
+    command += [sys.executable, "-c", TRACKED + then, str(name)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        if not ends_by_itself:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            process.terminate()
+        process.wait(20)
+    assert not name.exists()
