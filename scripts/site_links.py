@@ -1,32 +1,58 @@
-"""For mkdocs: links from the documentation to files beside it lead to the repository.
+"""Hook of mkdocs: links from the documentation to other files of the repository.
 
-The pages are read in the repository as well, where these links work as they stand; the site holds
-only `kvstore/docs`. A file that is not there ends the build.
+A page may link to SECURITY.md or deploy/README.md, and the link works on GitHub and in a clone. The
+site has its own folder only, so that such a link leads to the repository, and a picture is copied
+into the site. A link to a file that does not exist is left as it is: mkdocs refuses it (`strict`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "kvstore" / "docs"
-_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
+ROOT: Final = Path(__file__).resolve().parents[1]
+DOCS: Final = ROOT / "kvstore" / "docs"
+PICTURES: Final = "pictures"
+_LINK: Final = re.compile(r"(!?)(\[[^\]]*\]\()(\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """The page, with the path of a file instead of a link that leads out of the site."""
-    folder = (DOCS / page.file.src_uri).parent
+def rewrite(markdown: str, page: Path, repository: str) -> tuple[str, set[Path]]:
+    """The text with links that leave the documentation, and the pictures that it needs.
 
-    def lead(match: re.Match[str]) -> str:
-        target = (folder / match[2]).resolve()
-        if target.is_relative_to(DOCS):
-            return match[0]
-        if not target.exists():
-            raise FileNotFoundError(f"{page.file.src_uri} links to {match[2]}, which is not there")
-        path = f"`{target.relative_to(ROOT)}`"
-        text = match[1].strip("`")
-        return path if text.endswith((".md", "/")) else f"{match[1]} ({path})"
+    `page`: its path below the documentation.
+    """
+    pictures: set[Path] = set()
 
-    return _LINK.sub(lead, markdown)
+    def link(found: re.Match[str]) -> str:
+        mark, text, target, anchor = found.groups()
+        path = Path(os.path.normpath(DOCS / page.parent / target))
+        if path.is_relative_to(DOCS) or not path.is_relative_to(ROOT) or not path.exists():
+            return found[0]
+        if mark:
+            pictures.add(path)
+            up = "../" * len(page.parent.parts)
+            return f"!{text}{up}{PICTURES}/{path.name})"
+        kind = "tree" if path.is_dir() else "blob"
+        return f"{text}{repository}/{kind}/main/{path.relative_to(ROOT)}{anchor or ''})"
+
+    return _LINK.sub(link, markdown), pictures
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Pictures of the repository become files of the site."""
+    from mkdocs.structure.files import File
+
+    for file in list(files.documentation_pages()):
+        text = (DOCS / file.src_uri).read_text()
+        for picture in sorted(rewrite(text, Path(file.src_uri), "")[1]):
+            name = f"{PICTURES}/{picture.name}"
+            if name not in files.src_uris:
+                files.append(File.generated(config, name, abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """The page, with links that work in the site."""
+    return rewrite(markdown, Path(page.file.src_uri), config.extra["repository"])[0]

@@ -109,7 +109,8 @@ def _modules(folder: Path, package: str, but: frozenset[str] | set[str] = frozen
 
 def test_what_is_printed_names_our_distribution() -> None:
     told = re.compile(r"pip install (?:--upgrade )?'?kvstore\b(?!-llm|_llm)")
-    pages = [ROOT / "README.md", *(ROOT / "deploy").rglob("*.*"), *(ROOT / "kvstore").rglob("*.md")]
+    documents = (ROOT / "kvstore" / "docs").rglob("*.md")
+    pages = [ROOT / "README.md", *documents, *(ROOT / "deploy").rglob("*.*")]
     files = [*pages, *(ROOT / "kvstore").rglob("*.py"), *(ROOT / "connector").rglob("*.py")]
     assert [file for file in files if told.search(file.read_text())] == []
 

@@ -5,6 +5,7 @@ Scheduler core, copy thread, socket and shared memory are real; the node is scri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,8 @@ def test_by_default_no_block_is_handed_over_whose_bytes_changed(
 def test_one_default_for_engine_and_core() -> None:
     defaults = {field.name: field.default for field in msgspec.structs.fields(SchedulerConfig)}
     assert defaults["verify_every"] == DEFAULT == 1
+    settings = Path(__file__).parents[3] / "kvstore" / "docs" / "reference" / "settings.md"
+    assert re.search(r"^\| `verify_every` \| 1 \|", settings.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("page_bytes", [48, 8192, 300_000])
