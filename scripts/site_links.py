@@ -1,8 +1,9 @@
-"""Hook of mkdocs: links from the documentation to other files of the repository.
+r"""Hook of mkdocs: links from the documentation to other files of the repository.
 
 A page may link to SECURITY.md or deploy/README.md, and the link works on GitHub and in a clone. The
 site has its own folder only, so that such a link leads to the repository, and a picture is copied
 into the site. A link to a file that does not exist is left as it is: mkdocs refuses it (`strict`).
+GitHub wants `\|` in a code span of a table, and Python-Markdown a bare `|`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 DOCS: Final = ROOT / "kvstore" / "docs"
 PICTURES: Final = "pictures"
+_CODE: Final = re.compile(r"`[^`\n]+`")
 _LINK: Final = re.compile(r"(!?)(\[[^\]]*\]\()(\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -37,6 +39,7 @@ def rewrite(markdown: str, page: Path, repository: str) -> tuple[str, set[Path]]
         kind = "tree" if path.is_dir() else "blob"
         return f"{text}{repository}/{kind}/main/{path.relative_to(ROOT)}{anchor or ''})"
 
+    markdown = _CODE.sub(lambda span: span[0].replace("\\|", "|"), markdown)
     return _LINK.sub(link, markdown), pictures
 
 

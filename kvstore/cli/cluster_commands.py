@@ -130,7 +130,7 @@ def _tls_options(command: _F) -> _F:
     " many seconds before it is ready.  [default: compiled, where the extra is installed]",
 )
 @click.option(
-    "--log-level", type=click.Choice(LOG_LEVELS), help="Least level to log.  [default: info]"
+    "--log-level", type=click.Choice(LOG_LEVELS), help="Lowest level to log.  [default: info]"
 )
 @click.option(
     "--config",

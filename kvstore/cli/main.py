@@ -128,7 +128,7 @@ def cli() -> None:
     help="Numeric user id whose engines may attach; repeatable.  [default: own uid and 0]",
 )
 @click.option(
-    "--log-level", type=click.Choice(LOG_LEVELS), help="Least level to log.  [default: info]"
+    "--log-level", type=click.Choice(LOG_LEVELS), help="Lowest level to log.  [default: info]"
 )
 @click.option(
     "--config",

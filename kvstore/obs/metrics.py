@@ -30,13 +30,7 @@ class Metric(NamedTuple):
 
 
 METRICS: Final = (
-    Metric(
-        "kvstore_ready_bytes",
-        "gauge",
-        "bytes",
-        ("tier",),
-        "Bytes of the tier with allocated pages.",
-    ),
+    Metric("kvstore_ready_bytes", "gauge", "bytes", ("tier",), "Bytes with allocated pages."),
     Metric(
         "kvstore_used_bytes",
         "gauge",
@@ -77,7 +71,7 @@ METRICS: Final = (
         "counter",
         "",
         (),
-        "Exceptions caught by the loop of the node; each is a bug.",
+        "Caught exceptions of the loop: bugs.",
     ),
     Metric(
         "kvstore_heartbeat_gap_seconds",
@@ -127,26 +121,13 @@ METRICS: Final = (
         (),
         "Write budget left of --file-writes-per-day; absent without it.",
     ),
-    Metric(
-        "kvstore_scrubbed_blocks_total",
-        "counter",
-        "",
-        ("tier",),
-        "Blocks verified by the background scrub.",
-    ),
-    Metric(
-        "kvstore_scrubbed_bytes_total",
-        "counter",
-        "bytes",
-        ("tier",),
-        "Bytes verified by the background scrub.",
-    ),
-    Metric(
-        "kvstore_scrub_bad_total",
-        "counter",
-        "",
-        ("tier",),
-        "Blocks that failed verification by the scrub and were dropped.",
+    *(
+        Metric(f"kvstore_{name}_total", "counter", unit, ("tier",), text)
+        for name, unit, text in (
+            ("scrubbed_blocks", "", "Blocks verified by the background scrub."),
+            ("scrubbed_bytes", "bytes", "Bytes verified by the background scrub."),
+            ("scrub_bad", "", "Blocks that failed verification by the scrub and were dropped."),
+        )
     ),
     Metric(
         "kvstore_scrub_age_seconds",
@@ -193,11 +174,7 @@ METRICS: Final = (
             ("lent_bytes", "bytes", "Bytes served to other nodes."),
             ("stored_bytes", "bytes", "Bytes stored by engines."),
             ("mover_restarts", "", "Restarts of the transfer worker."),
-            (
-                "mover_refused",
-                "",
-                "Reads by other nodes refused: all connections of the transfer worker in use.",
-            ),
+            ("mover_refused", "", "Reads by other nodes refused: connections used up."),
         )
     ),
     Metric(
@@ -220,10 +197,7 @@ METRICS: Final = (
         for name, text in (
             ("batches", "Batches of KV events received from engines."),
             ("replays", "Replays requested from engines."),
-            (
-                "voids",
-                "Times the blocks of an engine were dropped: engine gone, or a gap in its events.",
-            ),
+            ("voids", "Times the blocks of an engine were dropped: gone, or a gap."),
             ("refused", "Malformed batches of KV events."),
         )
     ),
@@ -254,9 +228,7 @@ METRICS: Final = (
         "Engines that are not served: cache on a GPU, refused, or ranks missing. 'kvstore inspect"
         " nodes' shows the reason.",
     ),
-    Metric(
-        "kvstore_leases", "gauge", "", (), "Active leases: runs of blocks being read by engines."
-    ),
+    Metric("kvstore_leases", "gauge", "", (), "Runs of blocks being read by engines."),
     *(
         Metric(f"kvstore_{name}_total", "counter", "", (), text)
         for name, text in (
@@ -267,19 +239,10 @@ METRICS: Final = (
             ("blocks_hit", "Blocks found and leased."),
             ("blocks_missed", "Blocks looked up and not found."),
             ("evictions", "Slots evicted."),
-            (
-                "file_blocks_crowded",
-                "Blocks on disk dropped from the node's table because it was full.",
-            ),
+            ("file_blocks_crowded", "Blocks on disk dropped because the node's table was full."),
             ("file_blocks_damaged", "Blocks on disk that failed verification."),
-            (
-                "file_blocks_not_admitted",
-                "Blocks not written to disk because no second request asked for them.",
-            ),
-            (
-                "file_blocks_over_budget",
-                "Blocks not written, or not kept, because the daily write budget was used up.",
-            ),
+            ("file_blocks_not_admitted", "Blocks not written: no second request yet."),
+            ("file_blocks_over_budget", "Blocks not written or kept: write budget used up."),
             ("file_blocks_read", "Blocks read from disk and verified."),
             ("file_blocks_unread", "Blocks requested from disk and not delivered."),
             ("file_blocks_written", "Blocks written to disk."),
@@ -287,28 +250,19 @@ METRICS: Final = (
             ("file_writes_dropped", "Blocks not written to disk: disk busy, full or failing."),
             ("fetch_blocks_lost", "Blocks requested from other nodes and not delivered."),
             ("fetched_blocks", "Blocks fetched from other nodes and verified."),
-            (
-                "loan_blocks_changed",
-                "Blocks served to other nodes that changed during the transfer.",
-            ),
+            ("loan_blocks_changed", "Blocks that changed while they were served."),
             ("loaned_blocks", "Blocks served to other nodes."),
             ("loans_expired", "Pins for other nodes that expired unreleased."),
             ("locates", "Location queries to the index."),
             ("grants_refused", "Credits refused because every slot is leased or granted."),
             ("lease_asks", "Lookups by engines."),
             ("leases_expired", "Leases that expired unreleased."),
-            (
-                "pins_refused",
-                "Blocks present but not leased or served: pin limit of the requester reached.",
-            ),
+            ("pins_refused", "Blocks present, but pin limit of the requester reached."),
             ("protocol_refusals", "Engines refused or disconnected for a protocol error."),
             ("sessions_opened", "Sessions of engines opened."),
             ("shadow_blocks", "Blocks recomputed by shadow checks."),
             ("shadow_blocks_diverged", "Recomputed blocks that differed from the cached ones."),
-            (
-                "slots_quarantined",
-                "Slots quarantined: the socket of the writer closed while its process lived.",
-            ),
+            ("slots_quarantined", "Slots quarantined: socket of a living writer closed."),
             ("stale_slots", "Slots in messages of engines that no longer belonged to the sender."),
             ("stores_dropped", "Credits returned unused, and stores without a free slot."),
             ("stores_joined", "Stores of blocks that existed already."),
@@ -318,28 +272,18 @@ METRICS: Final = (
 )
 INDEX_METRICS: Final = (
     Metric("kvstore_index_info", "gauge", "", ("version",), "Always 1; only of a separate index."),
-    Metric(
-        "kvstore_index_entries",
-        "gauge",
-        "",
-        (),
-        "Block locations (block, node and tier) in the index.",
-    ),
+    Metric("kvstore_index_entries", "gauge", "", (), "Block locations in the index."),
     Metric("kvstore_index_blocks", "gauge", "", (), "Distinct blocks in the index."),
-    Metric(
-        "kvstore_index_memory_bytes", "gauge", "bytes", (), "Memory of the tables of the index."
-    ),
+    Metric("kvstore_index_memory_bytes", "gauge", "bytes", (), "Memory of the tables."),
     Metric(
         "kvstore_index_nodes",
         "gauge",
         "",
         ("trust",),
-        "Nodes by trust: exact (in sync), catching-up, stale, out (unreachable).",
+        "Nodes by trust: 'exact' (in sync), catching-up, stale, out (unreachable).",
     ),
     Metric("kvstore_index_feeds", "gauge", "", (), "Open streams of nodes."),
-    Metric(
-        "kvstore_index_store_up", "gauge", "", (), "1 while the shared store (--store) answers."
-    ),
+    Metric("kvstore_index_store_up", "gauge", "", (), "1 while --store answers."),
     Metric("kvstore_index_watchers", "gauge", "", (), "Open Watch calls."),
     *(
         Metric(f"kvstore_index_{name}_total", "counter", "", (), text)

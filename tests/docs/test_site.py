@@ -40,6 +40,10 @@ def test_other_links_stay() -> None:
         assert rewrite(link, PAGE, REPOSITORY) == (link, set())
 
 
+def test_a_bar_in_a_code_span_is_bare() -> None:
+    assert rewrite("| `a\\|b` | c\\|d |", PAGE, REPOSITORY)[0] == "| `a|b` | c\\|d |"
+
+
 def test_every_page_is_in_the_navigation() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     docs = Path(config["docs_dir"])
