@@ -93,10 +93,12 @@ def _children() -> list[int]:
 
 
 def _is_tracker(pid: int) -> bool:
+    """Or may be one: a program that is just being started has no command line yet."""
     try:
-        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+    return not command or b"resource_tracker" in command
 
 
 if __name__ == "__main__":
