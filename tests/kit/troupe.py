@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -250,10 +251,11 @@ class SplitEngine:
         assert isinstance(found, State), found
         return found
 
-    def attach(self, socket_path: Path, *, attempts: int = 50) -> State:
+    def attach(self, socket_path: Path, *, timeout_s: float = ANSWER_TIMEOUT_S) -> State:
         """Attach all that are not, until there is a session. Raises TimeoutError."""
         found: State | Failed = Failed("not tried")
-        for _ in range(attempts):
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
             self.introduce(socket_path)
             if len(self.attached) == len(self.members):
                 found = self.open(wait_s=2.0)
