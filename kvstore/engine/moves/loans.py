@@ -85,7 +85,9 @@ class Loans:
         else:
             until_ns = state.now_ns + WAIT_NS
             waiting = self._waiting[name] = _Waiting(*name, asker, keys, until_ns)
-            self._arrivals.watch(_watch(name), keys[run.count :], lambda: self._look(waiting))
+            rest = self._look(waiting)  # nothing is on its way where the disk has no room to read
+            if len(rest):
+                self._arrivals.watch(_watch(name), rest, lambda: self._look(waiting))
 
     def _may_lend(self, peer: int, loan: int) -> bool:
         waiting = sum(name[0] == peer for name in self._waiting)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvstore.engine.events import Clear, Lend, Lent, PeerGone
+from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.loans import WAIT_NS, WAITING_MAX
 from kvstore.engine.state import Off
 from tests.unit.engine.disk import SPACE, known
@@ -164,6 +166,16 @@ def test_a_disk_that_fails_ends_the_wait() -> None:
     node.answer(node.reads[0], [False])
     (lent,) = answers(node, 1)
     assert lent.checksums == checksum(1)
+
+
+def test_a_disk_without_room_to_read_now_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, _ = stored(1)
+    node.step(known(2))
+    monkeypatch.setattr(Files, "promote", lambda *_, **__: 0)
+    (lent,) = asked(node, 1, 1, 2)
+    assert lent.checksums == checksum(1)
+    (nothing,) = asked(node, 2, 2)
+    assert nothing.slots == b""
 
 
 def test_nothing_but_disk_and_that_fails() -> None:
