@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from pathlib import Path
@@ -12,7 +13,9 @@ def pid_of(fd: int) -> int | None:
     when `fd` is no pidfd. Works in a process that is not dumpable too."""
     try:
         text = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="utf-8")
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # that says nothing of `fd`
         return None
     for line in text.splitlines():
         if line.startswith("Pid:"):
@@ -28,16 +31,24 @@ def vouches_for(pidfd: int, peer_pid: int) -> bool:
     return pid is not None and (pid <= 0 or peer_pid <= 0 or pid == peer_pid)
 
 
+def _without_name() -> os.stat_result:
+    event = os.eventfd(0)
+    try:
+        return os.fstat(event)
+    finally:
+        os.close(event)
+
+
+_WITHOUT_NAME = _without_name()
+"""The inode that all descriptors without a name share; asked once, while there are descriptors."""
+
+
 def process_of(pidfd: int, otherwise: int) -> int:
     """A number below 0 that is the same for all pidfds of a process, for those of other pid
     namespaces too; before Linux 6.9, where they share an inode with all that has no name, one made
     of `otherwise`."""
-    event = os.eventfd(0)
-    try:
-        is_shared = os.path.samestat(os.fstat(pidfd), os.fstat(event))
-    finally:
-        os.close(event)
-    return -1 - (otherwise if is_shared else os.fstat(pidfd).st_ino)
+    its = os.fstat(pidfd)
+    return -1 - (otherwise if os.path.samestat(its, _WITHOUT_NAME) else its.st_ino)
 
 
 def why_no_descriptor() -> str:

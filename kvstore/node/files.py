@@ -28,7 +28,7 @@ from kvstore.engine.events import (
     FileWritten,
     ReadFile,
     ReclaimFile,
-    Scrubbed as TierScrubbed,
+    Scrubbed,
     VoidFile,
     WriteFile,
 )
@@ -269,7 +269,7 @@ class FileEnd:
             case FileScrubbed(blocks=blocks, size_bytes=size, bad_key=key, pass_ended=ended):
                 bad = int(key != b"")
                 self._scrub_log.add(blocks, size, bad=bad, bad_key=key, ended=ended)
-                return [TierScrubbed(Tier.FILE, blocks, size, bad, pass_ended=ended)]
+                return [Scrubbed(Tier.FILE, blocks, size, bad, pass_ended=ended)]
             case Written(job=job, locations=locations):
                 self._are_late(self._late_jobs - {job})
                 return [FileWritten(job, locations)]

@@ -59,3 +59,26 @@ def test_without_descriptors_the_door_waits_instead_of_spinning(
     attach._epoll = epoll
     attach.expire(clock.ns)
     assert all_events(attach) == [Received(ConnectionId(1), hello_rank(), this_process())]
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_a_hello_that_takes_the_last_descriptors_is_not_refused_for_good(
+    make_attach: MakeAttach, connect: Connect, left: int
+) -> None:
+    """One for its pidfd, one to see whose it is; who sent it is known without another."""
+    attach = make_attach()
+    peer = connect()
+    assert all_events(attach) == []
+    peer.introduce(hello_rank())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, hard))
+    try:
+        events = all_events(attach)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if left == 1:
+        assert (events, peer.hear()) == ([], b""), "hung up on: it comes again"
+    else:
+        assert events == [Received(ConnectionId(1), hello_rank(), this_process())]
