@@ -26,7 +26,7 @@ from kvstore.tiers.file.segments.recovery import read_footer, record_sets, scan
 from kvstore.tiers.file.writer import Payloads, RecordBatch, Writer
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import Void, payload_pages
-from kvstore.wire.segment import PAGE_SHIFT
+from kvstore.wire.segment import PAGE_SHIFT, Table
 
 _PAGE_MASK = (1 << PAGE_SHIFT) - 1
 
@@ -48,19 +48,24 @@ class Reclaimer:
         Raises:
             OSError: the disk cannot be read now, so nothing is known of the segment.
         """
-        try:
-            with self._catalog.reading(segment) as fd:
-                size = segment.taken_bytes
-                table = read_footer(self._disk, fd, size, segment.head)
-                if table is None:
-                    table = scan(self._disk, fd, size, segment.head).table()
-        except OSError:
-            if not self._directory.is_readable():
-                raise
+        table = self._table(segment) or self._table(segment)  # the disk may have just come back
+        if table is None:
             return Reclaim(segment.number, ())
         found = list(record_sets(table, segment.number, own_number=segment.number, voids=voids))
         self._asked = {segment.number: found}
         return Reclaim(segment.number, tuple(records for records, _ in found))
+
+    def _table(self, segment: Segment) -> Table | None:
+        """None: it cannot be read, though the disk can be."""
+        try:
+            with self._catalog.reading(segment) as fd:
+                size = segment.taken_bytes
+                table = read_footer(self._disk, fd, size, segment.head)
+                return table or scan(self._disk, fd, size, segment.head).table()
+        except OSError:
+            if not self._directory.is_readable():
+                raise
+            return None
 
     def move(self, segment: Segment, keep: NDArray[np.uint64]) -> list[FileEvent]:
         """Copy what is kept to the end of the log."""

@@ -250,6 +250,25 @@ def test_a_segment_that_is_to_go_is_not_deleted_unread_while_the_disk_is_away(
     driver.close()
 
 
+def test_a_disk_that_comes_back_in_the_middle_of_the_reading_costs_no_segment(store: Path) -> None:
+    disk = BadPlaces({})
+    driver = Driver(store, disk=disk, capacity_bytes=4 * MIB).recovered()
+    asked = []
+
+    def let_go(event: Reclaim) -> None:
+        asked.append(event.segment)
+        driver.tier.reclaim(event.segment, [])
+
+    driver.on_reclaim = let_go
+    oldest = segments(store)[0]
+    disk.fails = {oldest: 1}  # and the directory can be read right after
+    for number in range(100, 140):
+        driver.write([number])
+    assert oldest not in segments(store)
+    assert asked[0] == 1, "its records are offered before it goes"
+    driver.close()
+
+
 def test_what_was_cleared_stays_away_when_the_note_of_it_is_read_late(store: Path) -> None:
     driver = Driver(store).recovered()
     driver.tier.void(None, None)
