@@ -126,9 +126,10 @@ class SchedulerSide:
                 return
 
     def _flush(self, now_ns: int) -> None:
+        is_behind = bool(self._unsent)
         for message in self._core.take_outbox():
             # Hints and stories may be lost; in a backlog they would only make it longer.
-            if not (self._unsent and isinstance(message, Hint | Story)):
+            if not (is_behind and isinstance(message, Hint | Story)):
                 self._unsent.append(message)
         if self._link is None:
             self._unsent.clear()

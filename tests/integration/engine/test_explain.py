@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,9 @@ from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import (
     BLOCK_TOKENS,
     PATIENT,
+    attached,
     blocks_in_dram,
-    inspect,
+    kvstore,
     wait_until,
 )
 
@@ -32,20 +30,6 @@ SEED = 23
 BLOCKS = 3
 DRAM = "16MiB"
 """32 blocks of the tiny model in float32, some of which are credits."""
-
-
-def kvstore(node: NodeProcess, *arguments: str) -> Any:
-    """The JSON of a command, as an operator types it."""
-    command = [sys.executable, "-m", "kvstore.cli.main", *arguments, "--json"]
-    done = subprocess.run(
-        [*command, "--socket", str(node.socket)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-    )
-    return json.loads(done.stdout) if done.returncode == 0 else {}
 
 
 def explained(node: NodeProcess, done: Completion) -> dict[str, Any]:
@@ -62,11 +46,6 @@ def explained(node: NodeProcess, done: Completion) -> dict[str, Any]:
 
 def ranges(story: dict[str, Any]) -> list[tuple[int, str, str]]:
     return [(row["blocks"], row["tier"], row["reason"]) for row in story["ranges"]]
-
-
-def attached(engine: VllmServer, node: NodeProcess) -> bool:
-    engine.warm_up()  # an idle engine looks for nobody
-    return bool(inspect(node, "nodes")[0]["sessions"] == 1)
 
 
 def test_every_request_can_be_asked(

@@ -16,6 +16,7 @@ from typing import Literal
 
 import pytest
 
+from kvstore.client.core.lookups import SHADOW_CHECK
 from kvstore.demo.engine import VllmServer
 from kvstore.demo.engine_config import ServerConfig
 from kvstore.demo.models import build_model
@@ -31,6 +32,7 @@ from tests.integration.engine.support import (
     PATIENT,
     blocks_in_dram,
     inspect,
+    kvstore,
     wait_until,
 )
 
@@ -61,6 +63,16 @@ def metric(node: NodeProcess, name: str) -> float:
 def health(node: NodeProcess) -> str:
     with urllib.request.urlopen(node.metrics_url.removesuffix("metrics") + "healthz") as page:
         return str(page.read().decode().strip())
+
+
+def hit_blocks(node: NodeProcess) -> int:
+    """Of the second engine's prompts, those whose lookups were answered in time."""
+    stories = kvstore(node, "explain", "--last", str(PROMPT_COUNT)).get("requests", [])
+    return sum(
+        story["prompt_tokens"] // BLOCK_TOKENS
+        for story in stories
+        if story["outcome"] == SHADOW_CHECK
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -95,7 +107,11 @@ def test_honest_prompts_raise_no_alarm(
             done = engine.complete_many(prompts, max_tokens=1, concurrency=3)
             assert engine.hits().external_hits == 0, "every hit is computed"
             assert [answer.cached_tokens for answer in done] == [0] * len(prompts)
-            wait_until(lambda: metric(node, COMPARED) == blocks, "every block is compared")
+            wait_until(
+                lambda: metric(node, COMPARED) == hit_blocks(node),
+                "all of a hit is compared",
+            )
+            assert hit_blocks(node) > blocks * 3 / 4, "a few lookups may be answered too late"
         assert metric(node, DIVERGED) == 0
         worst = metric(node, WORST)
         logger.info("worst error of %d blocks in %s: %.2g", blocks, dtype, worst)

@@ -336,3 +336,20 @@ def test_a_story_is_not_added_to_a_backlog(
     step(side)
     assert stories(link) == []
     assert any(isinstance(s, m.LeaseAsk) for s in link.sent), "questions are not lost"
+
+
+def test_a_story_is_told_behind_what_goes_with_it(
+    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FullSocket(room=100)
+    side, one = make_side(link), request(1, 8)
+    side.on_new_request(one)
+    finished = side._core.finished
+
+    def with_a_lease(name: str) -> m.Story | None:
+        side._core.attachment.outbox.append(m.LeaseRelease([7]))
+        return finished(name)
+
+    monkeypatch.setattr(side._core, "finished", with_a_lease)
+    side.request_finished(one)
+    assert [type(s) for s in link.sent[-2:]] == [m.LeaseRelease, m.Story]
