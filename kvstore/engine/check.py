@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore.engine.memory.processes import PROCESS_PART
 from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, SlotState
+from kvstore.types import Tier
 
 if TYPE_CHECKING:
     from kvstore.engine.moves.fetches import Fetches
@@ -97,8 +98,10 @@ def _check_blocks(state: State) -> None:
     assert bool((residency.words(rows) == sealed).all()), "slot and block disagree"
     assert int((residency.row_of_word >= 0).sum()) == len(sealed), "a block in an unsealed slot"
     assert residency.spare_rows >= 0, "a slot has no row for its next block"
-    assert residency.dram_count == len(sealed), "blocks in dram are miscounted"
-    assert residency.file_count == (residency.file != 0).sum(), "blocks on disk are miscounted"
+    assert residency.count(Tier.DRAM) == len(sealed), "blocks in dram are miscounted"
+    assert residency.count(Tier.FILE) == (residency.file != 0).sum(), (
+        "blocks on disk are miscounted"
+    )
     for scope in counted:
         mine = used[table.scopes[used] == scope]
         found = residency.find(scope, table.keys[mine])

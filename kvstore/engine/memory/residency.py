@@ -12,10 +12,11 @@ Everything that changes where a block lives is here. Does not cover: slots (`slo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.table import NO_ROWS, BlockTable, Keys, Rows
@@ -24,7 +25,6 @@ from kvstore.types import Shard, SpaceId, Tier
 
 Scope = tuple[str, SpaceId, Shard]
 
-NOT_IN_FILE = 0
 SCOPE_COUNT_MAX = 4096
 SCAN_ROWS = 262_144
 """Looked at together: about 1 ms."""
@@ -37,6 +37,25 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     stored: bool
     scope: Scope
     keys: bytes
+
+
+class Column:
+    """What one tier holds: of each row the block's place there, 0 if it has none.
+
+    One more than there are rows: row -1, "no such block", reads as held nowhere.
+    """
+
+    __slots__ = ("count", "places", "tier")
+
+    def __init__(self, tier: Tier, row_count: int, dtype: DTypeLike) -> None:
+        self.tier = tier
+        self.places: NDArray[Any] = np.zeros(row_count + 1, dtype)
+        self.count = 0
+        """Blocks that it holds."""
+
+    def has(self, rows: Rows) -> NDArray[np.bool_]:
+        held: NDArray[np.bool_] = self.places[rows] != 0
+        return held
 
 
 class Residency:
@@ -59,17 +78,15 @@ class Residency:
         self._changes: list[Change] | None = [] if tell_changes else None
         self._journal = journal
         self.table = BlockTable(row_count_max=block_count_max, seed=seed)
-        # One more than there are rows: row -1, "no such block", reads as not in dram. Counted from
-        # 1, so that the memory of rows that were never used is never touched.
-        self._word = np.zeros(block_count_max + 1, dtype=np.int64)
-        self.file = np.zeros(block_count_max, dtype=np.uint64)
+        self._dram = Column(Tier.DRAM, block_count_max, np.int64)
+        """Slot words, counted from 1."""
+        self._file = Column(Tier.FILE, block_count_max, np.uint64)
+        """Locations, of which 0 is none."""
+        self._columns = {column.tier: column for column in (self._dram, self._file)}
         self.checksum = np.zeros((block_count_max, 2), dtype=np.uint64)
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)
         self.unverified = np.zeros(word_count, dtype=bool)
         """Taken over from another process, and not compared with their checksum since."""
-        self.dram_count = 0
-        self.file_count = 0
-        """Blocks in dram."""
         self.tombstones = Tombstones(block_count_max=block_count_max)
         """Of blocks whose row is gone."""
         self._scopes: dict[Scope, int] = {}
@@ -150,7 +167,13 @@ class Residency:
 
     def words(self, rows: Rows) -> NDArray[np.int64]:
         """Slot words of rows, -1 where there is none (also for row -1)."""
-        return self._word[rows] - 1
+        words: NDArray[np.int64] = self._dram.places[rows] - 1
+        return words
+
+    @property
+    def file(self) -> NDArray[np.uint64]:
+        """Of each row the location on disk, 0 where there is none (also of row -1)."""
+        return self._file.places
 
     def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
         """These rows' blocks are sealed in these slots now."""
@@ -175,17 +198,15 @@ class Residency:
         self.unverified[words] = True
 
     def _hold(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
-        assert not self._word[rows].any(), "a block is put into dram twice"
+        assert not self._dram.has(rows).any(), "a block is put into dram twice"
         assert bool((self.row_of_word[words] == -1).all()), "a slot is given two blocks"
         # The same key computed twice may differ in its last bits: the copy on disk is another one.
-        differs = (self.file[rows] != NOT_IN_FILE) & (self.checksum[rows] != checksums).any(axis=1)
-        self._forget_file(rows[differs])
-        self._tell(Tier.DRAM, rows, stored=True)
-        self._word[rows] = words + 1
+        differs = self._file.has(rows) & (self.checksum[rows] != checksums).any(axis=1)
+        self._take_out(self._file, rows[differs])
+        self._put(self._dram, rows, words + 1)
         self.row_of_word[words] = rows
-        assert bool((self._word[rows] == words + 1).all()), "a block is given two slots"
+        assert bool((self.words(rows) == words).all()), "a block is given two slots"
         self.checksum[rows] = checksums
-        self.dram_count += len(rows)
 
     def drop_dram(self, words: NDArray[np.int64], stamp: int = 0) -> int:
         """These slots hold their blocks no more; `stamp` says why. Returns how many blocks on disk
@@ -194,61 +215,60 @@ class Residency:
         assert bool((rows >= 0).all()), "a slot without a block is emptied"
         if self._journal is not None:
             self._journal.retract(words)
-        self._tell(Tier.DRAM, rows, stored=False)
-        self._word[rows] = 0
+        self._take_out(self._dram, rows)
         self.row_of_word[words] = -1
         self.unverified[words] = False
-        self.dram_count -= len(words)
         self._forget_absent(rows, stamp)
         # Every slot keeps a row for its next block: where rows are scarce, disk gives way to dram.
-        short = len(self.row_of_word) - self.dram_count - self.table.free_count
+        short = -self.spare_rows
         if short <= 0:
             return 0
-        gone = rows[self.file[rows] != NOT_IN_FILE][:short]
+        gone = rows[self._file.has(rows)][:short]
         self.drop_file(gone, restamp(stamp, Why.CROWDED))
         return len(gone)
 
     @property
     def spare_rows(self) -> int:
         """Rows that blocks on disk may still take."""
-        return self.table.free_count - (len(self.row_of_word) - self.dram_count)
+        return self.table.free_count - (len(self.row_of_word) - self._dram.count)
 
     def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
         """The file tier holds these rows' blocks at these places, none of them 0."""
-        assert bool((locations != NOT_IN_FILE).all()), "0 means: in no file"
-        new = rows[self.file[rows] == NOT_IN_FILE]
-        self._tell(Tier.FILE, new, stored=True)
-        self.file_count += len(new)
-        self.file[rows] = locations
+        assert bool((locations != 0).all()), "0 means: in no file"
+        self._put(self._file, rows, locations)
 
     def drop_file(self, rows: Rows, stamp: int = 0) -> None:
         """The file tier holds these rows' blocks no more; `stamp` says why."""
-        self._forget_file(rows[self.file[rows] != NOT_IN_FILE])
+        self._take_out(self._file, rows[self._file.has(rows)])
         self._forget_absent(rows, stamp)
 
-    def _forget_file(self, rows: Rows) -> None:
-        self._tell(Tier.FILE, rows, stored=False)
-        self.file_count -= len(rows)
-        self.file[rows] = NOT_IN_FILE
+    def _put(self, column: Column, rows: Rows, places: NDArray[Any]) -> None:
+        new = rows[~column.has(rows)]
+        self._tell(column.tier, new, stored=True)
+        column.count += len(new)
+        column.places[rows] = places
+
+    def _take_out(self, column: Column, rows: Rows) -> None:
+        """Rows that it has."""
+        self._tell(column.tier, rows, stored=False)
+        column.count -= len(rows)
+        column.places[rows] = 0
 
     def insert(self, scope: int, keys: Keys) -> Rows:
         """Rows for absent, distinct keys; some tier must be put for each before anything else."""
         return self.table.insert(scope, keys)
 
     def _forget_absent(self, rows: Rows, stamp: int) -> None:
-        absent = rows[(self._word[rows] == 0) & (self.file[rows] == NOT_IN_FILE)]
+        absent = rows
+        for column in self._columns.values():
+            absent = absent[~column.has(absent)]
         if stamp and len(absent):
             self.tombstones.write(self.table.scopes[absent], self.table.keys[absent], stamp)
         self.table.delete(absent)
 
     def is_in(self, tier: Tier, scope: int, keys: Keys) -> NDArray[np.bool_]:
         """Of each key, whether a tier holds its block of this scope."""
-        rows = self.find(scope, keys)
-        if tier is Tier.DRAM:
-            found: NDArray[np.bool_] = self.words(rows) >= 0
-        else:
-            found = (rows >= 0) & (self.file[rows] != NOT_IN_FILE)
-        return found
+        return self._columns[tier].has(self.find(scope, keys))
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────
 
@@ -281,19 +301,17 @@ class Residency:
         used = self.table.used_scopes[begin : begin + count]
         rows = np.flatnonzero(used) + begin
         return [
-            *self._by_scope(Tier.DRAM, rows[self._word[rows] != 0], stored=True),
-            *self._by_scope(Tier.FILE, rows[self.file[rows] != NOT_IN_FILE], stored=True),
+            change
+            for column in self._columns.values()
+            for change in self._by_scope(column.tier, rows[column.has(rows)], stored=True)
         ]
 
     # ── counts ───────────────────────────────────────────────────────────────────────────────────
 
     def count(self, tier: Tier) -> int:
         """Blocks that a tier holds."""
-        if tier is Tier.DRAM:
-            return self.dram_count
-        if tier is Tier.FILE:
-            return self.file_count
-        return 0
+        column = self._columns.get(tier)
+        return column.count if column is not None else 0
 
     def rows_in(self, scopes: set[int], count_max: int, *, begin: int = 0) -> Rows:
         """Rows of these scopes, from row `begin` on and then from the first: all, or so many.

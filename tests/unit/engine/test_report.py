@@ -172,7 +172,7 @@ def looks(spaces: int) -> tuple[int, int]:
     table, residency = state.residency.table, state.residency
     columns: list[tuple[Any, str]] = [
         (table, "scopes"),
-        (residency, "_word"),
+        (residency._dram, "places"),
         (state.slots, "writer"),
     ]
     for owner, name in columns:
