@@ -48,8 +48,7 @@ class Reclaimer:
         Raises:
             OSError: the disk cannot be read now, so nothing is known of the segment.
         """
-        table = self._table(segment) or self._table(segment)  # the disk may have just come back
-        if table is None:
+        if (table := self._table(segment) or self._table(segment)) is None:  # it may just be back
             return Reclaim(segment.number, ())
         found = list(record_sets(table, segment.number, own_number=segment.number, voids=voids))
         self._asked = {segment.number: found}
@@ -59,9 +58,8 @@ class Reclaimer:
         """None: it cannot be read, though the disk can be."""
         try:
             with self._catalog.reading(segment) as fd:
-                size = segment.taken_bytes
-                table = read_footer(self._disk, fd, size, segment.head)
-                return table or scan(self._disk, fd, size, segment.head).table()
+                file = (self._disk, fd, segment.taken_bytes, segment.head)
+                return read_footer(*file) or scan(*file).table()
         except OSError:
             if not self._directory.is_readable():
                 raise
