@@ -27,8 +27,8 @@ from typing import Self
 
 from kvstore.testing import tied
 
-READY_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
 
 
 class NodeFailed(Exception):

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.slow
 
 NOW = 10_000
 A = Holder(NODE)
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 Make = Callable[..., IndexStore]
 
 

@@ -19,7 +19,7 @@ TENANT = "default"
 SPACE: SpaceId = fingerprint(make_space(), weights_epoch="")
 ASK_S = 5.0
 """For one answer of a busy machine."""
-CONVERGES_S = 30.0
+CONVERGES_S = 120.0
 
 
 class Site:

@@ -30,7 +30,7 @@ from tests.unit.index.words import NODE, SPACE, beat, delta, hello, keys, part, 
 pytestmark = pytest.mark.slow
 
 NOW = 10_000
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 PATIENT = Deadlines(PATIENCE_S, PATIENCE_S)
 _T = TypeVar("_T")
 

@@ -50,7 +50,7 @@ def resident_bytes(node: NodeProcess) -> int:
     return int(info.rss - info.shared)
 
 
-def eventually(check: Callable[[], bool], *, timeout_s: float = 10.0) -> bool:
+def eventually(check: Callable[[], bool], *, timeout_s: float = 60.0) -> bool:
     """True as soon as `check` is; for what another process does in its own time. An index that is
     late, on a machine that others use too, has not answered yet."""
     deadline_s = time.monotonic() + timeout_s

@@ -26,7 +26,7 @@ from kvstore.wire.messages import (
 )
 
 ARENA_BYTES = 4 << 20
-WAIT_S = 10.0
+WAIT_S = 60.0
 M = TypeVar("M", bound=Message)
 
 

@@ -129,7 +129,7 @@ def test_a_topic_that_is_not_there_is_refused_with_those_that_are(stub: InspectS
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────
 
-PATIENCE_S = 30
+PATIENCE_S = 90
 TIERS = pb.RowsRequest(topic="tiers")
 
 

@@ -27,7 +27,7 @@ from tests.integration.node.conftest import eventually
 
 SPACE = SpaceId(bytes(32))
 KEYS = make_keys(400)
-CONVERGES_S = 30.0
+CONVERGES_S = 120.0
 
 
 class World:

@@ -35,7 +35,7 @@ SEGMENT_BYTES = 512 * KIB
 """Holds seven blocks of BLOCK_BYTES."""
 SCOPE = Scope("t", b"s" * 32, Shard(0, 4, 0, 2), BLOCK_BYTES)
 ARENA_SLOTS = 64
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 E = TypeVar("E")
 
 
