@@ -100,6 +100,38 @@ def test_a_module_that_no_map_names_is_seen() -> None:
     assert unnamed("kvstore/net", ["aio", "stowaway"]) == ["stowaway"]
 
 
+def missing(page: str) -> list[str]:
+    """Files, folders, modules and their members that a map names and the tree does not have."""
+    return [
+        span
+        for span in re.findall(r"`((?:[a-z_]+/)+[\w*.]*|(?:[a-z_]+\.)+\w+)`", page)
+        if not any(
+            [*(ROOT / base).glob(span)] if "/" in span else _is_module(ROOT / base, span)
+            for base in ("", "kvstore")
+        )
+    ]
+
+
+def _is_module(base: Path, name: str) -> bool:
+    """Whether it is a module, a folder, or a name that a module defines."""
+    *inside, last = name.split(".")
+    path = base.joinpath(*inside)
+    if path.joinpath(last).is_dir() or path.joinpath(f"{last}.py").is_file():
+        return True
+    module = path.with_suffix(".py")
+    defines = rf"^(?:class |def ){last}\b"
+    return module.is_file() and bool(re.search(defines, module.read_text(), re.MULTILINE))
+
+
+def test_the_map_names_what_exists() -> None:
+    assert missing((ROOT / "kvstore" / "README.md").read_text()) == []
+
+
+@pytest.mark.parametrize("wrong", ["`ports.Tier`", "`kvstore.serve`", "`index/words.py`"])
+def test_a_name_that_nothing_has_is_seen(wrong: str) -> None:
+    assert missing(wrong)
+
+
 def test_no_folder_has_too_many_modules() -> None:
     many = {name: len(found) for name, found in FOLDERS.items() if len(found) > MODULES_MAX}
     assert many == {}
