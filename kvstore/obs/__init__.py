@@ -1,6 +1,6 @@
 """What an operator sees: metrics, logs, explanations.
 
-metrics   every metric in one table: name, kind, unit, labels, help
+metrics   every metric in one table: name with unit, labels, help
 logs      one line a record, and never a flood
 timings   how long things took
 """
