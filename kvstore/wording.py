@@ -56,5 +56,7 @@ def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
 
 
 def _choices(kind: Any) -> list[str]:
-    """Of a Literal."""
-    return sorted(str(choice) for choice in typing.get_args(kind))
+    """Of a Literal, or of one that may be empty."""
+    is_literal = typing.get_origin(kind) is typing.Literal
+    kinds = typing.get_args(kind)
+    return sorted(kinds) if is_literal else [each for kind in kinds for each in _choices(kind)]

@@ -26,8 +26,7 @@ import click
 import msgspec
 
 from kvstore.cli.main import cli
-from kvstore.config.index import IndexSettings
-from kvstore.config.node import Settings
+from kvstore.config.settings import IndexSettings, NodeSettings, Setting, table
 from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, Metric
@@ -54,21 +53,9 @@ _ON_METRICS: Final = """
 _ON_DECISIONS: Final = """
 One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
 """
-_DEFAULT: Final = re.compile(r"\s*\[default: (.*?)\]\s*$")
 _COMMANDS: Final = (
     *("node", "inspect", "explain", "top", "clear", "upgrade", "fsck", "index", "certs", "demo"),
 )
-_NO_SETTING: Final = {"config_path", "help"}
-_NODE_GROUPS: Final = {
-    "Memory and eviction": ("dram", "policy", "quota", "slab", "scrub"),
-    "Disk tier": ("file", "file-admission", "file-writes-per-day"),
-    "Engines and pages": ("socket", "allow-uid", "metrics", "metrics-beyond-loopback", "log-level"),
-    "KV events": ("events", "event-hashes", "engine-events"),
-    "Cluster": (
-        *("node-name", "index", "index-listen", "index-entries", "peer-listen", "transport"),
-        *("fetch", "ca", "cert", "key", "insecure"),
-    ),
-}
 
 
 def pages() -> dict[str, str]:
@@ -105,23 +92,12 @@ def cli_page() -> str:
 
 def settings_page() -> str:
     """Settings of the node, of the index, and of the connector."""
-    node, index = (
-        _settings(cli.commands["node"], Settings),
-        _settings(cli.commands["index"], IndexSettings),
-    )
-    grouped = [key for keys in _NODE_GROUPS.values() for key in keys]
-    assert sorted(grouped) == sorted(node), set(grouped) ^ set(node)
-    header = ("flag", "YAML key", "default", "meaning")
-    parts = [
-        "# Settings",
-        _NOTE,
-        _one_line(_ON_SETTINGS) + "\n",
-        "## kvstore node\n",
-    ]
-    for title, keys in _NODE_GROUPS.items():
-        parts += [f"### {title}\n", _table(header, [node[key] for key in keys])]
-    parts += ["## kvstore index\n", _table(header, index.values())]
+    node, index = table(NodeSettings), table(IndexSettings)
+    parts = ["# Settings", _NOTE, _one_line(_ON_SETTINGS) + "\n", "## kvstore node\n"]
+    for title in dict.fromkeys(row.group for row in node):
+        parts += [f"### {title}\n", settings_table(row for row in node if row.group == title)]
     parts += [
+        *("## kvstore index\n", settings_table(index)),
         "## Connector\n",
         "Keys of `kv_connector_extra_config` in vLLM's `--kv-transfer-config`. None is required.\n",
         _table(("key", "default", "values", "meaning"), _connector_rows()),
@@ -192,35 +168,22 @@ def _help_of(command: click.Command) -> tuple[str, str]:
     return "\n".join(paragraphs), "\n".join([f"Usage: {usage}", *verbatim])
 
 
-def _settings(
-    command: click.Command, kind: type[msgspec.Struct]
-) -> dict[str, tuple[str, str, str, str]]:
-    """Rows by YAML key. Flags and keys are the same set, or the page cannot be made."""
-    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    found = {}
-    with click.Context(command) as context:
-        for option in command.params:
-            record = option.get_help_record(context)
-            if option.name in _NO_SETTING or record is None:
-                continue
-            key = str(option.name).replace("_", "-")
-            meaning, default = _split_default(record[1])
-            if not default:
-                default = _shown(fields[key].default)
-            found[key] = (f"`{_cell(record[0])}`", f"`{key}`", _cell(default), _cell(meaning))
-    assert found.keys() == fields.keys(), found.keys() ^ fields.keys()
-    return found
+def settings_table(rows: Iterable[Setting]) -> str:
+    """Settings as the page shows them."""
+    header = ("flag", "YAML key", "default", "meaning")
+    return _table(
+        header, ((_flag(row), f"`{row.key}`", _default(row), _cell(row.meaning)) for row in rows)
+    )
 
 
-def _split_default(text: str) -> tuple[str, str]:
-    default = _DEFAULT.search(text)
-    return (text[: default.start()], default[1]) if default else (text, "")
+def _flag(row: Setting) -> str:
+    choices = f"[{'|'.join(row.choices)}]" if row.choices else row.metavar
+    other = f"/ --{row.off}" if row.off else choices
+    return f"`{_cell(f'--{row.key} {other}')}`"
 
 
-def _shown(default: object) -> str:
-    if default is True or default is False:
-        return "on" if default else "off"
-    return "–" if default is None else str(default)
+def _default(row: Setting) -> str:
+    return _cell(row.default_text) or ("–" if row.default is None else "off")
 
 
 def _connector_rows() -> list[tuple[str, ...]]:

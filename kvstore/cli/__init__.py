@@ -1,9 +1,9 @@
 """What is typed: commands, what they ask, and how answers look. Decides nothing about blocks.
 
 main              the command line: node, upgrade, clear, fsck
-cluster_commands  index, certs, and what node has of the cluster's options
+cluster_commands  index, certs
 look_commands     inspect, explain, top: flags to questions
-commands          options that several commands share
+commands          flags of settings, options that several commands share
 look, ask         what is asked, of whom; the client of the inspect service
 prefix, tell      where a prompt's blocks are; facts and tables of an answer
 top, top_screen, top_view   figures, the terminal, what it looks like

@@ -1,5 +1,5 @@
-"""What several commands share: options that name a node or an index, clients of both, one way to
-fail.
+"""What several commands share: flags of settings, the node and the index that are meant, clients of
+both, one way to fail.
 
 Modules of commands import click and defaults only, and functions what they need: `--help` answers
 at once, and so do commands that need neither gRPC nor certificates.
@@ -8,14 +8,16 @@ at once, and so do commands that need neither gRPC nor certificates.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import click
 
 from kvstore.config.defaults import DEFAULT_SOCKET
+from kvstore.config.settings import AskSettings, Setting, Settings, refuse_what_does_nothing, table
 from kvstore.errors import AttachError, ConfigError
 
 if TYPE_CHECKING:
@@ -34,81 +36,96 @@ SOCKET_OPTION: Final = click.option(
 )
 
 
-TLS_OPTIONS: Final = (
-    click.option("--ca", metavar="FILE", help="CA certificate of the cluster."),
-    click.option("--cert", metavar="FILE", help="Certificate of this process."),
-    click.option("--key", metavar="FILE", help="Private key of that certificate."),
+_CONFIG_OPTION: Final = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="YAML file with the names of the flags as keys; flags take precedence.",
 )
 
 
-class IndexFlags(TypedDict):
-    """What `index_options` add to a command."""
+def settings_options(kind: type[Settings], *, has_file: bool = True) -> Callable[[_F], _F]:
+    """A flag for each setting of a program, and --config. Flags that are not given are None."""
+    options = [*map(_option, table(kind)), *([_CONFIG_OPTION] if has_file else [])]
 
-    index: tuple[str, ...]
-    ca: str | None
-    cert: str | None
-    key: str | None
-    insecure: bool
+    def add(command: _F) -> _F:
+        for option in reversed(options):
+            command = option(command)
+        return command
 
-
-def index_options(command: _F) -> _F:
-    """Options of a command that asks the index instead of one node."""
-    options = (
-        click.option(
-            "--index",
-            multiple=True,
-            metavar="HOST:PORT",
-            help="Query this replica of the prefix index for the whole cluster; repeatable.",
-        ),
-        *TLS_OPTIONS,
-        click.option("--insecure", is_flag=True, help="The index runs without TLS. For labs."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+    return add
 
 
-def asks_index(flags: IndexFlags) -> bool:
-    """Whether the index is meant. What is only good for asking it is refused without it."""
-    if not flags["index"]:
-        for name in ("ca", "cert", "key", "insecure"):
-            if flags[name]:
-                raise click.UsageError(f"--{name} is about the index: add --index HOST:PORT")
-    return bool(flags["index"])
+def _option(row: Setting) -> Callable[[_F], _F]:
+    more: dict[str, Any] = {"metavar": row.metavar or None}
+    flag = f"--{row.key}"
+    if row.kind is bool:
+        flag += f"/--{row.off}" if row.off else ""
+        more = {"is_flag": True, "default": None}
+    elif row.choices:
+        more = {"type": click.Choice(row.choices)}
+    elif row.holds(list) or row.holds(dict):
+        more |= {"multiple": True, "callback": _mapping if row.holds(dict) else _list}
+    shown = f"  [default: {row.default_text}]" if row.default_text else ""
+    return click.option(flag, help=row.meaning + shown, **more)
+
+
+def _list(_context: click.Context, _option: click.Parameter, given: Any) -> list[str] | None:
+    return list(given) or None
+
+
+def _mapping(_context: click.Context, option: click.Parameter, given: Any) -> Any:
+    """Of NAME=SHARE; a name may have an = of its own."""
+    pairs = [(text.rpartition("=") if "=" in text else (text, "", ""))[::2] for text in given]
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{option.opts[0]} names {name!r} twice: keep one of them")
+    return dict(pairs) or None
+
+
+def index_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of a command that may ask the index instead of one node; it is told `asked`: None,
+    the index is not meant."""
+
+    @functools.wraps(command)
+    def with_index(**flags: Any) -> None:
+        given = {row.name: flags.pop(row.name) for row in table(AskSettings)}
+        settings = AskSettings(
+            **{name: value for name, value in given.items() if value is not None}
+        )
+        refuse_what_does_nothing(settings)
+        command(asked=settings if settings.index else None, **flags)
+
+    return settings_options(AskSettings, has_file=False)(with_index)
 
 
 @contextlib.contextmanager
-def index_client(flags: IndexFlags) -> Iterator[IndexClient]:
-    """A client; wrong flags end the program with code 2, an index that is not there with 1."""
+def index_client(settings: AskSettings) -> Iterator[IndexClient]:
+    """A client. Raises ConfigError, and IndexUnavailable with the replicas that were asked."""
     from kvstore.client.index import IndexClient, IndexUnavailable
-    from kvstore.config.cluster import TlsSettings, resolve_tls
+    from kvstore.config.cluster import resolve_tls
 
-    endpoints: Sequence[str] = flags["index"]
-    settings = TlsSettings(
-        ca=flags["ca"], cert=flags["cert"], key=flags["key"], insecure=flags["insecure"]
-    )
+    tls, replicas = resolve_tls(settings, what="the index"), settings.index or []
     try:
-        tls = resolve_tls(settings, what="the index")
         with IndexClient(
-            endpoints, tls=tls, insecure=tls is None, timeout_s=INDEX_TIMEOUT_S
+            replicas, tls=tls, insecure=tls is None, timeout_s=INDEX_TIMEOUT_S
         ) as client:
             yield client
-    except ConfigError as error:
-        fail(str(error), code=2)
     except IndexUnavailable as error:
-        fail(f"{error} ({', '.join(endpoints)})", code=1)
+        raise IndexUnavailable(f"{error} ({', '.join(replicas)})") from None
 
 
 @contextlib.contextmanager
 def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
-    """A client; what goes wrong with it ends the program with code 1. `hint`: what else helps."""
+    """A client. Raises AttachError; `hint`: what else helps."""
     from kvstore.cli.ask import NodeClient
 
     try:
         with contextlib.closing(NodeClient(socket)) as client:
             yield client
     except AttachError as error:
-        fail(f"{error}; {hint}" if hint else str(error), code=1)
+        raise AttachError(f"{error}; {hint}" if hint else str(error)) from None
 
 
 def fail(sentence: str, *, code: int) -> NoReturn:

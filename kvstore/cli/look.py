@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import click
 
 from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, as_json, console, show
-from kvstore.cli.commands import IndexFlags, fail, index_client, node_client
+from kvstore.cli.commands import fail, index_client, node_client
 from kvstore.cli.prefix import (
     ClusterPrefix,
     PrefixReport,
@@ -45,6 +45,7 @@ from kvstore.cli.top_screen import watch
 from kvstore.cli.top_view import as_json as figures_as_json, page
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.config.engine_sources import DEFAULT_TENANT
+from kvstore.config.settings import AskSettings
 from kvstore.engine import HashingReport, RangeReport, RequestReport
 from kvstore.errors import AttachError, ConfigError
 from kvstore.index.feed import Trust
@@ -58,9 +59,9 @@ _NO_NODE_HINT: Final = (
 _P = TypeVar("_P", PrefixReport, ClusterPrefix)
 
 
-def inspect_members(flags: IndexFlags, *, json_: bool) -> None:
+def inspect_members(asked: AskSettings, *, json_: bool) -> None:
     """The nodes of the cluster, by an index."""
-    with index_client(flags) as client:
+    with index_client(asked) as client:
         known = client.nodes()
     rows: list[Row] = [member_report(member, known.trust) for member in known.nodes]
     if json_:
@@ -98,7 +99,7 @@ def inspect_node(
 
 def inspect_prefix(
     socket: Path,
-    flags: IndexFlags | None,
+    asked: AskSettings | None,
     *,
     space: str,
     json_: bool,
@@ -109,7 +110,7 @@ def inspect_prefix(
     tokenizer: str | None,
     cache_salt: str | None,
 ) -> None:
-    """Where the blocks of one prompt are. `flags` None: at the node of `socket` only."""
+    """Where the blocks of one prompt are. `asked` None: at the node of `socket` only."""
     if sum(given is not None for given in (tokens_file, keys_file, text)) != 1:
         raise click.UsageError(
             "name one prompt: --tokens-file FILE, --keys-file FILE or --text TEXT"
@@ -124,11 +125,11 @@ def inspect_prefix(
         if text is not None:
             assert tokenizer is not None
             tokens = tokenize(text, tokenizer)
-        if flags is not None and keys and is_whole(space):
+        if asked is not None and keys and is_whole(space):
             hashing = hashing_of_keys(space, tenant or DEFAULT_TENANT)
-            _inspect_prefix_everywhere(flags, prompt_of_keys(keys, hashing), hashing, json_=json_)
+            _inspect_prefix_everywhere(asked, prompt_of_keys(keys, hashing), hashing, json_=json_)
             return
-        with node_client(socket, hint=_NO_NODE_HINT if flags is not None else "") as client:
+        with node_client(socket, hint=_NO_NODE_HINT if asked is not None else "") as client:
             hashing = choose(
                 client.rows("hashings", HashingReport), space=space, tenant=tenant or ""
             )
@@ -137,19 +138,19 @@ def inspect_prefix(
                 if keys
                 else prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
             )
-            here = look_up(client, prompt, hashing) if flags is None else None
+            here = look_up(client, prompt, hashing) if asked is None else None
     except ConfigError as error:
         fail(str(error), code=2)
     if here is not None:
         _print(here, show_prefix, json_=json_)
-    elif flags is not None:
-        _inspect_prefix_everywhere(flags, prompt, hashing, json_=json_)
+    elif asked is not None:
+        _inspect_prefix_everywhere(asked, prompt, hashing, json_=json_)
 
 
 def _inspect_prefix_everywhere(
-    flags: IndexFlags, prompt: Prompt, hashing: HashingReport, *, json_: bool
+    asked: AskSettings, prompt: Prompt, hashing: HashingReport, *, json_: bool
 ) -> None:
-    with index_client(flags) as index:
+    with index_client(asked) as index:
         try:
             found = look_up_everywhere(index, prompt, hashing)
         except ValueError as error:
@@ -194,14 +195,16 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
 
 
 def watch_nodes(
-    socket: Path, flags: IndexFlags | None, interval_s: float, *, once: bool, json_: bool
+    socket: Path, asked: AskSettings | None, interval_s: float, *, once: bool, json_: bool
 ) -> None:
-    """What nodes do, once or until q. `flags` None: the node at `socket` only."""
+    """What nodes do, once or until q. `asked` None: the node at `socket` only."""
     out = console()
     with contextlib.ExitStack() as stack:
         source: TopSource = OneNode(socket)
-        if flags is not None:
-            source = AllNodes(stack.enter_context(index_client(flags)), ", ".join(flags["index"]))
+        if asked is not None:
+            source = AllNodes(
+                stack.enter_context(index_client(asked)), ", ".join(asked.index or [])
+            )
         try:
             source.sample()  # what was never there is not silent, it is a wrong flag
         except AttachError as error:

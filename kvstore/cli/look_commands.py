@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvstore.cli.commands import SOCKET_OPTION, IndexFlags, asks_index, index_options
+from kvstore.cli.commands import SOCKET_OPTION, index_options
 from kvstore.config.defaults import (
     BLOCK_ROWS_MAX,
     BLOCKS_LISTED,
@@ -16,6 +16,7 @@ from kvstore.config.defaults import (
     REQUESTS_LISTED,
     TOPICS,
 )
+from kvstore.config.settings import AskSettings
 
 
 def _topic(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
@@ -61,11 +62,7 @@ def inspect(
     space: str | None,
     *,
     json_: bool,
-    index: tuple[str, ...],
-    ca: str | None,
-    cert: str | None,
-    key: str | None,
-    insecure: bool,
+    asked: AskSettings | None,
     **prompt: Any,
 ) -> None:
     """Show the state of a node: a summary, or one TOPIC.
@@ -95,8 +92,6 @@ def inspect(
         --ca pki/ca.crt --cert pki/node-n1.crt --key pki/node-n1.key
       kvstore inspect nodes --index 10.0.0.1:9470 --insecure
     """
-    flags = IndexFlags(index=index, ca=ca, cert=cert, key=key, insecure=insecure)
-    asked = flags if asks_index(flags) else None
     if asked is not None and topic not in ("nodes", "prefix"):
         raise click.UsageError("--index is for 'kvstore inspect nodes' and 'prefix': name one")
     from kvstore.cli import look
@@ -161,16 +156,7 @@ def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bo
 @click.option("--once", is_flag=True, help="Print one sample over one interval and exit.")
 @click.option("--json", "json_", is_flag=True, help="Print that sample as one JSON object.")
 def top(
-    socket: Path,
-    interval: float,
-    *,
-    once: bool,
-    json_: bool,
-    index: tuple[str, ...],
-    ca: str | None,
-    cert: str | None,
-    key: str | None,
-    insecure: bool,
+    socket: Path, interval: float, *, once: bool, json_: bool, asked: AskSettings | None
 ) -> None:
     """Show the load of a node, or with --index of all nodes of the cluster: memory, hits, bytes per
     second, leases, fetches. q quits.
@@ -185,11 +171,9 @@ def top(
       kvstore top --index 10.0.0.1:9470 --ca pki/ca.crt --cert pki/node-n1.crt --key pki/node-n1.key
       kvstore top --json | jq '.nodes[0].hit_percent'
     """
-    flags = IndexFlags(index=index, ca=ca, cert=cert, key=key, insecure=insecure)
-    everywhere = asks_index(flags)
     once |= json_
     if not (once or sys.stdout.isatty()):
         raise click.UsageError("top draws on a terminal: add --once or --json for scripts")
     from kvstore.cli import look
 
-    look.watch_nodes(socket, flags if everywhere else None, interval, once=once, json_=json_)
+    look.watch_nodes(socket, asked, interval, once=once, json_=json_)

@@ -11,16 +11,16 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from kvstore import __version__
-from kvstore.cli.cluster_commands import certs, cluster_options, index
-from kvstore.cli.commands import SOCKET_OPTION, fail, node_client
+from kvstore.cli.cluster_commands import certs, index
+from kvstore.cli.commands import SOCKET_OPTION, fail, node_client, settings_options
 from kvstore.cli.look_commands import explain, inspect, top
-from kvstore.config.addresses import DEFAULT_METRICS, EXAMPLE_EVENTS
-from kvstore.config.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
-from kvstore.errors import AttachError, ConfigError
+from kvstore.config.settings import NodeSettings
+from kvstore.errors import ConfigError, KVStoreError
 
 DEMO_NEEDS = ("vllm", "psutil")
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -44,105 +44,8 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--socket", help=f"Attach socket of the node.  [default: {DEFAULT_SOCKET}]")
-@click.option(
-    "--dram",
-    metavar="SIZE|auto",
-    help="Memory for blocks; auto: half of the available memory.  [default: auto]",
-)
-@click.option(
-    "--policy",
-    metavar="lru|reuse",
-    help="Eviction order: lru evicts the least recently used blocks; reuse evicts blocks that only"
-    " one request used before the others.  [default: lru]",
-)
-@click.option(
-    "--file",
-    metavar="PATH:SIZE[,shared]",
-    help="Keep blocks on disk too; ',shared': several nodes use one directory. The node indexes at"
-    " most SIZE / 256KiB blocks; smaller blocks leave a part of SIZE unused.",
-)
-@click.option(
-    "--file-admission",
-    metavar="all|second-sight",
-    help="Blocks to write to disk: all, or those that a second request asks for.  [default: all]",
-)
-@click.option(
-    "--file-writes-per-day",
-    metavar="SIZE",
-    help="Daily budget of disk writes. Near its end only blocks of second-sight are written, then"
-    " none; reads continue.  [default: no limit]",
-)
-@click.option(
-    "--node-name",
-    metavar="NAME",
-    help="Name of this node in a shared directory, in events and in a cluster.  [default: the name"
-    " in its certificate, or the host's name]",
-)
-@click.option(
-    "--slab", metavar="SIZE|auto", help="Unit of dram given to one block size.  [default: auto]"
-)
-@click.option(
-    "--scrub",
-    metavar="auto|SIZE|off",
-    help="Background verification of memory and disk. auto: each once a day, at most 32MiB/s;"
-    " SIZE: continuously, that much per second and tier.  [default: auto]",
-)
-@click.option(
-    "--metrics",
-    metavar="ADDR|off",
-    help=f"Address of /metrics and /healthz; port 0: any free port.  [default: {DEFAULT_METRICS}]",
-)
-@click.option(
-    "--metrics-beyond-loopback/--metrics-loopback-only",
-    default=None,
-    help="Allow a --metrics address that other machines reach, such as a pod's.",
-)
-@click.option(
-    "--events",
-    metavar="ADDR|off",
-    help=f"Publish KV events for indexers, such as {EXAMPLE_EVENTS}.  [default: off]",
-)
-@click.option(
-    "--event-hashes",
-    type=click.Choice(HASH_FORMS),
-    help="Form of block hashes in events; choose that of the engines' events.  [default: int]",
-)
-@click.option(
-    "--insecure/--secure",
-    default=None,
-    help="No TLS and no authentication: index, feeds, transfers, events beyond this machine. For"
-    " labs.",
-)
-@cluster_options
-@click.option(
-    "--quota",
-    multiple=True,
-    metavar="NAME=SHARE",
-    help="Dram guaranteed to a model (served name) or tenant, such as llama=30%; repeatable.",
-)
-@click.option(
-    "--allow-uid",
-    multiple=True,
-    metavar="UID",
-    help="Numeric user id whose engines may attach; repeatable.  [default: own uid and 0]",
-)
-@click.option(
-    "--log-level", type=click.Choice(LOG_LEVELS), help="Lowest level to log.  [default: info]"
-)
-@click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="YAML file with the names of the flags as keys; flags take precedence.",
-)
-def node(
-    config_path: Path | None,
-    allow_uid: tuple[str, ...],
-    quota: tuple[str, ...],
-    index: tuple[str, ...],
-    **flags: str | bool | None,
-) -> None:
+@settings_options(NodeSettings)
+def node(config_path: Path | None, **flags: Any) -> None:
     """Run the cache of this machine until SIGTERM. Engines with caches on CUDA are not served yet.
 
     A supervisor process holds the memory and restarts the node process when it ends: cached blocks
@@ -163,27 +66,15 @@ def node(
       allow-uid: [1000, 1001]
       quota: {llama: 30%, team-a: 20GiB}
     """
-    from kvstore.config.node import load_config, read_settings
+    from kvstore.config.node import load_config
+    from kvstore.config.reading import read_settings
     from kvstore.supervisor.begin import supervise
 
-    settings: dict[str, object] = {name.replace("_", "-"): value for name, value in flags.items()}
-    settings["allow-uid"] = list(allow_uid) or None
-    settings["index"] = list(index) or None
-    shares = [(q.rpartition("=") if "=" in q else (q, "", ""))[::2] for q in quota]
-    if len(dict(shares)) != len(shares):
-        fail("--quota names one model or tenant twice: keep one of them", code=2)
-    settings["quota"] = dict(shares) or None
-    try:
-        supervise(load_config(config_path, settings), read_settings(config_path, settings))
-    except ConfigError as error:
-        fail(str(error), code=2)
+    supervise(load_config(config_path, flags), read_settings(config_path, flags))
 
 
-cli.add_command(index)
-cli.add_command(certs)
-cli.add_command(inspect)
-cli.add_command(explain)
-cli.add_command(top)
+for _command in (index, certs, inspect, explain, top):
+    cli.add_command(_command)
 
 
 @cli.command()
@@ -221,12 +112,9 @@ def upgrade(socket: Path) -> None:
     Example:
       pip install --upgrade kvstore_llm-*.whl && kvstore upgrade
     """
-    from kvstore.supervisor.upgrade import UpgradeRefused, ask_for_upgrade
+    from kvstore.supervisor.upgrade import ask_for_upgrade
 
-    try:
-        click.echo(ask_for_upgrade(socket))
-    except (AttachError, UpgradeRefused) as error:
-        fail(str(error), code=1)
+    click.echo(ask_for_upgrade(socket))
 
 
 @cli.command()
@@ -256,11 +144,7 @@ def fsck(directory: Path, *, quarantine: bool, json_: bool) -> None:
     """
     from kvstore.cli.fsck import fsck as check_directory, reports_as_json, stores_in
 
-    stores = stores_in(directory)
-    try:
-        reports = [check_directory(store, quarantine=quarantine) for store in stores]
-    except ConfigError as error:
-        fail(str(error), code=2)
+    reports = [check_directory(store, quarantine=quarantine) for store in stores_in(directory)]
     if json_:
         click.echo(reports_as_json(reports))
     else:
@@ -336,6 +220,8 @@ def _run() -> None:
         fail(f"{message[0].lower()}{message[1:]}{see} '{path} --help'", code=2)
     except click.ClickException as error:
         fail(error.format_message(), code=2)
+    except KVStoreError as error:
+        fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except click.Abort:
         sys.exit(1)
 

@@ -10,11 +10,10 @@ import ipaddress
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.config.defaults import DEFAULT_METRICS, EXAMPLE_EVENTS
 from kvstore.errors import ConfigError
 
-EXAMPLE_EVENTS: Final = "ipc:///run/kvstore/events"
 PORT_MAX: Final = 65535
-DEFAULT_METRICS: Final = "127.0.0.1:9464"
 
 
 @dataclass(frozen=True, kw_only=True)

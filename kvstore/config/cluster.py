@@ -1,37 +1,32 @@
 """The configuration of what reaches beyond one machine: index, feed, certificates.
 
-Covers: settings of `kvstore index`, and the part of a node's that is about the cluster. Does not
-cover: the rest of a node (`config`), what files of certificates must be (`kvstore.client.tls`).
+Covers: what a replica is, and the part of a node's settings that is about the cluster. Does not
+cover: the rest of a node (`node`), what files of certificates must be (`kvstore.client.tls`).
 
 Ways to be wrong, each a ConfigError that says how to mend it: an address that is none; some of the
 three files but not all; neither files nor --insecure; a certificate that does not name what this
-component is; a name that cannot be one; a limit that is no number.
+component is; a name that cannot be one.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import platform
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from kvstore.client.index import address_parts
 from kvstore.client.tls import Tls, TlsFiles, is_name, load
 from kvstore.config.addresses import HttpConfig, address_of
-from kvstore.config.defaults import DEFAULT_ENTRIES, DEFAULT_LISTEN, FETCH_WHEN
+from kvstore.config.defaults import DEFAULT_ENTRIES, DEFAULT_LISTEN
 from kvstore.config.engine_sources import EngineSource, parse_sources
+from kvstore.config.settings import NodeSettings, TlsSettings
 from kvstore.config.transports import TransportConfig, parse_transport
 from kvstore.errors import ConfigError
-from kvstore.index.holdings import ENTRY_COUNT_MAX
 from kvstore.stores.address import StoreConfig
 
-ENTRIES_MIN: Final = 1 << 16
-_THOUSANDS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 INDEX_COUNT_MAX: Final = 16
 
 
@@ -93,47 +88,22 @@ class ClusterConfig:
     """What `tls` was read from."""
 
 
-class TlsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The four settings that every component has."""
-
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    insecure: bool = False
-
-    def files(self) -> TlsFiles | None:
-        """All three, or none."""
-        if self.ca is None or self.cert is None or self.key is None:
-            return None
-        return TlsFiles(ca=Path(self.ca), cert=Path(self.cert), key=Path(self.key))
-
-
-def resolve_cluster(
-    *,
-    indexes: Sequence[str],
-    engine_events: Sequence[str],
-    index_listen: str | None,
-    index_entries: int | str | None,
-    peer_listen: str | None,
-    transport: str | None,
-    fetch: str | None,
-    node_name: str | None,
-    tls: TlsSettings,
-) -> ClusterConfig | None:
+def resolve_cluster(settings: NodeSettings) -> ClusterConfig | None:
     """A node's part in a cluster; None when it has none. Raises ConfigError."""
-    if not indexes and index_listen is None:
-        _refuse_lonely(engine_events, index_entries, peer_listen, transport, fetch, tls)
+    given = settings.index or []
+    indexes = [given] if isinstance(given, str) else given
+    if not indexes and settings.index_listen is None:
         return None
-    loaded = resolve_tls(tls, what="the index")
+    loaded = resolve_tls(settings, what="the index")
     certified = loaded.name_as("node") if loaded else ""
     if loaded is not None and not certified:
         raise ConfigError(
-            f"--cert {tls.cert} names no node: make one with 'kvstore certs DIR --node NAME'"
+            f"--cert {settings.cert} names no node: make one with 'kvstore certs DIR --node NAME'"
         )
-    name = node_name or certified or platform.node().lower()
+    name = settings.node_name or certified or platform.node().lower()
     if loaded is not None and name != certified:
         raise ConfigError(
-            f"node-name is {name!r}, but --cert {tls.cert} is of node {certified!r}: leave"
+            f"node-name is {name!r}, but --cert {settings.cert} is of node {certified!r}: leave"
             " node-name out, or give the certificate of this node"
         )
     if not is_name(name):
@@ -142,56 +112,30 @@ def resolve_cluster(
             " and '.'"
         )
     replica = None
-    if index_listen is not None:
-        replica = resolve_replica(index_listen, index_entries, option="--index-listen")
+    if settings.index_listen is not None:
+        entries = settings.index_entries or DEFAULT_ENTRIES
+        replica = resolve_replica(settings.index_listen, entries, option="--index-listen")
         if loaded is not None and not loaded.name_as("index"):
             raise ConfigError(
-                f"--cert {tls.cert} is of a node only, and --index-listen makes it an index, too:"
-                " make one with 'kvstore certs DIR --node NAME --with-index'"
+                f"--cert {settings.cert} is of a node only, and --index-listen makes it an index,"
+                " too: make one with 'kvstore certs DIR --node NAME --with-index'"
             )
-    elif index_entries is not None:
-        raise ConfigError("index-entries is about --index-listen: add that, or leave it out")
     return ClusterConfig(
         node=name,
         indexes=_indexes(indexes),
         replica=replica,
-        engines=parse_sources(engine_events, insecure=tls.insecure),
-        peers=_peers(peer_listen, transport, fetch, has_tls=loaded is not None),
+        engines=parse_sources(settings.engine_events or (), insecure=settings.insecure),
+        peers=_peers(settings, has_tls=loaded is not None),
         tls=loaded,
-        files=tls.files() if loaded else None,
+        files=loaded and _files(settings),
     )
-
-
-def _refuse_lonely(
-    engine_events: Sequence[str],
-    entries: object,
-    peer_listen: object,
-    transport: object,
-    fetch: object,
-    tls: TlsSettings,
-) -> None:
-    given = {
-        "engine-events": engine_events or None,
-        "index-entries": entries,
-        "peer-listen": peer_listen,
-        "transport": transport,
-        "fetch": fetch,
-        "ca": tls.ca,
-        "cert": tls.cert,
-        "key": tls.key,
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} is about a cluster: add --index or --index-listen, or leave it out"
-            )
 
 
 def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
     """The certificate of a component; None with --insecure and no files. Raises ConfigError."""
     if settings.insecure and not any((settings.ca, settings.cert, settings.key)):
         return None
-    files = settings.files()
+    files = _files(settings)
     if files is None:
         raise ConfigError(
             f"{what} needs TLS: give --ca, --cert and --key ('kvstore certs' makes some for a lab),"
@@ -200,26 +144,21 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
     return load(files)
 
 
-def resolve_replica(listen: str, entries: int | str | None, *, option: str) -> ReplicaConfig:
+def _files(settings: TlsSettings) -> TlsFiles | None:
+    """All three, or none."""
+    if settings.ca is None or settings.cert is None or settings.key is None:
+        return None
+    return TlsFiles(ca=Path(settings.ca), cert=Path(settings.cert), key=Path(settings.key))
+
+
+def resolve_replica(listen: str, entries: int, *, option: str) -> ReplicaConfig:
     """Raises ConfigError."""
     found = address_of(listen)
     if found is None:
         raise ConfigError(
             f"{option} {listen!r} must be an IP address and a port, such as {DEFAULT_LISTEN}"
         )
-    count = DEFAULT_ENTRIES if entries is None else _count(str(entries))
-    if not ENTRIES_MIN <= count <= ENTRY_COUNT_MAX:
-        raise ConfigError(
-            f"entries {entries!r} must be a number from {ENTRIES_MIN} to {ENTRY_COUNT_MAX}, such as"
-            f" {DEFAULT_ENTRIES} or 10M"
-        )
-    return ReplicaConfig(host=str(found[0]), port=found[1], entry_count_max=count, option=option)
-
-
-def _count(text: str) -> int:
-    """Of 10000000, 10_000_000 or 10M; 0: it is none."""
-    found = re.fullmatch(r"(\d[\d_]*)([kKMG]?)", text, re.ASCII)
-    return int(found[1].replace("_", "")) * _THOUSANDS[found[2].upper()] if found else 0
+    return ReplicaConfig(host=str(found[0]), port=found[1], entry_count_max=entries, option=option)
 
 
 def _indexes(texts: Sequence[str]) -> tuple[str, ...]:
@@ -230,13 +169,9 @@ def _indexes(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _peers(
-    listen: str | None, transport: str | None, fetch: str | None, *, has_tls: bool
-) -> PeerConfig | None:
+def _peers(settings: NodeSettings, *, has_tls: bool) -> PeerConfig | None:
+    listen, transport = settings.peer_listen, settings.transport
     if listen is None:
-        for name, value in (("transport", transport), ("fetch", fetch)):
-            if value is not None:
-                raise ConfigError(f"{name} is about --peer-listen: add that, or leave it out")
         return None
     found = address_of(listen)
     if found is None or found[0].is_unspecified:
@@ -249,11 +184,11 @@ def _peers(
         raise ConfigError(
             f"transport {transport!r} is at the port of peer-listen: they are two; choose another"
         )
-    when = fetch or FETCH_WHEN[0]
-    if when not in FETCH_WHEN:
-        raise ConfigError(f"fetch {when!r} must be one of {', '.join(FETCH_WHEN)}")
     return PeerConfig(
-        host=str(found[0]), port=found[1], transport=chosen, is_fetched_always=when == "always"
+        host=str(found[0]),
+        port=found[1],
+        transport=chosen,
+        is_fetched_always=settings.fetch == "always",
     )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
+DEFAULT_METRICS: Final = "127.0.0.1:9464"
+EXAMPLE_EVENTS: Final = "ipc:///run/kvstore/events"
 DEFAULT_LISTEN: Final = "127.0.0.1:9470"
 """Of an index."""
 DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
 DEFAULT_ENTRIES: Final = 10_000_000
-HASH_FORMS: Final = ("int", "bytes")
-"""The first is the default."""
-LOG_LEVELS: Final = ("debug", "info", "warning", "error")
-FETCH_WHEN: Final = ("auto", "always")
+ENTRIES_MIN: Final = 1 << 16
+ENTRIES_MAX: Final = 1 << 29
 CERTIFICATE_DAYS: Final = 365
 TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
 """Of `kvstore inspect`."""

@@ -1,15 +1,13 @@
-"""The configuration of a node: one frozen tree, made from flags and YAML.
+"""The configuration of a node: one frozen tree, made from its settings.
 
-Covers: every setting with its default and meaning, sizes that fit the machine, the sentence an
-operator reads when one does not. Does not cover: how the command line is spelled
-(`kvstore.cli.main`), addresses (`addresses`), what is about a cluster (`cluster`).
+Covers: sizes that fit the machine, the sentence an operator reads when one does not. Does not
+cover: what can be set (`settings`), addresses (`addresses`), what is about a cluster (`cluster`).
 
-Ways to be wrong, each a ConfigError that says how to mend it: unknown key; value of another type;
-text that is no size; dram larger than the memory there is; slab larger than dram; an address
-beyond loopback without the opt-in; events on what is no address; quotas
-that are no shares, or more than there is; a file tier that is no PATH:SIZE
-or too small; a scrub that is no rate; a policy or admission that does not exist; limits of writes
-without a file tier, or too small for a block.
+Ways to be wrong, each a ConfigError that says how to mend it: those of `reading`; text that is no
+size; dram larger than the memory there is; slab larger than dram; an address beyond loopback
+without the opt-in; events on what is no address; quotas that are no shares, or more than there is;
+a file tier that is no PATH:SIZE or too small; a scrub that is no rate; limits of writes too small
+for a block.
 """
 
 from __future__ import annotations
@@ -20,40 +18,29 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
-
-import msgspec
-import yaml
+from typing import Any, Final
 
 from kvstore.arena import huge_page_pool
-from kvstore.config.addresses import (
-    DEFAULT_METRICS,
-    HttpConfig,
-    http_config,
-    no_events_address,
-    tcp_endpoints,
-)
-from kvstore.config.cluster import ClusterConfig, TlsSettings, resolve_cluster
-from kvstore.config.defaults import DEFAULT_SOCKET, HASH_FORMS, LOG_LEVELS
+from kvstore.config.addresses import HttpConfig, http_config, no_events_address, tcp_endpoints
+from kvstore.config.cluster import ClusterConfig, resolve_cluster
+from kvstore.config.defaults import DEFAULT_SOCKET
 from kvstore.config.disk_room import refuse_what_cannot_hold
 from kvstore.config.machine import available_memory
-from kvstore.engine import MOVING_SHARE, POLICIES, QUOTA_COUNT_MAX, AdmissionMode
+from kvstore.config.reading import load_settings
+from kvstore.config.settings import NodeSettings
+from kvstore.engine import MOVING_SHARE, QUOTA_COUNT_MAX, AdmissionMode
 from kvstore.errors import ConfigError
 from kvstore.tiers.file import FileConfig
 from kvstore.tiers.scrub import AUTO, ScrubRate
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.units import KIB, MIB, format_size, parse_size
-from kvstore.wording import why_not
 
-DEFAULT_POLICY: Final = "lru"
-DEFAULT_ADMISSION: Final = AdmissionMode.ALL
 UID_MAX: Final = (1 << 32) - 2
 ARENA_BYTES_MIN: Final = 4 * SLOT_BYTES_MIN
 SLAB_BYTES_AUTO_MAX: Final = 64 * MIB
 SCRUB_BYTES_MIN: Final = 64 * KIB
 SOCKET_PATH_BYTES_MAX: Final = 107 - len(".lock")
 """The kernel's limit for a unix socket path, less the longest suffix we add."""
-_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,53 +87,6 @@ class NodeConfig:
     log_level: str
 
 
-class Settings(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab", kw_only=True
-):
-    """The settings as an operator writes them, in YAML with the names of the flags."""
-
-    socket: str = DEFAULT_SOCKET
-    dram: str | int = "auto"
-    policy: str = DEFAULT_POLICY
-    file: str | None = None
-    file_admission: str = DEFAULT_ADMISSION.value
-    file_writes_per_day: str | int | None = None
-    node_name: str | None = None
-    slab: str | int = "auto"
-    scrub: str | int | bool = "auto"
-    metrics: str | int | bool = DEFAULT_METRICS
-    metrics_beyond_loopback: bool = False
-    events: str | bool = "off"
-    event_hashes: str | None = None
-    insecure: bool = False
-    index: list[str] | str | None = None
-    engine_events: list[str] | None = None
-    index_listen: str | None = None
-    index_entries: str | int | None = None
-    peer_listen: str | None = None
-    transport: str | None = None
-    fetch: str | None = None
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    quota: dict[str, str | int] | None = None
-    allow_uid: list[int | str] | int | str | None = None
-    log_level: str = "info"
-
-
-def read_settings(path: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a YAML file, if any, overridden by flags that are not None.
-
-    `flags` has the keys of `Settings` in YAML spelling.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    merged = {} if path is None else _read_yaml(path)
-    merged.update({name: value for name, value in flags.items() if value is not None})
-    return merged
-
-
 def load_config(
     path: Path | None, flags: Mapping[str, Any], *, arena: tuple[int, str] | None = None
 ) -> NodeConfig:
@@ -157,61 +97,11 @@ def load_config(
     Raises:
         ConfigError: one sentence: what is wrong and how to mend it.
     """
-    return _resolve(convert_settings(path, flags, Settings), arena)
+    return _resolve(load_settings(path, flags, NodeSettings), arena)
 
 
-def convert_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -> _S:
-    """The settings of `read_settings` as a struct of these. Raises ConfigError."""
-    try:
-        return msgspec.convert(read_settings(path, flags), kind)
-    except msgspec.ValidationError as error:
-        where = f"--config {path}" if path else "configuration"
-        raise ConfigError(f"{where}: {why_not(error, kind)}") from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), path)
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {_summary(error)}") from None
-    except RecursionError:
-        raise ConfigError(
-            f"--config {path} is nested too deeply: it holds lines such as 'dram: 64GiB'"
-        ) from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"--config {path} must hold lines such as 'dram: 64GiB'")
-    return content
-
-
-def _summary(error: Exception) -> str:
-    """One line; PyYAML's own has the text's name, which is not the file's, several times."""
-    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
-        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
-    return " ".join(str(error).split())
-
-
-def _refuse_duplicates(document: yaml.Node | None, path: Path) -> None:
-    """YAML lets the last of two equal keys win, silently; an operator meant one of them."""
-    if isinstance(document, yaml.MappingNode):
-        names = [str(key.value) for key, _ in document.value]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"--config {path} has {name!r} twice: keep one of them")
-
-
-def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
+def _resolve(settings: NodeSettings, arena: tuple[int, str] | None) -> NodeConfig:
     dram_bytes, note = arena or _dram(settings.dram)
-    level = settings.log_level.lower()
-    if level not in LOG_LEVELS:
-        raise ConfigError(f"log-level {level!r} is unknown: use one of {', '.join(LOG_LEVELS)}")
-    if settings.policy not in POLICIES:
-        raise ConfigError(f"policy {settings.policy!r} is unknown: use {' or '.join(POLICIES)}")
     slab_bytes = _slab(settings.slab, dram_bytes)
     scrub = _scrub(settings.scrub)
     if settings.node_name is not None and not _has_use_for_a_name(settings):
@@ -229,38 +119,22 @@ def _resolve(settings: Settings, arena: tuple[int, str] | None) -> NodeConfig:
         slab_bytes=slab_bytes,
         policy=settings.policy,
         file=file,
-        file_admission=_file_admission(settings),
+        file_admission=AdmissionMode(settings.file_admission),
         file_day_bytes=_file_day_bytes(settings, slab_bytes=slab_bytes),
         scrub=scrub,
         http=http_config(settings.metrics, beyond_loopback=settings.metrics_beyond_loopback),
         events=_events(settings),
-        cluster=_cluster(settings),
+        cluster=resolve_cluster(settings),
         quotas=_quotas(settings.quota or {}, dram_bytes=dram_bytes),
         allow_uids=_uids(settings.allow_uid),
-        log_level=level,
+        log_level=settings.log_level,
     )
 
 
-def _has_use_for_a_name(settings: Settings) -> bool:
+def _has_use_for_a_name(settings: NodeSettings) -> bool:
     has_events = settings.events not in (False, "off")
     has_cluster = bool(settings.index) or settings.index_listen is not None
     return has_events or has_cluster or (settings.file or "").endswith(",shared")
-
-
-def _cluster(settings: Settings) -> ClusterConfig | None:
-    return resolve_cluster(
-        indexes=[settings.index] if isinstance(settings.index, str) else settings.index or [],
-        engine_events=settings.engine_events or (),
-        index_listen=settings.index_listen,
-        index_entries=settings.index_entries,
-        peer_listen=settings.peer_listen,
-        transport=settings.transport,
-        fetch=settings.fetch,
-        node_name=settings.node_name,
-        tls=TlsSettings(
-            ca=settings.ca, cert=settings.cert, key=settings.key, insecure=settings.insecure
-        ),
-    )
 
 
 def _file(
@@ -307,23 +181,9 @@ def _scrub(text: str | int | bool) -> ScrubRate | None:
     return ScrubRate(size, daily=False)
 
 
-def _file_admission(settings: Settings) -> AdmissionMode:
-    modes = {mode.value: mode for mode in AdmissionMode}
-    if settings.file_admission not in modes:
-        raise ConfigError(
-            f"file-admission {settings.file_admission!r} is unknown: use {' or '.join(modes)}"
-        )
-    mode = modes[settings.file_admission]
-    if settings.file is None and mode is not DEFAULT_ADMISSION:
-        raise ConfigError("file-admission is about the file tier: add --file, or leave it out")
-    return mode
-
-
-def _file_day_bytes(settings: Settings, *, slab_bytes: int) -> int:
+def _file_day_bytes(settings: NodeSettings, *, slab_bytes: int) -> int:
     if settings.file_writes_per_day is None:
         return 0
-    if settings.file is None:
-        raise ConfigError("file-writes-per-day is about the file tier: add --file, or leave it out")
     size = _size("file-writes-per-day", settings.file_writes_per_day)
     # A block is never larger than a slab: each can be written some day. Its page comes on top.
     if size < 2 * slab_bytes:
@@ -425,18 +285,11 @@ def _no_quota(name: str, text: str | int) -> str:
     )
 
 
-def _events(settings: Settings) -> EventsConfig | None:
+def _events(settings: NodeSettings) -> EventsConfig | None:
     """ipc:///PATH, with the replay socket at PATH.replay, or tcp://ADDRESS:PORT, with it one port
     above; port 0 lets the kernel choose both."""
-    hashes = settings.event_hashes or HASH_FORMS[0]
     if settings.events is False or settings.events == "off":
-        if settings.event_hashes is not None:
-            raise ConfigError("event-hashes is about events: add --events, or leave it out")
         return None
-    if hashes not in HASH_FORMS:
-        raise ConfigError(
-            f"event-hashes {settings.event_hashes!r} is unknown: use one of {', '.join(HASH_FORMS)}"
-        )
     kind, _, place = str(settings.events).partition("://")
     beyond_loopback = False
     if kind == "ipc" and place.startswith("/"):
@@ -450,7 +303,7 @@ def _events(settings: Settings) -> EventsConfig | None:
         replay_endpoint=endpoints[1],
         node=settings.node_name or platform.node(),
         beyond_loopback=beyond_loopback,
-        whole_hashes=hashes == "bytes",
+        whole_hashes=settings.event_hashes == "bytes",
     )
 
 

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from kvstore.cli.main import cli
-from kvstore.config.index import IndexSettings
-from kvstore.config.node import Settings
+from kvstore.config.settings import IndexSettings, NodeSettings, table
 from kvstore.obs.metrics import BY_NAME
 from scripts import reference
 
@@ -29,8 +28,8 @@ def test_every_setting_is_on_its_page() -> None:
     keys = re.findall(
         r"^\| `--.*?` \| `([a-z-]+)` \|", PAGES["reference/settings.md"], re.MULTILINE
     )
-    fields = [*Settings.__struct_encode_fields__, *IndexSettings.__struct_encode_fields__]
-    assert sorted(keys) == sorted(fields)
+    rows = [*table(NodeSettings), *table(IndexSettings)]
+    assert sorted(keys) == sorted(row.key for row in rows)
 
 
 def test_every_command_and_decision_is_on_its_page() -> None:

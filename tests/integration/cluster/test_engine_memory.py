@@ -109,5 +109,5 @@ def test_an_attached_engine_says_where_it_publishes_and_is_gone_with_its_schedul
 
 def test_events_of_engines_are_about_a_cluster(tmp_path: Path) -> None:
     flags = ("--engine-events", f"e=ipc:///x,space={SPACE.hex()}")
-    with pytest.raises(NodeFailed, match=r"engine-events is about a cluster: add --index"):
+    with pytest.raises(NodeFailed, match=r"engine-events does nothing without --index"):
         NodeProcess.start(tmp_path, flags=flags)

@@ -69,7 +69,7 @@ def test_without_a_quota_the_greedy_one_takes_it_all(tmp_path: Path) -> None:
         (["--quota", "a=60%", "--quota", "b=60%"], "quotas promise .* more than dram has"),
         (["--quota", "llama"], "must be NAME=SHARE, such as llama=30%"),
         (["--quota", "llama="], "must be NAME=SHARE, such as llama=30%"),
-        (["--quota", "a=1%", "--quota", "a=2%"], "names one model or tenant twice"),
+        (["--quota", "a=1%", "--quota", "a=2%"], "--quota names 'a' twice: keep one"),
     ],
 )
 def test_a_wrong_quota_is_one_sentence(tmp_path: Path, flags: list[str], sentence: str) -> None:

@@ -30,7 +30,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     ("arguments", "sentence"),
     [
         (["tiers", "--index", "h:1", "--insecure"], "--index is for 'kvstore inspect nodes' and"),
-        (["nodes", "--insecure"], "--insecure is about the index: add --index HOST:PORT"),
+        (["nodes", "--insecure"], "--insecure does nothing without --index: add that, or leave"),
         (["nodes", "--index", "h:1"], "the index needs TLS: give --ca, --cert and --key"),
         (["nodes", "--index", "h", "--insecure"], "index 'h' must be HOST:PORT"),
         (["prefix", "--keys-file", "x", "--text", "y"], "name one prompt: --tokens-file FILE, --"),
@@ -61,7 +61,7 @@ def test_an_index_that_is_not_there_is_one_sentence(typed: Typed) -> None:
     ("arguments", "sentence"),
     [
         ([], "top draws on a terminal: add --once or --json for scripts"),
-        (["--once", "--ca", "x"], "--ca is about the index: add --index HOST:PORT"),
+        (["--once", "--ca", "x"], "--ca does nothing without --index: add that, or leave --ca out"),
         (["--json", "--interval", "0.1"], "'--interval': 0.1 is not in the range 0.5<=x<=60"),
         (["--once", "--index", "h:1"], "the index needs TLS: give --ca, --cert and --key"),
     ],

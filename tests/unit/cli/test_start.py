@@ -134,7 +134,7 @@ def test_a_module_that_cannot_be_read_is_one_sentence() -> None:
 import importlib.machinery as machinery, sys
 real = machinery.SourceFileLoader.get_data
 def get_data(loader, path):
-    if "/config/addresses." in path or "addresses.cpython" in path:
+    if "/config/settings." in path or "settings.cpython" in path:
         raise PermissionError(13, "Permission denied", path)
     return real(loader, path)
 machinery.SourceFileLoader.get_data = get_data
@@ -143,4 +143,4 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"kvstore: \S+/addresses\.py cannot be read: install it .*\n", done.stderr)
+    assert re.fullmatch(r"kvstore: \S+/settings\.py cannot be read: install it .*\n", done.stderr)

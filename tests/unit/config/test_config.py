@@ -162,13 +162,19 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"file": f"{__file__}/x:1GiB"}, f"{__file__} is a file, not a directory: give --file a"),
         ({"file": "/x:big"}, "file: 'big' is not a size"),
         ({"quota": {"llama": 30}}, "quota llama=30 is 30 B, less than any block"),
-        ({"policy": "fifo"}, "policy 'fifo' is unknown: use lru or reuse"),
+        ({"policy": "fifo"}, "policy 'fifo' must be one of lru, reuse"),
         (
             {"file": "/x:1GiB", "file-admission": "some"},
-            "file-admission 'some' is unknown: use all or second-sight",
+            "file-admission 'some' must be one of all, second-sight",
         ),
-        ({"file-admission": "second-sight"}, "about the file tier: add --file, or leave it out"),
-        ({"file-writes-per-day": "1TiB"}, "about the file tier: add --file, or leave it out"),
+        (
+            {"file-admission": "second-sight"},
+            "does nothing without --file: add that, or leave --file-",
+        ),
+        (
+            {"file-writes-per-day": "1TiB"},
+            "does nothing without --file: add that, or leave --file-",
+        ),
         ({"file": "/x:1GiB", "file-writes-per-day": "much"}, "'much' is not a size"),
         (
             {"file": "/x:1GiB", "file-writes-per-day": "511KiB"},
@@ -189,8 +195,11 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"events": "inproc://x"}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
         ({"events": True}, "must be ipc:///PATH or tcp://ADDRESS:PORT"),
         ({"events": "ipc:///" + "x" * 105}, "choose a shorter one"),
-        ({"event-hashes": "int"}, "event-hashes is about events: add --events, or leave it out"),
-        ({"events": "ipc:///x", "event-hashes": "hex"}, "use one of int, bytes"),
+        ({"event-hashes": "int"}, "--event-hashes does nothing without --events: add that"),
+        (
+            {"events": "ipc:///x", "event-hashes": "hex"},
+            "event-hashes 'hex' must be one of bytes, int",
+        ),
         (
             {"quota": {"llama": "60%", "qwen": "50%"}},
             "quotas promise 1.1 MiB, more than dram has, 1",
@@ -201,7 +210,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"quota": {"": "30%"}}, "must be NAME=SHARE"),
         ({"quota": {str(n): "1%" for n in range(65)}}, "65 quotas are more than 64: give fewer"),
         ({"quota": ["llama"]}, "quota must be a mapping or empty, not a list"),
-        ({"log-level": "loud"}, "use one of debug, info, warning, error"),
+        ({"log-level": "loud"}, "log-level 'loud' must be one of debug, error, info, warning"),
         ({"allow-uid": [-1]}, "allow-uid '-1' must be a numeric user id"),
         ({"allow-uid": 0xFFFF_FFFF}, "allow-uid '4294967295' must be a numeric user id"),
         ({"allow-uid": []}, "must name numeric user ids"),

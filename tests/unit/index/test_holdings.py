@@ -8,8 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from kvstore.config.cluster import ENTRIES_MIN
-from kvstore.config.defaults import DEFAULT_ENTRIES
+from kvstore.config.defaults import DEFAULT_ENTRIES, ENTRIES_MIN
 from kvstore.index import holdings
 from kvstore.index.check import check_holdings
 from kvstore.index.holdings import Holdings

@@ -1,0 +1,105 @@
+"""Settings as an operator writes them, YAML and flags, to the table's own types (`settings`).
+
+Ways to be wrong, each a ConfigError that says how to mend it: a file that cannot be read, is no
+YAML or has a key twice; an unknown key; a value of another type; no choice; a number beyond its
+bounds; a setting without the one that it is about.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import yaml
+
+from kvstore.config.settings import DaemonSettings, Setting, refuse_what_does_nothing, table
+from kvstore.errors import ConfigError
+from kvstore.wording import why_not
+
+_S = TypeVar("_S", bound=DaemonSettings)
+_THOUSANDS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def read_settings(path: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a YAML file, if any, overridden by flags that are not None.
+
+    `flags` has names or keys of settings; the result has keys.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    merged = {} if path is None else _read_yaml(path)
+    given = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
+    return merged | given
+
+
+def load_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -> _S:
+    """The settings of `read_settings` as a program has them. Raises ConfigError."""
+    given, rows = read_settings(path, flags), table(kind)
+    for row in rows:
+        value = given.get(row.key)
+        if row.within is not None and value is not None:
+            given[row.key] = _number(row, value, *row.within)
+        elif row.choices and isinstance(value, str):
+            given[row.key] = value.lower()
+    fields = [(row.name, row.kind, row.default) for row in rows]
+    checked = msgspec.defstruct(kind.__name__, fields, rename="kebab", forbid_unknown_fields=True)
+    try:
+        values = msgspec.structs.asdict(msgspec.convert(given, checked))
+    except msgspec.ValidationError as error:
+        where = f"--config {path}" if path else "configuration"
+        raise ConfigError(f"{where}: {why_not(error, checked)}") from None
+    settings = kind(**values)
+    refuse_what_does_nothing(settings)
+    return settings
+
+
+def _number(row: Setting, value: object, least: int, most: int) -> int:
+    """Of 10000000, 10_000_000 or 10M."""
+    found = re.fullmatch(r"(\d[\d_]*)([kKMG]?)", str(value), re.ASCII)
+    number = int(found[1].replace("_", "")) * _THOUSANDS[found[2].upper()] if found else -1
+    if not least <= number <= most:
+        raise ConfigError(
+            f"{row.key} {value!r} must be a number from {least} to {most}, such as"
+            f" {row.default_text} or 10M"
+        )
+    return number
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        _refuse_duplicates(yaml.compose(text, Loader=yaml.SafeLoader), path)
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not YAML: {_summary(error)}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"--config {path} is nested too deeply: it holds lines such as 'dram: 64GiB'"
+        ) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"--config {path} must hold lines such as 'dram: 64GiB'")
+    return content
+
+
+def _summary(error: Exception) -> str:
+    """One line; PyYAML's own has the text's name, which is not the file's, several times."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def _refuse_duplicates(document: yaml.Node | None, path: Path) -> None:
+    """YAML lets the last of two equal keys win, silently; an operator meant one of them."""
+    if isinstance(document, yaml.MappingNode):
+        names = [str(key.value) for key, _ in document.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"--config {path} has {name!r} twice: keep one of them")

@@ -1,0 +1,368 @@
+"""The settings of every program: one table, from which all else about them is made.
+
+    policy: Literal["lru", "reuse"] = setting(MEMORY, "lru", "Eviction order: …")
+    name    kind and choices                  group   default meaning
+
+Flags and `--help` (`kvstore.cli.commands`), YAML keys and checks (`reading`) and the reference page
+(`scripts/reference.py`) are loops over `table`. A new setting is one field here, and its use where
+a node or an index is configured. Imports the standard library only: `--help` answers at once.
+"""
+
+# No postponed annotations: the kinds of all fields are read whenever a command starts.
+from types import UnionType
+from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from kvstore.config.defaults import (
+    DEFAULT_ENTRIES,
+    DEFAULT_INDEX_METRICS,
+    DEFAULT_LISTEN,
+    DEFAULT_METRICS,
+    DEFAULT_SOCKET,
+    ENTRIES_MAX,
+    ENTRIES_MIN,
+    EXAMPLE_EVENTS,
+)
+from kvstore.errors import ConfigError
+
+MEMORY: Final = "Memory and eviction"
+DISK: Final = "Disk tier"
+PAGES: Final = "Engines and pages"
+EVENTS: Final = "KV events"
+CLUSTER: Final = "Cluster"
+_A_CLUSTER: Final = ("index", "index_listen")
+_ENTRIES: Final = (ENTRIES_MIN, ENTRIES_MAX)
+
+
+class Setting:
+    """One entry of the table: a field of a class of `Settings`.
+
+    Args:
+        group: on the reference page.
+        default: None: not given.
+        meaning: for operators.
+        metavar: of its value.
+        shown: the default in words, where it is none of a value.
+        needs: names of settings, without one of which it does nothing.
+        off: the flag that switches it off again.
+        within: it is a number from the first to the second; K, M and G may stand for thousands.
+    """
+
+    name: str
+    key: str
+    """In YAML, and behind the dashes of the flag."""
+
+    def __init__(
+        self,
+        group: str,
+        default: object,
+        meaning: str,
+        *,
+        metavar: str = "",
+        shown: str = "",
+        needs: tuple[str, ...] = (),
+        off: str = "",
+        within: tuple[int, int] | None = None,
+    ) -> None:
+        self.group, self.default, self.meaning, self.metavar = group, default, meaning, metavar
+        self.needs, self.off, self.within = needs, off, within
+        is_told = default is not None and not isinstance(default, bool)
+        self.default_text = shown or (str(default) if is_told else "")
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.key, self._owner = name, name.replace("_", "-"), owner
+
+    @property
+    def kind(self) -> Any:
+        """What YAML may hold, as the field is annotated."""
+        kind = self._owner.__annotations__[self.name]
+        return get_type_hints(self._owner)[self.name] if isinstance(kind, str) else kind
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Of a Literal; empty: any."""
+        found = (get_args(kind) for kind in _parts(self.kind) if get_origin(kind) is Literal)
+        return next(found, ())
+
+    def holds(self, kind: type) -> bool:
+        """Whether its value may be of this kind."""
+        return any(each is kind or get_origin(each) is kind for each in _parts(self.kind))
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def setting(group: str, default: object, meaning: str, **more: Any) -> Any:
+    """A field of a table, whose type is that of its value."""
+    return Setting(group, default, meaning, **more)
+
+
+class Settings:
+    """Values of a table."""
+
+    def __init__(self, **values: Any) -> None:
+        """Of all or some of them by name; the others have their defaults."""
+        vars(self).update({row.name: row.default for row in table(type(self))} | values)
+
+
+def table(kind: type[Settings]) -> list[Setting]:
+    """The settings of a program: its own first, then those that it shares."""
+    own = (each for parent in kind.__mro__ for each in vars(parent).values())
+    found: dict[str, Setting] = {}
+    for each in own:
+        if isinstance(each, Setting):
+            found.setdefault(each.name, each)
+    return list(found.values())
+
+
+def refuse_what_does_nothing(settings: Settings) -> None:
+    """Raises ConfigError: a setting is there without another that it is about."""
+    rows = {row.name: row for row in table(type(settings))}
+    given = {
+        row.name
+        for row in rows.values()
+        if (value := getattr(settings, row.name)) and value != row.default
+    }
+    for name in rows:
+        needed = [other for other in rows[name].needs if other in rows]
+        if name in given and needed and not given & set(needed):
+            flags = " or ".join(f"--{rows[other].key}" for other in needed)
+            flag = f"--{rows[name].key}"
+            raise ConfigError(f"{flag} does nothing without {flags}: add that, or leave {flag} out")
+
+
+def _metrics(default: str) -> Any:
+    meaning = "Address of /metrics and /healthz; port 0: any free port."
+    return setting(PAGES, default, meaning, metavar="ADDR|off")
+
+
+class TlsSettings(Settings):
+    """What every component of a cluster has."""
+
+    ca: str | None = setting(
+        CLUSTER, None, "CA certificate of the cluster.", metavar="FILE", needs=_A_CLUSTER
+    )
+    cert: str | None = setting(
+        CLUSTER, None, "Certificate of this process.", metavar="FILE", needs=_A_CLUSTER
+    )
+    key: str | None = setting(
+        CLUSTER, None, "Private key of that certificate.", metavar="FILE", needs=_A_CLUSTER
+    )
+    insecure: bool = setting(
+        CLUSTER, False, "No TLS and no authentication. For labs.", off="secure"
+    )
+
+
+class DaemonSettings(TlsSettings):
+    """What node and index have."""
+
+    metrics: str | int | bool = _metrics(DEFAULT_METRICS)
+    metrics_beyond_loopback: bool = setting(
+        PAGES,
+        False,
+        "Allow a --metrics address that other machines reach, such as a pod's.",
+        off="metrics-loopback-only",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        PAGES, "info", "Lowest level to log."
+    )
+
+
+class NodeSettings(DaemonSettings):
+    """Of `kvstore node`."""
+
+    dram: str | int = setting(
+        MEMORY,
+        "auto",
+        "Memory for blocks; auto: half of the available memory.",
+        metavar="SIZE|auto",
+    )
+    policy: Literal["lru", "reuse"] = setting(
+        MEMORY,
+        "lru",
+        "Eviction order: lru evicts the least recently used blocks; reuse evicts blocks that only"
+        " one request used before the others.",
+    )
+    quota: dict[str, str | int] | None = setting(
+        MEMORY,
+        None,
+        "Dram guaranteed to a model (served name) or tenant, such as llama=30%; repeatable.",
+        metavar="NAME=SHARE",
+    )
+    slab: str | int = setting(
+        MEMORY, "auto", "Unit of dram given to one block size.", metavar="SIZE|auto"
+    )
+    scrub: str | int | bool = setting(
+        MEMORY,
+        "auto",
+        "Background verification of memory and disk. auto: each once a day, at most 32MiB/s; SIZE:"
+        " continuously, that much per second and tier.",
+        metavar="auto|SIZE|off",
+    )
+    file: str | None = setting(
+        DISK,
+        None,
+        "Keep blocks on disk too; ',shared': several nodes use one directory. The node indexes at"
+        " most SIZE / 256KiB blocks; smaller blocks leave a part of SIZE unused.",
+        metavar="PATH:SIZE[,shared]",
+    )
+    file_admission: Literal["all", "second-sight"] = setting(
+        DISK,
+        "all",
+        "Blocks to write to disk: all, or those that a second request asks for.",
+        needs=("file",),
+    )
+    file_writes_per_day: str | int | None = setting(
+        DISK,
+        None,
+        "Daily budget of disk writes. Near its end only blocks of second-sight are written, then"
+        " none; reads continue.",
+        metavar="SIZE",
+        shown="no limit",
+        needs=("file",),
+    )
+    socket: str = setting(PAGES, DEFAULT_SOCKET, "Attach socket of the node.", metavar="PATH")
+    allow_uid: list[int | str] | int | str | None = setting(
+        PAGES,
+        None,
+        "Numeric user id whose engines may attach; repeatable.",
+        metavar="UID",
+        shown="own uid and 0",
+    )
+    events: str | bool = setting(
+        EVENTS,
+        "off",
+        f"Publish KV events for indexers, such as {EXAMPLE_EVENTS}.",
+        metavar="ADDR|off",
+    )
+    event_hashes: Literal["int", "bytes"] | None = setting(
+        EVENTS,
+        None,
+        "Form of block hashes in events; choose that of the engines' events.",
+        shown="int",
+        needs=("events",),
+    )
+    engine_events: list[str] | None = setting(
+        EVENTS,
+        None,
+        "Read the KV events of an engine without the connector, so that the index covers its own"
+        " memory; repeatable. ENDPOINT is ipc:///PATH or tcp://127.0.0.1:PORT.",
+        metavar="NAME=ENDPOINT,space=HEX[,replay=ENDPOINT][,rank=N][,tenant=NAME][,seed=TEXT]",
+        needs=_A_CLUSTER,
+    )
+    node_name: str | None = setting(
+        CLUSTER,
+        None,
+        "Name of this node in a shared directory, in events and in a cluster.",
+        metavar="NAME",
+        shown="the name in its certificate, or the host's name",
+    )
+    index: list[str] | str | None = setting(
+        CLUSTER,
+        None,
+        "Replica of the prefix index to publish to and query; repeatable: name all replicas.",
+        metavar="HOST:PORT",
+    )
+    index_listen: str | None = setting(
+        CLUSTER,
+        None,
+        "Run a replica of the prefix index inside this node, on this address; port 0: any free"
+        " port.",
+        metavar="ADDR",
+    )
+    index_entries: int | None = setting(
+        CLUSTER,
+        None,
+        "Locations (block, node and tier) that this replica keeps.",
+        metavar="N",
+        shown=str(DEFAULT_ENTRIES),
+        needs=("index_listen",),
+        within=_ENTRIES,
+    )
+    peer_listen: str | None = setting(
+        CLUSTER,
+        None,
+        "Address where other nodes reach this one; blocks are served to them and fetched from them."
+        " Port 0: any free port.",
+        metavar="ADDR",
+        needs=_A_CLUSTER,
+    )
+    transport: str | None = setting(
+        CLUSTER,
+        None,
+        "Transport of blocks between nodes. tcp[,port=NUMBER]: with TLS."
+        " nixl[,plugin=NAME][,plugin.OPTION=VALUE] or ucx: for RDMA or trusted networks, neither"
+        " encrypted nor authenticated. pace=on: yield to other flows.",
+        metavar="NAME[,KEY=VALUE…]",
+        shown="tcp; nixl with --insecure where it is installed",
+        needs=("peer_listen",),
+    )
+    fetch: Literal["auto", "always"] | None = setting(
+        CLUSTER,
+        None,
+        "Blocks to fetch from other nodes. auto: where fetching takes at most half as long as"
+        " computing; always: all.",
+        shown="auto",
+        needs=("peer_listen",),
+    )
+    insecure: bool = setting(
+        CLUSTER,
+        False,
+        "No TLS and no authentication: index, feeds, transfers, events beyond this machine. For"
+        " labs.",
+        off="secure",
+    )
+
+
+class IndexSettings(DaemonSettings):
+    """Of `kvstore index`."""
+
+    listen: str = setting(CLUSTER, DEFAULT_LISTEN, "Address to listen on.", metavar="ADDR")
+    entries: int = setting(
+        CLUSTER,
+        DEFAULT_ENTRIES,
+        "Locations (block, node and tier) to keep; the least recently used leave first.",
+        metavar="N",
+        within=_ENTRIES,
+    )
+    store: str | None = setting(
+        CLUSTER,
+        None,
+        "Redis or Valkey that several replicas share: redis://HOST:PORT/N, or rediss://… with TLS.",
+        metavar="URL",
+        shown="own memory",
+    )
+    store_password_file: str | None = setting(
+        CLUSTER, None, "File with the password of --store.", metavar="FILE", needs=("store",)
+    )
+    store_ca: str | None = setting(
+        CLUSTER,
+        None,
+        "CA certificate of --store.",
+        metavar="FILE",
+        shown="CAs of the system",
+        needs=("store",),
+    )
+    metrics: str | int | bool = _metrics(DEFAULT_INDEX_METRICS)
+    plain: bool = setting(
+        CLUSTER,
+        False,
+        "--plain: ready at once, several times slower. --compiled: needs the extra 'index' and many"
+        " seconds before it is ready.",
+        off="compiled",
+        shown="compiled, where the extra is installed",
+    )
+
+
+class AskSettings(TlsSettings):
+    """Of a command that asks the index instead of one node."""
+
+    index: list[str] | None = setting(
+        CLUSTER,
+        None,
+        "Query this replica of the prefix index for the whole cluster; repeatable.",
+        metavar="HOST:PORT",
+    )
+    insecure: bool = setting(
+        CLUSTER, False, "The index runs without TLS. For labs.", needs=("index",)
+    )
