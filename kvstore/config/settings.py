@@ -1,7 +1,7 @@
 """The settings of every program: one table, from which all else about them is made.
 
-    policy: Literal["lru", "reuse"] = setting(MEMORY, "lru", "Eviction order: …")
-    name    kind and choices                  group   default meaning
+    policy: Literal["lru", "reuse"] = _memory("Eviction order: …", default="lru")
+    name    kind and choices          group   meaning
 
 Flags and `--help` (`kvstore.cli.commands`), YAML keys and checks (`reading`) and the reference page
 (`scripts/reference.py`) are loops over `table`. A new setting is one field here, and its use where
@@ -9,6 +9,8 @@ a node or an index is configured. Imports the standard library only: `--help` an
 """
 
 # No postponed annotations: the kinds of all fields are read whenever a command starts.
+import functools
+from collections.abc import Callable
 from types import UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -24,11 +26,6 @@ from kvstore.config.defaults import (
 )
 from kvstore.errors import ConfigError
 
-MEMORY: Final = "Memory and eviction"
-DISK: Final = "Disk tier"
-PAGES: Final = "Engines and pages"
-EVENTS: Final = "KV events"
-CLUSTER: Final = "Cluster"
 _A_CLUSTER: Final = ("index", "index_listen")
 _ENTRIES: Final = (ENTRIES_MIN, ENTRIES_MAX)
 
@@ -38,8 +35,8 @@ class Setting:
 
     Args:
         group: on the reference page.
-        default: None: not given.
         meaning: for operators.
+        default: None: not given.
         metavar: of its value.
         shown: the default in words, where it is none of a value.
         needs: names of settings, without one of which it does nothing.
@@ -54,16 +51,16 @@ class Setting:
     def __init__(
         self,
         group: str,
-        default: object,
         meaning: str,
         *,
+        default: object = None,
         metavar: str = "",
         shown: str = "",
         needs: tuple[str, ...] = (),
         off: str = "",
         within: tuple[int, int] | None = None,
     ) -> None:
-        self.group, self.default, self.meaning, self.metavar = group, default, meaning, metavar
+        self.group, self.meaning, self.default, self.metavar = group, meaning, default, metavar
         self.needs, self.off, self.within = needs, off, within
         is_told = default is not None and not isinstance(default, bool)
         self.default_text = shown or (str(default) if is_told else "")
@@ -92,9 +89,9 @@ def _parts(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-def setting(group: str, default: object, meaning: str, **more: Any) -> Any:
-    """A field of a table, whose type is that of its value."""
-    return Setting(group, default, meaning, **more)
+def in_group(group: str) -> Callable[..., Any]:
+    """Fields of this group on the reference page: as `Setting`, of the type of its value."""
+    return functools.partial(Setting, group)
 
 
 class Settings:
@@ -131,25 +128,26 @@ def refuse_what_does_nothing(settings: Settings) -> None:
             raise ConfigError(f"{flag} does nothing without {flags}: add that, or leave {flag} out")
 
 
+_memory = in_group("Memory and eviction")
+_disk = in_group("Disk tier")
+_pages = in_group("Engines and pages")
+_events = in_group("KV events")
+_cluster = in_group("Cluster")
+
+
 def _metrics(default: str) -> Any:
     meaning = "Address of /metrics and /healthz; port 0: any free port."
-    return setting(PAGES, default, meaning, metavar="ADDR|off")
+    return _pages(meaning, default=default, metavar="ADDR|off")
 
 
 class TlsSettings(Settings):
     """What every component of a cluster has."""
 
-    ca: str | None = setting(
-        CLUSTER, None, "CA certificate of the cluster.", metavar="FILE", needs=_A_CLUSTER
-    )
-    cert: str | None = setting(
-        CLUSTER, None, "Certificate of this process.", metavar="FILE", needs=_A_CLUSTER
-    )
-    key: str | None = setting(
-        CLUSTER, None, "Private key of that certificate.", metavar="FILE", needs=_A_CLUSTER
-    )
-    insecure: bool = setting(
-        CLUSTER, False, "No TLS and no authentication. For labs.", off="secure"
+    ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE", needs=_A_CLUSTER)
+    cert: str | None = _cluster("Certificate of this process.", metavar="FILE", needs=_A_CLUSTER)
+    key: str | None = _cluster("Private key of that certificate.", metavar="FILE", needs=_A_CLUSTER)
+    insecure: bool = _cluster(
+        "No TLS and no authentication. For labs.", default=False, off="secure"
     )
 
 
@@ -157,139 +155,109 @@ class DaemonSettings(TlsSettings):
     """What node and index have."""
 
     metrics: str | int | bool = _metrics(DEFAULT_METRICS)
-    metrics_beyond_loopback: bool = setting(
-        PAGES,
-        False,
+    metrics_beyond_loopback: bool = _pages(
         "Allow a --metrics address that other machines reach, such as a pod's.",
+        default=False,
         off="metrics-loopback-only",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting(
-        PAGES, "info", "Lowest level to log."
+    log_level: Literal["debug", "info", "warning", "error"] = _pages(
+        "Lowest level to log.", default="info"
     )
 
 
 class NodeSettings(DaemonSettings):
     """Of `kvstore node`."""
 
-    dram: str | int = setting(
-        MEMORY,
-        "auto",
+    dram: str | int = _memory(
         "Memory for blocks; auto: half of the available memory.",
+        default="auto",
         metavar="SIZE|auto",
     )
-    policy: Literal["lru", "reuse"] = setting(
-        MEMORY,
-        "lru",
+    policy: Literal["lru", "reuse"] = _memory(
         "Eviction order: lru evicts the least recently used blocks; reuse evicts blocks that only"
         " one request used before the others.",
+        default="lru",
     )
-    quota: dict[str, str | int] | None = setting(
-        MEMORY,
-        None,
+    quota: dict[str, str | int] | None = _memory(
         "Dram guaranteed to a model (served name) or tenant, such as llama=30%; repeatable.",
         metavar="NAME=SHARE",
     )
-    slab: str | int = setting(
-        MEMORY, "auto", "Unit of dram given to one block size.", metavar="SIZE|auto"
+    slab: str | int = _memory(
+        "Unit of dram given to one block size.", default="auto", metavar="SIZE|auto"
     )
-    scrub: str | int | bool = setting(
-        MEMORY,
-        "auto",
+    scrub: str | int | bool = _memory(
         "Background verification of memory and disk. auto: each once a day, at most 32MiB/s; SIZE:"
         " continuously, that much per second and tier.",
+        default="auto",
         metavar="auto|SIZE|off",
     )
-    file: str | None = setting(
-        DISK,
-        None,
+    file: str | None = _disk(
         "Keep blocks on disk too; ',shared': several nodes use one directory. The node indexes at"
         " most SIZE / 256KiB blocks; smaller blocks leave a part of SIZE unused.",
         metavar="PATH:SIZE[,shared]",
     )
-    file_admission: Literal["all", "second-sight"] = setting(
-        DISK,
-        "all",
+    file_admission: Literal["all", "second-sight"] = _disk(
         "Blocks to write to disk: all, or those that a second request asks for.",
+        default="all",
         needs=("file",),
     )
-    file_writes_per_day: str | int | None = setting(
-        DISK,
-        None,
+    file_writes_per_day: str | int | None = _disk(
         "Daily budget of disk writes. Near its end only blocks of second-sight are written, then"
         " none; reads continue.",
         metavar="SIZE",
         shown="no limit",
         needs=("file",),
     )
-    socket: str = setting(PAGES, DEFAULT_SOCKET, "Attach socket of the node.", metavar="PATH")
-    allow_uid: list[int | str] | int | str | None = setting(
-        PAGES,
-        None,
+    socket: str = _pages("Attach socket of the node.", default=DEFAULT_SOCKET, metavar="PATH")
+    allow_uid: list[int | str] | int | str | None = _pages(
         "Numeric user id whose engines may attach; repeatable.",
         metavar="UID",
         shown="own uid and 0",
     )
-    events: str | bool = setting(
-        EVENTS,
-        "off",
+    events: str | bool = _events(
         f"Publish KV events for indexers, such as {EXAMPLE_EVENTS}.",
+        default="off",
         metavar="ADDR|off",
     )
-    event_hashes: Literal["int", "bytes"] | None = setting(
-        EVENTS,
-        None,
+    event_hashes: Literal["int", "bytes"] | None = _events(
         "Form of block hashes in events; choose that of the engines' events.",
         shown="int",
         needs=("events",),
     )
-    engine_events: list[str] | None = setting(
-        EVENTS,
-        None,
+    engine_events: list[str] | None = _events(
         "Read the KV events of an engine without the connector, so that the index covers its own"
         " memory; repeatable. ENDPOINT is ipc:///PATH or tcp://127.0.0.1:PORT.",
         metavar="NAME=ENDPOINT,space=HEX[,replay=ENDPOINT][,rank=N][,tenant=NAME][,seed=TEXT]",
         needs=_A_CLUSTER,
     )
-    node_name: str | None = setting(
-        CLUSTER,
-        None,
+    node_name: str | None = _cluster(
         "Name of this node in a shared directory, in events and in a cluster.",
         metavar="NAME",
         shown="the name in its certificate, or the host's name",
     )
-    index: list[str] | str | None = setting(
-        CLUSTER,
-        None,
+    index: list[str] | str | None = _cluster(
         "Replica of the prefix index to publish to and query; repeatable: name all replicas.",
         metavar="HOST:PORT",
     )
-    index_listen: str | None = setting(
-        CLUSTER,
-        None,
+    index_listen: str | None = _cluster(
         "Run a replica of the prefix index inside this node, on this address; port 0: any free"
         " port.",
         metavar="ADDR",
     )
-    index_entries: int | None = setting(
-        CLUSTER,
-        None,
+    index_entries: int | None = _cluster(
         "Locations (block, node and tier) that this replica keeps.",
         metavar="N",
         shown=str(DEFAULT_ENTRIES),
         needs=("index_listen",),
         within=_ENTRIES,
     )
-    peer_listen: str | None = setting(
-        CLUSTER,
-        None,
+    peer_listen: str | None = _cluster(
         "Address where other nodes reach this one; blocks are served to them and fetched from them."
         " Port 0: any free port.",
         metavar="ADDR",
         needs=_A_CLUSTER,
     )
-    transport: str | None = setting(
-        CLUSTER,
-        None,
+    transport: str | None = _cluster(
         "Transport of blocks between nodes. tcp[,port=NUMBER]: with TLS."
         " nixl[,plugin=NAME][,plugin.OPTION=VALUE] or ucx: for RDMA or trusted networks, neither"
         " encrypted nor authenticated. pace=on: yield to other flows.",
@@ -297,19 +265,16 @@ class NodeSettings(DaemonSettings):
         shown="tcp; nixl with --insecure where it is installed",
         needs=("peer_listen",),
     )
-    fetch: Literal["auto", "always"] | None = setting(
-        CLUSTER,
-        None,
+    fetch: Literal["auto", "always"] | None = _cluster(
         "Blocks to fetch from other nodes. auto: where fetching takes at most half as long as"
         " computing; always: all.",
         shown="auto",
         needs=("peer_listen",),
     )
-    insecure: bool = setting(
-        CLUSTER,
-        False,
+    insecure: bool = _cluster(
         "No TLS and no authentication: index, feeds, transfers, events beyond this machine. For"
         " labs.",
+        default=False,
         off="secure",
     )
 
@@ -317,38 +282,29 @@ class NodeSettings(DaemonSettings):
 class IndexSettings(DaemonSettings):
     """Of `kvstore index`."""
 
-    listen: str = setting(CLUSTER, DEFAULT_LISTEN, "Address to listen on.", metavar="ADDR")
-    entries: int = setting(
-        CLUSTER,
-        DEFAULT_ENTRIES,
+    listen: str = _cluster("Address to listen on.", default=DEFAULT_LISTEN, metavar="ADDR")
+    entries: int = _cluster(
         "Locations (block, node and tier) to keep; the least recently used leave first.",
+        default=DEFAULT_ENTRIES,
         metavar="N",
         within=_ENTRIES,
     )
-    store: str | None = setting(
-        CLUSTER,
-        None,
+    store: str | None = _cluster(
         "Redis or Valkey that several replicas share: redis://HOST:PORT/N, or rediss://… with TLS.",
         metavar="URL",
         shown="own memory",
     )
-    store_password_file: str | None = setting(
-        CLUSTER, None, "File with the password of --store.", metavar="FILE", needs=("store",)
+    store_password_file: str | None = _cluster(
+        "File with the password of --store.", metavar="FILE", needs=("store",)
     )
-    store_ca: str | None = setting(
-        CLUSTER,
-        None,
-        "CA certificate of --store.",
-        metavar="FILE",
-        shown="CAs of the system",
-        needs=("store",),
+    store_ca: str | None = _cluster(
+        "CA certificate of --store.", metavar="FILE", shown="CAs of the system", needs=("store",)
     )
     metrics: str | int | bool = _metrics(DEFAULT_INDEX_METRICS)
-    plain: bool = setting(
-        CLUSTER,
-        False,
+    plain: bool = _cluster(
         "--plain: ready at once, several times slower. --compiled: needs the extra 'index' and many"
         " seconds before it is ready.",
+        default=False,
         off="compiled",
         shown="compiled, where the extra is installed",
     )
@@ -357,12 +313,10 @@ class IndexSettings(DaemonSettings):
 class AskSettings(TlsSettings):
     """Of a command that asks the index instead of one node."""
 
-    index: list[str] | None = setting(
-        CLUSTER,
-        None,
+    index: list[str] | None = _cluster(
         "Query this replica of the prefix index for the whole cluster; repeatable.",
         metavar="HOST:PORT",
     )
-    insecure: bool = setting(
-        CLUSTER, False, "The index runs without TLS. For labs.", needs=("index",)
+    insecure: bool = _cluster(
+        "The index runs without TLS. For labs.", default=False, needs=("index",)
     )

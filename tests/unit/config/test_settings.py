@@ -18,11 +18,10 @@ from kvstore.config import disk_room, node as config_module
 from kvstore.config.node import NodeConfig, load_config
 from kvstore.config.reading import load_settings
 from kvstore.config.settings import (
-    DISK,
     DaemonSettings,
     IndexSettings,
     NodeSettings,
-    setting,
+    in_group,
     table,
 )
 from kvstore.engine import POLICIES, AdmissionMode
@@ -32,15 +31,17 @@ from kvstore.testing.index_process import Lab
 from kvstore.units import GIB
 from scripts.reference import settings_table
 
+_disk = in_group("Disk tier")
+
 
 class Planted(NodeSettings):
     """A node with settings of every kind more."""
 
-    file_parts: int = setting(DISK, 8, "Parts of a file.", metavar="N", within=(1, 4000))
-    file_order: Literal["old", "new"] = setting(DISK, "old", "Order of parts.", needs=("file",))
-    file_hosts: list[str] | None = setting(DISK, None, "Hosts of parts.", metavar="H", shown="all")
-    file_shares: dict[str, str | int] | None = setting(DISK, None, "Of hosts.", metavar="H=SHARE")
-    file_packed: bool = setting(DISK, False, "Pack the parts.", off="file-loose")
+    file_parts: int = _disk("Parts of a file.", default=8, metavar="N", within=(1, 4000))
+    file_order: Literal["old", "new"] = _disk("Order of parts.", default="old", needs=("file",))
+    file_hosts: list[str] | None = _disk("Hosts of parts.", metavar="H", shown="all")
+    file_shares: dict[str, str | int] | None = _disk("Of hosts.", metavar="H=SHARE")
+    file_packed: bool = _disk("Pack the parts.", default=False, off="file-loose")
 
 
 PLANTED = {row.key: row for row in table(Planted) if row not in table(NodeSettings)}
