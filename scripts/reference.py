@@ -4,6 +4,7 @@
 
     reference/cli.md        click commands, and the flags of `kvstore demo`
     reference/settings.md   flags, YAML keys and defaults of node and index; keys of the connector
+    reference/reasons.md    why blocks and requests miss: words and sentences of `kvstore explain`
     reference/metrics.md    the tables of `kvstore.obs.metrics`, and the counters of vLLM's /metrics
     adr/index.md            number, title and status of each ADR
 
@@ -26,9 +27,11 @@ import click
 import msgspec
 
 from kvstore.cli.main import cli
+from kvstore.cli.reasons import TEXTS, word
 from kvstore.config.settings import IndexSettings, NodeSettings, Setting, table
 from kvstore.connector.config import ConnectorConfig
 from kvstore.demo import flags as demo_flags
+from kvstore.engine import Reason
 from kvstore.obs.metrics import INDEX_METRICS, METRICS, Metric
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -50,6 +53,12 @@ _ON_METRICS: Final = """
 `/healthz` beside it says `ok`, or `ok, but …` with the reason. The label `tier` is `dram` or `file`
 (the disk tier). [Troubleshooting](../guides/troubleshooting.md) names the metric for each symptom.
 """
+_ON_REASONS: Final = """
+`kvstore explain` and `kvstore inspect prefix` give a reason for each range of blocks and for each
+request; several sentences share one. `--json` has the reason as `reason` or `outcome`, the sentence
+as `text`, and the result of a search on other nodes as `sought`.
+[Troubleshooting](../guides/troubleshooting.md#a-request-missed) names remedies.
+"""
 _ON_DECISIONS: Final = """
 One ADR per decision: context, decision, what we gave up, how we would notice that it is wrong.
 """
@@ -64,6 +73,7 @@ def pages() -> dict[str, str]:
         "reference/cli.md": cli_page(),
         "reference/settings.md": settings_page(),
         "reference/metrics.md": metrics_page(),
+        "reference/reasons.md": reasons_page(),
         "adr/index.md": decisions_page(),
     }
 
@@ -122,6 +132,28 @@ def metrics_page() -> str:
         _table(("name", "meaning"), _engine_rows()),
     ]
     return "\n".join(parts)
+
+
+def reasons_page() -> str:
+    """Every reason of a miss."""
+    other = [reason for reason in TEXTS if reason >= Reason.NO_ANSWER_YET]
+    own = [reason for reason in TEXTS if reason not in other]
+    header = ("reason", "sentence")
+    return "\n".join(
+        [
+            "# Reasons",
+            _NOTE,
+            _one_line(_ON_REASONS) + "\n",
+            "## Blocks and requests\n",
+            _table(header, map(_reason_row, own)),
+            "## Other nodes\n",
+            _table(header, map(_reason_row, other)),
+        ]
+    )
+
+
+def _reason_row(reason: Reason) -> tuple[str, str]:
+    return f"`{word(reason)}`", _cell(re.sub(r"\{(\w+)\}", r"`\1`", TEXTS[reason]))
 
 
 def decisions_page() -> str:

@@ -12,13 +12,14 @@ from rich.text import Text
 
 from kvstore.cli.ask import TITLE, console, printable
 from kvstore.cli.prefix import ClusterPrefix, PrefixReport
+from kvstore.cli.reasons import of_range, of_request, range_as_dict, request_as_dict, word
 from kvstore.engine import RangeReport, RequestReport
 from kvstore.index.feed import Trust
 from kvstore.proto.rows import INDEX_IS_STALE
 
 _TRUSTS: Final = {
-    "exact": "exact: nobody else holds the first block",
-    "catching-up": "catching-up: it is still being told, others may hold some too",
+    "exact": "exact: no other node holds the first block",
+    "catching-up": "catching-up: updates are still missing, other nodes may hold some too",
     "stale": INDEX_IS_STALE,
 }
 Story = tuple[RequestReport, list[RangeReport] | None]
@@ -29,14 +30,19 @@ def stories_as_json(stories: Sequence[Story]) -> str:
     """One object: a list of requests, each with its ranges where they were asked for."""
     found = []
     for request, ranges in stories:
-        row = msgspec.structs.asdict(request)
-        found.append(row if ranges is None else {**row, "ranges": ranges})
+        row = request_as_dict(request)
+        if ranges is not None:
+            row["ranges"] = [range_as_dict(each, request) for each in ranges]
+        found.append(row)
     return _json({"requests": found})
 
 
 def prefix_as_json(prefix: PrefixReport | ClusterPrefix) -> str:
     """One object."""
-    return _json({"prefix": prefix})
+    row = msgspec.structs.asdict(prefix)
+    if isinstance(prefix, PrefixReport):
+        row["ranges"] = [range_as_dict(each, None) for each in prefix.ranges]
+    return _json({"prefix": row})
 
 
 def _json(value: object) -> str:
@@ -52,12 +58,14 @@ def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
         "engine": f"{engine}, tenant {request.tenant}, space {request.space}",
         "ended": f"{request.ended_ms_ago / 1000:.1f} s ago",
         "prompt": _prompt(request),
-        "outcome": f"{request.outcome}: {request.text}" if request.outcome else "loaded",
+        "outcome": f"{word(request.outcome)}: {of_request(request)}"
+        if request.outcome
+        else "loaded",
         "times": _times(request),
         "stored": f"{request.stored_blocks} blocks of it are stored, or were already",
     }
     _facts(out, lines)
-    _blocks(out, ranges, request.block_tokens, request.prompt_tokens)
+    _blocks(out, ranges, request.block_tokens, request.prompt_tokens, request)
 
 
 def show_stories(requests: Sequence[RequestReport]) -> None:
@@ -75,7 +83,7 @@ def show_stories(requests: Sequence[RequestReport]) -> None:
             row.loaded_tokens,
             row.file_tokens,
             _ms(row.lookup_us),
-            row.outcome or "loaded",
+            word(row.outcome) or "loaded",
         )
         table.add_row(*(printable(str(cell)) for cell in cells))
     console().print(table)
@@ -95,7 +103,7 @@ def show_prefix(prefix: PrefixReport) -> None:
             f"{row.blocks} blocks in engine {row.engine} rank {row.rank}" for row in prefix.engines
         )
     _facts(out, lines)
-    _blocks(out, prefix.ranges, prefix.block_tokens, prefix.prompt_tokens)
+    _blocks(out, prefix.ranges, prefix.block_tokens, prefix.prompt_tokens, None)
 
 
 def show_cluster_prefix(prefix: ClusterPrefix) -> None:
@@ -109,7 +117,7 @@ def show_cluster_prefix(prefix: ClusterPrefix) -> None:
     is_known = prefix.holders or prefix.trust != Trust.STALE.word
     lines = {
         "space": f"{space}, tenant {prefix.tenant}",
-        "prompt": f"{prompt} from one holder" if is_known else prompt.partition(";")[0],
+        "prompt": f"{prompt} at one location" if is_known else prompt.partition(";")[0],
         "index": _TRUSTS.get(prefix.trust, prefix.trust),
     }
     _facts(out, lines)
@@ -159,7 +167,11 @@ def _ms(us: int) -> str:
 
 
 def _blocks(
-    out: Console, ranges: Sequence[RangeReport], block_tokens: int, prompt_tokens: int
+    out: Console,
+    ranges: Sequence[RangeReport],
+    block_tokens: int,
+    prompt_tokens: int,
+    request: RequestReport | None,
 ) -> None:
     table = Table(box=None, pad_edge=False)
     has_nodes = any(row.node for row in ranges)
@@ -171,8 +183,9 @@ def _blocks(
         end = row.first_block + row.blocks
         tokens = _from_to(row.first_block * block_tokens, end * block_tokens)
         node = [row.node or "-"] if has_nodes else []
-        cells = (_from_to(row.first_block, end), tokens, row.tier or "-", *node, row.reason or "-")
-        table.add_row(*(printable(cell) for cell in (*cells, row.text)))
+        cells = (_from_to(row.first_block, end), tokens, row.tier or "-", *node)
+        why = (word(row.reason) or "-", of_range(row, request))
+        table.add_row(*(printable(cell) for cell in (*cells, *why)))
     if end * block_tokens < prompt_tokens:
         tokens = _from_to(end * block_tokens, prompt_tokens)
         node = ["-"] if has_nodes else []

@@ -5,6 +5,7 @@
 | `engine`    | dispatch, and what concerns all blocks            | events → commands           |
 | `events`    | the values that go in and come out                | –                           |
 | `state`     | what the rooms share; `counters`: for /metrics    | –                           |
+| `witness`   | what moves and tables say of blocks, for `why`    | –                           |
 | `check`     | what must be true between two steps               | engine → nothing, or an error |
 | `memory/`   | slots, which tier holds which block, what to keep | transitions → states        |
 | `sessions/` | who is attached, what he asks and was promised    | Hellos, asks → replies      |
@@ -48,10 +49,13 @@ if TYPE_CHECKING:
     )
     from kvstore.engine.why.explain import (
         HashingReport as HashingReport,
-        RangeReport as RangeReport,
         RequestReport as RequestReport,
     )
-    from kvstore.engine.why.findings import SPACE_DIGITS as SPACE_DIGITS
+    from kvstore.engine.why.findings import (
+        SPACE_DIGITS as SPACE_DIGITS,
+        RangeReport as RangeReport,
+    )
+    from kvstore.engine.why.reasons import Reason as Reason
     from kvstore.engine.why.report import (
         NO_BUDGET as NO_BUDGET,
         BlockReport as BlockReport,
@@ -73,8 +77,9 @@ _PLACES: Final = {
     "sessions.owners": "OwnerKey",
     "sessions.unserved": "UnservedReport",
     "trust.scrubs": "NO_PASS Sealed",
-    "why.explain": "HashingReport RangeReport RequestReport",
-    "why.findings": "SPACE_DIGITS",
+    "why.explain": "HashingReport RequestReport",
+    "why.findings": "SPACE_DIGITS RangeReport",
+    "why.reasons": "Reason",
     "why.report": "NO_BUDGET BlockReport JobReport LeaseReport NodeReport QuotaReport SpaceReport"
     " TierReport",
 }

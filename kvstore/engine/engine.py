@@ -8,7 +8,8 @@ sockets and memory (`kvstore.node`, `kvstore.tiers`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from kvstore.engine import check
 from kvstore.engine.counters import Counters
@@ -22,7 +23,6 @@ from kvstore.engine.events import (
     Event,
     Exited,
     Fetched,
-    FileEvent,
     FileGone,
     FileKnown,
     FileLate,
@@ -35,7 +35,6 @@ from kvstore.engine.events import (
     LoanReturned,
     Located,
     Offered,
-    PeerEvent,
     PeerGone,
     Ready,
     Received,
@@ -46,7 +45,6 @@ from kvstore.engine.events import (
 from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.adoption import adopt
 from kvstore.engine.memory.journal import Journal
-from kvstore.engine.memory.tombstones import Why
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import Files
@@ -63,7 +61,7 @@ from kvstore.engine.trust.scrubs import Scrubs, Sealed
 from kvstore.engine.trust.switches import Switches
 from kvstore.engine.why import report
 from kvstore.engine.why.explain import Explain
-from kvstore.engine.why.findings import Findings
+from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
 from kvstore.wire.load import Load
@@ -119,19 +117,33 @@ class Engine:
         intake = Intake(self._state, admission, self._arrivals, writes)
         self._files = Files(self._state, intake, self._arrivals, writes, numbers)
         self._stores = Stores(self._state, admission, intake)
-        self._findings = Findings(self._state)
         self._fetches = Fetches(self._state, intake, self._arrivals, numbers)
         for source in (self._files, self._fetches):
             self._arrivals.add(source)
         self._loans = Loans(self._state, self._files, self._arrivals)
-        self._lookups = Lookups(
-            self._state, self._files, self._fetches, self._arrivals, self._findings
-        )
-        self._switches = Switches(self._state, self._findings, self._files)
+        self._lookups = Lookups(self._state, self._files, self._fetches, self._arrivals)
+        self._switches = Switches(self._state, self._files)
         self._scrubs = Scrubs(self._state)
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            Received: self._received,
+            Scrubbed: self._scrubs.take,
+            Located: self._fetches.located,
+            Fetched: self._fetches.fetched,
+            Lend: self._loans.lend,
+            LoanReturned: self._loans.returned,
+            PeerGone: self._loans.gone,
+            FileKnown: self._files.known,
+            FileMoved: self._files.moved,
+            FileGone: self._files.gone,
+            FileWritten: self._files.written,
+            FileRead: self._files.read,
+            FileLate: self._files.late,
+            FileReclaim: self._files.reclaim,
+        }
+        """Of events that concern one room."""
         self._clear_from = 0
         """Row behind the last one that was cleared."""
-        self.explain = Explain(self._state, self._findings)
+        self.explain = Explain(self._state)
         """Why recent requests hit or missed."""
 
     @property
@@ -166,8 +178,6 @@ class Engine:
     def _take(self, event: Event) -> None:
         state = self._state
         match event:
-            case Received():
-                self._received(event)
             case Ended(connection=connection):
                 self._sessions.ended(connection)
             case Exited(connection=connection):
@@ -180,55 +190,20 @@ class Engine:
                 state.counters.leases_expired += state.leases.expire(state.now_ns)
                 state.slots.retry_starved()
                 state.credits_due = True
-                self._findings.tick()
+                state.trail.findings.tick(state)
                 self._loans.tick()
                 self._empty_what_is_off()
             case Adopt():
                 adopt(state, event)
             case Clear(space=space, tenant=tenant):
-                count = self._clear(space, tenant, Why.CLEARED)
+                count = self._clear(space, tenant, Reason.CLEARED)
                 if count < CLEAR_ROWS_MAX:
                     self._files.void(tenant, space)
                     self._switches.clear(tenant, space)
                 state.publish_generations()
                 state.say(Cleared(count))
-            case Scrubbed():
-                self._scrubs.take(event)
-            case Located() | Fetched() | Lend() | LoanReturned() | PeerGone():
-                self._take_peer_event(event)
             case _:
-                self._take_file_event(event)
-
-    def _take_peer_event(self, event: PeerEvent) -> None:
-        match event:
-            case Located():
-                self._fetches.located(event)
-            case Fetched():
-                self._fetches.fetched(event)
-            case Lend():
-                self._loans.lend(event)
-            case LoanReturned():
-                self._loans.returned(event)
-            case PeerGone():
-                self._loans.gone(event)
-
-    def _take_file_event(self, event: FileEvent) -> None:
-        files = self._files
-        match event:
-            case FileKnown():
-                files.known(event)
-            case FileMoved():
-                files.moved(event)
-            case FileGone():
-                files.gone(event)
-            case FileWritten():
-                files.written(event)
-            case FileRead():
-                files.read(event)
-            case FileLate():
-                files.late(event)
-            case FileReclaim():
-                files.reclaim(event)
+                self._handlers[type(event)](event)
 
     def _received(self, event: Received) -> None:
         id, message = event.connection, event.message
@@ -298,11 +273,11 @@ class Engine:
         address = self._switches.to_empty()
         if address is not None:
             tenant, space = address
-            if self._clear(space, tenant, Why.DIVERGED) < CLEAR_ROWS_MAX:
+            if self._clear(space, tenant, Reason.DIVERGED) < CLEAR_ROWS_MAX:
                 self._switches.emptied(address)
             self._state.publish_generations()
 
-    def _clear(self, space: bytes | None, tenant: str | None, why: Why) -> int:
+    def _clear(self, space: bytes | None, tenant: str | None, why: Reason) -> int:
         """Forget up to CLEAR_ROWS_MAX blocks in every tier. Credits stay out; readers see
         generations change."""
         residency = self._state.residency
@@ -347,7 +322,7 @@ class Engine:
     def check(self) -> None:
         """Raises AssertionError when the parts contradict each other."""
         check.check(self._state, self._files, self._fetches, self._loans)
-        self._findings.check()
+        self._state.trail.check()
         self.explain.check()
 
     def nodes(self) -> list[report.NodeReport]:

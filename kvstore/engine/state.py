@@ -24,13 +24,15 @@ from kvstore.engine.memory.policy.disk import AdmissionMode
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.residency import Change, Residency
 from kvstore.engine.memory.slots import Slots
-from kvstore.engine.memory.tombstones import Names, Why, stamp
 from kvstore.engine.moves.offers import Offers
 from kvstore.engine.moves.paces import Paces
-from kvstore.engine.moves.searches import Searches
 from kvstore.engine.sessions.leases import Leases
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerKey
 from kvstore.engine.sessions.unserved import Refusals
+from kvstore.engine.why.reasons import Reason
+from kvstore.engine.why.tombstones import Names, stamp
+from kvstore.engine.why.trail import Trail
+from kvstore.engine.witness import Witness
 from kvstore.types import ConnectionId, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.learned import Learned
@@ -124,12 +126,15 @@ class State:
             first_generation=config.first_generation,
             journal=journal,
         )
+        self.trail = Trail(block_count_max=config.block_count_max, word_count=len(self.slots.state))
+        self.witness: Witness = self.trail
         self.residency = Residency(
             block_count_max=config.block_count_max,
             word_count=len(self.slots.state),
             tell_changes=config.tell_changes or config.tell_offers,
             journal=journal,
             seed=config.seed,
+            witness=self.witness,
         )
         self.leases = Leases(
             self.slots, ttl_ns=config.lease_ttl_ms * NS_PER_MS, count_max=config.lease_count_max
@@ -145,8 +150,7 @@ class State:
         """By tenant and space."""
         self.names = Names()
         """Of engines and spaces, for tombstones."""
-        self.searches = Searches()
-        self.room_for = (Why.UNKNOWN, 0)
+        self.room_for = (Reason.EVICTED_FOR_STORES, 0)
         """Why slots are emptied now, and the number of the engine's name."""
         self.now_ns = 0
         self.file_used_bytes = 0
@@ -247,7 +251,7 @@ class State:
             self.slots.free(words, self.cause)
             self.credits_due = True
 
-    def stamp(self, why: Why, name: int = 0) -> int:
+    def stamp(self, why: Reason, name: int = 0) -> int:
         """For what leaves now."""
         return stamp(why, name, self.now_ns)
 
@@ -258,7 +262,7 @@ class State:
             self.counters.file_blocks_crowded += self.residency.drop_dram(words, stamp)
             self.free(words)
 
-    def make_room_for(self, why: Why, title: str) -> None:
+    def make_room_for(self, why: Reason, title: str) -> None:
         """What is evicted from now on is evicted for this."""
         self.room_for = (why, self.names.number(title))
 

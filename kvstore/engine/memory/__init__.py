@@ -10,7 +10,6 @@
 | `table`          | finding rows by key, in batches            | keys → rows                    |
 | `journal`        | what the next process must know; `journal_spaces`: of models | –            |
 | `adoption`       | going on with a journal                    | journal → state                |
-| `tombstones`     | why blocks left, in bounds                 | rows that go → stamps          |
 | `admission`      | credits and room for them                  | pools → free slots             |
 | `quotas`         | how much is promised to whom               | owners → who gives way         |
 | `policy/`        | which slot goes next, what goes to disk    | uses → victims; keys → mask    |

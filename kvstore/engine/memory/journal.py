@@ -301,7 +301,7 @@ class Journal:
         pages_per_slab = self._slab_bytes // PAGE_BYTES
         for size in np.unique(slot_bytes[slot_bytes != 0]).tolist():
             if size % PAGE_BYTES or not SLOT_BYTES_MIN <= size <= self._slab_bytes:
-                raise JournalUnusable("it tells of slots of a size that there is not")
+                raise JournalUnusable("it has slots of a size that does not exist")
             slabs = np.flatnonzero(slot_bytes == size)
             pages = np.arange(self._slab_bytes // size) * (size // PAGE_BYTES)
             starts[(slabs[:, None] * pages_per_slab + pages) * PAGE_BYTES // SLOT_BYTES_MIN] = True

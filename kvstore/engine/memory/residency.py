@@ -20,7 +20,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from kvstore.engine.memory.journal import Journal
 from kvstore.engine.memory.table import NO_ROWS, BlockTable, Keys, Rows
-from kvstore.engine.memory.tombstones import Tombstones, Why, restamp
+from kvstore.engine.why.reasons import Reason
+from kvstore.engine.why.tombstones import restamp
+from kvstore.engine.witness import Witness
 from kvstore.types import Shard, SpaceId, Tier
 
 Scope = tuple[str, SpaceId, Shard]
@@ -73,6 +75,7 @@ class Residency:
         tell_changes: bool = False,
         journal: Journal | None = None,
         seed: int = 0,
+        witness: Witness | None = None,
     ) -> None:
         assert block_count_max >= word_count, "a row for every slot"
         self._changes: list[Change] | None = [] if tell_changes else None
@@ -87,8 +90,7 @@ class Residency:
         self.row_of_word = np.full(word_count, -1, dtype=np.int32)
         self.unverified = np.zeros(word_count, dtype=bool)
         """Taken over from another process, and not compared with their checksum since."""
-        self.tombstones = Tombstones(block_count_max=block_count_max)
-        """Of blocks whose row is gone."""
+        self._witness = witness
         self._scopes: dict[Scope, int] = {}
         self._scope_of: dict[int, Scope] = {}
         self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
@@ -224,7 +226,7 @@ class Residency:
         if short <= 0:
             return 0
         gone = rows[self._file.has(rows)][:short]
-        self.drop_file(gone, restamp(stamp, Why.CROWDED))
+        self.drop_file(gone, restamp(stamp, Reason.CROWDED_OUT))
         return len(gone)
 
     @property
@@ -262,8 +264,8 @@ class Residency:
         absent = rows
         for column in self._columns.values():
             absent = absent[~column.has(absent)]
-        if stamp and len(absent):
-            self.tombstones.write(self.table.scopes[absent], self.table.keys[absent], stamp)
+        if stamp and len(absent) and self._witness is not None:
+            self._witness.left(self.table.scopes[absent], self.table.keys[absent], stamp)
         self.table.delete(absent)
 
     def is_in(self, tier: Tier, scope: int, keys: Keys) -> NDArray[np.bool_]:

@@ -8,7 +8,6 @@
 | `files`    | what comes from disk, who waits for it          | keys → ReadFile, LeaseMore |
 | `writes`   | what is written through to disk                 | rows → WriteFile         |
 | `fetches`  | what comes from other nodes                     | keys → Locate, Fetch     |
-| `searches` | what became of asking                           | –                        |
 | `loans`    | what other nodes read here                      | Lend → Lent              |
 | `offers`   | what they can have: whole blocks                | changes → keys           |
 | `covers`   | which shards make one                           | –                        |

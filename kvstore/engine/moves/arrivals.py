@@ -24,7 +24,7 @@ from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import Run, leading, leading_run
 from kvstore.engine.state import State
-from kvstore.engine.why.findings import Brought, Finding, Origin
+from kvstore.engine.witness import Origin, Origins
 from kvstore.wire.messages import LeaseMore
 
 LOOKS_PER_STEP: Final = 256
@@ -55,8 +55,6 @@ class Wait(msgspec.Struct):
     keys: Keys
     """What was asked for and is not leased yet, in chain order."""
     with_checksums: bool
-    finding: Finding
-    """What is told of it later."""
 
 
 class _Watch(NamedTuple):
@@ -74,8 +72,6 @@ class Arrivals:
         self._generation = np.zeros(word_count, dtype=np.uint64)
         """Of each slot that a block was brought into and that nobody has leased since."""
         self._origin = np.zeros(word_count, dtype=np.uint8)
-        self._search = np.zeros(word_count, dtype=np.uint32)
-        """That brought it from another node."""
         self._watches: dict[Name, _Watch] = {}
         self._next: dict[bytes, dict[Name, None]] = {}
         """Watches by the key that they need next."""
@@ -86,13 +82,12 @@ class Arrivals:
         """Blocks come from there, too."""
         self._sources.append(source)
 
-    def brought(self, words: Words, origin: Origin, *, search: int = 0) -> None:
+    def brought(self, words: Words, origin: Origin) -> None:
         """Blocks were put into these slots because they were asked for."""
         self._generation[words] = self._state.slots.generation[words]
         self._origin[words] = origin
-        self._search[words] = search
 
-    def take_origins(self, run: Run) -> Brought | None:
+    def take_origins(self, run: Run) -> Origins | None:
         """Where the blocks of a run that is leased now came from; None: all were in dram."""
         if not run.count or not self._sources:
             return None
@@ -101,9 +96,7 @@ class Arrivals:
         if not flags.any():
             return None
         self._generation[words[flags]] = 0
-        origins = np.where(flags, self._origin[words], np.uint8(Origin.DRAM))
-        searches = np.where(flags, self._search[words], np.uint32(0))
-        return Brought(origins, searches if searches.any() else None)
+        return np.where(flags, self._origin[words], np.uint8(Origin.DRAM))
 
     def wait(self, wait: Wait) -> None:
         """Let a lease grow as its blocks arrive."""
@@ -175,10 +168,8 @@ class Arrivals:
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
-        brought = self.take_origins(run)
-        wait.finding.brought(wait.finding.held + wait.finding.arrived, brought)
-        wait.finding.arrived += count
-        wait.finding.refused = (wait.finding.arrived, refused)
+        origins = self.take_origins(run)
+        state.witness.grew(session, wait.lease, run.words_by_shard[0][:count], origins, refused)
         state.counters.pins_refused += refused
         state.counters.blocks_hit += count
         state.counters.leased_bytes += count * sum(owner.slot_sizes)
@@ -191,8 +182,8 @@ class Arrivals:
                 generations=state.slots.generation[words].tobytes(),
                 checksums=run.checksums(state, asked=wait.with_checksums),
                 promoting=promoting,
-                from_file=count_of(brought, Origin.FILE),
-                from_peer=count_of(brought, Origin.PEER),
+                from_file=count_of(origins, Origin.FILE),
+                from_peer=count_of(origins, Origin.PEER),
             ),
         )
         return promoting > 0
@@ -207,6 +198,6 @@ class Arrivals:
         return count if coming[:, :count].any() else 0
 
 
-def count_of(brought: Brought | None, origin: Origin) -> int:
+def count_of(origins: Origins | None, origin: Origin) -> int:
     """How many blocks came from there."""
-    return 0 if brought is None else int(np.count_nonzero(brought.origins == origin))
+    return 0 if origins is None else int(np.count_nonzero(origins == origin))

@@ -15,6 +15,7 @@ compute. Does not cover: the index, loans, bytes and checksums (`kvstore.peers`)
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -30,10 +31,11 @@ from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.moves.pace import NS_PER_BYTE_GUESS, ReadPace
-from kvstore.engine.moves.searches import Search, Sought, Wanted
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import leading
 from kvstore.engine.state import State
+from kvstore.engine.why.reasons import Reason
+from kvstore.engine.witness import Wanted
 from kvstore.units import MIB, NS_PER_MS, NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
 
@@ -64,7 +66,6 @@ PEERS_MAX = 1024
 class _Locating(msgspec.Struct, frozen=True):
     asker: Asker
     keys: Keys
-    search: Search
 
 
 class _Fetching(msgspec.Struct):
@@ -75,9 +76,6 @@ class _Fetching(msgspec.Struct):
     keys: Keys
     columns: list[Words]
     size_bytes: int
-    search: Search
-    places: NDArray[np.int64]
-    """Of the keys among those that the search asked about."""
     is_void: bool = False
     """Cleared meanwhile."""
 
@@ -119,8 +117,9 @@ class Fetches:
         """Question or fetch of each key, by the scopes that it is wanted in, all together."""
         self._coming_of: Counter[str] = Counter()
         """Keys of these, by engine."""
-        self._absent: OrderedDict[tuple[int, bytes], tuple[int, Wanted]] = OrderedDict()
-        """Until when nobody is asked for a run that begins with this (scope, key), and why."""
+        self._absent: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
+        """Until when nobody is asked for a run that begins with this (scope, key), and since which
+        question or fetch."""
         self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
         self._unanswered = 0
         """Questions in a row that the index did not answer."""
@@ -139,19 +138,21 @@ class Fetches:
         coming = self._leading(asker.scopes, keys)
         first = (asker.scopes[0], keys[0].tobytes())
         if coming:
-            return Wanted(coming, *self._shared(*first))
-        until_ns, known = self._absent.get(first, (0, Wanted()))
+            return Wanted(coming, *self._brought_by(*first))
+        until_ns, known = self._absent.get(first, (0, 0))
         if until_ns > state.now_ns:
-            return known
-        if len(self._locating) >= LOCATES_MAX or self._exceeds_share(asker.engine, len(keys)):
-            return Wanted(0, Search(0, len(keys), Sought.BUSY))
+            return Wanted(0, known)
+        is_full = len(self._locating) >= LOCATES_MAX
+        if is_full or self._exceeds_share(asker.engine, len(keys)):
+            return self._unasked(keys, Reason.TOO_MANY_QUESTIONS)
         if state.now_ns < self._ask_from_ns:
-            return Wanted(0, Search(0, len(keys), Sought.INDEX_AWAY))
+            return self._unasked(keys, Reason.INDEX_AWAY)
         if len(set(each(keys))) != len(keys):
             return Wanted()  # a chain names no key twice: who does is not served with more work
-        number, search = next(self._numbers), state.searches.begin(len(keys))
+        number = next(self._numbers)
         keys = keys.copy()  # not the rest of the message
-        self._locating[number] = _Locating(asker, keys, search)
+        self._locating[number] = _Locating(asker, keys)
+        state.witness.asked(number, len(keys), Reason.NO_ANSWER_YET)
         self._expect(number, asker, keys)
         state.counters.locates += 1
         state.say(
@@ -163,7 +164,7 @@ class Fetches:
                 cause=state.cause,
             )
         )
-        return Wanted(len(keys), search)
+        return Wanted(len(keys), number)
 
     def _exceeds_share(self, engine: str, more: int) -> bool:
         """Whether so many more keys are more than this engine, or all together, may be told of."""
@@ -171,13 +172,17 @@ class Fetches:
         every = (self._coming_of.total() + more) * COMING_BYTES
         return its > COMING_BYTES_PER_ENGINE or every > COMING_BYTES_MAX
 
-    def _shared(self, scope: int, key: bytes) -> tuple[Search, int]:
-        """The search that brings this key of a scope, and its place there."""
+    def _unasked(self, keys: Keys, why: Reason) -> Wanted:
+        number = next(self._numbers)
+        self._state.witness.asked(number, len(keys), why)
+        return Wanted(0, number)
+
+    def _brought_by(self, scope: int, key: bytes) -> tuple[int, int]:
+        """The question or fetch that brings this key of a scope, and its place there."""
         number = next(its[key] for its in self._with([scope]).values() if key in its)
         job = self._locating.get(number) or self._fetching.get(number)
         assert job is not None, "nobody brings a key"
-        at = next(n for n, its in enumerate(each(job.keys)) if its == key)
-        return job.search, int(job.places[at]) if isinstance(job, _Fetching) else at
+        return number, next(n for n, its in enumerate(each(job.keys)) if its == key)
 
     def _leading(self, scopes: Sequence[int], keys: Keys) -> int:
         """How many from the first on are on their way, or asked for."""
@@ -230,14 +235,13 @@ class Fetches:
         asker, keys = question.asker, question.keys
         self._expect_no_more(event.locate, asker, keys)
         self._judge_index(is_known=event.is_known)
-        search = question.search
-        chosen = self._choose(asker, event.candidates, search)
-        if not event.is_known:
-            search.sought = Sought.INDEX_AWAY
-        elif chosen is None:
-            self._remember_absent((asker.scopes[0], keys[0].tobytes()), Wanted(0, search))
-        elif not state.is_off(asker.tenant, asker.space):
-            self._fetch_all(chosen.node, asker, keys[: chosen.blocks], search)
+        sought = Reason.NOBODY_HAS_IT if event.is_known else Reason.INDEX_AWAY
+        state.witness.judged(event.locate, sought)
+        chosen = self._choose(asker, event.candidates, event.locate) if event.is_known else None
+        if event.is_known and chosen is None:
+            self._remember_absent((asker.scopes[0], keys[0].tobytes()), event.locate)
+        elif chosen is not None and not state.is_off(asker.tenant, asker.space):
+            self._fetch_all(chosen.node, asker, keys[: chosen.blocks], event.locate)
         self._arrivals.news(keys)
 
     def _judge_index(self, *, is_known: bool) -> None:
@@ -252,76 +256,69 @@ class Fetches:
             longer = self._unanswered - UNANSWERED_MAX
             self._ask_from_ns = self._state.now_ns + _longer_each_time(longer)
 
-    def _remember_absent(self, first: tuple[int, bytes], why: Wanted) -> None:
-        self._absent[first] = (self._state.now_ns + ABSENT_NS, why)
+    def _remember_absent(self, first: tuple[int, bytes], number: int) -> None:
+        self._absent[first] = (self._state.now_ns + ABSENT_NS, number)
         self._absent.move_to_end(first)
         if len(self._absent) > ABSENT_MAX:
             self._absent.popitem(last=False)
 
     def _choose(
-        self, asker: Asker, candidates: Sequence[Candidate], search: Search
+        self, asker: Asker, candidates: Sequence[Candidate], question: int
     ) -> Candidate | None:
         """The one that saves most time; None: computing is as quick, or nobody is to be asked."""
         state = self._state
         pace = state.paces.of(asker.tenant, asker.space)
         compute_ns = pace.compute_ns_per_token * asker.block_tokens
         best, best_saved_ns = None, 0.0
-        search.sought = Sought.NOBODY
+        judged = functools.partial(state.witness.judged, question)
         for candidate in candidates:
             peer = self._peers.get(candidate.node)
             if not candidate.blocks:
                 continue
             if peer and peer.avoid_until_ns > state.now_ns:
-                if search.sought is Sought.NOBODY:
-                    _would_be(search, candidate, Sought.AVOIDED)
-                    search.failures = peer.failures
+                judged(Reason.NODE_AVOIDED, candidate, count=peer.failures)
                 continue
             ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = ns_per_byte * sum(asker.block_bytes)
             if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
-                if best is None and (not search.fetch_ns or search.known < candidate.blocks):
-                    _would_be(search, candidate, Sought.COST)
-                    search.fetch_ns = int(cost_ns * search.known)
-                    search.compute_ns = int(compute_ns * search.known)
+                judged(Reason.FETCH_COST, candidate, costs_ns=(cost_ns, compute_ns))
                 continue
             # Nothing is known of computing: the longest run is the best, the quickest of equals.
             worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)
             if candidate.blocks * worth_ns > best_saved_ns:
                 best, best_saved_ns = candidate, candidate.blocks * worth_ns
-                _would_be(search, candidate, Sought.HERE)
+                judged(Reason.HERE_BY_NOW, candidate)
         return best
 
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
-    def _fetch_all(self, node: str, asker: Asker, keys: Keys, search: Search) -> None:
+    def _fetch_all(self, node: str, asker: Asker, keys: Keys, question: int) -> None:
         """Fetch what of these is not here by now, as far as there is room."""
         state = self._state
         rows = state.residency.find_all(asker.scopes, keys)
         away = (state.residency.words(rows) < 0) & ~self.coming(asker.scopes, keys, rows)
         missing = away.any(axis=0)
         keys, places = keys[missing], np.flatnonzero(missing)
-        search.missing = len(keys)
-        search.sought = Sought.NO_ROOM if len(keys) else Sought.HERE
+        sought = Reason.NO_ROOM if len(keys) else Reason.HERE_BY_NOW
+        state.witness.judged(question, sought, count=len(keys))
         block_bytes = sum(asker.slot_sizes)
         room = min(len(keys), self._fetching.room(block_bytes))
         count = self._intake.room_for(asker, asker.slot_sizes, room)
         per_fetch = max(1, FETCH_BYTES // block_bytes)
         for begin in range(0, count, per_fetch):
             piece = slice(begin, min(begin + per_fetch, count))
-            self._fetch(node, asker, keys[piece], search, places[piece])
+            self._fetch(node, asker, keys[piece], question, places[piece].tolist())
 
     def _fetch(
-        self, node: str, asker: Asker, keys: Keys, search: Search, places: NDArray[np.int64]
+        self, node: str, asker: Asker, keys: Keys, question: int, places: Sequence[int]
     ) -> None:
         state = self._state
         columns = self._intake.hold(
             asker.slot_sizes, len(keys), writer=PEER_WRITER, group=asker.group
         )
         size_bytes = len(keys) * sum(asker.slot_sizes)
-        number = self._fetching.begin(
-            _Fetching(node, asker, keys, columns, size_bytes, search, places)
-        )
-        search.begin(len(keys), state.now_ns)
+        number = self._fetching.begin(_Fetching(node, asker, keys, columns, size_bytes))
+        state.witness.fetching(question, number, places, state.now_ns)
         self._expect(number, asker, keys)
         self._peer(node).pace.begun(number, size_bytes, state.now_ns)
         words = np.stack(columns, axis=1).reshape(-1)
@@ -356,14 +353,15 @@ class Fetches:
         self._expect_no_more(event.job, asker, job.keys)
         good = np.frombuffer(event.good, dtype=np.bool_)
         self._judge(job, event)
-        if job.is_void or state.is_off(asker.tenant, asker.space):
+        is_void = job.is_void or state.is_off(asker.tenant, asker.space)
+        if is_void:
             good = np.zeros(len(job.keys), dtype=bool)
-            event = msgspec.structs.replace(event, trouble="it was cleared or switched off here")
-        job.search.end(event, int(good.sum()), state.now_ns)
+        state.witness.fetched(
+            event, job.words, int(good.sum()), is_void=is_void, now_ns=state.now_ns
+        )
         if not good.any():
             # The index knew of what is not there: it is not asked the same again at once.
-            why = Wanted(0, job.search, int(job.places[0]))
-            self._remember_absent((asker.scopes[0], job.keys[0].tobytes()), why)
+            self._remember_absent((asker.scopes[0], job.keys[0].tobytes()), event.job)
         checksums = np.zeros((len(job.keys), len(asker.shards), 2), dtype=np.uint64)
         if event.checksums:
             checksums[:] = checksums_array(event.checksums).reshape(checksums.shape)
@@ -374,7 +372,6 @@ class Fetches:
                 Copies(scope, job.keys, words, checksums[:, column]),
                 good,
                 block_bytes=asker.block_bytes[column],
-                search=job.search.number,
             )
         state.counters.fetched_blocks += int(good.sum())
         state.counters.fetch_blocks_lost += int((~good).sum())
@@ -419,12 +416,6 @@ class Fetches:
             told[job.asker.engine] += len(job.keys)
         assert told == self._coming_of, "what engines are told of is miscounted"
         assert self._coming_of.total() * COMING_BYTES <= COMING_BYTES_MAX
-
-
-def _would_be(search: Search, candidate: Candidate, sought: Sought) -> None:
-    """Whom a search came to, unless another one is better."""
-    search.sought, search.node = sought, candidate.node
-    search.known = min(candidate.blocks, search.asked)
 
 
 def _longer_each_time(failures: int) -> int:

@@ -37,7 +37,6 @@ from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.quotas import GroupId
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
-from kvstore.engine.memory.tombstones import Why
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.moves.jobs import Jobs
@@ -46,6 +45,7 @@ from kvstore.engine.moves.writes import JOB_BYTES_MAX, Writes
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.runs import has_repeats, leading
 from kvstore.engine.state import State
+from kvstore.engine.why.reasons import Reason
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
@@ -276,7 +276,7 @@ class Files:
             there[there] = residency.file[rows[there]] == np.frombuffer(locations, "<u8")[there]
         if event.damaged:
             self._state.counters.file_blocks_damaged += len(event.keys) // KEY_BYTES
-        residency.drop_file(np.unique(rows[there]), self._state.stamp(Why.FILE_LOST))
+        residency.drop_file(np.unique(rows[there]), self._state.stamp(Reason.FILE_LOST))
 
     def reclaim(self, event: FileReclaim) -> None:
         """A segment is to go: keep what was asked for since it was written, within a share and the
@@ -298,7 +298,7 @@ class Files:
             room -= len(hot)
             kept.append(locations[hot])
             live[hot] = False
-            residency.drop_file(np.unique(rows[live]), self._state.stamp(Why.RECLAIMED))
+            residency.drop_file(np.unique(rows[live]), self._state.stamp(Reason.RECLAIMED))
         keep = np.concatenate(kept).tobytes() if kept else b""
         state.say(ReclaimFile(segment=event.segment, keep=keep, cause=state.cause))
 

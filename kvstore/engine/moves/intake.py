@@ -22,12 +22,12 @@ from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.policy.port import Words, prints
 from kvstore.engine.memory.quotas import GroupId
 from kvstore.engine.memory.table import Keys, Rows
-from kvstore.engine.memory.tombstones import Why
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.writes import Writes
 from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.state import State
-from kvstore.engine.why.findings import Origin
+from kvstore.engine.why.reasons import Reason
+from kvstore.engine.witness import Origin
 from kvstore.types import Tier
 
 
@@ -70,7 +70,7 @@ class Intake:
         state, block_bytes = self._state, sum(sizes)
         pinnable = state.slots.pins.room(None, asker.group, block_bytes) // block_bytes
         active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
-        state.make_room_for(Why.READS, asker.title)
+        state.make_room_for(Reason.EVICTED_FOR_READS, asker.title)
         return self.room(sizes, min(wanted, pinnable), asker.group, active | set(sizes))
 
     def hold(self, sizes: Sequence[int], count: int, *, writer: int, group: GroupId) -> list[Words]:
@@ -98,13 +98,11 @@ class Intake:
         self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
         return absent
 
-    def fetch(
-        self, copies: Copies, good: NDArray[np.bool_], *, block_bytes: int, search: int
-    ) -> None:
-        """Another node sent the good ones of them, for a search."""
+    def fetch(self, copies: Copies, good: NDArray[np.bool_], *, block_bytes: int) -> None:
+        """Another node sent the good ones of them."""
         rows, absent = self._find(copies)
         taken = self._put(copies, rows, good & absent, is_use=True)
-        self._arrivals.brought(self._state.residency.words(taken), Origin.PEER, search=search)
+        self._arrivals.brought(self._state.residency.words(taken), Origin.PEER)
         self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
 
     def read(self, copies: Copies, good: NDArray[np.bool_]) -> None:

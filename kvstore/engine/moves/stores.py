@@ -16,10 +16,10 @@ from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.quotas import GroupId
 from kvstore.engine.memory.slots import SlotState
-from kvstore.engine.memory.tombstones import Why
 from kvstore.engine.moves.intake import Copies, Intake
 from kvstore.engine.sessions.owners import Connection, Owner
 from kvstore.engine.state import State
+from kvstore.engine.why.reasons import Reason
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Distrust,
@@ -109,7 +109,7 @@ class Stores:
         count: another model's or tenant's cache is not its to empty."""
         words = self._readable(connection, message)
         self._state.counters.blocks_distrusted += len(words)
-        self._state.empty(words, self._state.stamp(Why.DISTRUSTED))
+        self._state.empty(words, self._state.stamp(Reason.FAILED_CHECK))
 
     def verified(self, connection: Connection, message: Verified) -> None:
         """These copies are what they were when they were stored. The same rule."""
@@ -179,7 +179,7 @@ class Stores:
         may = min(may, pins.writable(list(zip(ranks, sizes, strict=True)), group))
         pins.is_short |= may < wanted
         wanted = min(wanted, may)
-        self._state.make_room_for(Why.STORES, owner.title)
+        self._state.make_room_for(Reason.EVICTED_FOR_STORES, owner.title)
         count = self._intake.room(sizes, wanted, group, active)
         if count == 0:
             self._state.counters.grants_refused += 1

@@ -11,12 +11,11 @@ from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
-from kvstore.engine.moves.searches import Wanted
 from kvstore.engine.sessions.askers import engine_asks
 from kvstore.engine.sessions.owners import Connection, Owner
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
 from kvstore.engine.state import State
-from kvstore.engine.why.findings import Finding, Findings, Origin
+from kvstore.engine.witness import LookedUp, Origin, Wanted
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
@@ -37,7 +36,6 @@ class Lookups:
         files: Files,
         fetches: Fetches,
         arrivals: Arrivals,
-        findings: Findings,
     ) -> None:
         self._state = state
         self._files = files
@@ -45,7 +43,6 @@ class Lookups:
         self._arrivals = arrivals
         self._brings = files.enabled or state.config.fetches
         """Whether anything comes to dram but what engines store."""
-        self._findings = findings
 
     def lease(self, connection: Connection, ask: LeaseAsk) -> str:
         """Pin the longest run in dram and answer. Returns why the connection must end, or "" ."""
@@ -57,7 +54,7 @@ class Lookups:
         if not session or not state.leases.may_add(session, ask.lease):
             keys = keys[:0]
         if session and owner.known and state.is_off(*owner.known):
-            return self._refuse(connection, ask, session)
+            return self._refuse(connection, ask)
         run = leading_run(state, owner.scopes, keys)
         if run.repeats():
             return "a LeaseAsk that names a key twice"
@@ -74,7 +71,7 @@ class Lookups:
         promoting, estimate_ms, wanted = self._bring(owner, keys[:0] if refused else rest, run)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
-        brought = self._arrivals.take_origins(run)
+        origins = self._arrivals.take_origins(run)
         state.counters.blocks_hit += run.count
         state.counters.leased_bytes += run.count * sum(owner.slot_sizes)
         state.counters.blocks_missed += len(rest) - promoting
@@ -88,24 +85,19 @@ class Lookups:
                 checksums=run.checksums(state, asked=ask.with_checksums),
                 promoting=promoting,
                 promoting_ms=estimate_ms,
-                from_file=count_of(brought, Origin.FILE),
-                from_peer=count_of(brought, Origin.PEER),
+                from_file=count_of(origins, Origin.FILE),
+                from_peer=count_of(origins, Origin.PEER),
             ),
         )
         if not len(keys):
             return ""
-        finding = Finding(connection, run, rest, promoting, state.now_ns)
-        finding.brought(0, brought)
-        finding.refused = (0, refused)
-        finding.wants(wanted, behind=promoting - wanted.coming)
-        self._findings.add(session, ask.lease, finding)
+        found = LookedUp(connection, ask.lease, run, origins, rest, promoting, refused, wanted)
+        state.witness.looked_up(found, state.now_ns)
         if promoting:
             if not run.count:
                 held = state.leases.add(session, ask.lease, words, state.now_ns, account)
             rest = rest[:promoting]
-            self._arrivals.wait(
-                Wait(connection, ask.lease, held, rest, ask.with_checksums, finding)
-            )
+            self._arrivals.wait(Wait(connection, ask.lease, held, rest, ask.with_checksums))
         return ""
 
     def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
@@ -131,7 +123,7 @@ class Lookups:
             estimate_ms = max(estimate_ms, self._fetches.estimate_ms(asker, wanted.coming))
         return promoting + wanted.coming, estimate_ms, wanted
 
-    def _refuse(self, connection: Connection, ask: LeaseAsk, session: int) -> str:
+    def _refuse(self, connection: Connection, ask: LeaseAsk) -> str:
         """Nothing of this space is lent; explain says why."""
         state, keys = self._state, keys_array(ask.keys)
         state.counters.blocks_missed += len(keys)
@@ -140,9 +132,7 @@ class Lookups:
         )
         state.send(connection, nothing)
         if len(keys):
-            run = leading_run(state, connection.owner.scopes, keys[:0])
-            finding = Finding(connection, run, keys, 0, state.now_ns).was_switched_off()
-            self._findings.add(session, ask.lease, finding)
+            state.witness.switched_off(connection, ask.lease, len(keys), state.now_ns)
         return ""
 
     def hint(self, connection: Connection, hint: Hint) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvstore.engine.events import Scrubbed
 from kvstore.engine.memory.slots import SlotState
-from kvstore.engine.memory.tombstones import Why
 from kvstore.engine.state import State
+from kvstore.engine.why.reasons import Reason
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import shard_bytes
@@ -118,4 +118,4 @@ class Scrubs:
             )
             words = np.unique(words[bad])
             scrub.bad += len(words)
-            state.empty(words, state.stamp(Why.SCRUBBED))
+            state.empty(words, state.stamp(Reason.FAILED_SCRUB))

@@ -31,7 +31,7 @@ from kvstore.engine.events import SwitchedOff
 from kvstore.engine.moves.files import Files
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.state import Off, State
-from kvstore.engine.why.findings import Findings, Origin
+from kvstore.engine.witness import Origin
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.messages import Compared, slots_array
 
@@ -42,9 +42,8 @@ PPM: Final = 1_000_000
 class Switches:
     """What is off is in `State.off`; here is how it comes and goes."""
 
-    def __init__(self, state: State, findings: Findings, files: Files) -> None:
+    def __init__(self, state: State, files: Files) -> None:
         self._state = state
-        self._findings = findings
         self._files = files
         self.worst_error = 0.0
         """Of all that was compared since the start."""
@@ -54,7 +53,7 @@ class Switches:
         state, owner = self._state, connection.owner
         if not owner.open_session or message.session != owner.open_session:
             return
-        finding = self._findings.get(owner.key, message.session, message.lease)
+        finding = state.trail.findings.get(owner.key, message.session, message.lease)
         if finding is None:
             return  # so long ago that nobody knows what it was lent
         blocks = np.unique(slots_array(message.diverged)).astype(np.int64)

@@ -26,7 +26,9 @@ from kvstore.cli.prefix import (
     tokenize,
 )
 from kvstore.client.index import IndexClient
-from kvstore.engine.why.explain import HashingReport, RangeReport
+from kvstore.engine.why.explain import HashingReport
+from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.reasons import Reason
 from kvstore.errors import ConfigError
 from kvstore.index.chain import block_keys
 from kvstore.index.feed import Trust
@@ -191,8 +193,8 @@ class Node:
         count = len(keys) // 32
         held = min(count, max(0, self.held - begin))
         rows = [
-            RangeReport(0, held, "dram", "", "in dram"),
-            RangeReport(held, count - held, "", "never stored", "x"),
+            RangeReport(0, held, "dram"),
+            RangeReport(held, count - held, "", Reason.NEVER_STORED),
         ]
         return [row for row in rows if row.blocks]
 

@@ -100,7 +100,7 @@ def test_keys_need_no_node_and_a_stale_index_does_not_know(
     assert "no node holds" not in shown
     assert "at most" not in shown
     index.trust = Trust.EXACT
-    assert "3 blocks asked for; at most 2 of them from one holder" in said(*asked)
+    assert "3 blocks asked for; at most 2 of them at one location" in said(*asked)
     found = json.loads(said(*asked, "--json"))["prefix"]
     assert (found["held_blocks"], found["held_tokens"], found["block_tokens"]) == (2, None, None)
     assert found["holders"][0]["node"] == "n1"

@@ -14,11 +14,12 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvstore.cli.reasons import TEXTS
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.media import why_left_out
 from kvstore.connector.scheduler_side import SchedulerSide
-from kvstore.engine.why.explain import _OUTCOMES
+from kvstore.engine.why.reasons import reason_of
 from kvstore.wire import messages as m
 from tests.unit.connector.test_scheduler_side import BLOCK_TOKENS, FullSocket, stories
 
@@ -82,7 +83,7 @@ def test_an_image_that_its_client_named_is_left_out(link: FullSocket) -> None:
     assert hinted == [b"".join(one.block_hashes) for one in asked[:2]]
     told = [story for story in stories(link) if story[0] in {"r2", "r3"}]
     assert told == [("r2", "image uuid"), ("r3", "image uuid")]
-    assert "uuid" in _OUTCOMES["image uuid"]
+    assert "uuid" in TEXTS[reason_of("image uuid")]
 
 
 @pytest.mark.parametrize("algorithm", ["blake3", "sha256", "sha512"])

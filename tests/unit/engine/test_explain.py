@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 from msgspec.structs import astuple
 
+from kvstore.cli.reasons import of_range, of_request, word
 from kvstore.engine.events import Clear, FileGone, FileLate, FilePart, FileReclaim
 from kvstore.engine.why import explain, findings
-from kvstore.engine.why.explain import RangeReport, RequestReport, fits
-from kvstore.engine.why.findings import Found
+from kvstore.engine.why.explain import RequestReport
+from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.reasons import Reason
 from kvstore.proto.rows import decode_rows, encode_rows
-from kvstore.types import SpaceId
 from kvstore.wire.messages import LeaseRelease, Story
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
-from tests.unit.engine.harness import HALVES, SMALL, TOKENS, WHOLE, Node, Peer, keys, space
+from tests.unit.engine.harness import HALVES, TOKENS, WHOLE, Node, Peer, keys, space
 
-Row = tuple[int, int, str, str]
+Row = tuple[int, int, str, Reason]
 """First block, blocks, tier, reason."""
 
 
@@ -46,6 +47,12 @@ def ranges(node: Node) -> list[RangeReport]:
     return node.engine.explain.ranges(latest.number)
 
 
+def texts(node: Node) -> list[str]:
+    """As an operator reads them."""
+    (latest,) = node.engine.explain.requests("", limit=1)
+    return [of_range(row, latest) for row in node.engine.explain.ranges(latest.number)]
+
+
 def test_what_was_held_is_from_dram_and_the_rest_was_never_stored() -> None:
     node = Node()
     peer = Peer(node)
@@ -54,7 +61,11 @@ def test_what_was_held_is_from_dram_and_the_rest_was_never_stored() -> None:
     row = told(node, peer, blocks=6, loaded=2, load_ns=1_500_000, queued_ns=2_000_000)
     assert (row.prompt_tokens, row.loaded_tokens, row.load_us) == (6 * TOKENS + 3, 32, 1500)
     assert (row.tenant, row.block_tokens, row.queued_us) == ("t", TOKENS, 2000)
-    assert rows(node) == [(0, 2, "dram", ""), (2, 3, "", "never stored"), (5, 1, "", "not asked")]
+    assert rows(node) == [
+        (0, 2, "dram", Reason.NONE),
+        (2, 3, "", Reason.NEVER_STORED),
+        (5, 1, "", Reason.BEYOND_THE_QUESTION),
+    ]
 
 
 def test_what_counts_is_what_was_held_when_it_was_asked_for() -> None:
@@ -63,7 +74,7 @@ def test_what_counts_is_what_was_held_when_it_was_asked_for() -> None:
     peer.lease(1, 1, 2)
     peer.store(1, 2)  # by this very request, say
     told(node, peer, blocks=2)
-    assert rows(node) == [(0, 2, "", "never stored")]
+    assert rows(node) == [(0, 2, "", Reason.NEVER_STORED)]
 
 
 def test_evicted_when_and_for_whom() -> None:
@@ -78,11 +89,13 @@ def test_evicted_when_and_for_whom() -> None:
     node.tick(ms=7000)
     row = told(node, peer, blocks=2, age_ns=3 * 10**9)
     assert row.ended_ms_ago == 3000
-    assert rows(node) == [(0, 1, "", "evicted"), (1, 1, "", "never stored")]
-    text = ranges(node)[0].text
+    assert rows(node) == [(0, 1, "", Reason.EVICTED_FOR_STORES), (1, 1, "", Reason.NEVER_STORED)]
+    text = texts(node)[0]
     assert text == "evicted from dram to make room for stores of busy (busy), 2.0 s before"
     (now, _) = node.engine.explain.prefix("t", SPACE, keys(1, 2))
-    assert now.text == "evicted from dram to make room for stores of busy (busy), 9.0 s ago"
+    assert (
+        of_range(now, None) == "evicted from dram to make room for stores of busy (busy), 9.0 s ago"
+    )
 
 
 def test_a_block_that_was_evicted_and_stored_again_is_held() -> None:
@@ -91,7 +104,7 @@ def test_a_block_that_was_evicted_and_stored_again_is_held() -> None:
     peer.store(1, *range(100, 112), 1)
     peer.lease(1, 1)
     told(node, peer, blocks=1, loaded=1)
-    assert rows(node) == [(0, 1, "dram", "")]
+    assert rows(node) == [(0, 1, "dram", Reason.NONE)]
 
 
 def test_what_left_after_the_question_is_not_its_reason() -> None:
@@ -102,8 +115,7 @@ def test_what_left_after_the_question_is_not_its_reason() -> None:
     peer.store(1)
     node.step(Clear(None, None))
     told(node, peer, blocks=1)
-    assert rows(node) == [(0, 1, "", "never stored")]
-    assert "is remembered" in ranges(node)[0].text
+    assert rows(node) == [(0, 1, "", Reason.FORGOTTEN)]
 
 
 def test_cleared() -> None:
@@ -113,7 +125,7 @@ def test_cleared() -> None:
     node.step(Clear(None, None))
     peer.lease(1, 1)
     told(node, peer, blocks=1)
-    assert rows(node) == [(0, 1, "", "cleared")]
+    assert rows(node) == [(0, 1, "", Reason.CLEARED)]
 
 
 def test_a_failed_check() -> None:
@@ -123,11 +135,13 @@ def test_a_failed_check() -> None:
     peer.distrust(place)
     peer.lease(1, 1)
     told(node, peer, blocks=1)
-    assert rows(node) == [(0, 1, "", "failed check")]
+    assert rows(node) == [(0, 1, "", Reason.FAILED_CHECK)]
 
 
-@pytest.mark.parametrize(("tenant", "reason"), [("t", "other space"), ("u", "never stored")])
-def test_another_space_is_told_within_the_tenant_only(tenant: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("tenant", "reason"), [("t", Reason.OTHER_SPACE), ("u", Reason.NEVER_STORED)]
+)
+def test_another_space_is_told_within_the_tenant_only(tenant: str, reason: Reason) -> None:
     node = Node()
     other = Peer(node, "other", space=space("other", layer_bytes=16 << 10), tenant=tenant)
     other.store(1, 2)
@@ -136,9 +150,9 @@ def test_another_space_is_told_within_the_tenant_only(tenant: str, reason: str) 
     told(node, peer, blocks=3)
     first, *rest = rows(node)
     assert first == (0, 2 if tenant == "t" else 3, "", reason)
-    assert rest == ([(2, 1, "", "never stored")] if tenant == "t" else [])
+    assert rest == ([(2, 1, "", Reason.NEVER_STORED)] if tenant == "t" else [])
     its = fingerprint(other.space, weights_epoch="").hex()[:16]
-    assert (its in ranges(node)[0].text) == (tenant == "t")
+    assert (its in texts(node)[0]) == (tenant == "t")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -150,9 +164,9 @@ def test_not_all_shards(rank: int) -> None:
     peer.lease(1, 1, 2, 3)
     told(node, peer, blocks=3, loaded=1)
     assert rows(node) == [
-        (0, 1, "dram", ""),
-        (1, 1, "", "not all shards"),
-        (2, 1, "", "never stored"),
+        (0, 1, "dram", Reason.NONE),
+        (1, 1, "", Reason.NOT_ALL_SHARDS),
+        (2, 1, "", Reason.NEVER_STORED),
     ]
 
 
@@ -162,14 +176,29 @@ def test_behind_a_gap() -> None:
     peer.store(2)
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)
-    assert rows(node) == [(0, 1, "", "never stored"), (1, 1, "dram", "behind a gap")]
+    assert rows(node) == [(0, 1, "", Reason.NEVER_STORED), (1, 1, "dram", Reason.BEHIND_A_GAP)]
 
 
 @pytest.mark.parametrize(
-    ("outcome", "held"),
-    [("deadline", True), ("cost gate", True), ("load failed", True), ("node away", False)],
+    ("outcome", "reason", "held"),
+    [
+        ("deadline", Reason.DEADLINE, True),
+        ("cost gate", Reason.COST_GATE, True),
+        ("load failed", Reason.LOAD_FAILED, True),
+        ("shadow check", Reason.SHADOW_CHECK, True),
+        ("node away", Reason.NODE_AWAY, False),
+        ("breaker open", Reason.BREAKER_OPEN, False),
+        ("no full block", Reason.NO_FULL_BLOCK, False),
+        ("not stored", Reason.NOT_STORED, False),
+        ("pinned share used up", Reason.PINNED_SHARE_USED_UP, False),
+        ("adapter", Reason.ADAPTER, False),
+        ("image uuid", Reason.IMAGE_UUID, False),
+        ("images off", Reason.IMAGES_OFF, False),
+        ("not asked", Reason.NOT_ASKED, False),
+        ("of a later version", Reason.OTHER_VERSION, False),
+    ],
 )
-def test_what_the_engine_decided(outcome: str, held: bool) -> None:
+def test_what_the_engine_decided(outcome: str, reason: Reason, held: bool) -> None:
     node = Node()
     peer = Peer(node)
     leases = []
@@ -178,9 +207,19 @@ def test_what_the_engine_decided(outcome: str, held: bool) -> None:
         peer.lease(1, 1, 2)
         leases = [1]
     row = told(node, peer, blocks=2, outcome=outcome, leases=leases, detail="x\x1b[2Jy")
-    assert row.outcome == outcome
-    assert row.text.endswith(": x?[2Jy"), "a terminal is not given orders"
-    assert rows(node) == [(0, 2, "dram" if held else "", outcome)]
+    assert row.outcome is reason
+    assert word(row.outcome) == (outcome if reason is not Reason.OTHER_VERSION else "not known")
+    assert of_request(row).endswith(": x?[2Jy"), "a terminal is not given orders"
+    assert rows(node) == [(0, 2, "dram" if held else "", reason)]
+
+
+def test_an_engine_that_takes_fewer_blocks_did_not_need_them() -> None:
+    node = Node()
+    peer = Peer(node)
+    peer.store(1, 2)
+    peer.lease(1, 1, 2)
+    told(node, peer, blocks=2, loaded=1)
+    assert rows(node) == [(0, 1, "dram", Reason.NONE), (1, 1, "dram", Reason.NOT_NEEDED)]
 
 
 def test_the_engines_own_cache_comes_first() -> None:
@@ -189,9 +228,11 @@ def test_the_engines_own_cache_comes_first() -> None:
     peer.store(3, 4)
     peer.lease(1, 3, 4)
     told(node, peer, blocks=4, local_tokens=2 * TOKENS, first_block=2, loaded=2)
-    assert rows(node) == [(0, 2, "engine", ""), (2, 2, "dram", "")]
+    assert rows(node) == [(0, 2, "engine", Reason.NONE), (2, 2, "dram", Reason.NONE)]
     told(node, peer, blocks=4, local_tokens=3 * TOKENS, first_block=2, loaded=1)
-    assert rows(node) == [(0, 3, "engine", ""), (3, 1, "dram", "")], "its cache grew meanwhile"
+    assert rows(node) == [(0, 3, "engine", Reason.NONE), (3, 1, "dram", Reason.NONE)], (
+        "its cache grew meanwhile"
+    )
 
 
 # ── disk ─────────────────────────────────────────────────────────────────────────────────────────
@@ -210,7 +251,11 @@ def test_from_disk_while_it_waited() -> None:
     assert peer.lease(1, 1, 2, 3, 4).promoting == 2
     node.read_all()
     told(node, peer, blocks=4, loaded=3)
-    assert rows(node) == [(0, 1, "dram", ""), (1, 2, "file", ""), (3, 1, "", "never stored")]
+    assert rows(node) == [
+        (0, 1, "dram", Reason.NONE),
+        (1, 2, "file", Reason.NONE),
+        (3, 1, "", Reason.NEVER_STORED),
+    ]
 
 
 def test_from_disk_by_the_hint_is_from_disk_for_the_first_who_asks() -> None:
@@ -219,15 +264,17 @@ def test_from_disk_by_the_hint_is_from_disk_for_the_first_who_asks() -> None:
     node.read_all()
     assert peer.lease(1, 1, 2).from_file == 2
     told(node, peer, blocks=2, loaded=2)
-    assert rows(node) == [(0, 2, "file", "")]
+    assert rows(node) == [(0, 2, "file", Reason.NONE)]
     node.hear(peer.scheduler, LeaseRelease(leases=[1]))
     assert peer.lease(2, 1, 2).from_file == 0
     told(node, peer, blocks=2, loaded=2, leases=[2])
-    assert rows(node) == [(0, 2, "dram", "")]
+    assert rows(node) == [(0, 2, "dram", Reason.NONE)]
 
 
-@pytest.mark.parametrize(("waited_ns", "reason"), [(0, "cost gate"), (1, "promotion deadline")])
-def test_on_disk_and_not_waited_for(waited_ns: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("waited_ns", "reason"), [(0, Reason.PROMOTION_COST), (1, Reason.PROMOTION_DEADLINE)]
+)
+def test_on_disk_and_not_waited_for(waited_ns: int, reason: Reason) -> None:
     node, peer = on_disk(1, 2)
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2, promotion_ns=waited_ns)
@@ -244,7 +291,10 @@ def test_in_dram_behind_one_that_is_read_is_not_told_as_on_disk() -> None:
     node.step(known(1, at=1))
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)
-    assert rows(node) == [(0, 1, "file", "cost gate"), (1, 1, "dram", "behind a gap")]
+    assert rows(node) == [
+        (0, 1, "file", Reason.PROMOTION_COST),
+        (1, 1, "dram", Reason.BEHIND_A_GAP),
+    ]
 
 
 def test_some_came_before_its_patience_ended() -> None:
@@ -255,8 +305,8 @@ def test_some_came_before_its_patience_ended() -> None:
     first, second = node.reads
     node.answer(first)
     told(node, peer, blocks=2, loaded=1, promotion_ns=5_000_000)
-    assert rows(node) == [(0, 1, "file", ""), (1, 1, "file", "promotion deadline")]
-    assert "5 ms" in ranges(node)[1].text
+    assert rows(node) == [(0, 1, "file", Reason.NONE), (1, 1, "file", Reason.PROMOTION_DEADLINE)]
+    assert "5 ms" in texts(node)[1]
     node.answer(second)
 
 
@@ -265,7 +315,7 @@ def test_on_disk_but_the_disk_was_busy() -> None:
     reply = peer.lease(1, *range(1, 9))
     assert 0 < reply.promoting < 8
     told(node, peer, blocks=8)
-    assert rows(node)[-1] == (reply.promoting, 8 - reply.promoting, "file", "not read")
+    assert rows(node)[-1] == (reply.promoting, 8 - reply.promoting, "file", Reason.NOT_READ)
     node.read_all()
 
 
@@ -273,7 +323,10 @@ def test_on_disk_behind_a_gap() -> None:
     node, peer = on_disk(2)
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)
-    assert rows(node) == [(0, 1, "", "never stored"), (1, 1, "file", "behind a gap")]
+    assert rows(node) == [
+        (0, 1, "", Reason.NEVER_STORED),
+        (1, 1, "file", Reason.BEHIND_A_GAP_ON_DISK),
+    ]
 
 
 def test_reclaimed_or_lost_on_disk() -> None:
@@ -283,8 +336,8 @@ def test_reclaimed_or_lost_on_disk() -> None:
     node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(1), places(1, 1)),)))
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)
-    assert rows(node) == [(0, 1, "", "evicted"), (1, 1, "", "failed check")]
-    assert ranges(node)[0].text.startswith("its segment on disk")
+    assert rows(node) == [(0, 1, "", Reason.RECLAIMED), (1, 1, "", Reason.FILE_LOST)]
+    assert texts(node)[0].startswith("its segment on disk")
 
 
 def test_room_for_blocks_from_disk_is_said() -> None:
@@ -297,7 +350,8 @@ def test_room_for_blocks_from_disk_is_said() -> None:
     assert gone
     peer.lease(1, gone[0])
     told(node, peer, blocks=1)
-    assert "to make room for blocks from disk, read for e (e), " in ranges(node)[0].text
+    assert rows(node) == [(0, 1, "", Reason.EVICTED_FOR_READS)]
+    assert "to make room for blocks from disk, read for e (e), " in texts(node)[0]
 
 
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
@@ -322,7 +376,7 @@ def test_old_findings_go_and_are_missed(monkeypatch: pytest.MonkeyPatch) -> None
     for lease in (1, 2, 3):
         peer.lease(lease, 1)
     told(node, peer, blocks=1)
-    assert rows(node) == [(0, 1, "", "not known")]
+    assert rows(node) == [(0, 1, "", Reason.NOT_REMEMBERED)]
 
 
 def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,11 +386,11 @@ def test_more_lookups_than_can_be_examined(monkeypatch: pytest.MonkeyPatch) -> N
     peer.lease(1, 1, 2)
     peer.lease(2, 1, 2)
     told(node, peer, blocks=2, leases=[2])
-    assert rows(node) == [(0, 2, "", "not known")]
+    assert rows(node) == [(0, 2, "", Reason.UNEXAMINED)]
     node.tick()
     peer.lease(3, 1, 2)
     told(node, peer, blocks=2, leases=[3])
-    assert rows(node) == [(0, 2, "", "never stored")], "a tick made room"
+    assert rows(node) == [(0, 2, "", Reason.NEVER_STORED)], "a tick made room"
 
 
 def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,19 +401,19 @@ def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> No
         peer.lease(lease, 1, 2)
     left = []
     for _ in range(4):
-        left.append(len(node.engine._findings._pending))
+        left.append(len(node.engine._state.trail.findings._pending))
         node.tick()
     assert left == [3, 2, 1, 0]
 
 
 def test_a_chequered_answer_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(findings, "SPANS_MAX", 3)
+    monkeypatch.setattr(findings, "RANGES_MAX", 3)
     node = Node()
     peer = Peer(node)
     peer.store(2, 4, 6)
     peer.lease(1, *range(1, 8))
     told(node, peer, blocks=7)
-    assert rows(node)[2:] == [(2, 5, "", "not known")]
+    assert rows(node)[2:] == [(2, 5, "", Reason.TOO_MIXED)]
 
 
 def test_another_engines_lease_is_not_joined() -> None:
@@ -368,7 +422,7 @@ def test_another_engines_lease_is_not_joined() -> None:
     peer.store(1)
     peer.lease(1, 1)
     told(node, other, blocks=1, session=peer.session)
-    assert rows(node) == [(0, 1, "", "not known")]
+    assert rows(node) == [(0, 1, "", Reason.NOT_REMEMBERED)]
 
 
 def test_a_story_before_any_session_is_not_heard() -> None:
@@ -405,63 +459,5 @@ def test_examined_after_its_engine_is_gone() -> None:
     node.end(peer.scheduler, *peer.ranks)
     node.engine._state.residency.forget_unused_scopes(keep=set())
     node.tick()
-    (finding,) = node.engine._findings._by_lease.values()
-    assert [span.found for span in finding.spans] == [Found.NEVER]
-
-
-# ── names ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("asked", "found"),
-    [
-        ("cmpl-4f1a-0-1f2e3d4c", True),
-        ("cmpl-4f1a", True),
-        ("cmpl-4f", True),
-        ("4f1a", True),
-        ("", True),
-        ("4f", False),
-        ("1a-0", False),
-        ("cmpl-4f1a-1", False),
-    ],
-)
-def test_a_request_is_found_by_the_id_its_client_has(asked: str, found: bool) -> None:
-    assert fits("cmpl-4f1a-0-1f2e3d4c", asked) == found
-
-
-# ── by prefix ────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_prefix_now() -> None:
-    node, peer = on_disk(1)
-    peer.store(2)
-    node.write_nothing()
-    found = node.engine.explain.prefix("t", SPACE, keys(1, 2, 3))
-    assert [(r.first_block, r.blocks, r.tier, r.reason) for r in found] == [
-        (0, 1, "file", ""),
-        (1, 1, "dram", ""),
-        (2, 1, "", "never stored"),
-    ]
-    assert [r.tier for r in node.engine.explain.prefix("t", SPACE, keys(2, 1))] == ["dram", "file"]
-    assert node.engine.explain.prefix("u", SPACE, keys(1)) == []
-    assert node.engine.explain.prefix("t", SpaceId(bytes(32)), keys(1)) == []
-
-
-def test_a_prefix_that_is_not_there_in_all_shards() -> None:
-    node = Node()
-    peer = Peer(node, shards=HALVES)
-    peer.store(1)
-    peer.seal(2, rank=0)
-    found = node.engine.explain.prefix("t", SPACE, keys(1, 2))
-    assert [(r.blocks, r.tier, r.reason) for r in found] == [
-        (1, "dram", ""),
-        (1, "", "not all shards"),
-    ]
-
-
-def test_how_keys_are_made_is_known_of_attached_spaces() -> None:
-    node = Node()
-    Peer(node)
-    (row,) = node.engine.explain.hashings()
-    assert (row.space, row.tenant) == (SPACE.hex(), "t")
-    assert (row.block_tokens, row.hash_algorithm) == (TOKENS, SMALL.hash_algorithm)
+    (finding,) = node.engine._state.trail.findings._by_lease.values()
+    assert [row.reason for row in finding.rest] == [Reason.NEVER_STORED]

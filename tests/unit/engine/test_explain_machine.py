@@ -15,13 +15,16 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from kvstore.engine.events import Clear
 from kvstore.engine.why import explain, findings
+from kvstore.engine.why.reasons import Reason
 from kvstore.wire.messages import LeaseRelease, Story
 from tests.steps import CountedMachine
 from tests.unit.engine.disk import SPACE, DiskNode, known
 from tests.unit.engine.harness import TOKENS, Peer, key
 
 numbers = st.lists(st.integers(0, 15), min_size=1, max_size=8, unique=True)
-ABSENT = {"never stored", "evicted", "cleared", "failed check", "other space"}
+LEFT = {reason for reason in Reason if Reason.NONE < reason <= Reason.DIVERGED}
+ABSENT = LEFT | {Reason.NEVER_STORED, Reason.FORGOTTEN, Reason.OTHER_SPACE}
+NOT_KNOWN = {Reason.UNEXAMINED, Reason.TOO_MIXED, Reason.NOT_REMEMBERED}
 STORIES, FINDINGS, PENDING = 5, 4, 20
 
 
@@ -99,22 +102,22 @@ class Machine(CountedMachine):
         assert [r.first_block for r in ranges] == [
             sum(r.blocks for r in ranges[:i]) for i in range(len(ranges))
         ]
-        overwritten = self.node.engine._state.residency.tombstones.has_overwritten
+        overwritten = self.node.engine._state.trail.tombstones.has_overwritten
         for told in ranges:
             for number in some[told.first_block : told.first_block + told.blocks]:
-                if told.reason == "not known":
+                if told.reason in NOT_KNOWN:
                     continue
                 assert bool(tiers[number]) == (told.reason not in ABSENT), (number, told, tiers)
                 if told.tier == "file" and told.reason:
                     assert tiers[number] == "file"
-                if told.reason in ("evicted", "cleared", "failed check"):
+                if told.reason in LEFT:
                     assert number in ever
-                if told.reason == "never stored" and "is remembered" not in told.text:
+                if told.reason is Reason.NEVER_STORED:
                     assert overwritten or number not in ever
 
     def teardown(self) -> None:
         if hasattr(self, "node"):
-            assert len(self.node.engine._findings) <= FINDINGS
+            assert len(self.node.engine._state.trail.findings) <= FINDINGS
             assert len(self.node.engine.explain.requests("", limit=100)) <= STORIES
             assert self.node.engine.explain.prefix("t", SPACE, key(1))
 
@@ -123,7 +126,7 @@ def test_what_is_told_is_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "STORIES_MAX", STORIES)
     monkeypatch.setattr(findings, "FINDINGS_MAX", FINDINGS)
     monkeypatch.setattr(findings, "PENDING_KEYS_MAX", PENDING)
-    monkeypatch.setattr(findings, "SPANS_MAX", 4)
+    monkeypatch.setattr(findings, "RANGES_MAX", 4)
     verify_machine(examples=50, steps=30)
 
 

@@ -9,6 +9,7 @@ from kvstore.engine.events import Clear, Cleared, FileGone, FileKnown
 from kvstore.engine.memory import residency
 from kvstore.engine.memory.residency import Residency
 from kvstore.engine.memory.table import BlockTable
+from kvstore.engine.why.reasons import Reason
 from kvstore.types import Shard, SpaceId, Tier
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, checksum, key, keys, pairs
@@ -99,6 +100,8 @@ def test_blocks_on_disk_that_give_their_row_to_dram_are_counted() -> None:
     for number in range(20):
         peer.seal(number)
         node.step(known(number, at=number + 1))
+    told = node.engine.explain.prefix("t", SPACE, keys(*range(20)))
+    assert Reason.CROWDED_OUT in [row.reason for row in told]
     counts = node.engine.counters.file_blocks_crowded, len(node.blocks())
     assert counts[0] > 0
     assert sum(counts) == 20, "what is not there was counted, once"

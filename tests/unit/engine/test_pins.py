@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.engine.events import Clear, PeerGone
 from kvstore.engine.memory.pins import Pins
+from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
 from tests.unit.engine.disk import SPACE
@@ -180,9 +181,10 @@ def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() 
         )
         node.hear(peer.scheduler, story)
     nothing, part = node.engine.explain.requests("", limit=2)
-    assert nothing.outcome == "pinned share used up"
+    assert nothing.outcome is Reason.PINNED_SHARE_USED_UP
     for row in (part, nothing):
-        assert "pinned share used up" in [r.reason for r in node.engine.explain.ranges(row.number)]
+        reasons = [its.reason for its in node.engine.explain.ranges(row.number)]
+        assert Reason.PINNED_SHARE_USED_UP in reasons
 
 
 def test_a_pin_ends_with_its_block() -> None:

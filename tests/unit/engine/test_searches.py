@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 
 from kvstore.engine.events import Candidate, Clear, Fetched, Located
-from kvstore.engine.moves import fetches, searches
+from kvstore.engine.moves import fetches
 from kvstore.engine.moves.fetches import UNANSWERED_MAX
-from kvstore.engine.moves.searches import Searches
-from kvstore.engine.why.explain import RangeReport
+from kvstore.engine.why import searches
+from kvstore.engine.why.reasons import Reason
+from kvstore.engine.why.searches import Searches
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LeaseRelease, Measured
 from tests.unit.engine.disk import known
 from tests.unit.engine.harness import Peer
 from tests.unit.engine.peers import PeerNode
-from tests.unit.engine.test_explain import ranges, told
+from tests.unit.engine.test_explain import ranges, texts, told
 
-Row = tuple[int, int, str, str, str, str]
+Row = tuple[int, int, str, Reason, str, Reason]
 """First block, blocks, tier, reason, node, what became of asking."""
 
 
@@ -35,8 +36,7 @@ def end(node: PeerNode, peer: Peer, *, blocks: int, loaded: int = 0, **more: Any
 
 
 def text(node: PeerNode, at: int = -1) -> str:
-    row: RangeReport = ranges(node)[at]
-    return row.text
+    return texts(node)[at]
 
 
 def test_what_came_says_from_whom_and_how_long_it_took() -> None:
@@ -47,8 +47,8 @@ def test_what_came_says_from_whom_and_how_long_it_took() -> None:
     node.arrive()
     rows = end(node, peer, blocks=4, loaded=3)
     assert rows == [
-        (0, 3, "peer", "", "far", "fetched"),
-        (3, 1, "", "never stored", "", "nobody has it"),
+        (0, 3, "peer", Reason.NONE, "far", Reason.FETCHED),
+        (3, 1, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT),
     ]
     assert text(node, 0) == "loaded, after it was fetched from node far: 3 blocks in 31.5 ms"
     assert "no other node is known to hold it; node far has 3 before it" in text(node)
@@ -60,10 +60,12 @@ def test_who_finds_what_a_hint_had_fetched_is_told_the_same_and_the_next_not() -
     node.locate(("far", 2))
     node.arrive()
     peer.lease(1, 1, 2)
-    assert end(node, peer, blocks=2, loaded=2) == [(0, 2, "peer", "", "far", "fetched")]
+    assert end(node, peer, blocks=2, loaded=2) == [
+        (0, 2, "peer", Reason.NONE, "far", Reason.FETCHED)
+    ]
     peer.lease(2, 1, 2)
     rows = end(node, peer, blocks=2, loaded=2, leases=[2])
-    assert rows == [(0, 2, "dram", "", "", "")], "it was here"
+    assert rows == [(0, 2, "dram", Reason.NONE, "", Reason.NONE)], "it was here"
 
 
 def test_two_nodes_and_a_disk_are_told_apart() -> None:
@@ -79,10 +81,10 @@ def test_two_nodes_and_a_disk_are_told_apart() -> None:
     peer.lease(1, 1, 2, 3, 4)
     node.read_all()
     assert end(node, peer, blocks=4, loaded=4) == [
-        (0, 1, "dram", "", "", ""),
-        (1, 1, "file", "", "", ""),
-        (2, 1, "peer", "", "far", "fetched"),
-        (3, 1, "peer", "", "near", "fetched"),
+        (0, 1, "dram", Reason.NONE, "", Reason.NONE),
+        (1, 1, "file", Reason.NONE, "", Reason.NONE),
+        (2, 1, "peer", Reason.NONE, "far", Reason.FETCHED),
+        (3, 1, "peer", Reason.NONE, "near", Reason.FETCHED),
     ]
 
 
@@ -91,23 +93,23 @@ def test_nobody_has_it_also_for_who_asks_right_after() -> None:
     peer.hint(1, 2)
     node.locate()
     peer.lease(1, 1, 2)
-    assert end(node, peer, blocks=2) == [(0, 2, "", "never stored", "", "nobody has it")]
+    assert end(node, peer, blocks=2) == [(0, 2, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT)]
     assert text(node).endswith("; no other node is known to hold it")
 
 
 def test_an_index_that_does_not_answer_is_named() -> None:
     node, peer = attached()
     peer.lease(1, 1)
-    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "", "no answer yet")]
+    assert end(node, peer, blocks=1) == [(0, 1, "", Reason.NEVER_STORED, "", Reason.NO_ANSWER_YET)]
     node.locate(is_known=False)
-    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "", "index away")]
+    assert end(node, peer, blocks=1) == [(0, 1, "", Reason.NEVER_STORED, "", Reason.INDEX_AWAY)]
     for number in range(UNANSWERED_MAX - 1):
         peer.hint(10 + number)
         node.locate(is_known=False)
     peer.lease(2, 5)
     assert not node.locates, "it is left alone"
     rows = end(node, peer, blocks=1, leases=[2])
-    assert rows == [(0, 1, "", "never stored", "", "index away")]
+    assert rows == [(0, 1, "", Reason.NEVER_STORED, "", Reason.INDEX_AWAY)]
     assert "the index does not answer" in text(node)
 
 
@@ -116,7 +118,9 @@ def test_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     node, peer = attached()
     peer.hint(9)
     peer.lease(1, 1)
-    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "", "too many questions")]
+    assert end(node, peer, blocks=1) == [
+        (0, 1, "", Reason.NEVER_STORED, "", Reason.TOO_MANY_QUESTIONS)
+    ]
 
 
 def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
@@ -126,7 +130,9 @@ def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
     peer.lease(1, 1, 2, 3)
     node.locate(("far", 2), ("further", 3))
     assert not node.fetches
-    assert end(node, peer, blocks=3) == [(0, 3, "", "never stored", "further", "cost gate")]
+    assert end(node, peer, blocks=3) == [
+        (0, 3, "", Reason.NEVER_STORED, "further", Reason.FETCH_COST)
+    ]
     both = f"estimated at {3 * size / 1e6:.1f} ms, computing them at {3 * size / 1e6:.1f} ms"
     assert both in text(node)
 
@@ -137,19 +143,21 @@ def test_a_node_that_failed_is_left_alone_and_so_it_is_told() -> None:
     node.locate(("far", 1))
     fetch = node.fetches.pop()
     node.step(Fetched(fetch.job, b"\0", peer_failed=True, trouble="it hung up\x1b"))
-    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "far", "fetch failed")]
+    assert end(node, peer, blocks=1) == [
+        (0, 1, "", Reason.NEVER_STORED, "far", Reason.FETCH_FAILED)
+    ]
     assert text(node).endswith("0 of 1 blocks came from node far in 0.0 ms; it hung up?")
     peer.lease(2, 2)
     node.locate(("far", 1))
     rows = end(node, peer, blocks=1, leases=[2])
-    assert rows == [(0, 1, "", "never stored", "far", "node avoided")]
-    assert "left alone after it failed 1 time in a row" in text(node)
+    assert rows == [(0, 1, "", Reason.NEVER_STORED, "far", Reason.NODE_AVOIDED)]
+    assert "avoided after 1 failures in a row" in text(node)
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"not_lent": 2}, "2 were not lent"),
+        ({"not_lent": 2}, "2 were not served"),
         ({"not_kept": 2}, "2 did not stay until they were read"),
         ({"damaged": 2}, "2 failed their checksums"),
     ],
@@ -162,14 +170,14 @@ def test_what_was_fetched_and_is_not_good_says_why(fields: dict[str, int], said:
     sums = bytes(16 * 3)
     node.step(Fetched(fetch.job, b"\1\0\0", sums, **fields))  # type: ignore[arg-type]
     assert end(node, peer, blocks=3, loaded=1) == [
-        (0, 1, "peer", "", "far", "fetch failed"),
-        (1, 2, "", "never stored", "far", "fetch failed"),
+        (0, 1, "peer", Reason.NONE, "far", Reason.FETCH_FAILED),
+        (1, 2, "", Reason.NEVER_STORED, "far", Reason.FETCH_FAILED),
     ]
     assert f"1 of 3 blocks came from node far in 0.0 ms; {said}" in text(node)
     peer.lease(2, 2)
     node.locate()
     rows = end(node, peer, blocks=1, leases=[2])
-    assert rows == [(0, 1, "", "never stored", "", "nobody has it")]
+    assert rows == [(0, 1, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT)]
 
 
 def test_what_is_cleared_on_its_way_says_so() -> None:
@@ -178,7 +186,9 @@ def test_what_is_cleared_on_its_way_says_so() -> None:
     node.locate(("far", 1))
     node.step(Clear(None, None))
     node.arrive()
-    assert end(node, peer, blocks=1) == [(0, 1, "", "never stored", "far", "fetch failed")]
+    assert end(node, peer, blocks=1) == [
+        (0, 1, "", Reason.NEVER_STORED, "far", Reason.FETCH_FAILED)
+    ]
     assert "cleared or switched off here" in text(node)
 
 
@@ -190,15 +200,26 @@ def test_no_room_for_all_and_then_for_nothing() -> None:
     peer.lease(2, *range(30, 40))
     node.locate(("far", 10))
     rows = end(node, peer, blocks=10, leases=[2])
-    assert rows == [(0, 10, "", "never stored", "far", "no room")]
+    assert rows == [(0, 10, "", Reason.NEVER_STORED, "far", Reason.NO_ROOM)]
     while node.fetches:
         node.arrive()
     rows = end(node, peer, blocks=20, loaded=8)
     assert rows == [
-        (0, 8, "peer", "", "far", "fetched"),
-        (8, 12, "", "never stored", "far", "fetched"),
+        (0, 8, "peer", Reason.NONE, "far", Reason.FETCHED),
+        (8, 12, "", Reason.NEVER_STORED, "far", Reason.FETCHED),
     ]
     assert text(node).endswith("; there was room for 8 of 20")
+
+
+def test_what_came_before_the_index_answered_says_so() -> None:
+    node, peer = attached()
+    peer.lease(1, 1)
+    node.hear(peer.scheduler, LeaseRelease(leases=[1]))
+    peer.store(1)
+    node.locate(("far", 1))
+    assert not node.fetches
+    rows = end(node, peer, blocks=1)
+    assert rows == [(0, 1, "", Reason.NEVER_STORED, "far", Reason.HERE_BY_NOW)]
 
 
 def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +229,13 @@ def test_the_first_of_several_fetches_is_not_the_end(monkeypatch: pytest.MonkeyP
     node.locate(("far", 4))
     node.arrive()
     assert end(node, peer, blocks=4, loaded=2) == [
-        (0, 2, "peer", "", "far", "on its way"),
-        (2, 2, "", "too late (peer)", "far", "on its way"),
+        (0, 2, "peer", Reason.NONE, "far", Reason.ON_ITS_WAY),
+        (2, 2, "", Reason.TOO_LATE, "far", Reason.ON_ITS_WAY),
     ]
     node.arrive()
-    assert end(node, peer, blocks=4, loaded=4) == [(0, 4, "peer", "", "far", "fetched")]
+    assert end(node, peer, blocks=4, loaded=4) == [
+        (0, 4, "peer", Reason.NONE, "far", Reason.FETCHED)
+    ]
 
 
 def test_what_comes_later_than_the_request_waits_says_so() -> None:
@@ -222,8 +245,8 @@ def test_what_comes_later_than_the_request_waits_says_so() -> None:
     node.hear(peer.scheduler, LeaseRelease(leases=[1]))
     node.arrive()
     rows = end(node, peer, blocks=2)
-    assert rows == [(0, 2, "", "too late (peer)", "far", "fetched")]
-    assert "which is longer than was waited for" in text(node)
+    assert rows == [(0, 2, "", Reason.TOO_LATE, "far", Reason.FETCHED)]
+    assert "longer than the request waited" in text(node)
 
 
 def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() -> None:
@@ -232,9 +255,9 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
     node.locate(("far", 3))
     peer.lease(2, 3, 4, 5)
     assert end(node, peer, blocks=3, leases=[2]) == [
-        (0, 1, "", "too late (peer)", "far", "on its way"),
-        (1, 1, "", "never stored", "", "nobody has it"),
-        (2, 1, "", "never stored", "", ""),
+        (0, 1, "", Reason.TOO_LATE, "far", Reason.ON_ITS_WAY),
+        (1, 1, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT),
+        (2, 1, "", Reason.NEVER_STORED, "", Reason.NONE),
     ]
     assert "longer than waiting" in text(node, 0)
     node.arrive()
@@ -245,18 +268,16 @@ def test_a_node_alone_says_nothing_of_others() -> None:
     peer = Peer(node)
     peer.store(1)
     peer.lease(1, 1)
-    assert end(node, peer, blocks=1, loaded=1) == [(0, 1, "dram", "", "", "")]
+    assert end(node, peer, blocks=1, loaded=1) == [(0, 1, "dram", Reason.NONE, "", Reason.NONE)]
 
 
 def test_only_so_many_searches_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searches, "SEARCHES_MAX", 2)
-    monkeypatch.setattr(searches, "NUMBER_MAX", 5)
     kept = Searches()
-    numbers = [kept.begin(1).number for _ in range(7)]
-    assert numbers == [1, 2, 3, 4, 5, 1, 2]
+    for number in range(1, 8):
+        kept.asked(number, 1, Reason.NO_ANSWER_YET)
     assert len(kept) == 2
-    assert kept.get(5) is None
-    assert kept.get(2) is not None
+    assert [kept.get(number)[0] is not None for number in (5, 6, 7)] == [False, True, True]
 
 
 def test_a_search_that_is_not_remembered_leaves_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,4 +288,4 @@ def test_a_search_that_is_not_remembered_leaves_the_tier(monkeypatch: pytest.Mon
     node.arrive()
     peer.hint(9)
     node.step(Located(node.locates.pop().locate, (Candidate("x", 0),)))
-    assert end(node, peer, blocks=1, loaded=1) == [(0, 1, "peer", "", "", "")]
+    assert end(node, peer, blocks=1, loaded=1) == [(0, 1, "peer", Reason.NONE, "", Reason.NONE)]

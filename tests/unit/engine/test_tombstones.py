@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from kvstore.engine.memory.table import Keys
-from kvstore.engine.memory.tombstones import (
+from kvstore.engine.why.reasons import Reason
+from kvstore.engine.why.tombstones import (
     NAMES_MAX,
     Names,
     Tombstones,
-    Why,
     restamp,
     stamp,
     unpack,
@@ -30,13 +30,13 @@ def of(scope: int, count: int) -> np.ndarray:
 
 def test_why_whom_and_when_come_back() -> None:
     stones = Tombstones(block_count_max=1000)
-    stones.write(of(1, 2), array(1, 2), stamp(Why.STORES, 7, 5 * NS_PER_MS))
-    stones.write(of(1, 1), array(3), stamp(Why.CLEARED, 0, 6 * NS_PER_MS))
+    stones.write(of(1, 2), array(1, 2), stamp(Reason.EVICTED_FOR_STORES, 7, 5 * NS_PER_MS))
+    stones.write(of(1, 1), array(3), stamp(Reason.CLEARED, 0, 6 * NS_PER_MS))
     found = [unpack(int(s)) for s in stones.find(1, array(1, 3, 2))]
     assert [(d.why, d.name, d.at_ms) for d in found] == [
-        (Why.STORES, 7, 5),
-        (Why.CLEARED, 0, 6),
-        (Why.STORES, 7, 5),
+        (Reason.EVICTED_FOR_STORES, 7, 5),
+        (Reason.CLEARED, 0, 6),
+        (Reason.EVICTED_FOR_STORES, 7, 5),
     ]
     assert stones.find(1, array(4)).tolist() == [0]
     assert stones.find(2, array(1)).tolist() == [0], "another space's block"
@@ -45,7 +45,7 @@ def test_why_whom_and_when_come_back() -> None:
 def test_the_latest_departure_of_a_block_counts() -> None:
     stones = Tombstones(block_count_max=16)
     for ms in (1, 2):
-        stones.write(of(1, 1), array(1), stamp(Why.STORES, 0, ms * NS_PER_MS))
+        stones.write(of(1, 1), array(1), stamp(Reason.EVICTED_FOR_STORES, 0, ms * NS_PER_MS))
     assert unpack(int(stones.find(1, array(1))[0])).at_ms == 2
     assert len(stones) == 1
     assert not stones.has_overwritten
@@ -53,15 +53,15 @@ def test_the_latest_departure_of_a_block_counts() -> None:
 
 def test_it_says_when_it_begins_to_forget() -> None:
     stones = Tombstones(block_count_max=16)
-    stones.write(of(1, 64), array(*range(64)), stamp(Why.STORES, 0, NS_PER_MS))
+    stones.write(of(1, 64), array(*range(64)), stamp(Reason.EVICTED_FOR_STORES, 0, NS_PER_MS))
     assert len(stones) <= stones.size == 16
-    stones.write(of(1, 64), array(*range(64, 128)), stamp(Why.STORES, 0, NS_PER_MS))
+    stones.write(of(1, 64), array(*range(64, 128)), stamp(Reason.EVICTED_FOR_STORES, 0, NS_PER_MS))
     assert stones.has_overwritten
 
 
 def test_it_forgets_within_one_batch_too() -> None:
     stones = Tombstones(block_count_max=16)
-    stones.write(of(1, 64), array(*range(64)), stamp(Why.CLEARED, 0, NS_PER_MS))
+    stones.write(of(1, 64), array(*range(64)), stamp(Reason.CLEARED, 0, NS_PER_MS))
     assert stones.has_overwritten
 
 
@@ -70,21 +70,25 @@ def test_what_is_found_was_written(departures: list[tuple[int, int, int]]) -> No
     """Against a dict: an entry is either the latest departure of that very block, or none."""
     stones, model = Tombstones(block_count_max=16), {}
     for scope, number, ms in departures:
-        stones.write(of(scope, 1), array(number), stamp(Why.STORES, 1, ms * NS_PER_MS))
+        stones.write(
+            of(scope, 1), array(number), stamp(Reason.EVICTED_FOR_STORES, 1, ms * NS_PER_MS)
+        )
         model[scope, number] = ms
     missing = 0
     for (scope, number), ms in model.items():
         [packed] = stones.find(scope, array(number)).tolist()
         missing += packed == 0
-        assert packed in (0, stamp(Why.STORES, 1, ms * NS_PER_MS))
+        assert packed in (0, stamp(Reason.EVICTED_FOR_STORES, 1, ms * NS_PER_MS))
     assert len(stones) == len(model) - missing <= stones.size
     assert stones.has_overwritten or not missing
 
 
 def test_a_reason_can_be_changed() -> None:
-    first = stamp(Why.STORES, 9, 5 * NS_PER_MS)
-    assert unpack(restamp(first, Why.CROWDED)) == unpack(stamp(Why.CROWDED, 0, 5 * NS_PER_MS))
-    assert restamp(0, Why.CROWDED) == 0
+    first = stamp(Reason.EVICTED_FOR_STORES, 9, 5 * NS_PER_MS)
+    assert unpack(restamp(first, Reason.CROWDED_OUT)) == unpack(
+        stamp(Reason.CROWDED_OUT, 0, 5 * NS_PER_MS)
+    )
+    assert restamp(0, Reason.CROWDED_OUT) == 0
 
 
 def test_names_are_bounded() -> None:

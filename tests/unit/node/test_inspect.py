@@ -16,7 +16,9 @@ import pytest
 from kvstore.engine.engine import Engine
 from kvstore.engine.sessions.unserved import UnservedReport
 from kvstore.engine.trust.scrubs import NO_PASS
-from kvstore.engine.why.explain import HashingReport, RangeReport, RequestReport
+from kvstore.engine.why.explain import HashingReport, RequestReport
+from kvstore.engine.why.findings import RangeReport
+from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.report import (
     NO_BUDGET,
     BlockReport,
@@ -27,6 +29,7 @@ from kvstore.engine.why.report import (
     SpaceReport,
     TierReport,
 )
+from kvstore.engine.why.searches import Search
 from kvstore.errors import NodeBusy, ProtocolError
 from kvstore.net import calls
 from kvstore.net.aio import LoopThread
@@ -91,8 +94,34 @@ ROWS: list[Row] = [
     LeaseReport("e", 1, 2, 3, 4, -5),
     JobReport("e", 1, 2, True, 3, 4),
     TransferReport("move", "tcp", 1, 2**40, 3, 4, 5, 6),
-    RequestReport(1, "r", "e", "m", "t", "s", 2, 16, 3, 4, 5, 6, 7, "o", "text", 7, 8, 9, 10, 11),
-    RangeReport(0, 2**40, "dram", "", "loaded from dram", "n2", "fetched"),
+    RequestReport(
+        *(
+            1,
+            "r",
+            "e",
+            "m",
+            "t",
+            "s",
+            2,
+            16,
+            3,
+            4,
+            5,
+            6,
+            7,
+            Reason.LOAD_FAILED,
+            "it",
+            7,
+            8,
+            9,
+            10,
+            11,
+        )
+    ),
+    RangeReport(
+        *(0, 2**40, "peer", Reason.NONE, "n2", Reason.FETCHED),
+        search=Search(1, 2**40, Reason.FETCHED, "n2"),
+    ),
     HashingReport("s", "t", "m", 16, "sha256_cbor", "seed"),
 ]
 

@@ -10,7 +10,6 @@ Does not cover: blocks that a tier still holds (`residency`), who asks (`finding
 
 from __future__ import annotations
 
-import enum
 from typing import Final
 
 import msgspec
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.engine.memory.table import Keys
+from kvstore.engine.why.reasons import Reason
 from kvstore.units import NS_PER_MS
 
 COUNT_MAX: Final = 1 << 20
@@ -32,33 +32,10 @@ Stamps = NDArray[np.uint64]
 """Packed: time in ms from bit 24 on, number of a name from bit 8 on, why. 0: nothing is known."""
 
 
-class Why(enum.IntEnum):
-    """Why a block left its last tier."""
-
-    UNKNOWN = 0
-    STORES = 1
-    """Evicted from dram: an engine needed free slots for what it stores."""
-    READS = 2
-    """Evicted from dram: blocks came back from disk."""
-    RECLAIMED = 3
-    """Its segment on disk was the oldest."""
-    CROWDED = 4
-    """The node's table was full: disk gives way to dram."""
-    CLEARED = 5
-    DISTRUSTED = 6
-    """Its bytes in dram failed their checksum."""
-    FILE_LOST = 7
-    """Its record on disk is damaged or gone."""
-    SCRUBBED = 8
-    """Its bytes in dram had changed: the background scrub saw it."""
-    DIVERGED = 9
-    """Its space was switched off: an engine computed other values."""
-
-
 class Departure(msgspec.Struct, frozen=True):
     """A stamp, unpacked."""
 
-    why: Why
+    why: Reason
     name: int
     at_ms: int
 
@@ -82,13 +59,13 @@ class Names:
         return len(self._numbers)
 
 
-def stamp(why: Why, name: int, now_ns: int) -> int:
+def stamp(why: Reason, name: int, now_ns: int) -> int:
     """One u64, not 0."""
     assert 0 <= name < NAMES_MAX
     return now_ns // NS_PER_MS << TIME_SHIFT | name << NAME_SHIFT | why
 
 
-def restamp(packed: int, why: Why) -> int:
+def restamp(packed: int, why: Reason) -> int:
     """The same time, for another reason and nobody in particular."""
     return stamp(why, 0, unpack(packed).at_ms * NS_PER_MS) if packed else 0
 
@@ -96,9 +73,8 @@ def restamp(packed: int, why: Why) -> int:
 def unpack(packed: int) -> Departure:
     """What a stamp says."""
     low = packed & ((1 << TIME_SHIFT) - 1)
-    return Departure(
-        why=Why(low & ((1 << NAME_SHIFT) - 1)), name=low >> NAME_SHIFT, at_ms=packed >> TIME_SHIFT
-    )
+    why = Reason(low & ((1 << NAME_SHIFT) - 1))
+    return Departure(why=why, name=low >> NAME_SHIFT, at_ms=packed >> TIME_SHIFT)
 
 
 class Tombstones:

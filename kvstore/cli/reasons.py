@@ -1,0 +1,219 @@
+"""How reasons read: the one table of their words and sentences (`kvstore.engine.why.reasons`).
+
+Words are for scripts and stay; several reasons share one. In a sentence, {name} is an engine or a
+space, {node} another node, and other braces are numbers. docs/reference/reasons.md is made of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from kvstore.engine import RangeReport, Reason, RequestReport
+from kvstore.units import NS_PER_MS
+
+TEXTS: Final = {
+    Reason.EVICTED_FOR_STORES: "evicted from dram to make room for stores of {name}",
+    Reason.EVICTED_FOR_READS: (
+        "evicted from dram to make room for blocks from disk, read for {name}"
+    ),
+    Reason.RECLAIMED: "its segment on disk, the oldest, was reclaimed",
+    Reason.CROWDED_OUT: "dropped from disk because the node's table was full",
+    Reason.CLEARED: "cleared",
+    Reason.FAILED_CHECK: "dropped because its bytes in dram failed their checksum",
+    Reason.FILE_LOST: "its record on disk was damaged or is gone",
+    Reason.FAILED_SCRUB: "dropped because the scrub found its bytes in dram changed",
+    Reason.DIVERGED: "dropped when its space was switched off by a shadow check",
+    Reason.NEVER_STORED: "never stored since the node started",
+    Reason.FORGOTTEN: "never stored, or gone for longer than is remembered",
+    Reason.UNEXAMINED: "not held; too many lookups at once to see why",
+    Reason.TOO_MIXED: "too many different reasons to list",
+    Reason.OTHER_SPACE: "held in space {name} only: another model, other weights or settings",
+    Reason.NOT_ALL_SHARDS: "some ranks' parts of it are there, others not",
+    Reason.BEHIND_A_GAP: "held, but a block before it was not there",
+    Reason.BEHIND_A_GAP_ON_DISK: "on disk, but a block before it was not there",
+    Reason.NOT_READ: "on disk; the disk was busy with other reads",
+    Reason.PROMOTION_DEADLINE: "on disk; did not come within {waited}",
+    Reason.PROMOTION_COST: "on disk; computing it takes less than waiting for it",
+    Reason.PINNED_SHARE_USED_UP: (
+        "held, but the engine's leases and credits are as much of dram as it may pin; leases"
+        " end when requests have loaded, and after a minute at most"
+    ),
+    Reason.SWITCHED_OFF: (
+        "its space is switched off: a shadow check computed other values than were held;"
+        " kvstore inspect spaces names it, kvstore clear --space switches it on again"
+    ),
+    Reason.TOO_LATE: "fetched, but later than the request waited for it",
+    Reason.BEYOND_THE_QUESTION: "so far behind the prompt's beginning that it was not asked for",
+    Reason.NOT_REMEMBERED: "what the lookup found is not remembered any more",
+    Reason.NOT_NEEDED: "held, but the engine took fewer blocks",
+    Reason.NODE_AWAY: "the node was unreachable: stopped, restarting, or not attached yet",
+    Reason.BREAKER_OPEN: "the engine used no cache for a moment, after several failures",
+    Reason.COST_GATE: "so few tokens are computed faster (min_load_tokens)",
+    Reason.NO_FULL_BLOCK: "nothing behind the engine's own cache fills a block",
+    Reason.NOT_STORED: "the node did not hold the first block asked for",
+    Reason.DEADLINE: "the node's answer took longer than lookup_deadline_ms",
+    Reason.LOAD_FAILED: "the load failed and the rest was computed",
+    Reason.SHADOW_CHECK: "a hit, computed all the same to compare it with the cache (shadow_every)",
+    Reason.ADAPTER: "requests with a LoRA adapter are neither stored nor loaded",
+    Reason.IMAGE_UUID: (
+        "an image was named by its client (uuid), not by a hash of its content: neither stored"
+        " nor loaded"
+    ),
+    Reason.IMAGES_OFF: "requests with images are neither stored nor loaded (images: none)",
+    Reason.NOT_ASKED: "the engine never asked: it ended early, or must not read a cache",
+    Reason.OTHER_VERSION: "the engine is of another version, and so is its reason",
+    Reason.NO_ANSWER_YET: "the index had not answered yet which other node holds it",
+    Reason.INDEX_AWAY: "which other node holds it is not known: the index does not answer",
+    Reason.TOO_MANY_QUESTIONS: "other nodes were not asked: too many questions were under way",
+    Reason.NOBODY_HAS_IT: "no other node is known to hold it",
+    Reason.HERE_BY_NOW: "what node {node} holds was here by then",
+    Reason.FETCH_COST: (
+        "node {node} holds it: fetching {known} blocks was estimated at {fetching}, computing"
+        " them at {computing}"
+    ),
+    Reason.NODE_AVOIDED: "node {node} holds it, and was avoided after {failures} failures in a row",
+    Reason.NO_ROOM: "node {node} holds it, and dram had no room for what comes from there",
+    Reason.ON_ITS_WAY: (
+        "{fetched} of {wanted} blocks came from node {node} so far: the others took longer than"
+        " waiting for them pays"
+    ),
+    Reason.FETCHED: "{fetched} of {wanted} blocks came from node {node} in {took}",
+    Reason.FETCH_FAILED: "{fetched} of {wanted} blocks came from node {node} in {took}",
+}
+"""The sentence of each."""
+_WORDS: Final = {
+    Reason.EVICTED_FOR_STORES: "evicted",
+    Reason.EVICTED_FOR_READS: "evicted",
+    Reason.RECLAIMED: "evicted",
+    Reason.CROWDED_OUT: "evicted",
+    Reason.FILE_LOST: "failed check",
+    Reason.FAILED_SCRUB: "failed check",
+    Reason.DIVERGED: "switched off",
+    Reason.FORGOTTEN: "never stored",
+    Reason.UNEXAMINED: "not known",
+    Reason.TOO_MIXED: "not known",
+    Reason.NOT_REMEMBERED: "not known",
+    Reason.OTHER_VERSION: "not known",
+    Reason.BEHIND_A_GAP_ON_DISK: "behind a gap",
+    Reason.PROMOTION_COST: "cost gate",
+    Reason.FETCH_COST: "cost gate",
+    Reason.TOO_LATE: "too late (peer)",
+    Reason.BEYOND_THE_QUESTION: "not asked",
+}
+"""Of the others it is their name."""
+_LOADED: Final = {
+    "engine": "in the engine's own cache",
+    "dram": "loaded from dram",
+    "file": "loaded, after it was read from disk",
+    "peer": "loaded, after it was fetched from another node",
+}
+_HELD: Final = {"dram": "in dram", "file": "on disk"}
+
+
+def word(reason: Reason) -> str:
+    """For scripts and the column of a table; empty: there is none."""
+    return _WORDS.get(reason, reason.name.lower().replace("_", " ")) if reason else ""
+
+
+def of_request(row: RequestReport) -> str:
+    """Why it loaded nothing, or nothing more."""
+    text = TEXTS[row.outcome] if row.outcome else ""
+    return _printable(f"{text}: {row.detail}" if row.detail else text)
+
+
+def of_range(row: RangeReport, request: RequestReport | None) -> str:
+    """Where its blocks came from, or why they missed; without a request, where they are now."""
+    if row.reason is Reason.NONE:
+        text = (_LOADED if request else _HELD)[row.tier]
+        if row.search is None:
+            return text
+        more = f" of {row.search.wanted}" if row.search.fetched < row.search.wanted else ""
+        facts = _facts(row)
+        return _printable(
+            f"loaded, after it was fetched from node {row.node}: {row.search.fetched}{more} blocks"
+            f" in {facts['took']}"
+        )
+    waited = f"{request.promotion_us / 1000:.0f} ms" if request else ""
+    text = TEXTS[row.reason].format(name=row.name or "an engine", waited=waited)
+    if row.reason <= Reason.DIVERGED:
+        ages = [f"{ms / 1000:.1f}" for ms in row.left_ms]
+        when = ages[0] if ages[0] == ages[1] else f"{ages[0]} to {ages[1]}"
+        text += f", {when} s {'before' if request else 'ago'}"
+    if row.search is not None:
+        elsewhere = _elsewhere(row)
+        text = elsewhere if row.reason is Reason.TOO_LATE else f"{text}; {elsewhere}"
+    return _printable(text)
+
+
+def range_as_dict(row: RangeReport, request: RequestReport | None) -> dict[str, object]:
+    """As --json prints it."""
+    return {
+        "first_block": row.first_block,
+        "blocks": row.blocks,
+        "tier": row.tier,
+        "reason": word(row.reason),
+        "text": of_range(row, request),
+        "node": row.node,
+        "sought": word(row.sought),
+    }
+
+
+def request_as_dict(row: RequestReport) -> dict[str, object]:
+    """As --json prints it."""
+    fields = {
+        name: value for name, value in msgspec.structs.asdict(row).items() if name != "detail"
+    }
+    return {
+        **fields,
+        "request": _printable(row.request),
+        "outcome": word(row.outcome),
+        "text": of_request(row),
+    }
+
+
+def _facts(row: RangeReport) -> dict[str, Any]:
+    """What the sentences about other nodes are filled with."""
+    assert row.search is not None
+    search = row.search
+    return {
+        **msgspec.structs.asdict(search),
+        "took": _ms(search.ended_ns - search.begun_ns),
+        "fetching": _ms(search.fetch_ns),
+        "computing": _ms(search.compute_ns),
+    }
+
+
+def _elsewhere(row: RangeReport) -> str:
+    """Why no other node gave it."""
+    search = row.search
+    assert search is not None
+    if search.known and not row.node:
+        return f"no other node is known to hold it; node {search.node} has {search.known} before it"
+    text = TEXTS[row.sought].format(**_facts(row))
+    if row.sought not in (Reason.ON_ITS_WAY, Reason.FETCHED, Reason.FETCH_FAILED):
+        return text
+    if search.wanted < search.missing:
+        return f"{text}; there was room for {search.wanted} of {search.missing}"
+    if search.is_late:
+        return (
+            text if row.sought is Reason.ON_ITS_WAY else f"{text}, longer than the request waited"
+        )
+    counts = {
+        "were not served": search.not_lent,
+        "did not stay until they were read": search.not_kept,
+        "failed their checksums": search.damaged,
+    }
+    why = [f"{count} {what}" for what, count in counts.items() if count]
+    why += ["it was cleared or switched off here"] * search.is_void
+    return "; ".join((text, *why, *filter(None, [search.trouble])))
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / NS_PER_MS:.1f} ms"
+
+
+def _printable(text: str) -> str:
+    """Engines and nodes choose their names, and terminals obey some characters."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -1,0 +1,86 @@
+"""Why a block is not here, was not loaded, or did not come: codes, for rows and tombstones.
+
+Numbers stay: rows cross from a node to a command of another version, and the first ones fit the
+byte that a tombstone has for them. Does not cover: what people read (`kvstore.cli.reasons`).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+
+class Reason(enum.IntEnum):
+    """Of one range of blocks, of a request, or of a question to the index."""
+
+    NONE = 0
+
+    # A block left its last tier.
+    EVICTED_FOR_STORES = 1
+    EVICTED_FOR_READS = 2
+    RECLAIMED = 3
+    CROWDED_OUT = 4
+    CLEARED = 5
+    FAILED_CHECK = 6
+    FILE_LOST = 7
+    FAILED_SCRUB = 8
+    DIVERGED = 9
+
+    # A lookup did not find it, or not all of it.
+    NEVER_STORED = 20
+    FORGOTTEN = 21
+    UNEXAMINED = 22
+    TOO_MIXED = 23
+    OTHER_SPACE = 24
+    NOT_ALL_SHARDS = 25
+    BEHIND_A_GAP = 26
+    BEHIND_A_GAP_ON_DISK = 27
+    NOT_READ = 28
+    PROMOTION_DEADLINE = 29
+    PROMOTION_COST = 30
+    PINNED_SHARE_USED_UP = 31
+    SWITCHED_OFF = 32
+    TOO_LATE = 33
+    BEYOND_THE_QUESTION = 34
+    NOT_REMEMBERED = 35
+    NOT_NEEDED = 36
+
+    # The engine decided: see `reason_of`.
+    NODE_AWAY = 50
+    BREAKER_OPEN = 51
+    COST_GATE = 52
+    NO_FULL_BLOCK = 53
+    NOT_STORED = 54
+    DEADLINE = 55
+    LOAD_FAILED = 56
+    SHADOW_CHECK = 57
+    ADAPTER = 58
+    IMAGE_UUID = 59
+    IMAGES_OFF = 60
+    NOT_ASKED = 61
+    OTHER_VERSION = 62
+
+    # What became of asking other nodes.
+    NO_ANSWER_YET = 80
+    INDEX_AWAY = 81
+    TOO_MANY_QUESTIONS = 82
+    NOBODY_HAS_IT = 83
+    HERE_BY_NOW = 84
+    FETCH_COST = 85
+    NODE_AVOIDED = 86
+    NO_ROOM = 87
+    ON_ITS_WAY = 88
+    FETCHED = 89
+    FETCH_FAILED = 90
+
+
+_OF_ENGINES: Final = {
+    reason.name.lower().replace("_", " "): reason
+    for reason in Reason
+    if Reason.NODE_AWAY <= reason < Reason.OTHER_VERSION or reason is Reason.PINNED_SHARE_USED_UP
+} | {"": Reason.NONE}
+
+
+def reason_of(outcome: str) -> Reason:
+    """Of an engine's word for why nothing, or nothing more, was loaded (`Story.outcome`)."""
+    return _OF_ENGINES.get(outcome, Reason.OTHER_VERSION)

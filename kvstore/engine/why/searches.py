@@ -1,0 +1,143 @@
+"""What became of asking other nodes for blocks: one record a question to the index.
+
+    asked ─▶ nobody, too dear, avoided, no room ─── or on its way ─▶ fetched, or failed
+
+Lookups that share what is on its way share the record, and so do those that would have asked again.
+The newest SEARCHES_MAX are kept; it holds counts, times and the names of nodes, no keys. Does not
+cover: what is decided (`moves.fetches`), which blocks of a lookup it is about (`findings`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from kvstore.engine.events import Candidate, Fetched
+from kvstore.engine.why.reasons import Reason
+
+SEARCHES_MAX: Final = 4096
+
+
+class Search(msgspec.Struct):
+    """One question, and what followed from it."""
+
+    number: int
+    asked: int
+    """Blocks."""
+    sought: Reason
+    node: str = ""
+    """That was chosen, or would have been."""
+    known: int = 0
+    """Leading blocks that it has, by the index."""
+    wanted: int = 0
+    """To be fetched: there was room for so many."""
+    missing: int = 0
+    """Of the known ones, those that were not here by then."""
+    fetched: int = 0
+    not_lent: int = 0
+    not_kept: int = 0
+    damaged: int = 0
+    is_void: bool = False
+    """Cleared or switched off here, while it was on its way."""
+    trouble: str = ""
+    """The last one, as the shell told it."""
+    failures: int = 0
+    """Of the node, in a row, when it was avoided."""
+    fetch_ns: int = 0
+    """Estimates of both ways, when computing was as quick."""
+    compute_ns: int = 0
+    begun_ns: int = 0
+    ended_ns: int = 0
+    under_way: int = 0
+    """Fetches."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what was to be fetched comes, or came, after the request had stopped waiting."""
+        return self.sought is Reason.ON_ITS_WAY or (
+            self.sought is Reason.FETCHED and self.wanted == self.missing
+        )
+
+
+class Searches:
+    """By the number of the question, and of each fetch that followed from it."""
+
+    def __init__(self) -> None:
+        self._by_number: OrderedDict[int, tuple[Search, Sequence[int]]] = OrderedDict()
+        """With the place of each of its keys among those that were asked about."""
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def get(self, number: int, at: int = 0) -> tuple[Search | None, int]:
+        """The search, and the place there of one of the number's keys; None: it is not remembered
+        any more."""
+        search, places = self._by_number.get(number, (None, ()))
+        return search, int(places[at]) if search is not None else 0
+
+    def _keep(self, number: int, search: Search, places: Sequence[int]) -> None:
+        self._by_number[number] = search, places
+        if len(self._by_number) > SEARCHES_MAX:
+            self._by_number.popitem(last=False)
+
+    def asked(self, question: int, blocks: int, why: Reason) -> None:
+        """See `Witness`."""
+        self._keep(question, Search(question, blocks, why), range(blocks))
+
+    def judged(
+        self,
+        question: int,
+        why: Reason,
+        candidate: Candidate | None = None,
+        *,
+        count: int = 0,
+        costs_ns: tuple[float, float] = (0, 0),
+    ) -> None:
+        """See `Witness`. Of several nodes the one that was chosen last counts, else the one that
+        computing was weighed against for most blocks, else the first that was avoided."""
+        search, _ = self.get(question)
+        if search is None:
+            return
+        if candidate is None:
+            search.sought, search.missing = why, count
+            return
+        known = min(candidate.blocks, search.asked)
+        if why is Reason.NODE_AVOIDED and search.sought is not Reason.NOBODY_HAS_IT:
+            return
+        if why is Reason.FETCH_COST:
+            if search.sought is Reason.HERE_BY_NOW or (search.fetch_ns and search.known >= known):
+                return
+            search.fetch_ns, search.compute_ns = (int(cost * known) for cost in costs_ns)
+        search.sought, search.node = why, candidate.node
+        search.known, search.failures = known, count
+
+    def fetching(self, question: int, job: int, places: Sequence[int], now_ns: int) -> None:
+        """See `Witness`."""
+        search, _ = self.get(question)
+        if search is not None:
+            search.sought, search.begun_ns = Reason.ON_ITS_WAY, search.begun_ns or now_ns
+            search.wanted += len(places)
+            search.under_way += 1
+            self._keep(job, search, places)
+
+    def fetched(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> int:
+        """See `Witness`. Returns the number of its question; 0: it is not remembered any more."""
+        search, places = self._by_number.get(event.job, (None, ()))
+        if search is None:
+            return 0
+        self._by_number[event.job] = search, [int(places[0])]
+        search.fetched += good
+        search.not_lent += event.not_lent
+        search.not_kept += event.not_kept
+        search.damaged += event.damaged
+        search.trouble = event.trouble or search.trouble
+        search.is_void |= is_void
+        search.under_way -= 1
+        search.ended_ns = now_ns
+        if not search.under_way:
+            is_whole = search.fetched == search.wanted
+            search.sought = Reason.FETCHED if is_whole else Reason.FETCH_FAILED
+        return search.number
