@@ -218,7 +218,7 @@ def part_of(
     if not agrees or ranks % replicas or ranks // replicas * head_count != heads_total:
         return NotServed(
             f"each of {ranks} ranks holds {head_count} of {heads_total} KV heads, which does not "
-            "tell which"
+            "say which"
         )
     head_begin = parallel.rank % ranks // replicas * head_count
     layer_begin, layers_total = 0, len(names)

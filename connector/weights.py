@@ -91,7 +91,7 @@ def digest_weights(vllm_config: VllmConfig) -> WeightsDigest | NoDigest:
         text = f"dummy {model.seed}"
         return WeightsDigest(hashlib.sha256(text.encode()).hexdigest(), 0, 0)
     if load_format not in _FILE_FORMATS:
-        return NoDigest(f"weights of load format {load_format} cannot be told from others")
+        return NoDigest(f"weights of load format {load_format} cannot be distinguished from others")
     path = Path(model.model)
     if not path.exists():
         found = _downloaded(model.model, model.revision, load.download_dir)

@@ -96,7 +96,7 @@ def first_hit_s(node: NodeProcess, keys: list[bytes], *, standby: bool) -> float
 
 
 def away_s(told: str) -> float:
-    found = re.search(r"away for ([0-9.]+) s", told)
+    found = re.search(r"unreachable for ([0-9.]+) s", told)
     assert found is not None, told
     return float(found[1])
 

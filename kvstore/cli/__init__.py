@@ -1,12 +1,8 @@
 """What is typed: commands, what they ask, and how answers look. Decides nothing about blocks.
 
 main              the command line: node, upgrade, clear, fsck
-<<<<<<< HEAD
 cluster_commands  index, certs
-=======
-cluster_commands  index, certs, and what node has of the cluster's options
 reasons           words and sentences of reasons
->>>>>>> ad685c4 (Moves report to one witness in codes; what people read is one table in the CLI)
 look_commands     inspect, explain, top: flags to questions
 commands          flags of settings, options that several commands share
 look, ask         what is asked, of whom; the client of the inspect service

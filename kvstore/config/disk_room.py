@@ -29,11 +29,11 @@ def refuse_what_cannot_hold(file: FileConfig) -> None:
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if os.path.isfile(there):
         raise ConfigError(
-            f"file tier in {directory}: {there} is a file, not a directory: give --file a directory"
+            f"disk tier in {directory}: {there} is a file, not a directory: give --file a directory"
         )
     if there not in (directory, directory.parent):
         raise ConfigError(
-            f"file tier in {directory}: {directory.parent} does not exist: mount its disk, make it,"
+            f"disk tier in {directory}: {directory.parent} does not exist: mount its disk, make it,"
             " or give --file another directory"
         )
     size_bytes = file_system_bytes(directory)
@@ -45,7 +45,7 @@ def refuse_what_cannot_hold(file: FileConfig) -> None:
         )
     if file_system_free_bytes(directory) + used_bytes(file.home) < CAPACITY_BYTES_MIN:
         raise ConfigError(
-            f"file tier in {directory}: its file system is full: make room for at least"
+            f"disk tier in {directory}: its file system is full: make room for at least"
             f" {format_size(CAPACITY_BYTES_MIN)}, or give --file another directory"
         )
 
@@ -55,7 +55,7 @@ def warn_of_too_little_room(file: FileConfig) -> None:
     free_bytes, own_bytes = file_system_free_bytes(file.directory), used_bytes(file.home)
     if free_bytes + own_bytes < file.capacity_bytes:
         _log.warning(
-            "the file tier in %s may grow to %s, but has %s and its file system %s free: blocks are"
+            "the disk tier in %s may grow to %s, but has %s and its file system %s free: blocks are"
             " not written once it is full; make room, or choose a smaller --file",
             file.directory,
             format_size(file.capacity_bytes),

@@ -271,7 +271,7 @@ def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[
         found.append((name, size))
     if sum(size for _, size in found) > dram_bytes:
         raise ConfigError(
-            f"quotas promise {format_size(sum(size for _, size in found))}, more than dram has,"
+            f"quotas reserve {format_size(sum(size for _, size in found))}, more than dram has,"
             f" {format_size(dram_bytes)}: choose smaller shares"
         )
     return tuple(found)

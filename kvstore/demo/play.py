@@ -321,8 +321,8 @@ def conclude(console: Console, runs: Sequence[ReplayRun]) -> None:
         f"[green]✓[/] After the node was killed its disk served {disk:.0%} of all prompt tokens."
     )
     console.print(
-        "[green]✓[/] All answers are identical, token by token (float32: in bfloat16 vLLM's own "
-        "cache hit already rounds differently from a full computation)."
+        "[green]✓[/] All answers are identical, token by token (float32: in bfloat16 vLLM's "
+        "prefix cache already rounds differently from a full computation)."
     )
 
 
@@ -336,7 +336,7 @@ def commands_to_try(kept: KeptRunning, request: Path) -> list[tuple[str, str]]:
     url = f"http://127.0.0.1:{kept.engine.port}"
     post = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d @{request}"
     return [
-        ("ask the last question again; usage tells how much of it was cached", post),
+        ("ask the last question again; usage shows how much of it was cached", post),
         (
             "the engine forgets its own cache: ask again, kvstore serves",
             f"curl -s -X POST {url}/reset_prefix_cache",

@@ -249,7 +249,7 @@ class IndexService(IndexServicer):
         # A stream that this one replaces is closed at its next word, or by keep-alive.
         self._feeds[hello.node] = hello
         self._hosts[hello.node] = _host_of(context.peer())
-        _log.info("node %s feeds, stream %d", hello.node, hello.stream)
+        _log.info("node %s publishes, stream %d", hello.node, hello.stream)
         try:
             await context.send_initial_metadata(())
             if verdict is Verdict.ASK:
@@ -291,7 +291,7 @@ class IndexService(IndexServicer):
                 )
         if len(self._feeds) >= FEED_COUNT_MAX and hello.node not in self._feeds:
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            await context.abort(code, f"{FEED_COUNT_MAX} nodes feed already")
+            await context.abort(code, f"{FEED_COUNT_MAX} nodes publish already")
         return hello
 
     async def _hear(self, message: pb.FeedWord, hello: Hello, context: Context) -> Verdict:

@@ -19,7 +19,7 @@ from kvstore.client.tls import Identity, Tls, identities_of
 from kvstore.obs.metrics import Family, family
 
 INSECURE: Final = (
-    "--insecure: whoever reaches %s can read and change what is told there: no TLS, no"
+    "--insecure: whoever reaches %s can read and change what is published there: no TLS, no"
     " certificates; for labs only"
 )
 INSECURE_NOTE: Final = "it serves without TLS (--insecure)"

@@ -134,7 +134,7 @@ class Executor:
                     assert self._exchange is not None, "a peer command without peers"
                     self._exchange.carry_out(command)
                 case _:
-                    assert self._files is not None, "a file command without a file tier"
+                    assert self._files is not None, "a file command without a disk tier"
                     events += self._files.carry_out(command)
         return BatchOutcome(events, cleared_blocks)
 

@@ -169,12 +169,12 @@ class FileEnd:
             self._is_recovery_told = True
             if left_out_blocks:
                 _log.warning(
-                    "%d of the %d records of the file tier are known: there is no row for more",
+                    "%d of the %d records of the disk tier are known: there is no row for more",
                     max(0, self._found_blocks - left_out_blocks),
                     self._found_blocks,
                 )
             else:
-                _log.info("all records of the file tier are known")
+                _log.info("all records of the disk tier are known")
 
     @property
     def used_bytes(self) -> int:
@@ -188,7 +188,7 @@ class FileEnd:
         if trouble or self._is_recovered:
             return trouble
         return (
-            f"the file tier in {self.path} is still looked through: {self._found_blocks} blocks are"
+            f"the disk tier in {self.path} is still looked through: {self._found_blocks} blocks are"
             " found so far"
         )
 
@@ -294,13 +294,13 @@ class FileEnd:
                 return [FileReclaim(segment, parts)]
             case Suspended(reason=reason, writes_only=writes_only):
                 what = "writes" if writes_only else "reads and writes"
-                trouble = f"the file tier in {self.path} takes no {what}: {reason}"
+                trouble = f"the disk tier in {self.path} takes no {what}: {reason}"
                 self._trouble[writes_only] = trouble
                 _log.warning("%s", trouble)
             case Resumed(writes_only=writes_only):
                 self._trouble.pop(writes_only, None)
                 if not self._trouble:
-                    _log.info("the file tier in %s works again", self.path)
+                    _log.info("the disk tier in %s works again", self.path)
             case RecoveryDone():
                 self._is_recovered = True
         return []

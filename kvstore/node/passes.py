@@ -48,7 +48,7 @@ class PassLog:
         if self._bad:
             _log.warning(
                 "scrub of %s: a pass over %d blocks, %s, took %.0f s and dropped %d (first: %s);"
-                " the kernel's log may tell of failing memory or a failing disk",
+                " the kernel's log may report failing memory or a failing disk",
                 *what,
                 self._bad,
                 short(self._first_bad),

@@ -416,7 +416,7 @@ class Borrower:
 
     def _damaged(self, node: str) -> None:
         self.counters.damaged += 1
-        self._note(_title(node), "a block that it lent is not what was stored; see its scrub")
+        self._note(_title(node), "a block that it served is not what was stored; see its scrub")
 
     # ── sessions ─────────────────────────────────────────────────────────────────────────────────
 
@@ -438,12 +438,12 @@ class Borrower:
         session = await asyncio.shield(opening)
         if not session.descriptor:
             self._forget(node, session)
-            raise SessionLost(f"the mover of node {node} is not up")
+            raise SessionLost(f"the transfer worker of node {node} is not up")
         if not is_at(session.descriptor, self._addresses.get(node, "")):
             self._forget(node, session)
             raise SessionLost(
-                f"node {node} describes no mover on its own machine: whatever it is, run a kvstore"
-                " of this version there"
+                f"node {node} describes no transfer worker on its own machine: run a kvstore of"
+                " this version there"
             )
         return session
 

@@ -210,7 +210,7 @@ class ClusterMember:
 def _warn(config: ClusterConfig) -> None:
     if config.tls is None:
         _log.warning(
-            "--insecure: node %s tells %s what it holds without TLS; for labs only",
+            "--insecure: node %s publishes to %s what it holds without TLS; for labs only",
             config.node,
             ", ".join(config.indexes) or "itself",
         )

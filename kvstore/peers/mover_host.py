@@ -38,7 +38,7 @@ class MoverHost:
     def __init__(self, mover: Mover, clock: Clock) -> None:
         self.descriptor = b""
         """What peers need to read from here; empty while nothing can be read."""
-        self.trouble = "the mover is starting"
+        self.trouble = "the transfer worker is starting"
         """Why nothing moves; empty while all is well."""
         self.changed: Callable[[], object] = lambda: None
         """Called when the descriptor is another."""
@@ -107,7 +107,7 @@ class MoverHost:
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         if not self._mover.post(number, peer, pieces, deadline_ns=deadline_ns):
             return TransferEnded(
-                number, good=False, reason=self.trouble or "the mover takes nothing now"
+                number, good=False, reason=self.trouble or "the transfer worker takes nothing now"
             )
         end = self._ends[number] = self._loop.create_future()
         self._under_way[peer] += 1
@@ -158,19 +158,19 @@ class MoverHost:
             case Down(reason=reason):
                 self._connected.clear()
                 if not self._is_unusable:
-                    _log.warning("the mover ended: %s; another one is started", reason)
-                    self._become(b"", f"the mover ended: {reason}")
+                    _log.warning("the transfer worker ended: %s; another one is started", reason)
+                    self._become(b"", f"the transfer worker ended: {reason}")
             case Unusable(reason=reason):
                 self._is_unusable = True
                 _log.error("blocks cannot be moved between nodes: %s", reason)
                 self._become(b"", f"blocks cannot be moved: {reason}")
             case PeerUnreachable(peer=peer, reason=reason):
-                _log.info("the mover does not reach node %s: %s", peer, reason)
+                _log.info("the transfer worker does not reach node %s: %s", peer, reason)
                 self._connected.pop(peer, None)
             case Crowded(refused=refused):
                 _log.warning(
-                    "the mover has turned away peers %d times: as many as it has room for read from"
-                    " this node already",
+                    "the transfer worker refused peers %d times: as many as it has room for read"
+                    " from this node already",
                     refused,
                 )
             case TransferEnded(transfer=transfer):

@@ -59,11 +59,11 @@ def check_lend(lend: pb.Lend) -> None:
     """Raises ProtocolError."""
     count, rest = divmod(len(lend.keys), KEY_BYTES)
     if rest or not 0 < count <= KEYS_PER_DATAGRAM_MAX or len(lend.space) != KEY_BYTES:
-        raise ProtocolError("keys and spaces have 32 bytes, and a loan has a few of them")
+        raise ProtocolError("keys and spaces have 32 bytes, and a fetch names a few of them")
     if not 0 < len(lend.tenant.encode()) <= NAME_BYTES_MAX:
         raise ProtocolError("a tenant without a name, or with one that is too long")
     if lend.loan >= 1 << 63:
-        raise ProtocolError("a loan's number is below 2**63")
+        raise ProtocolError("a fetch's number is below 2**63")
 
 
 def lent_answer(lent: Lent) -> pb.Answer:
@@ -90,7 +90,7 @@ def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
     if columns > RANKS_MAX or any(
         not 0 < shard.block_bytes <= PAYLOAD_BYTES_MAX for shard in lent.shards
     ):
-        raise ProtocolError("a loan of shards that are none")
+        raise ProtocolError("an answer with shards that are none")
     cells = len(lent.slots) // _SLOT_BYTES
     count = cells // columns if columns else 0
     if (
@@ -99,7 +99,7 @@ def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
         or count > asked
         or len(lent.checksums) != cells * CHECKSUM_BYTES
     ):
-        raise ProtocolError("a loan whose arrays do not fit each other")
+        raise ProtocolError("an answer whose arrays do not fit each other")
     shards = tuple(Shard(s.layer_begin, s.layer_end, s.head_begin, s.head_end) for s in lent.shards)
     slots = np.frombuffer(lent.slots, "<u4").astype(np.int64).reshape(count, columns)
     return Borrowed(
@@ -115,5 +115,5 @@ def intact_of(returned: pb.Returned, *, count: int) -> NDArray[np.bool_]:
     if not returned.intact:
         return np.zeros(count, dtype=bool)
     if len(returned.intact) != count or not set(returned.intact) <= {0, 1}:
-        raise ProtocolError("an answer about other blocks than were lent")
+        raise ProtocolError("an answer about other blocks than were served")
     return np.frombuffer(returned.intact, dtype=np.bool_)

@@ -147,7 +147,7 @@ class StoreConnection:
         self.warning = ""
         if policy.startswith("allkeys") and memory.get("maxmemory"):
             self.warning = (
-                f"the store at {self._place} drops what it is told when it is full"
+                f"the store at {self._place} drops entries when it is full"
                 f" (maxmemory-policy {policy}): set noeviction"
             )
         return found, str(server.get("run_id", "")), int(memory.get("used_memory", 0))
@@ -165,7 +165,7 @@ class StoreConnection:
         self._has_scripts = False
         if not self.is_away:
             self.failure_count += 1
-        trouble = f"the store at {self._place} is away: {reason}"
+        trouble = f"the store at {self._place} is unreachable: {reason}"
         if trouble != self.trouble and not (self.is_away and self.trouble):
             _log.warning("%s; answers are stale until it is back", trouble)
         self.is_away, self.trouble = True, trouble

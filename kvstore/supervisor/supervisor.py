@@ -62,7 +62,7 @@ STILL_LOOKS_MAX: Final = 10
 this process is stopped with its node, nobody looks."""
 
 HANGS: Final = (
-    "the disk of the file tier hangs, and a process that waits for it cannot be ended: the node"
+    "the disk of the disk tier hangs, and a process that waits for it cannot be ended: the node"
     " goes on as it was; ask again when /healthz says ok"
 )
 _log = logging.getLogger("kvstore.supervisor.supervisor")
@@ -204,7 +204,7 @@ class Supervisor:
             process.hangs_told = True
             _log.error(
                 "process %d was killed and does not end: it hangs in the kernel, most likely in"
-                " I/O to the disk of the file tier; another begins when it is gone",
+                " I/O to the disk of the disk tier; another begins when it is gone",
                 process.spawned.pid,
             )
 
@@ -361,8 +361,8 @@ class Supervisor:
             away_s = (process.serving_since_ns - self._died_ns) / NS_PER_S
             self._door.done(
                 f"kvstore {process.prepared.version} serves: {message.blocks} blocks"
-                f" ({format_size(message.size_bytes)}) were kept in memory; the node was away for"
-                f" {away_s:.2f} s"
+                f" ({format_size(message.size_bytes)}) were kept in memory; the node was"
+                f" unreachable for {away_s:.2f} s"
             )
 
     def _ended(self, process: Process) -> None:

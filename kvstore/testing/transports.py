@@ -223,7 +223,7 @@ class MoverParty:
             select.select([self.child.socket.fileno(), self.child.pidfd], [], [], min(left_s, 0.1))
             for message in self.child.hear():
                 self._take(message)
-            assert done() or not self.child.has_ended, "the mover has ended"
+            assert done() or not self.child.has_ended, "the transfer worker has ended"
 
     def _take(self, message: wire.FromMover) -> None:
         match message:

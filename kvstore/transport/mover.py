@@ -159,7 +159,7 @@ class MoverLoop:
                 self._tell(*self._reads.forget(peer, self._now_ns()))
                 self._transport.forget(peer)
             case wire.Begin():
-                raise ProtocolError("a mover begins once")
+                raise ProtocolError("a transfer worker begins once")
 
     def _connect(self, peer: str, descriptor: bytes) -> None:
         try:

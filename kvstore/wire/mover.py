@@ -209,7 +209,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise ProtocolError("a datagram of a mover is malformed") from None
+        raise ProtocolError("a datagram of a transfer worker is malformed") from None
 
 
 def parts_of(transfer: int, peer: str, arrays: Sequence[NDArray[np.uint64]]) -> list[ReadPieces]:

@@ -128,7 +128,7 @@ def mover_of(node: NodeProcess) -> psutil.Process:
                 if "kvstore.peers.mover_process" in child.cmdline():
                     return child
         threading.Event().wait(_PAUSE_S)
-    raise TimeoutError("the node has no mover")
+    raise TimeoutError("the node has no transfer worker")
 
 
 def metric(node: NodeProcess, name: str, labels: str = "") -> float:

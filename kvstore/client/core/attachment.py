@@ -246,7 +246,7 @@ class Attachment:
             self._silence_noticed_ns = now_ns
             self.notices.append(
                 "cache off, requests are computed: the node's heartbeat stopped"
-                f" (told once in {_SILENCE_NOTICES_MS // 1000} s)"
+                f" (logged once in {_SILENCE_NOTICES_MS // 1000} s)"
             )
 
     def _add_credits(self, grant: Grant) -> None:

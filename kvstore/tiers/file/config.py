@@ -63,18 +63,18 @@ class FileConfig:
     def __post_init__(self) -> None:
         if self.capacity_bytes < CAPACITY_BYTES_MIN:
             raise ConfigError(
-                f"the file tier needs at least {format_size(CAPACITY_BYTES_MIN)}, "
+                f"the disk tier needs at least {format_size(CAPACITY_BYTES_MIN)}, "
                 f"not {format_size(self.capacity_bytes)}: give --file DIR:SIZE more"
             )
         if self.shared and len(self.node) > NODE_CHARACTERS_MAX:
             raise ConfigError(
                 f"the node name that begins with {self.node[:32]!r} has {len(self.node)}"
-                f" characters, more than the {NODE_CHARACTERS_MAX} of a shared file tier: choose"
+                f" characters, more than the {NODE_CHARACTERS_MAX} of a shared disk tier: choose"
                 " a shorter --node-name"
             )
         if self.shared and not _NODE.fullmatch(self.node):
             raise ConfigError(
-                f"a shared file tier needs a node name of letters, digits, '.', '_' and '-', "
+                f"a shared disk tier needs a node name of letters, digits, '.', '_' and '-', "
                 f"not {self.node!r}: set one that no other node has"
             )
 

@@ -62,7 +62,7 @@ LOOK_PAUSES: Final = 10
 where there are very many segments, all nodes would look at them without end."""
 _ANYTHING_OLDER: Final = (1 << 63) - 1
 
-_BUG: Final = OSError(errno.EIO, "a bug in the file tier")
+_BUG: Final = OSError(errno.EIO, "a bug in the disk tier")
 
 _log = logging.getLogger(__name__)
 
@@ -324,7 +324,7 @@ class FileTier:
         self._watcher.join()
         if any(thread.is_alive() for thread in self._threads):
             # The kernel still has descriptors and slots in hand: they end with the process.
-            _log.warning("the disk of the file tier hangs: it is left to the end of the process")
+            _log.warning("the disk of the disk tier hangs: it is left to the end of the process")
             return
         if self._peers is not None:
             self._peers.close()

@@ -322,7 +322,7 @@ def test_without_its_socket_file_it_is_not_healthy(node: NodeProcess) -> None:
     [
         (["--dram", "999TiB"], r"more than the .* has available: choose a smaller --dram"),
         (["--dram", "lots"], "'lots' is not a size"),
-        (["--file", "/x:1MiB"], "the file tier needs at least"),
+        (["--file", "/x:1MiB"], "the disk tier needs at least"),
         (["--file", "/x:900TiB"], "more than the .* that the file system of /x has: choose"),
         (["--metrics", "0.0.0.0:1"], "can be read from other machines"),
         (["--config", "/absent.yaml"], "cannot be read"),

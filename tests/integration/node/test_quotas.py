@@ -66,7 +66,7 @@ def test_without_a_quota_the_greedy_one_takes_it_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--quota", "a=60%", "--quota", "b=60%"], "quotas promise .* more than dram has"),
+        (["--quota", "a=60%", "--quota", "b=60%"], "quotas reserve .* more than dram has"),
         (["--quota", "llama"], "must be NAME=SHARE, such as llama=30%"),
         (["--quota", "llama="], "must be NAME=SHARE, such as llama=30%"),
         (["--quota", "a=1%", "--quota", "a=2%"], "--quota names 'a' twice: keep one"),

@@ -77,7 +77,7 @@ class SimMover:
             return
         self._peers.cluster.movers.pop(self.descriptor, None)
         self._lives += 1
-        self.descriptor, self.trouble = b"", f"the mover ended: {reason}"
+        self.descriptor, self.trouble = b"", f"the transfer worker ended: {reason}"
         self.writing.clear()
         again_s = self._peers.random.randint(1, 500) * NS_PER_MS / NS_PER_S
         self._peers.loop.call_later(again_s, self.start)
@@ -118,14 +118,14 @@ class SimMover:
             source = peers.cluster.movers.get(descriptor)
             while hangs or (source is not None and not self._reaches(source)):
                 if self._lives != life:
-                    return "the mover ended"
+                    return "the transfer worker ended"
                 if peers.now_ns >= deadline_ns + GRACE_NS:
                     self.die("a read has no end")
                     return "it had no end"
                 await asyncio.sleep(_POLL_MS * NS_PER_MS / NS_PER_S)
                 source = peers.cluster.movers.get(descriptor)
             if self._lives != life:
-                return "the mover ended"
+                return "the transfer worker ended"
             if source is None:
                 return await self._linger(rows[number:], life)
             if number == stops_at:

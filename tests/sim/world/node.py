@@ -214,7 +214,7 @@ class SimNode:
             case Follow() | Unfollow():
                 raise AssertionError("an engine that nobody wants to follow")
             case _:
-                assert self.files is not None, "a file command without a file tier"
+                assert self.files is not None, "a file command without a disk tier"
                 if isinstance(command, ReadFile):
                     self._check_asked(command)
                 return self.files.carry_out(command)

@@ -141,9 +141,9 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ({"scrub": "1KiB"}, "at least 64 KiB, such as 64MiB, or auto, or off"),
         ({"scrub": True}, "such as 64MiB, or auto, or off"),
         ({"file": "/x:1GiB,mine"}, "ends in 'mine': only 'shared' may stand there"),
-        ({"file": "/x:1MiB"}, "the file tier needs at least 2 MiB"),
+        ({"file": "/x:1MiB"}, "the disk tier needs at least 2 MiB"),
         ({"file": "/x:5TiB"}, "more than the 4 TiB that the file system of /x has"),
-        ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared file tier needs a node name"),
+        ({"file": "/x:1GiB,shared", "node-name": "a/b"}, "a shared disk tier needs a node name"),
         ({"file": "/x"}, "must be PATH:SIZE or PATH:SIZE,shared, such as"),
         (
             {"node-name": "n7"},
@@ -156,7 +156,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ),
         (
             {"file": "/x/y:1GiB"},
-            "file tier in /x/y: /x does not exist: mount its disk, make it, or",
+            "disk tier in /x/y: /x does not exist: mount its disk, make it, or",
         ),
         ({"file": f"{__file__}:1GiB"}, f"{__file__} is a file, not a directory: give --file a"),
         ({"file": f"{__file__}/x:1GiB"}, f"{__file__} is a file, not a directory: give --file a"),
@@ -202,7 +202,7 @@ def test_the_scrub_is_that_of_memory_and_disk(scrub: Any, rate: ScrubRate | None
         ),
         (
             {"quota": {"llama": "60%", "qwen": "50%"}},
-            "quotas promise 1.1 MiB, more than dram has, 1",
+            "quotas reserve 1.1 MiB, more than dram has, 1",
         ),
         ({"quota": {"llama": "lots"}}, "quota: 'lots' is not a size"),
         ({"quota": {"llama": "0%"}}, "quota llama=0% must be NAME=SHARE, such as llama=30%"),

@@ -212,12 +212,12 @@ def test_trouble_is_told_with_the_place_until_it_is_over(
 ) -> None:
     tier.events = [RecoveryDone(), Suspended("the disk fails", writes_only=False)]
     list(end.read(0))
-    sentence = "the file tier in /var/lib/kvstore takes no reads and writes: the disk fails"
+    sentence = "the disk tier in /var/lib/kvstore takes no reads and writes: the disk fails"
     assert end.trouble == sentence
     assert caplog.messages == [sentence]
     tier.events = [Suspended("no room", writes_only=True), Resumed(writes_only=False)]
     list(end.read(0))
-    assert end.trouble == "the file tier in /var/lib/kvstore takes no writes: no room"
+    assert end.trouble == "the disk tier in /var/lib/kvstore takes no writes: no room"
     tier.events = [Resumed(writes_only=True)]
     list(end.read(0))
     assert end.trouble == ""
@@ -239,8 +239,8 @@ def test_a_full_table_is_told_once(end: FileEnd, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize(
     ("left_out", "expected"),
     [
-        (0, "all records of the file tier are known"),
-        (3, "1 of the 4 records of the file tier are known: there is no row for more"),
+        (0, "all records of the disk tier are known"),
+        (3, "1 of the 4 records of the disk tier are known: there is no row for more"),
     ],
 )
 def test_the_end_of_recovery_tells_how_much_is_known(
@@ -257,7 +257,7 @@ def test_the_end_of_recovery_tells_how_much_is_known(
     end.tell_table(left_out_blocks=0, crowded_blocks=0)
     assert caplog.messages == []
     assert end.trouble == (
-        "the file tier in /var/lib/kvstore is still looked through: 4 blocks are found so far"
+        "the disk tier in /var/lib/kvstore is still looked through: 4 blocks are found so far"
     )
     tier.events = [RecoveryDone(), known(OTHER)]
     list(end.read(0))

@@ -42,7 +42,7 @@ class EmptyCollector:
     describe = collect
 
 
-@pytest.mark.parametrize("trouble", ["", "the file tier in /x takes no writes: it is full"])
+@pytest.mark.parametrize("trouble", ["", "the disk tier in /x takes no writes: it is full"])
 def test_a_node_without_its_disk_is_healthy_and_says_what_it_lacks(trouble: str) -> None:
     driver, listener = ScriptedDriver(), SimpleNamespace(is_in_place=True, path="/run/n")
     collector = EmptyCollector()
@@ -68,7 +68,7 @@ def test_a_space_that_is_off_is_named_with_what_to_do() -> None:
     driver.off = [("t", SpaceId(b"\xab" * 32), Tier.FILE), ("u", SpaceId(bytes(32)), None)]
     assert pages["/healthz"]().body.decode() == (
         "ok, but the disk is full; space abababababababab of tenant t (and 1 more) is switched off"
-        " in the file tier, since a shadow check found other values:"
+        " in the disk tier, since a shadow check found other values:"
         " 'kvstore clear --space abababababababab' switches it on again\n"
     )
 

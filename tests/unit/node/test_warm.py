@@ -241,7 +241,7 @@ def test_a_mover_that_does_not_end_costs_the_memory_and_not_the_node(
     monkeypatch.setattr("kvstore.node.warm.HOLDERS_WAIT_S", 0.0)
     with caplog.at_level(logging.ERROR):
         fresh, _ = begin(host, config)
-    assert "a mover of the process before has not ended within 0 s" in caplog.text
+    assert "a transfer worker of the process before has not ended within 0 s" in caplog.text
     assert fresh.adopt is None
     fresh.arena.close()
     host.end_process()
@@ -321,7 +321,7 @@ def test_a_directory_that_cannot_be_read_at_a_restart_costs_no_memory(
         patch.setattr(Directory, "segments", fail)
         with pytest.raises(ConfigError, match="cannot read"):
             open_files()
-        assert "takes no reads and writes: the file tier cannot read" in open_files()
+        assert "takes no reads and writes: the disk tier cannot read" in open_files()
     assert "takes no" not in open_files()
 
 

@@ -33,7 +33,7 @@ def test_what_a_mover_would_choke_on_does_not_come_to_it() -> None:
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
         assert two.a.mover.descriptors == []
-        assert "describes no mover" in two.a.borrower._told["node b"]
+        assert "describes no transfer worker" in two.a.borrower._told["node b"]
 
     run(body)
 

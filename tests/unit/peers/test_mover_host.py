@@ -101,7 +101,7 @@ def test_a_peer_that_is_read_from_is_forgotten_when_that_has_ended(
         async def move() -> TransferEnded:
             return await host.move("b", b"its", make_pieces([0], [0], [8]), timeout_s=60)
 
-        assert (await move()).reason == "the mover is starting"
+        assert (await move()).reason == "the transfer worker is starting"
         assert scripted.said == []
         scripted.say(up(b"one", backend))
         await asyncio.wait_for(scripted.taken.get(), 60)
@@ -170,4 +170,4 @@ def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
         mover.close()
     said = [record.getMessage() for record in caplog.records if "turned away" in record.message]
     assert [text.split(" times")[0][-1] for text in said] == ["1", "2", "4"]
-    assert mover.refused == 5, "those of the mover before included"
+    assert mover.refused == 5, "those of the transfer worker before included"

@@ -254,7 +254,7 @@ def test_an_upgrade_is_refused_while_the_disk_hangs(supervise: Make) -> None:
     one = supervise("hanging serve")
     one.serves()
     old = one.child
-    with pytest.raises(UpgradeRefused, match=r"disk of the file tier hangs.* goes on as it was"):
+    with pytest.raises(UpgradeRefused, match=r"disk of the disk tier hangs.* goes on as it was"):
         ask_for_upgrade(one.socket, timeout_s=20)
     assert one.child == old
 

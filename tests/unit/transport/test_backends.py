@@ -37,7 +37,7 @@ NONSENSE = {
     "nothing": b"",
     "no msgpack": b"nonsense",
     "no address": encode(Descriptor("tcp", "b", 1, 0, b"nonsense")),
-    "longer than a mover takes": encode(
+    "longer than a transfer worker takes": encode(
         Descriptor("nixl", "b" * DESCRIPTOR_BYTES_MAX, 1, 0, b"of its own")
     ),
     "two back ends": twice(told(HERE), "backend", "nixl"),

@@ -117,7 +117,7 @@ def refuse_other_mode(directory: Path, *, shared: bool) -> None:
 def cannot_be_read(path: Path, error: OSError) -> ConfigError:
     """What an operator is told of a disk that fails at a start."""
     return ConfigError(
-        f"the file tier cannot read {path}: {error.strerror}; the kernel's log may say why: mend"
+        f"the disk tier cannot read {path}: {error.strerror}; the kernel's log may say why: mend"
         " its disk, or give --file another directory"
     )
 
@@ -176,7 +176,7 @@ class Directory:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"the file tier cannot use {path}: {error.strerror}; "
+                f"the disk tier cannot use {path}: {error.strerror}; "
                 "give --file a directory that this user may write to"
             ) from error
         except ConfigError:
