@@ -53,6 +53,11 @@ class Tier(enum.IntEnum):
     DRAM = 1
     FILE = 2
 
+    @property
+    def title(self) -> str:
+        """As people read it."""
+        return "the disk tier" if self is Tier.FILE else f"the {self.name.lower()} tier"
+
 
 _Edge = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 

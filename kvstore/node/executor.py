@@ -166,7 +166,7 @@ def _tell_what_is_off(off: SwitchedOff) -> None:
         " 'kvstore clear --space %s' switches it on again",
         digits,
         off.tenant,
-        f"the {off.tier.name.lower()} tier" if off.tier is not None else "all tiers",
+        off.tier.title if off.tier is not None else "all tiers",
         off.engine,
         off.blocks,
         off.diverged,

@@ -209,7 +209,7 @@ def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
     if off:
         tenant, space, tier = off[0]
         digits = space.hex()[:SPACE_DIGITS]
-        where = f"the {tier.name.lower()} tier" if tier is not None else "all tiers"
+        where = tier.title if tier is not None else "all tiers"
         more = f" (and {len(off) - 1} more)" if len(off) > 1 else ""
         found.append(
             f"space {digits} of tenant {tenant}{more} is switched off in {where}, since a shadow"

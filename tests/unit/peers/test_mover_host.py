@@ -168,6 +168,6 @@ def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
         mover._take(Beat(0, 0, 0, 1))
     finally:
         mover.close()
-    said = [record.getMessage() for record in caplog.records if "turned away" in record.message]
+    said = [record.getMessage() for record in caplog.records if "refused peers" in record.message]
     assert [text.split(" times")[0][-1] for text in said] == ["1", "2", "4"]
     assert mover.refused == 5, "those of the transfer worker before included"
