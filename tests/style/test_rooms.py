@@ -18,16 +18,16 @@ PRODUCT = ("kvstore", "connector", "kernels")
 MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
-    "cli": 2_400,
+    "cli": 2_160,
     "client": 2_530,
-    "config": 960,
+    "config": 1_070,
     "connector": 1_710,
     "demo": 1_300,
-    "engine": 6_520,
+    "engine": 6_530,
     "index": 1_800,
     "indexer": 700,
     "kernels": 160,
-    "kvstore": 590,
+    "kvstore": 600,
     "net": 510,
     "node": 2_620,
     "obs": 420,
