@@ -14,10 +14,11 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+WARM_UP_PART: Final = 0.1
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 _PACKAGES = (
@@ -71,6 +72,17 @@ def bootstrap_interval(
     sums = pairs[:, picks].sum(axis=2)
     low, high = np.percentile(sums[0] / sums[1], [2.5, 97.5])
     return float(low), float(high)
+
+
+def growth(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What the node has more of at the end than when it was warm: means of a tenth of the time."""
+    part = max(1, round(len(samples) * WARM_UP_PART))
+    early, late = samples[part : 2 * part] or samples[:1], samples[-part:]
+    names = ("rss_mib", "descriptors", "pins", "slots_quarantined")
+    return {
+        name: sum(s[name] for s in late) / len(late) - sum(s[name] for s in early) / len(early)
+        for name in names
+    }
 
 
 def _cpu_name() -> str:

@@ -5,7 +5,7 @@ index_grpc  the same over gRPC
 fetch       a fetch of another node's blocks, end to end, beside raw NIXL reads of the same bytes
 ttft        time to first token of what another node holds, beside the engine's own cache
 congestion  how much reads slow another flow on a link, paced and not
-scale       an index of 1,000 nodes and 100,000,000 blocks, simulated; and the plot
+scale       an index of 1,000 nodes and 100,000,000 blocks, simulated
 
 What a machine cannot measure is in the record as "not_measured", and why. Only a run of all parts
 at full size writes bench/results/cluster.json and cluster.png, and meanwhile what it has so far to
@@ -30,8 +30,8 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
-from bench import record
-from bench.cluster import congestion, fetch, index, picture, scale, ttft
+from bench import plot, record
+from bench.cluster import congestion, fetch, index, scale, ttft
 from bench.cluster.figures import SEED, NotMeasured
 from kvstore.units import GIB, MIB
 
@@ -116,8 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     what = "nodes as one cache: index, fetches, other flows, scale"
     path = record.write("cluster", {"what": what, **results}, seed=SEED)
-    if "figures" in results["scale"]:
-        picture.draw(results, path.with_suffix(".png"))
+    _draw(path)
     console.print(f"wrote {path.relative_to(record.ROOT)}", highlight=False)
     return 0
 
@@ -130,7 +129,15 @@ def _again(console: Console, name: str) -> int:
     before[name] = {**measured(FULL[name]), "measured_later": record.environment()}
     console.print(table({name: before[name]}), highlight=False)
     path.write_text(json.dumps(before, indent=1) + "\n")
+    _draw(path)
     return 0
+
+
+def _draw(path: Path) -> None:
+    """The picture, where its two parts were measured."""
+    result = json.loads(path.read_text())
+    if all("detail" in result[part] for part in ("fetch", "ttft")):
+        plot.draw(path)
 
 
 def _keep(results: dict[str, Any]) -> None:

@@ -33,8 +33,8 @@ from rich.progress import Progress
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
 
-from bench import record
-from bench.peers import lmcache, picture, rounds
+from bench import plot, record
+from bench.peers import lmcache, rounds
 from bench.peers.damage import measure_damage
 from bench.peers.memory import memory_of
 from bench.peers.sides import Setup, both
@@ -279,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print_json(json.dumps(result))
         return 0
     path = record.write("peers", result, seed=options.seed)
-    drawn = picture.draw(result, path.with_suffix(".png"))
+    drawn = plot.draw(path)
     show(console, result)
     console.print(
         f"wrote {path.relative_to(record.ROOT)}, {drawn.relative_to(record.ROOT)}", highlight=False

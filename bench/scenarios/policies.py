@@ -43,18 +43,6 @@ SIZES: Final = {"trace": (0.02, 0.05, 0.1, 0.2, 0.4)}
 SIZES_GENERATED: Final = (0.03, 0.1, 0.3)
 POLICIES: Final = ("lru", "reuse", "s3fifo")
 DISK_DRAM_SHARE, DISK_SHARE = 0.02, 0.2
-NAMES: Final = {
-    "lru": "lru (default)",
-    "reuse": "reuse",
-    "s3fifo": "S3-FIFO",
-    "optimum": "optimum (Belady)",
-}
-TITLES: Final = {
-    "trace": "Conversations (trace)",
-    "chats": "Chats, shared prompts",
-    "scan": "Scan through a hot set",
-    "zipf": "Zipf documents",
-}
 
 
 def optimum(workload: Workload, *, slots: int) -> Hits:
@@ -118,39 +106,6 @@ def measure_disk(workload: Workload) -> dict[str, Any]:
     }
 
 
-def draw(result: dict[str, Any], path: Path) -> Path:
-    """Miss ratio over cache size, one panel per workload."""
-    shown = result["workloads"]
-    figure, axes = plot.figure(
-        "Which policy misses least",
-        "Blocks that are computed, over the cache's size in shares of all different blocks; "
-        "hits are leading runs; no axis begins at 0, and no two are alike",
-        columns=len(shown),
-        widths=[1] * len(shown),
-    )
-    looks = {
-        "lru": (plot.GREEN, "-"),
-        "reuse": (plot.BLUE, "-"),
-        "s3fifo": (plot.AMBER, "-"),
-        "optimum": (plot.MUTED, ":"),
-    }
-    for axis, (name, of) in zip(axes, shown.items(), strict=True):
-        shares = [row["share"] for row in of["sizes"]]
-        for policy, (colour, style) in looks.items():
-            misses = [row[policy]["miss_blocks"] for row in of["sizes"]]
-            axis.plot(shares, misses, style, color=colour, marker="o", ms=3.5, label=NAMES[policy])
-        axis.set_title(TITLES[name])
-        axis.set_xscale("log")
-        axis.set_xticks(shares, [f"{share:.0%}" for share in shares])
-        axis.minorticks_off()
-        axis.grid(axis="y")
-    axes[0].set_ylabel("miss ratio (blocks)")
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="upper right", ncols=len(NAMES), frameon=False
-    )
-    return plot.save(figure, path)
-
-
 def _workloads(trace: str, requests: int) -> list[Workload]:
     made = [make(SEED, requests) for make in GENERATED.values()]
     if not trace:
@@ -182,7 +137,7 @@ def main() -> int:
         "disk": {w.name: measure_disk(w) for w in workloads},
     }
     path = record.write("policies", result, seed=SEED)
-    print(f"written: {path.name} and {draw(result, path.with_suffix('.png')).name}")
+    print(f"written: {path.name} and {plot.draw(path).name}")
     return 0
 
 

@@ -281,63 +281,6 @@ def measure(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     }
 
 
-def draw(result: dict[str, Any], path: Path) -> Path:
-    hits, cold = result["hits"], result["cold"]
-    figure, (left, right) = plot.figure(
-        "One node: what a hit in dram costs, and what storing costs",
-        f"194 M parameters in bfloat16, {PROMPT_TOKENS:,}-token prompts, one request at a time",
-        columns=2,
-        widths=(1.25, 1),
-    )
-    rows = (
-        ("recompute", "recompute", plot.GREY),
-        ("dram hit", "dram_hit", plot.BLUE),
-        ("own cache hit", "own_hit", plot.GREEN),
-    )
-    spread = np.random.default_rng(SEED)
-    for row, (_, key, colour) in enumerate(rows):
-        times = np.asarray(hits["samples_ms"][key])
-        heights = row + spread.uniform(-0.16, 0.16, len(times))
-        left.plot(times, heights, "o", ms=5, color=colour, alpha=0.45, mew=0)
-        middle = float(np.median(times))
-        left.plot([middle] * 2, [row - 0.3, row + 0.3], color=plot.INK, lw=2)
-        left.annotate(
-            f"{middle:,.0f} ms",
-            (middle, row - 0.34),
-            ha="center",
-            va="bottom",
-            fontweight="bold",
-            path_effects=plot.halo(),
-        )
-    left.set_xscale("log")
-    left.set_yticks(range(len(rows)), [label for label, _, _ in rows], color=plot.INK)
-    left.set_ylim(len(rows) - 0.4, -0.65)
-    left.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    left.set_xlabel("time to first token, ms (log scale); line: median")
-    left.set_title(
-        f"A dram hit takes {hits['dram_hit_over_own_hit']:.2f} × an own hit, "
-        f"1/{hits['recompute_over_dram_hit']:.0f} of a recompute"
-    )
-    left.grid(axis="x")
-    left.tick_params(length=0)
-    ratios = np.asarray(cold["samples_s"]["off"]) / np.asarray(cold["samples_s"]["on"])
-    low, high = cold["cold_throughput_on_over_off_interval_95"]
-    right.axvspan(low, high, color=plot.BLUE, alpha=0.22, lw=0, label="95 % interval of the whole")
-    right.hist(ratios, bins=24, color=plot.GREY, rwidth=0.9, label="single turns", zorder=2)
-    right.axvline(
-        cold["cold_throughput_on_over_off"], color=plot.BLUE, lw=2, label="whole", zorder=3
-    )
-    right.axvline(1, color=plot.INK, lw=1, ls=":", zorder=3)
-    right.set_title(f"Cold throughput, on ÷ off: {cold['cold_throughput_on_over_off']:.3f}")
-    right.set_xlabel("throughput with connector ÷ without")
-    right.set_ylabel("turns")
-    right.grid(axis="y")
-    right.tick_params(length=0)
-    right.yaxis.set_major_locator(plot.whole_numbers())
-    right.legend(frameon=False, fontsize=9.5, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=3)
-    return plot.save(figure, path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="One node, one engine, in numbers.")
@@ -356,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"[red]✗[/] {error}", highlight=False)
         return 1
     path = record.write("single", result, seed=options.seed)
-    picture = draw(result, path.with_suffix(".png"))
+    picture = plot.draw(path)
     hits, cold = result["hits"], result["cold"]
     low, high = cold["cold_throughput_on_over_off_interval_95"]
     console.print(

@@ -58,7 +58,6 @@ SHARES: Final = {"kills": 0.65, "trips": 0.25, "garbage": 0.1}
 """Of the time that is not the world's."""
 STRANGERS: Final = 100
 """In a turn."""
-WARM_UP_PART: Final = 0.1
 """Memory is compared between the end and this part of the whole time."""
 VIOLATIONS_MAX: Final = 20
 
@@ -305,17 +304,6 @@ def _result(
     }
 
 
-def growth(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What the node has more of at the end than when it was warm: means of a tenth of the time."""
-    part = max(1, round(len(samples) * WARM_UP_PART))
-    early, late = samples[part : 2 * part] or samples[:1], samples[-part:]
-    names = ("rss_mib", "descriptors", "pins", "slots_quarantined")
-    return {
-        name: sum(s[name] for s in late) / len(late) - sum(s[name] for s in early) / len(early)
-        for name in names
-    }
-
-
 def command(minutes: float, seed: int, name: str) -> str:
     """How to see it again."""
     said = f"python bench/scenarios/soak.py --minutes {minutes:g} --seed {seed}"
@@ -346,7 +334,7 @@ def page(result: dict[str, Any]) -> str:
         ("bytes verified", f"{result['verified_bytes'] / 2**30:,.1f} GiB"),
         ("**violations**", f"**{verdict(result)}**"),
     )
-    more = growth(result["samples"])
+    more = record.growth(result["samples"])
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     told = [
         f"Violation, {name}: {text}"
@@ -377,32 +365,6 @@ def page(result: dict[str, Any]) -> str:
             f"| moment and victim | kills |\n|---|---|\n{kills}\n",
         )
     )
-
-
-def draw(result: dict[str, Any], path: Path) -> Path:
-    samples = result["samples"]
-    figure, axes = plot.figure(
-        f"{result['minutes']:.0f} minutes of faults: what one node holds over time",
-        f"{result['seeds']:,} seeds, {result['kills']:,} kills, {result['inputs']:,} broken inputs,"
-        f" {result['violations']} violations; the node itself was never killed",
-        columns=4,
-        widths=(1, 1, 1, 1),
-    )
-    shown = (
-        ("rss_mib", "Memory without dram, MiB", plot.BLUE),
-        ("descriptors", "Descriptors", plot.GREEN),
-        ("pins", "Pins at rest", plot.VIOLET),
-        ("slots_granted", "Slots lent for writing", plot.AMBER),
-    )
-    minutes = [sample["minute"] for sample in samples]
-    for axis, (name, title, colour) in zip(axes, shown, strict=True):
-        axis.plot(minutes, [sample[name] for sample in samples], color=colour, lw=1.4)
-        axis.set_title(title)
-        axis.set_ylim(bottom=0)
-        axis.set_xlabel("minutes")
-        axis.grid(axis="y")
-        axis.tick_params(length=0)
-    return plot.save(figure, path)
 
 
 def stop(_number: int, _frame: object) -> None:
@@ -438,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = record.write(options.name, result, seed=options.seed)
     result = json.loads(path.read_text())
     path.with_suffix(".md").write_text(page(result))
-    draw(result, path.with_suffix(".png"))
+    plot.draw(path, NAME)
     for name, told in result["violations_told"].items():
         for text in told:
             console.print(f"[red]✗[/] {name}: {text}", highlight=False)

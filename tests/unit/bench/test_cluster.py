@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from bench import record
-from bench.cluster import congestion, figures, index, picture, scale
+from bench.cluster import congestion, figures, index, scale
 from bench.scenarios import cluster
 from kvstore.ports import End
 from kvstore.types import KEY_BYTES
@@ -173,11 +173,3 @@ def test_what_is_dropped_is_gone_and_what_several_nodes_share_is_one() -> None:
     simulated.tell(3, *simulated.renew(3, 1))
     assert simulated.ask(own)[1] == {}
     assert simulated.ask(simulated.keys(3, 1)[: 7 * KEY_BYTES])[1] == {"n3": 7}
-
-
-def test_the_plot_is_made_of_what_was_found(tmp_path: Path) -> None:
-    sizes = [scale.one_size(count, 4, churns=True) for count in (20_000, 40_000)]
-    for size in sizes:  # in a process that has grown before, it may be none
-        size["resident_bytes"] = max(size["resident_bytes"], size["entries"] * scale.GOAL_BYTES)
-    path = picture.draw({"scale": {"detail": {"sizes": sizes}}}, tmp_path / "x.png")
-    assert path.stat().st_size > 10_000

@@ -15,7 +15,7 @@ import pytest
 from rich.progress import Progress
 
 from bench import disk
-from bench.peers import lmcache, picture, rounds, timing
+from bench.peers import lmcache, rounds, timing
 from bench.peers.damage import judge
 from bench.peers.memory import memory_of, open_memfds, status
 from kvstore.demo.engine import Completion, VllmServer
@@ -219,21 +219,3 @@ def test_the_server_stores_files_only_where_it_is_told_to() -> None:
     told = command(Path("/files"))
     assert json.loads(told[told.index("--l2-adapter") + 1])["base_path"] == "/files"
     assert told[:2] == ["/x/lmcache", "server"]
-
-
-# ── picture ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_picture_is_drawn_from_what_is_written(tmp_path: Path) -> None:
-    times = {"hit": [3.0, 4.0], "own_hit": [2.0, 2.0], "recompute": [9.0, 9.0]}
-    hits = timing.compared({"kvstore": times, "LMCache": times}, asked_again=0)
-    fakes = {name: FakeEngine(name, []) for name in picture.COLOURS}
-    served = rounds.measure_rounds(cast("dict[str, VllmServer]", fakes), PLAN, encode, SILENT)
-    told = {
-        "working_set_tokens": 10,
-        "own_cache_tokens": 2,
-        "engines": rounds.report(served),
-    }
-    result = {"serving": {"dram": hits, "rounds": told}, "files": hits}
-    assert picture.draw(result, tmp_path / "x.png").stat().st_size > 10_000
-    assert hits["kvstore_over_lmcache"]["ratio"] == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bench import record
 from bench.scenarios import soak
 from tests.kit.kills import Tally
 
@@ -54,10 +55,10 @@ def result(**changes: Any) -> dict[str, Any]:
 
 
 def test_growth_leaves_the_warm_up_out() -> None:
-    assert soak.growth(samples([1.0] * 3 + [50.0] * 17))["rss_mib"] == 24.5
-    assert soak.growth(samples([1.0] * 2 + [50.0] * 18))["rss_mib"] == 0.0
-    assert soak.growth(samples([50.0] * 18 + [53.0] * 2))["rss_mib"] == 3.0
-    assert soak.growth(samples([5.0]))["rss_mib"] == 0.0
+    assert record.growth(samples([1.0] * 3 + [50.0] * 17))["rss_mib"] == 24.5
+    assert record.growth(samples([1.0] * 2 + [50.0] * 18))["rss_mib"] == 0.0
+    assert record.growth(samples([50.0] * 18 + [53.0] * 2))["rss_mib"] == 3.0
+    assert record.growth(samples([5.0]))["rss_mib"] == 0.0
 
 
 def test_the_page_says_what_was_done() -> None:
@@ -101,11 +102,6 @@ def test_no_time_is_no_soak(minutes: str, capsys: pytest.CaptureFixture[str]) ->
         soak.main([f"--minutes={minutes}"])
     assert stopped.value.code == 2
     assert f"'{minutes}' is not a time of more than 0 minutes" in capsys.readouterr().err
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert soak.draw(result(), tmp_path / "soak.png").stat().st_size > 10_000
 
 
 def test_the_world_is_counted_and_its_violations_told() -> None:
