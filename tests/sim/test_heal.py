@@ -68,7 +68,7 @@ def quarantine_never_ends(patch: pytest.MonkeyPatch) -> None:
         return left
 
     def changed(world: World) -> None:
-        sim_heal.probe(world.machines[0])
+        sim_heal.probe(world, world.machines[0])
         with pytest.MonkeyPatch.context() as at_the_end:
             at_the_end.setattr(Slots, "of_writer", forgotten)
             end(world)
@@ -150,7 +150,7 @@ def test_what_does_not_heal_is_noticed(change: Patch, monkeypatch: pytest.Monkey
 def test_undisturbed_the_workload_finds_all_that_it_stored(slots: int, credit_share: float) -> None:
     knobs = Knobs(arena_slots=slots, credit_share=credit_share)
     world = World(1, knobs=knobs, faults=(), engine_count=1)
-    engine = sim_heal.probe(world.machines[0])
+    engine = sim_heal.probe(world, world.machines[0])
     assert sim_heal.hits(engine, "undisturbed") == sim_heal.WORKLOAD_BLOCKS
 
 
@@ -161,7 +161,7 @@ def test_what_is_called_written_is_not_what_was_on_its_way_before(
     # prompt's, as the disk begins when they are stored.
     knobs = Knobs(arena_slots=8, has_disk=True, io_deadline_ms=60_000)
     world = World(1, knobs=knobs, faults=(), engine_count=1)
-    engine = sim_heal.probe(world.machines[0])
+    engine = sim_heal.probe(world, world.machines[0])
     counters, files_go_on = engine.machine.node.counters, Machine.files_go_on
 
     def late(self: Machine, turns: int) -> None:

@@ -1,7 +1,9 @@
-"""Imports point one way: the contracts of pyproject.toml."""
+"""Imports point one way: the contracts of pyproject.toml, and no circles."""
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import os
 import shutil
 import subprocess
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.style.tree import ROOT
+from tests.style.tree import ROOT, python_files
 
 BREAKS = {
     "units.py": "import kvstore.errors",
@@ -70,3 +72,29 @@ def test_every_module_has_a_layer() -> None:
     }
     # The kernels stand beside the layers, held by two contracts of their own.
     assert present - {"kvstore.__init__", "kvstore.kernels"} == set(layers)
+
+
+@pytest.mark.parametrize(("inside", "parts"), [("tests.sim.world", 4), ("kvstore", 2)])
+def test_imports_have_no_circle(inside: str, parts: int) -> None:
+    """Among names of so many parts; imports for types alone count too."""
+    graph: dict[str, set[str]] = {}
+    for path in python_files():
+        module = ".".join(path.with_suffix("").parts)
+        if path.parts[0] in ("connector", "kernels"):  # linked into kvstore
+            module = f"kvstore.{module}"
+        names = [".".join(name.split(".")[:parts]) for name in (module, *_imports(path))]
+        name, *imported = (n for n in names if n.startswith(f"{inside}.") or n == names[0])
+        if name.startswith(f"{inside}."):
+            graph.setdefault(name, set()).update(set(imported) - {name})
+    assert len(graph) > 10
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def _imports(path: Path) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found

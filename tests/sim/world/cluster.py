@@ -10,19 +10,16 @@ Does not cover: the network itself (`net`), what single reads do wrong (`mover`)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvstore.index.feed import Trust
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.sim.world.copies import Violation
+from tests.sim.world.ground import Ground, Machine
 from tests.sim.world.index import SimReplica
 from tests.sim.world.mover import SimMover
 from tests.sim.world.net import SimNet
-
-if TYPE_CHECKING:
-    from tests.sim.world.machine import Machine
-    from tests.sim.world.world import World
 
 CONVERGED_NS_MAX: Final = 10 * NS_PER_S
 _SLICE_NS: Final = 20 * NS_PER_MS
@@ -36,13 +33,13 @@ Held = dict[tuple[str, bytes], dict[bytes, set[Tier]]]
 class SimCluster:
     """Made before the machines of its world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Ground) -> None:
         self.world = world
         self.net = SimNet(world)
         self.movers: dict[bytes, SimMover] = {}
         """By descriptor."""
-        count = world.knobs.index_replicas
-        self.replicas = [SimReplica(self, number) for number in range(1, count + 1)]
+        numbers = range(1, world.knobs.index_replicas + 1)
+        self.replicas = [SimReplica(world, self.net, self.knock, number) for number in numbers]
 
     def go_on(self) -> None:
         """Everything that is due between nodes."""

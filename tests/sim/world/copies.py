@@ -16,7 +16,7 @@ Does not cover: which copy is next (`client.core.rank`), sockets (`rank`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import xxhash
 
@@ -34,10 +34,8 @@ from kvstore.client.core.copies import (
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import slot_bytes
+from tests.sim.world.ground import Rank
 from tests.sim.world.parts import DAMAGED, TORN, SimMemory
-
-if TYPE_CHECKING:
-    from tests.sim.world.rank import SimRank
 
 FENCE_NS_MAX: Final = 100 * NS_PER_MS
 """As the connector waits for stores that read blocks which are needed."""
@@ -64,7 +62,7 @@ def checksum(header: bytes, data: bytes) -> bytes:
 class SimCopies:
     """The copying thread of `rank`."""
 
-    def __init__(self, rank: SimRank) -> None:
+    def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._world = rank.world
         self.running: Copy | None = None

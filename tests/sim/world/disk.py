@@ -23,7 +23,7 @@ import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from unittest import mock
 
 import numpy as np
@@ -37,11 +37,9 @@ from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.record import payload_pages
 from tests.sim.world.copies import Violation
+from tests.sim.world.ground import Machine
 from tests.sim.world.parts import Knobs, SimMemory
 from tests.sim.world.threads import Threads
-
-if TYPE_CHECKING:
-    from tests.sim.world.machine import Machine
 
 _STRIKE_SHARE: Final = {
     "read error": 0.05,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.plan import StepPlan
@@ -17,11 +17,9 @@ from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.types import Shard
 from kvstore.wire.space import Space
 from tests.sim.world.copies import Violation
+from tests.sim.world.machine import Machine
 from tests.sim.world.parts import CORRUPTIONS, Knobs
 from tests.sim.world.rank import SimRank
-
-if TYPE_CHECKING:
-    from tests.sim.world.machine import Machine
 
 BLOCK_TOKENS = 16
 _RESTART_SHARE: Final = 0.03

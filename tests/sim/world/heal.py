@@ -11,7 +11,8 @@ Does not cover: what went wrong before (`faults`).
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 from kvstore.types import KEY_BYTES, Tier
 from kvstore.units import NS_PER_MS, NS_PER_S
@@ -19,9 +20,7 @@ from tests.sim.world.copies import Violation
 from tests.sim.world.engine import BLOCK_TOKENS, SimEngine, SimRequest
 from tests.sim.world.machine import Machine
 from tests.sim.world.parts import Knobs
-
-if TYPE_CHECKING:
-    from tests.sim.world.world import World
+from tests.sim.world.stage import Stage
 
 _PROBE_BLOCKS: Final = 2
 _PROBES: Final = 3
@@ -41,11 +40,11 @@ _TURNS_TO_DISK: Final = 30
 """For the threads of a file tier, of which one may recover what it can."""
 
 
-def heal(world: World) -> None:
+def heal(world: Stage, go_on: Callable[[], None]) -> None:
     """All faults end; all requests finish, all engines attach, and are served."""
     _end_faults(world)
     for _ in range(20_000):
-        world.event(faulty=False)
+        go_on()
         if all(engine.idle for engine in world.engines):
             break
     for engine in world.engines:
@@ -60,7 +59,7 @@ def heal(world: World) -> None:
         world.cluster.converge()
 
 
-def _end_faults(world: World) -> None:
+def _end_faults(world: Stage) -> None:
     world.enabled = set()
     if world.cluster is not None:
         world.cluster.heal()
@@ -109,14 +108,14 @@ def _serve_again(engine: SimEngine) -> None:
 # ── hits ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_again(world: World) -> None:
+def find_again(world: Stage) -> None:
     """New engines find what they store: in dram, after a restart, on another machine."""
     _kill_engines(world)
-    world.hit_share = min(_hit_share(machine) for machine in world.machines)
+    world.hit_share = min(_hit_share(world, machine) for machine in world.machines)
     if world.cluster is not None:
         _find_at_another(world)
         _kill_engines(world)
-    _find_warm(probe(world.random.choice(world.machines)))
+    _find_warm(probe(world, world.random.choice(world.machines)))
     _kill_engines(world)
     # Into small arenas nothing is promoted: a quarter of them is in motion at most.
     if world.knobs.has_disk and world.knobs.arena_slots >= 4 * _PROBE_BLOCKS:
@@ -127,9 +126,8 @@ _PATIENT = Knobs(prefill_ns_per_token=400_000_000)
 """Computing takes so long that a read is waited for, however many turns its thread takes."""
 
 
-def probe(machine: Machine) -> SimEngine:
+def probe(world: Stage, machine: Machine) -> SimEngine:
     """A new engine, alone on its machine."""
-    world = machine.world
     name, space = world.next_engine_name(), world.spaces[0]
     engine = SimEngine(machine, name, space=space, blocks=16, knobs=_PATIENT)
     world.engines.append(engine)
@@ -137,9 +135,9 @@ def probe(machine: Machine) -> SimEngine:
     return engine
 
 
-def _hit_share(machine: Machine) -> float:
+def _hit_share(world: Stage, machine: Machine) -> float:
     """Of the workload: what this machine finds, as soon as it has converged."""
-    engine, world = probe(machine), machine.world
+    engine = probe(world, machine)
     found, rounds, end_ns = 0, 0, world.now_ns + _CONVERGED_NS_MAX
     while found < SHARE_MIN * WORKLOAD_BLOCKS:
         if world.now_ns > end_ns:
@@ -178,10 +176,10 @@ def _find_warm(engine: SimEngine) -> None:
         raise Violation(f"{found} of {_PROBE_BLOCKS} blocks are found by the next process")
 
 
-def _find_at_another(world: World) -> None:
+def _find_at_another(world: Stage) -> None:
     """What each machine has in memory is fetched by the next one, wherever it stands in a ring."""
     machines = world.machines
-    finders = [probe(machine) for machine in machines]
+    finders = [probe(world, machine) for machine in machines]
     for owner, finder in zip(finders, [*finders[1:], finders[0]], strict=True):
         end_ns = world.now_ns + _FETCHED_NS_MAX
         number = found = 0
@@ -197,9 +195,9 @@ def _find_at_another(world: World) -> None:
             found = _ask(finder, keys)
 
 
-def _find_on_disk(world: World) -> None:
+def _find_on_disk(world: Stage) -> None:
     machine = world.random.choice(world.machines)
-    engine = probe(machine)
+    engine = probe(world, machine)
     _write(engine)
     _restart(engine)  # a segment that was begun amid faults may have lost its first page
     keys = _write(engine)
@@ -209,7 +207,7 @@ def _find_on_disk(world: World) -> None:
         raise Violation(f"{found} of {_PROBE_BLOCKS} blocks are found after an orderly restart")
     others = [other for other in world.machines if other is not machine]
     if others and world.knobs.is_shared:
-        _find_elsewhere(engine, probe(world.random.choice(others)))
+        _find_elsewhere(engine, probe(world, world.random.choice(others)))
 
 
 def _write(engine: SimEngine) -> list[bytes]:
@@ -316,7 +314,7 @@ _TURNS_TO_END: Final = 100
 """Whose turn it is is the seed's choice: a recovery under way may take many before a write's."""
 
 
-def end(world: World) -> None:
+def end(world: Stage) -> None:
     """All engines die; the nodes must be at baseline once every time limit is over: a write that
     waits for room holds its slots as long as it may."""
     _kill_engines(world)
@@ -351,7 +349,7 @@ def _check_baseline(machine: Machine) -> None:
     machine.node.check()
 
 
-def _kill_engines(world: World) -> None:
+def _kill_engines(world: Stage) -> None:
     for engine in list(world.engines):
         world.kill_engine(engine)
     for machine in world.machines:

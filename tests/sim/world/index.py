@@ -11,8 +11,8 @@ Does not cover: whether replicas know all there is (`cluster`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.index.feed import OUT_MS
@@ -23,11 +23,9 @@ from kvstore.stores.local import LocalStore
 from kvstore.types import KEY_BYTES, SpaceId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from tests.sim.world.copies import Violation
+from tests.sim.world.ground import Ground, Peers
 from tests.sim.world.loop import SimLoop
-
-if TYPE_CHECKING:
-    from tests.sim.world.cluster import SimCluster
-    from tests.sim.world.peers import SimPeers
+from tests.sim.world.net import SimNet
 
 _ENTRIES: Final = 1 << 14
 _SLOTS: Final = 1 << 10
@@ -37,44 +35,45 @@ SLOW: Final = "index slow"
 _SLACK_NS: Final = 20 * NS_PER_MS
 
 _T = TypeVar("_T")
+Knock = Callable[[str, str], bool | None]
+"""(from, address) → whether somebody listens there."""
 
 
 class SimReplica:
     """One replica: a process that is there, stopped, or begins again with nothing."""
 
-    def __init__(self, cluster: SimCluster, number: int) -> None:
+    def __init__(self, world: Ground, net: SimNet, knock: Knock, number: int) -> None:
         self.name = f"i{number}"
         self.address = f"10.0.1.{number}:9470"
         self.stopped_until_ns = 0
-        self._cluster = cluster
+        self._world, self._net, self._knock = world, net, knock
         self.start()
 
     def start(self) -> None:
         """It knows nothing."""
-        cluster = self._cluster
-        self.begun_ns = cluster.world.now_ns
-        self.loop = SimLoop(lambda: cluster.world.now_ns)
-        self.loop.knock = lambda host, port: cluster.knock(self.name, f"{host}:{port}")
+        self.begun_ns = self._world.now_ns
+        self.loop = SimLoop(lambda: self._world.now_ns)
+        self.loop.knock = lambda host, port: self._knock(self.name, f"{host}:{port}")
         self.index = Index(
             entry_count_max=_ENTRIES, slot_count_max=_SLOTS, now_ms=self.now_ms, is_native=False
         )
         service = IndexService(LocalStore(self.index), demands_names=False)
         self.loop.create_task(service.tick())
         handlers = {"Feed": (service.Feed, pb.FeedWord.FromString)}
-        cluster.net.listen(self.address, self.name, self.loop, handlers)
+        self._net.listen(self.address, self.name, self.loop, handlers)
 
     def end(self) -> None:
         """kill -9."""
-        self._cluster.net.died(self.loop)
+        self._net.died(self.loop)
         self.loop.end()
 
     @property
     def now_ms(self) -> int:
-        return self._cluster.world.now_ns // NS_PER_MS
+        return self._world.now_ns // NS_PER_MS
 
     @property
     def runs(self) -> bool:
-        return self._cluster.world.now_ns >= self.stopped_until_ns
+        return self._world.now_ns >= self.stopped_until_ns
 
     def match(self, tenant: str, space: bytes, keys: bytes) -> Answer:
         """As the service answers."""
@@ -89,17 +88,17 @@ class SimReplica:
         return Members(trust, self.index.members(self.now_ms))
 
     def _check_lives(self, node: str) -> None:
-        heard_ns = self._cluster.net.heard_ns.get((node, self.name), 0)
-        if self._cluster.world.now_ns - heard_ns > OUT_MS * NS_PER_MS + _SLACK_NS:
+        heard_ns = self._net.heard_ns.get((node, self.name), 0)
+        if self._world.now_ns - heard_ns > OUT_MS * NS_PER_MS + _SLACK_NS:
             raise Violation(f"{self.name} names {node}, silent for more than {OUT_MS} ms")
 
 
 class SimIndexClient:
     """As `client.index.IndexClient`, of one node."""
 
-    def __init__(self, peers: SimPeers) -> None:
-        self._peers = peers
-        self._first: int = peers.random.randrange(len(peers.cluster.replicas))
+    def __init__(self, peers: Peers, net: SimNet, replicas: Sequence[SimReplica]) -> None:
+        self._peers, self._net, self._replicas = peers, net, replicas
+        self._first: int = peers.random.randrange(len(replicas))
 
     def match(
         self, tenant: str, space: bytes, prompt: bytes, *, timeout_s: float | None = None
@@ -114,7 +113,7 @@ class SimIndexClient:
     def _ask(self, ask: Callable[[SimReplica], _T], timeout_s: float | None) -> _T:
         """The time that is left is shared among the replicas that were not asked yet."""
         peers = self._peers
-        replicas, count = peers.cluster.replicas, len(peers.cluster.replicas)
+        replicas, count = self._replicas, len(self._replicas)
         left_ns = int((timeout_s or 1.0) * NS_PER_S)
         for turn in range(count):
             number = (self._first + turn) % count
@@ -128,7 +127,7 @@ class SimIndexClient:
         raise IndexUnavailable("no replica answers")
 
     def _takes_ns(self, replica: SimReplica) -> int:
-        net, world = self._peers.cluster.net, self._peers.cluster.world
+        net, world = self._net, self._peers.world
         if not replica.runs or not net.is_reached(self._peers.name, replica.address):
             return 3600 * NS_PER_S
         if SLOW in world.enabled and world.random.random() < 0.3:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvstore.engine.engine import Engine
 from kvstore.engine.events import Clear, Ended, Event, Exited, Received
@@ -25,17 +25,14 @@ from kvstore.wire.messages import (
     Message,
     decode_from_engine,
 )
+from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.disk import SimDisk, empty
+from tests.sim.world.ground import Engine as Guest, Ground
 from tests.sim.world.node import Kept, SimNode
 from tests.sim.world.parts import DISK_CALL_FAULTS, WARM_KILL, SimMemory
+from tests.sim.world.peers import SimPeers
 from tests.sim.world.sockets import SimSockets
-
-if TYPE_CHECKING:
-    from tests.sim.world.engine import SimEngine
-    from tests.sim.world.peers import SimPeers
-    from tests.sim.world.world import World
-
 
 _DIES_AT_START_SHARE: Final = 0.2
 """Of the processes that take over, where they die."""
@@ -44,13 +41,16 @@ _DIES_AT_START_SHARE: Final = 0.2
 class Machine:
     """See the module. `World` calls its public methods as events."""
 
-    def __init__(self, world: World, number: int, folder: Path | None) -> None:
+    def __init__(
+        self, world: Ground, number: int, folder: Path | None, cluster: SimCluster | None
+    ) -> None:
         """Args:
         world: whose it is.
         number: counts from 1.
         folder: of the whole world; None: nobody has a disk.
+        cluster: what joins it to the other machines, if anything does.
         """
-        self.world = world
+        self.world, self._cluster = world, cluster
         self.knobs = world.knobs
         self.random = world.random
         self.name = f"m{number}"
@@ -128,7 +128,7 @@ class Machine:
         return self.node_up and self.runs and self.world.now_ns >= self.stopped_until_ns
 
     @property
-    def engines(self) -> list[SimEngine]:
+    def engines(self) -> list[Guest]:
         return [engine for engine in self.world.engines if engine.machine is self]
 
     # ── the node ─────────────────────────────────────────────────────────────────────────────────
@@ -139,7 +139,7 @@ class Machine:
         kept = self._kept
         try:
             node = self._process = SimNode(
-                self, incarnation=self._incarnation, directory=self.directory, kept=kept
+                self, self._cluster, self._incarnation, directory=self.directory, kept=kept
             )
         except ConfigError as error:
             self.world.note(f"the node of {self.name} does not start: {str(error)[-60:]}")
@@ -170,8 +170,8 @@ class Machine:
 
     def node_step(self) -> None:
         """Beat, then read some of what waits: ranks before schedulers, as the driver does."""
-        if self.world.cluster is not None:
-            self.world.cluster.go_on()
+        if self._cluster is not None:
+            self._cluster.go_on()
         node = self._process
         if node is None or not self.node_runs:
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.peers.mover import TransferEnded
 from kvstore.ports import Pieces
@@ -20,9 +20,8 @@ from kvstore.transport.watch import GRACE_NS
 from kvstore.types import PAGE_BYTES, SlotId
 from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.mover import Descriptor, encode
-
-if TYPE_CHECKING:
-    from tests.sim.world.peers import SimPeers
+from tests.sim.world.ground import Peers
+from tests.sim.world.net import SimNet
 
 STOPS_HALF_WAY, NEVER_ENDS, WRONG_BYTES = (
     "read stops half way",
@@ -40,7 +39,7 @@ _POLL_MS: Final = 20
 class Read(NamedTuple):
     """Where the bytes of a slot came from, and what was there when they had been read."""
 
-    source: SimPeers
+    source: Peers
     slot: int
     generation: int
     is_alive: bool
@@ -49,14 +48,14 @@ class Read(NamedTuple):
 class SimMover:
     """Of one node process. `move` and `forget` are `MoverHost`'s."""
 
-    def __init__(self, peers: SimPeers) -> None:
+    def __init__(self, peers: Peers, net: SimNet, movers: dict[bytes, SimMover]) -> None:
         self.trouble = ""
         self.descriptor = b""
         self.reads: dict[int, Read] = {}
         """By the slot that was read into, the last time."""
         self.writing: dict[int, set[int]] = {}
         """Transfer → slots that it may still write to."""
-        self._peers = peers
+        self._peers, self._net, self._movers = peers, net, movers
         self._lives = 0
         self._numbers = itertools.count(1)
         self.start()
@@ -69,13 +68,13 @@ class SimMover:
         size_bytes = len(peers.memory.bytes)
         self.descriptor = encode(Descriptor("memory", name, size_bytes, 0, b""))
         self.trouble = ""
-        peers.cluster.movers[self.descriptor] = self
+        self._movers[self.descriptor] = self
 
     def die(self, reason: str) -> None:
         """All that it does has ended; another one begins soon."""
         if self.trouble:
             return
-        self._peers.cluster.movers.pop(self.descriptor, None)
+        self._movers.pop(self.descriptor, None)
         self._lives += 1
         self.descriptor, self.trouble = b"", f"the transfer worker ended: {reason}"
         self.writing.clear()
@@ -115,7 +114,7 @@ class SimMover:
         hangs = self._strikes(NEVER_ENDS)
         for number, row in enumerate(rows):
             await self._pause()
-            source = peers.cluster.movers.get(descriptor)
+            source = self._movers.get(descriptor)
             while hangs or (source is not None and not self._reaches(source)):
                 if self._lives != life:
                     return "the transfer worker ended"
@@ -123,7 +122,7 @@ class SimMover:
                     self.die("a read has no end")
                     return "it had no end"
                 await asyncio.sleep(_POLL_MS * NS_PER_MS / NS_PER_S)
-                source = peers.cluster.movers.get(descriptor)
+                source = self._movers.get(descriptor)
             if self._lives != life:
                 return "the transfer worker ended"
             if source is None:
@@ -138,13 +137,13 @@ class SimMover:
         await asyncio.sleep(self._peers.random.choice((0, 1, 1, 5)) * NS_PER_MS / NS_PER_S)
 
     def _reaches(self, source: SimMover) -> bool:
-        net, here, there = self._peers.cluster.net, self._peers.name, source._peers.name
+        net, here, there = self._net, self._peers.name, source._peers.name
         return not net.is_cut(here, there) and not net.is_cut(there, here)
 
     async def _linger(self, rows: list[tuple[int, int, int]], life: int) -> str:
         """The source is gone: what was on its way may still be written, until the mover is dead."""
         if self._peers.random.random() < _LINGERS_SHARE:
-            self._peers.cluster.world.faults[LINGERS] += 1
+            self._peers.world.faults[LINGERS] += 1
             for to, _, size in rows:
                 await self._pause()
                 if self._lives != life:
@@ -167,7 +166,7 @@ class SimMover:
         self._peers.memory.bytes[to : to + len(data)] = data
 
     def _strikes(self, fault: str) -> bool:
-        world = self._peers.cluster.world
+        world = self._peers.world
         if fault not in world.enabled or world.random.random() >= _STRIKE_SHARE:
             return False
         world.strike(fault, self._peers.machine)

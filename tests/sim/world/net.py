@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 import grpc
 
 from kvstore.units import NS_PER_MS, NS_PER_S
+from tests.sim.world.ground import Ground
 from tests.sim.world.loop import SimLoop
-
-if TYPE_CHECKING:
-    from tests.sim.world.world import World
 
 PATIENCE_NS: Final = 4 * NS_PER_S
 """A stream that is held back for longer is given up by both ends, as by keep-alive."""
@@ -55,7 +53,7 @@ class _Listener:
 class SimNet:
     """All streams. `World` lets it go on."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Ground) -> None:
         self.random = world.random
         self.lag_ns: dict[str, int] = {}
         """More delay of what goes to a host."""

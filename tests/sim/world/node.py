@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,15 +53,13 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.moves.files import FOREIGN_LOCATION
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import Distrust, HelloRank, LeaseMore, LeaseReply
+from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
 from tests.sim.world.disk import SimFiles
+from tests.sim.world.ground import Machine
 from tests.sim.world.parts import WARM_KILL, SimMemory
 from tests.sim.world.peers import SimPeers
 from tests.sim.world.tape import Tape, image, tape
-
-if TYPE_CHECKING:
-    from tests.sim.world.machine import Machine
-
 
 _GENERATIONS_PER_LIFE = 1 << 40
 
@@ -79,7 +77,13 @@ class SimNode:
     """From its start to its death."""
 
     def __init__(
-        self, machine: Machine, *, incarnation: int, directory: Path | None, kept: Kept | None
+        self,
+        machine: Machine,
+        cluster: SimCluster | None,
+        incarnation: int,
+        *,
+        directory: Path | None,
+        kept: Kept | None,
     ) -> None:
         """Nothing is served before `start`.
 
@@ -113,8 +117,8 @@ class SimNode:
             file_bytes=knobs.disk_bytes if directory else 0,
             lease_ttl_ms=knobs.ttl_ms,
             credit_share=knobs.credit_share,
-            tell_offers=machine.world.cluster is not None,
-            fetches=machine.world.cluster is not None,
+            tell_offers=cluster is not None,
+            fetches=cluster is not None,
         )
         self._first_events: list[Event] = [Ready(knobs.arena_bytes)]
         self.journal = self._new_journal(config) if kept is None else kept.journal
@@ -128,7 +132,10 @@ class SimNode:
             )
             self._first_events.append(Adopt(found, writers))
         self.engine = Engine(config, journal)
-        self.peers = SimPeers(machine, self, incarnation) if machine.world.cluster else None
+        self.peers: SimPeers | None = None
+        if cluster is not None:
+            offered = self.engine.offered
+            self.peers = SimPeers(machine, cluster, incarnation, self.memory, offered)
 
     def _new_journal(self, config: EngineConfig) -> NDArray[np.uint64]:
         size_bytes = Journal.size_bytes(config.arena_bytes, config.slab_bytes)

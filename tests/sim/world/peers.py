@@ -15,7 +15,8 @@ Does not cover: the engine (`node`).
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -38,19 +39,14 @@ from kvstore.peers.feed import FeedCounters, FeedLink
 from kvstore.peers.lender import Lender
 from kvstore.proto import index_pb2, loans, peer_pb2
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
+from tests.sim.world.cluster import SimCluster
 from tests.sim.world.copies import Violation
+from tests.sim.world.ground import Machine
 from tests.sim.world.index import SimIndexClient
 from tests.sim.world.loop import SimLoop
 from tests.sim.world.mover import SimMover
 from tests.sim.world.net import SimChannel
-
-if TYPE_CHECKING:
-    import random
-
-    from tests.sim.world.cluster import SimCluster
-    from tests.sim.world.machine import Machine
-    from tests.sim.world.node import SimNode
-    from tests.sim.world.parts import SimMemory
+from tests.sim.world.parts import SimMemory
 
 
 class _Clock:
@@ -64,13 +60,19 @@ class _Clock:
 class SimPeers:
     """From the start of a node process to its death."""
 
-    def __init__(self, machine: Machine, node: SimNode, incarnation: int) -> None:
-        assert machine.world.cluster is not None
-        self.cluster: SimCluster = machine.world.cluster
-        self.machine, self.node = machine, node
+    def __init__(
+        self,
+        machine: Machine,
+        cluster: SimCluster,
+        incarnation: int,
+        memory: SimMemory,
+        offered: Callable[[int], tuple[list[Offered], int]],
+    ) -> None:
+        self.machine, self.cluster, self.world = machine, cluster, machine.world
         self.name, self.incarnation = machine.name, incarnation
-        self.memory: SimMemory = node.memory
-        self.random: random.Random = machine.random
+        self.memory = memory
+        self._offered = offered
+        self.random = machine.random
         self.loop = SimLoop(lambda: machine.now_ns)
         self.has_lied = False
         self.lent: dict[int, int] = {}
@@ -85,7 +87,7 @@ class SimPeers:
         """(node, brought something, failed) of fetches that the node has not heard of."""
         self._heard: list[tuple[str, bool, bool]] = []
         self._heard_ns = 0
-        self.mover = SimMover(self)
+        self.mover = SimMover(self, cluster.net, cluster.movers)
         who = loans.Who(self.name, Incarnation(incarnation))
         self.borrower = Borrower(
             who=who,
@@ -97,7 +99,7 @@ class SimPeers:
             jitter=lambda: 0.5,
         )
         self.borrower.exchange = self  # type: ignore[assignment]
-        self.borrower.index = SimIndexClient(self)
+        self.borrower.index = SimIndexClient(self, cluster.net, cluster.replicas)
         self.lender = Lender(
             self,  # type: ignore[arg-type]
             who=who,
@@ -141,9 +143,6 @@ class SimPeers:
         self.cluster.net.died(self.loop)
         self.cluster.movers.pop(self.mover.descriptor, None)
         self.loop.end()
-
-    def _offered(self, row: int) -> tuple[list[Offered], int]:
-        return self.node.engine.offered(row)
 
     @property
     def is_at_rest(self) -> bool:
@@ -213,14 +212,14 @@ class SimPeers:
         self._events.append(event)
 
     def _begin_fetch(self, command: Fetch) -> None:
-        world, blocks = self.cluster.world, len(command.keys) // KEY_BYTES
+        world, blocks = self.world, len(command.keys) // KEY_BYTES
         world.note(f"{self.name} fetches {blocks} blocks from {command.node}")
         if self.now_ns < self._left_alone.get(command.node, 0):
             raise Violation(f"{self.name} asks {command.node} again, which has just failed")
         self._fetches[command.job] = command
 
     def _check_fetched(self, command: Fetch, event: Fetched) -> None:
-        world = self.cluster.world
+        world = self.world
         count = sum(event.good)
         world.note(f"{self.name} has {count} blocks of {command.node}")
         world.fetched_blocks += count
@@ -242,7 +241,7 @@ class SimPeers:
             raise Violation(f"{self.name}: a block counts that was not lent when it had been read")
         if self.memory.is_damaged:
             return
-        word = self.cluster.world.words.word(self.memory.read(slot, command.block_bytes[column]))
+        word = self.world.words.word(self.memory.read(slot, command.block_bytes[column]))
         begin, end = f"{command.tenant}/".encode(), f"/{command.shards[column]}/".encode() + key
         if not (word.startswith(begin) and word.endswith(end)):
             raise Violation(f"{self.name}: fetched {word!r:.60} instead of {end!r:.60}")

@@ -14,28 +14,23 @@ happens when (`world`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.types import Shard
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Message, Welcome
 from kvstore.wire.space import Space
 from tests.sim.world.copies import SimCopies, Violation
+from tests.sim.world.ground import Engine, Ground
 from tests.sim.world.parts import DAMAGED, SimMemory
-
-if TYPE_CHECKING:
-    from tests.sim.world.engine import SimEngine
-    from tests.sim.world.world import World
 
 
 class SimRank:
     """One process of an engine. `SimEngine` and `World` call its methods as events."""
 
     def __init__(
-        self, engine: SimEngine, *, rank: int, space: Space, shard: Shard, blocks: int
+        self, engine: Engine, *, rank: int, space: Space, shard: Shard, blocks: int
     ) -> None:
-        self.world: World = engine.world
+        self.world: Ground = engine.world
         self.machine = engine.machine
         self.name = f"{engine.name} rank {rank}"
         self.space = space
