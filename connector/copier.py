@@ -41,8 +41,8 @@ from kvstore.kernels.reference import Bytes
 from kvstore.obs.logs import RateLimit
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
+from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import Message, NodeMessage, Refused, Welcome
-from kvstore.wire.record import payload_checksum
 
 logger = logging.getLogger("vllm.kvstore.rank")
 logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second
@@ -283,7 +283,7 @@ class Copier:
         error = self._cache.error(copy.block_id, slot, values=self._values)
         diverged = error > BOUNDS[self._values]
         # What is damaged is found by its checksum and is no word against the space.
-        damaged = diverged and payload_checksum(copy.header, slot.data) != copy.checksum
+        damaged = diverged and checksum_of(copy.header, [slot.data]) != copy.checksum
         if not self._is_current(copy):
             return CopyVoid()
         return Mismatch() if damaged else CopyCompared(error, diverged)

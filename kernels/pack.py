@@ -21,17 +21,17 @@ Does not cover: other devices, other shards than the engine's own, generations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import xxhash
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvstore.kernels.compare import error_of
 from kvstore.kernels.reference import Bytes
+from kvstore.wire.checksum import checksum_of
 
-PIECE_BYTES = 256 << 10
+COPY_BYTES = 256 << 10
 """Copied and hashed in one go: fits the second-level cache of every server core, with room."""
 
 _Piece = tuple[NDArray[np.uint8], int, int]
@@ -75,12 +75,7 @@ class PagedCache:
         Returns: the 16 bytes of the checksum.
         """
         self._check(block, slot)
-        digest = xxhash.xxh3_128(header)
-        for pages, begin, end in self._pieces:
-            own = pages[block]
-            np.copyto(slot[begin:end].reshape(own.shape), own)
-            _hash(digest, own)
-        return digest.digest()
+        return checksum_of(header, self._copied(block, slot, is_store=True))
 
     def load(self, slot: Bytes, block: int) -> None:
         """Copy a slot into a block; arguments as of `store`."""
@@ -92,12 +87,7 @@ class PagedCache:
         """`load`, and return the checksum of what is in the block now. The caller compares: on a
         difference its bytes are of no use."""
         self._check(block, slot)
-        digest = xxhash.xxh3_128(header)
-        for pages, begin, end in self._pieces:
-            own = pages[block]
-            np.copyto(own, slot[begin:end].reshape(own.shape))
-            _hash(digest, own)
-        return digest.digest()
+        return checksum_of(header, self._copied(block, slot, is_store=False))
 
     def error(self, block: int, slot: Bytes, *, values: str) -> float:
         """How far a block lies from what the slot holds (`compare.error_of`); copies nothing."""
@@ -106,16 +96,20 @@ class PagedCache:
         cached = [slot[at : at + size] for at in range(0, self.block_bytes, size)]
         return error_of([layer[block] for layer in self._layers], cached, values=values)
 
+    def _copied(self, block: int, slot: Bytes, *, is_store: bool) -> Iterator[memoryview]:
+        """The pages of a block in order, which may lie apart, each piece once it is copied."""
+        for pages, begin, end in self._pieces:
+            own = pages[block]
+            held = slot[begin:end].reshape(own.shape)
+            target, source = (held, own) if is_store else (own, held)
+            np.copyto(target, source)
+            for page in own:
+                yield page.data
+
     def _check(self, block: int, slot: Bytes) -> None:
         assert 0 <= block < self.block_count, f"block {block} of {self.block_count}"
         assert slot.size >= self.block_bytes, f"a slot of {slot.size} bytes"
         assert slot.strides == (1,), "a slot is contiguous"
-
-
-def _hash(digest: xxhash.xxh3_128, pages: Bytes) -> None:
-    """Page by page, since they may lie apart; [pages, bytes]."""
-    for page in pages:
-        digest.update(page.data)
 
 
 def _runs(layers: Sequence[Bytes]) -> list[_Piece]:
@@ -142,17 +136,17 @@ def _runs(layers: Sequence[Bytes]) -> list[_Piece]:
 
 
 def _cut(run: _Piece) -> list[_Piece]:
-    """A run in pieces of at most PIECE_BYTES: some whole pages, or a part of one."""
+    """A run in pieces of at most COPY_BYTES: some whole pages, or a part of one."""
     pages, begin, _ = run
     _, count, page_bytes = pages.shape
-    if page_bytes <= PIECE_BYTES:
-        step = PIECE_BYTES // page_bytes
+    if page_bytes <= COPY_BYTES:
+        step = COPY_BYTES // page_bytes
         parts = [pages[:, at : at + step] for at in range(0, count, step)]
     else:
         parts = [
-            pages[:, page : page + 1, at : at + PIECE_BYTES]
+            pages[:, page : page + 1, at : at + COPY_BYTES]
             for page in range(count)
-            for at in range(0, page_bytes, PIECE_BYTES)
+            for at in range(0, page_bytes, COPY_BYTES)
         ]
     pieces = []
     for part in parts:

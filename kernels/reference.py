@@ -11,12 +11,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvstore.wire.checksum import PIECE_BYTES
+
 Bytes = NDArray[np.uint8]
 
 
 def checksum(header: bytes, payload: bytes) -> bytes:
-    """The 16 bytes of xxh3-128 over header, then payload (`kvstore.wire.record`)."""
-    return xxhash.xxh3_128_digest(header + payload)
+    """The 16 bytes of a block's checksum (`kvstore.wire.checksum`)."""
+    pieces = [payload[at : at + PIECE_BYTES] for at in range(0, len(payload), PIECE_BYTES)]
+    return xxhash.xxh3_128_digest(header + b"".join(map(xxhash.xxh3_128_digest, pieces)))
 
 
 def pack(layers: Sequence[Bytes], block: int, slot: Bytes, header: bytes) -> bytes:

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not installed
@@ -34,6 +33,7 @@ from kvstore.net.clock import MonotonicClock
 from kvstore.tiers.file import FileConfig, FileTier, Read, RecoveryDone, Written
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import GIB, MIB
+from kvstore.wire.checksum import checksum_of
 from kvstore.wire.record import Scope
 
 BLOCK_BYTES, BLOCKS, BATCH = 2 * MIB, 125, 25
@@ -56,8 +56,7 @@ class Blocks:
         self.keys = [n.to_bytes(32, "big") for n in range(BLOCKS)]
         prefix = SCOPE.prefix()
         self.sums = [
-            xxhash.xxh3_128_digest(prefix + key + bytes(self.payload(n)))
-            for n, key in enumerate(self.keys)
+            checksum_of(prefix + key, [self.payload(n)]) for n, key in enumerate(self.keys)
         ]
 
     def payload(self, number: int) -> memoryview:

@@ -25,7 +25,7 @@ from kvstore.node.passes import PassLog
 from kvstore.ports import Memory
 from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
 from kvstore.types import SlotId, Tier as TierName
-from kvstore.wire.record import block_checksum
+from kvstore.wire.checksum import checksum_of
 
 ASK_TIMEOUT_S: Final = 2.0
 BUSY_PAUSE_S: Final = 1.0
@@ -123,7 +123,7 @@ class DramScrub:
             self._buffer = memoryview(bytearray(block_bytes))
         payload = self._buffer[:block_bytes]
         self._tier.read(slot, payload)
-        found = block_checksum(prefixes[int(batch.scope_of[row])], key, payload)
+        found = checksum_of(prefixes[int(batch.scope_of[row])] + key, [payload])
         if found == batch.checksums[row].tobytes():
             return True
         return self._tier.generation(slot) != int(batch.generations[row])

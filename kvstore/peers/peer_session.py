@@ -204,5 +204,7 @@ def _sentence(name: str, error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         if error.code() is grpc.StatusCode.INTERNAL:  # gRPC's word for writing after the end
             return f"node {name} has hung up"
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return f"node {name} speaks another peer protocol: run one version of kvstore on all"
         return f"node {name}: {plain_reason(error.details())}"
     return str(error) or f"node {name} is lost"

@@ -35,7 +35,7 @@ class PeersStub(object):
             channel: A grpc.Channel.
         """
         self.Session = channel.stream_stream(
-                '/kvstore.peer.v1.Peers/Session',
+                '/kvstore.peer.v2.Peers/Session',
                 request_serializer=kvstore_dot_proto_dot_peer__pb2.Ask.SerializeToString,
                 response_deserializer=kvstore_dot_proto_dot_peer__pb2.Answer.FromString,
                 _registered_method=True)
@@ -61,9 +61,9 @@ def add_PeersServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvstore.peer.v1.Peers', rpc_method_handlers)
+            'kvstore.peer.v2.Peers', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvstore.peer.v1.Peers', rpc_method_handlers)
+    server.add_registered_method_handlers('kvstore.peer.v2.Peers', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
@@ -84,7 +84,7 @@ class Peers(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/kvstore.peer.v1.Peers/Session',
+            '/kvstore.peer.v2.Peers/Session',
             kvstore_dot_proto_dot_peer__pb2.Ask.SerializeToString,
             kvstore_dot_proto_dot_peer__pb2.Answer.FromString,
             options,

@@ -25,11 +25,11 @@ from typing import Final, Self
 
 import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from kvstore.client.link import Link, Lost
 from kvstore.types import KEY_BYTES, PAGE_BYTES, BlockKey, Shard
+from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     PROTOCOL_VERSION,
@@ -372,9 +372,9 @@ class RawEngine:
         return self._checksum(column, key, self._words(column, key))
 
     def _checksum(self, column: int, key: bytes, words: NDArray[np.uint64]) -> bytes:
-        digest = xxhash.xxh3_128(header(self._prefixes[column], BlockKey(key)))
-        digest.update(words.data)
-        return digest.digest()
+        return checksum_of(
+            header(self._prefixes[column], BlockKey(key)), [words.view(np.uint8).data]
+        )
 
     def _words(self, column: int, key: bytes) -> NDArray[np.uint64]:
         """What is in a block's shard, [block_bytes / 8]."""

@@ -6,7 +6,8 @@ bounds       bounded kinds of fields, which all structs are made of
 space        the fingerprint of everything, tokens aside, that changes the bytes of a block
 identity     the names that a certificate gives its owner
 layout, assembly   how a block lies in its slot; blocks that come in other shards than are wanted
-record, segment    what a checksum covers and the page before a block; the file of records
+checksum     of a block: a tree over its address and its bytes
+record, segment    the address of a block and the page before it on disk; the file of records
 kv_events, engine_events   what a node, and what an engine publishes, in vLLM's form
 learned, load      what a node has measured, and what it does, in numbers
 """

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Shard
+from kvstore.wire.checksum import checksum_of
 from kvstore.wire.layout import corners, shared
 from kvstore.wire.record import Scope, header
 
@@ -88,19 +88,21 @@ class Assembly:
             checksums: as the peer told them, by source.
         """
         assert len(key) == KEY_BYTES
-        digests = [xxhash.xxh3_128(header(prefix, key)) for prefix in self._prefixes]
+        parts: list[list[memoryview]] = [[] for _ in self.sources]
         for source, target, begin, length in self._ranges:
-            digests[source].update(slots[target][begin : begin + length])
-        if any(d.digest() != told for d, told in zip(digests, checksums, strict=True)):
+            parts[source].append(slots[target][begin : begin + length])
+        if any(
+            checksum_of(header(prefix, key), its) != told
+            for prefix, its, told in zip(self._prefixes, parts, checksums, strict=True)
+        ):
             return None
         made = []
         for number, (scope, same) in enumerate(zip(self.targets, self._same, strict=True)):
             if same is not None:
                 made.append(checksums[same])
                 continue
-            digest = xxhash.xxh3_128(header(scope.prefix(), key))
-            digest.update(slots[number][: scope.block_bytes])
-            made.append(digest.digest())
+            payload = slots[number][: scope.block_bytes]
+            made.append(checksum_of(header(scope.prefix(), key), [payload]))
         assert all(len(checksum) == CHECKSUM_BYTES for checksum in made)
         return made
 

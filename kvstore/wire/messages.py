@@ -55,7 +55,7 @@ from kvstore.wire.bounds import (
 )
 from kvstore.wire.space import Space
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 KEYS_PER_DATAGRAM_MAX: Final = 2048
 DATAGRAM_BYTES_MAX: Final = 160 << 10
 """Room for the largest datagram: 2,048 keys with slots, generations and checksums are 120 KiB."""

@@ -1,9 +1,10 @@
-"""What the checksum of a block covers, and the page that stands before a block on disk.
+"""The address of a block, as its checksum covers it, and the page that stands before it on disk.
 
-    xxh3-128( header ‖ payload ),   header = magic ‖ version ‖ tenant ‖ space ‖ shard ‖ length ‖ key
+    header = magic ‖ version ‖ tenant ‖ space ‖ shard ‖ length ‖ key
 
-The address is hashed before the bytes, so a block that is intact but belongs to another key,
-tenant, model or shard fails just as a flipped bit does. The same header opens a record on disk.
+The checksum (`checksum.py`) is over header and payload, so a block that is intact but belongs to
+another key, tenant, model or shard fails just as a flipped bit does. The same header opens a record
+on disk.
 
 A record is a page of 4 KiB and, for a block, the payload behind it, padded with zeros to whole
 pages. All numbers little-endian:
@@ -36,7 +37,7 @@ from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey, Shard
 from kvstore.wire.bounds import U64, BlockBytes, Checksum, Key, Name
 
 MAGIC = b"KVSB"
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 _PREFIX = struct.Struct("<4sHH32s4IQ")
 
 PAGE_MAGIC: Final = b"KVSR"
@@ -70,7 +71,7 @@ def header_prefix(*, tenant: str, space: SpaceId, shard: Shard, block_bytes: int
 
 
 def header(prefix: bytes, key: BlockKey) -> bytes:
-    """The bytes that go into the checksum before the payload."""
+    """What a block's checksum covers beside its payload."""
     assert len(key) == KEY_BYTES
     return prefix + key
 
@@ -220,15 +221,3 @@ def parse_page(
     except UnicodeDecodeError:
         return None
     return Void(tenant, rest[:32] if filters & _HAS_SPACE else None, before)
-
-
-def block_checksum(prefix: bytes, key: bytes, payload: memoryview) -> bytes:
-    """The checksum of a block, as the rank that stored it made it. Runs without the GIL."""
-    return payload_checksum(prefix + key, payload)
-
-
-def payload_checksum(its_header: bytes, payload: memoryview) -> bytes:
-    """The same, of a `header` that is made already."""
-    digest = xxhash.xxh3_128(its_header)
-    digest.update(payload)
-    return digest.digest()

@@ -49,7 +49,7 @@ from kvstore.wire.record import (
     void_page,
 )
 
-SEGMENT_VERSION: Final = 1
+SEGMENT_VERSION: Final = 2
 PAGE_SHIFT: Final = 32
 SEGMENT_BYTES_LIMIT: Final = 1 << 30
 """A file longer than this is no segment of ours, whatever it says."""

@@ -32,6 +32,7 @@ from kvstore.client.link import Link, Lost
 from kvstore.demo.guard import PR_SET_PDEATHSIG
 from kvstore.errors import AttachError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
+from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import (
     Grant,
     HelloRank,
@@ -381,9 +382,8 @@ class Actor:
             if index == 0:
                 self._halt("filling", order.halt)
             arena[begin + half : begin + size] = data[half:]
-            digest = xxhash.xxh3_128(header(self._checksum_prefix, BlockKey(key)))
-            digest.update(data.data)
-            checksums.append(digest.digest())
+            address = header(self._checksum_prefix, BlockKey(key))
+            checksums.append(checksum_of(address, [data.data]))
         self._halt("sealing", order.halt)
         seal = Seal(order.session, order.keys, order.slots, order.generations, b"".join(checksums))
         if self._link is None or not self._link.send(seal):

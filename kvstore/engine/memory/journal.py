@@ -44,7 +44,7 @@ from kvstore.engine.memory.policy.port import NONE, Words
 from kvstore.engine.memory.table import Keys
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
 
-LAYOUT_VERSION: Final = 3
+LAYOUT_VERSION: Final = 4
 """Of all that is kept for the next process. Raise it with any change of what the words mean: code
 of another version starts with empty memory."""
 _MAGIC: Final = int.from_bytes(b"KVSJRN01", "little")

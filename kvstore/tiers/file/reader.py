@@ -21,10 +21,10 @@ import msgspec
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached, read_all
 from kvstore.types import CHECKSUM_BYTES, PAGE_BYTES
+from kvstore.wire.checksum import checksum_of
 from kvstore.wire.record import (
     BlockPage,
     Scope,
-    block_checksum,
     parse_page,
     payload_pages,
     record_pages,
@@ -143,7 +143,7 @@ class Reader:
         expected = found.checksum if wanted.checksum is None else wanted.checksum
         payload = self._payload(wanted.slot * PAGE_BYTES, scope.block_bytes)
         assert len(expected) == CHECKSUM_BYTES
-        return block_checksum(prefix, wanted.key, payload) == expected
+        return checksum_of(prefix + wanted.key, [payload]) == expected
 
     def _payload(self, begin: int, length: int) -> memoryview:
         if self._look is None:

@@ -7,13 +7,14 @@ by the same checksums), what becomes of a bad record.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import msgspec
-import xxhash
 
 from kvstore.tiers.file.segments.disk import Disk, Pages, read_all
 from kvstore.types import PAGE_BYTES
+from kvstore.wire.checksum import checksum_of
 from kvstore.wire.record import BlockPage, Scope, parse_page, record_pages
 from kvstore.wire.segment import SegmentHead, Table, place_of
 
@@ -68,17 +69,27 @@ def is_intact(
     Raises:
         OSError: the medium failed.
     """
-    digest = xxhash.xxh3_128(record.scope.prefix() + record.key)
-    payload_end = PAGE_BYTES + record.scope.block_bytes
+    pieces = _read(disk, fd, record, buffer, before_read)
+    first = next(pieces, memoryview(b""))
+    page = parse_page(
+        first[:PAGE_BYTES],
+        segment_id=head.segment_id,
+        place=place_of(head.number, record.page),
+    )
+    if page != BlockPage(record.scope, record.key, record.checksum):
+        return False
+    payload = itertools.chain([first[PAGE_BYTES:]], pieces)
+    return checksum_of(record.scope.prefix() + record.key, payload) == record.checksum
+
+
+def _read(
+    disk: Disk, fd: int, record: Record, buffer: Pages, before_read: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """Header and payload of a record, piece by piece, in `buffer`; ends early with its file."""
+    end = PAGE_BYTES + record.scope.block_bytes
     for begin in range(0, record.size_bytes, len(buffer.view)):
         piece = buffer.view[: min(len(buffer.view), record.size_bytes - begin)]
         before_read(len(piece))
         if read_all(disk, fd, [piece], record.page * PAGE_BYTES + begin) != len(piece):
-            return False
-        if begin == 0:
-            place = place_of(head.number, record.page)
-            page = parse_page(piece[:PAGE_BYTES], segment_id=head.segment_id, place=place)
-            if page != BlockPage(record.scope, record.key, record.checksum):
-                return False
-        digest.update(piece[max(0, PAGE_BYTES - begin) : payload_end - begin])
-    return digest.digest() == record.checksum
+            return
+        yield piece[: end - begin]

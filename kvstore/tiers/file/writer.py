@@ -41,10 +41,10 @@ from kvstore.tiers.file.segments.disk import (
 from kvstore.tiers.file.segments.recovery import Gathered
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.units import MIB
+from kvstore.wire.checksum import checksum_of
 from kvstore.wire.record import (
     Scope,
     Void,
-    block_checksum,
     payload_pages,
     record_pages,
     void_page,
@@ -451,7 +451,8 @@ class Writer:
             buffer = Pages(payload_pages(scope.block_bytes) * PAGE_BYTES).view
             try:
                 read_all(self._disk, opened.fd, [buffer], (page + 1) * PAGE_BYTES)
-                good = block_checksum(scope.prefix(), key, buffer[: scope.block_bytes]) == checksum
+                payload = buffer[: scope.block_bytes]
+                good = checksum_of(scope.prefix() + key, [payload]) == checksum
             except OSError:
                 good = False
             if not good:

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import xxhash
-
 from kvstore.client.core.copies import (
     CompareBlock,
     Copied,
@@ -31,6 +29,7 @@ from kvstore.client.core.copies import (
     Outcome,
     StoreBlock,
 )
+from kvstore.kernels.reference import checksum
 from kvstore.types import PAGE_BYTES
 from kvstore.units import NS_PER_MS
 from kvstore.wire.layout import slot_bytes
@@ -52,11 +51,6 @@ class Violation(AssertionError):
     def __init__(self, text: str, steps: int = 0) -> None:
         super().__init__(text)
         self.steps = steps
-
-
-def checksum(header: bytes, data: bytes) -> bytes:
-    """As `kernels` makes it and the file tier verifies it."""
-    return xxhash.xxh3_128_digest(header + data)
 
 
 class SimCopies:

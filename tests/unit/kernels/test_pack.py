@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from kvstore.kernels import pack, reference
-from kvstore.kernels.pack import PIECE_BYTES, PagedCache
+from kvstore.kernels.pack import COPY_BYTES, PagedCache
 from kvstore.kernels.reference import Bytes
 from kvstore.types import BlockKey, Shard, SpaceId
 from kvstore.wire.record import header, header_prefix
@@ -64,7 +64,7 @@ lies = st.builds(
     Lie,
     layer_count=st.integers(1, 6),
     block_count=st.integers(1, 4),
-    page_bytes=st.sampled_from([1, 48, 4096, 65536, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 7]),
+    page_bytes=st.sampled_from([1, 48, 4096, 65536, COPY_BYTES - 1, COPY_BYTES, COPY_BYTES + 7]),
     pad_bytes=st.sampled_from([0, 1, 64]),
     order=st.sampled_from(["layers", "blocks", "backwards", "apart", "uneven"]),
 )
@@ -72,7 +72,7 @@ lies = st.builds(
 
 @given(lie=lies, data=st.data())
 @example(lie=Lie(16, 2, 131072, 0, "layers"), data=None)
-@example(lie=Lie(3, 2, 3 * PIECE_BYTES + 5, 8, "blocks"), data=None)
+@example(lie=Lie(3, 2, 3 * COPY_BYTES + 5, 8, "blocks"), data=None)
 def test_it_agrees_with_the_reference(lie: Lie, data: st.DataObject | None) -> None:
     block = data.draw(st.integers(0, lie.block_count - 1)) if data else lie.block_count - 1
     layers, expected = lie.build(1), lie.build(1)
@@ -142,7 +142,7 @@ def test_layers_in_line_are_copied_together() -> None:
         end - begin
         for _, begin, end in PagedCache(Lie(16, 1, 131072, 0, "layers").build(1))._pieces
     ]
-    assert sizes == [PIECE_BYTES] * 8
+    assert sizes == [COPY_BYTES] * 8
 
 
 @pytest.mark.parametrize(

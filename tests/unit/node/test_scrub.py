@@ -13,6 +13,7 @@ from kvstore.engine.engine import Engine
 from kvstore.engine.events import Event, Scrubbed
 from kvstore.engine.trust.scrubs import Sealed
 from kvstore.errors import NodeBusy
+from kvstore.kernels.reference import checksum
 from kvstore.node import scrub as scrub_module
 from kvstore.node.driver import Driver
 from kvstore.node.passes import PassLog
@@ -20,7 +21,7 @@ from kvstore.node.scrub import DramScrub
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.scrub import ScrubRate
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, Shard, SlotId, Tier as TierName
-from kvstore.wire.record import Scope, block_checksum
+from kvstore.wire.record import Scope
 
 FAST = ScrubRate(1 << 40, daily=False)
 SCOPE = Scope("t", b"s" * 32, Shard(0, 1, 0, 1), 5000)
@@ -50,7 +51,7 @@ class ScriptedNode:
         return bytes([number]) * 32
 
     def checksum(self, number: int) -> bytes:
-        return block_checksum(SCOPE.prefix(), self.key(number), self.payload(number))
+        return checksum(SCOPE.prefix() + self.key(number), bytes(self.payload(number)))
 
     def sealed(self, first_word: int) -> Sealed:
         numbers = list(range(first_word, first_word + 2))

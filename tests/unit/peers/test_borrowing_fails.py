@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
 
 from kvstore.engine.events import (
     Lent,
 )
 from kvstore.errors import ProtocolError
+from kvstore.peers.peer_session import PeerSession, SessionLost
 from kvstore.proto import peer_pb2 as pb
-from kvstore.proto.loans import borrowed_of
+from kvstore.proto.loans import Who, borrowed_of
+from kvstore.types import Incarnation
 from kvstore.wire.messages import RANKS_MAX
 from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, Descriptor, encode
 from tests.unit.peers.two_nodes import (
@@ -46,6 +49,24 @@ def test_more_shards_than_an_engine_has_ranks_are_not_heard() -> None:
     assert borrowed.checksums_of(1) == [bytes(range(at, at + 16)) for at in (48, 64, 80)]
     with pytest.raises(ProtocolError, match="shards"):
         borrowed_of(pb.Lent(shards=shards[:1] * (RANKS_MAX + 1)), asked=1)
+
+
+def test_a_node_of_another_version_is_not_asked_for_blocks() -> None:
+    """Its checksums are of another form: none of its blocks would be right."""
+
+    async def body() -> None:
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            with pytest.raises(SessionLost, match="node b speaks another peer protocol"):
+                await PeerSession.open(
+                    "b", f"127.0.0.1:{port}", me=Who("a", Incarnation(1)), credentials=None
+                )
+        finally:
+            await server.stop(0)
+
+    asyncio.run(body())
 
 
 def test_a_transfer_that_fails_gives_everything_back_on_both_sides() -> None:

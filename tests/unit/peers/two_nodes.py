@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import xxhash
 
 from kvstore.client.index import IndexUnavailable, Members
 from kvstore.engine.events import (
@@ -24,6 +23,7 @@ from kvstore.engine.events import (
 )
 from kvstore.index.feed import Trust
 from kvstore.index.index import Answer, Holder, Match, Member
+from kvstore.kernels import reference
 from kvstore.net.clock import MonotonicClock
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.exchange import Exchange
@@ -215,7 +215,7 @@ def cut(number: int, shard: Shard) -> bytes:
 def checksum(number: int, shard: Shard, tenant: str = "t") -> bytes:
     scope = Scope(tenant, SPACE, shard, shard_bytes(SMALL, shard))
     payload = cut(number, shard)
-    return xxhash.xxh3_128(header(scope.prefix(), BlockKey(key(number))) + payload).digest()
+    return reference.checksum(header(scope.prefix(), BlockKey(key(number))), payload)
 
 
 class Stored(Peer):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, strategies as st
 
+from kvstore.kernels import reference
 from kvstore.types import BlockKey, Shard
 from kvstore.wire.assembly import Assembly
 from kvstore.wire.layout import Runs, shared
@@ -49,7 +49,7 @@ def cut(block: np.ndarray, shard: Shard) -> bytes:
 
 
 def checksum(scope: Scope, payload: bytes) -> bytes:
-    return xxhash.xxh3_128(header(scope.prefix(), KEY) + payload).digest()
+    return reference.checksum(header(scope.prefix(), KEY), payload)
 
 
 class Move:

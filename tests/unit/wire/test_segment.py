@@ -197,8 +197,8 @@ def test_voids_cover_what_is_older_and_meant() -> None:
     assert made.living(9, [second]).tolist() == [True] * 4
 
 
-def test_the_bytes_of_version_1_are_still_read() -> None:
-    folder = Path(__file__).parents[2] / "golden" / "file_v1"
+def test_the_bytes_of_version_2_are_still_read() -> None:
+    folder = Path(__file__).parents[2] / "golden" / "file_v2"
     assert parse_store_page((folder / "store").read_bytes()) == bytes(range(16))
     data = (folder / "seg-00000001.kv").read_bytes()
     head = parse_segment_page(data[:PAGE_BYTES])

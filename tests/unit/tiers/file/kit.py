@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from kvstore.kernels import reference
 from kvstore.tiers.file import (
     FileConfig,
     FileEvent,
@@ -49,7 +49,7 @@ def payload(number: int, length: int = BLOCK_BYTES) -> bytes:
 
 
 def checksum(scope: Scope, name: bytes, data: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(scope.prefix() + name + data)
+    return reference.checksum(scope.prefix() + name, data)
 
 
 def u64(packed: bytes) -> list[int]:

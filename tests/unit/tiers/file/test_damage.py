@@ -460,9 +460,21 @@ def test_fsck_of_no_store_and_of_a_running_one(store: Path, tmp_path: Path) -> N
     driver.close()
 
 
-def test_a_directory_of_version_1_is_still_served(store: Path) -> None:
-    golden = Path(__file__).parents[3] / "golden" / "file_v1"
-    shutil.copytree(golden, store)
+GOLDEN = Path(__file__).parents[3] / "golden"
+
+
+def test_a_directory_of_version_1_is_refused_with_a_way_out(store: Path) -> None:
+    shutil.copytree(GOLDEN / "file_v1", store)
+    with pytest.raises(ConfigError, match="another version of kvstore: give --file an empty dir"):
+        Driver(store)
+    (store / "store").write_bytes((GOLDEN / "file_v2" / "store").read_bytes())
+    driver = Driver(store).recovered()
+    assert not driver.known, "segments of version 1"
+    driver.close()
+
+
+def test_a_directory_of_version_2_is_still_served(store: Path) -> None:
+    shutil.copytree(GOLDEN / "file_v2", store)
     driver = Driver(store).recovered()
     names = sorted(name[:1] for _, name in driver.known)
     assert names == [b"\1", b"\2"], "the first was cleared"

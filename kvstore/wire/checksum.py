@@ -1,0 +1,67 @@
+"""The checksum of a block: a tree of two levels over its address and its bytes.
+
+    payload     │ piece 0 │ piece 1 │ … │ last │      PIECE_BYTES each, the last what is left
+    checksum    xxh3-128( header ‖ xxh3-128(piece 0) ‖ xxh3-128(piece 1) ‖ … )
+
+The header (`record.header`) is the address, and says how long the payload is and so how many pieces
+there are. A piece needs nothing but its own bytes: threads, a device, or pieces that arrive in any
+order can make their parts of it. Digests of pieces have all 128 bits: with 64 a changed piece would
+pass one time in 2⁶⁴, however good the root, and they would be no cheaper.
+
+512 KiB is the smallest power of two that costs less than 5 % over one hash of everything, and the
+copy of a block less than 3 % (bench/micro/checksum.py, ADR 30). It is part of the form: whoever
+changes it raises `record.RECORD_VERSION`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import xxhash
+
+PIECE_BYTES: Final = 512 << 10
+
+
+def checksum_of(header: bytes, parts: Iterable[bytes | bytearray | memoryview]) -> bytes:
+    """The 16 bytes of a block's checksum.
+
+    Args:
+        header: its address.
+        parts: its payload in order, cut anywhere, in bytes. Each is hashed before the next is asked
+            for: they may be copied, or read into the same buffer, on the way. Large ones are hashed
+            without the GIL.
+    """
+    pieces = []
+    digest, room = xxhash.xxh3_128(), PIECE_BYTES
+    for part in parts:
+        rest = part
+        while len(rest) >= room:
+            digest.update(rest[:room])
+            pieces.append(digest.digest())
+            digest.reset()
+            rest, room = rest[room:], PIECE_BYTES
+        digest.update(rest)
+        room -= len(rest)
+    if room < PIECE_BYTES:
+        pieces.append(digest.digest())
+    return xxhash.xxh3_128_digest(header + b"".join(pieces))
+
+
+class TreeSum:
+    """The same, of whole pieces in any order, from any threads."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._pieces: list[bytes | None] = [None] * -(-size_bytes // PIECE_BYTES)
+
+    def piece(self, index: int, data: bytes | bytearray | memoryview) -> None:
+        """Take one piece; a piece that comes again replaces what came before."""
+        assert len(data) == min(PIECE_BYTES, self._size_bytes - index * PIECE_BYTES), "no piece"
+        self._pieces[index] = xxhash.xxh3_128_digest(data)
+
+    def root(self, header: bytes) -> bytes:
+        """The checksum, when all pieces are there."""
+        pieces = [piece for piece in self._pieces if piece is not None]
+        assert len(pieces) == len(self._pieces), "a piece is missing"
+        return xxhash.xxh3_128_digest(header + b"".join(pieces))
