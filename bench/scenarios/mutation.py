@@ -54,6 +54,7 @@ ALSO: Final = {
     "owners": ("sessions",),
     "pace": ("files_moving", "promotions"),
     "plan": ("rank", "stories"),
+    "reasons": ("explain",),
     "report": ("changes",),
     "residency": ("changes", "files"),
     "reuse": ("policies",),
@@ -61,6 +62,7 @@ ALSO: Final = {
     "scheduler": ("stories", "lookups"),
     "state": ("sessions", "stores"),
     "stores": ("stories",),
+    "trail": ("explain", "searches"),
     "writes": ("files",),
 }
 """Which tests hold a module besides those of its name."""

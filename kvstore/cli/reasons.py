@@ -6,7 +6,7 @@ space, {node} another node, and other braces are numbers. docs/reference/reasons
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -15,9 +15,7 @@ from kvstore.units import NS_PER_MS
 
 TEXTS: Final = {
     Reason.EVICTED_FOR_STORES: "evicted from dram to make room for stores of {name}",
-    Reason.EVICTED_FOR_READS: (
-        "evicted from dram to make room for blocks from disk, read for {name}"
-    ),
+    Reason.EVICTED_FOR_READS: "evicted from dram to make room for what {name} reads from disk",
     Reason.RECLAIMED: "its segment on disk, the oldest, was reclaimed",
     Reason.CROWDED_OUT: "dropped from disk because the node's table was full",
     Reason.CLEARED: "cleared",
@@ -36,14 +34,8 @@ TEXTS: Final = {
     Reason.NOT_READ: "on disk; the disk was busy with other reads",
     Reason.PROMOTION_DEADLINE: "on disk; did not come within {waited}",
     Reason.PROMOTION_COST: "on disk; computing it takes less than waiting for it",
-    Reason.PINNED_SHARE_USED_UP: (
-        "held, but the engine's leases and credits are as much of dram as it may pin; leases"
-        " end when requests have loaded, and after a minute at most"
-    ),
-    Reason.SWITCHED_OFF: (
-        "its space is switched off: a shadow check computed other values than were held;"
-        " kvstore inspect spaces names it, kvstore clear --space switches it on again"
-    ),
+    Reason.PINNED_SHARE_USED_UP: "held, but the engine pins as much of dram as it may",
+    Reason.SWITCHED_OFF: "its space is switched off (shadow check) until kvstore clear --space",
     Reason.TOO_LATE: "fetched, but later than the request waited for it",
     Reason.BEYOND_THE_QUESTION: "so far behind the prompt's beginning that it was not asked for",
     Reason.NOT_REMEMBERED: "what the lookup found is not remembered any more",
@@ -57,10 +49,7 @@ TEXTS: Final = {
     Reason.LOAD_FAILED: "the load failed and the rest was computed",
     Reason.SHADOW_CHECK: "a hit, computed all the same to compare it with the cache (shadow_every)",
     Reason.ADAPTER: "requests with a LoRA adapter are neither stored nor loaded",
-    Reason.IMAGE_UUID: (
-        "an image was named by its client (uuid), not by a hash of its content: neither stored"
-        " nor loaded"
-    ),
+    Reason.IMAGE_UUID: "an image was named by its client (uuid), not by a hash of its content",
     Reason.IMAGES_OFF: "requests with images are neither stored nor loaded (images: none)",
     Reason.NOT_ASKED: "the engine never asked: it ended early, or must not read a cache",
     Reason.OTHER_VERSION: "the engine is of another version, and so is its reason",
@@ -69,45 +58,32 @@ TEXTS: Final = {
     Reason.TOO_MANY_QUESTIONS: "other nodes were not asked: too many questions were under way",
     Reason.NOBODY_HAS_IT: "no other node is known to hold it",
     Reason.HERE_BY_NOW: "what node {node} holds was here by then",
-    Reason.FETCH_COST: (
-        "node {node} holds it: fetching {known} blocks was estimated at {fetching}, computing"
-        " them at {computing}"
-    ),
+    Reason.FETCH_COST: "node {node} holds {known}: fetching {fetching}, computing {computing}",
     Reason.NODE_AVOIDED: "node {node} holds it, and was avoided after {failures} failures in a row",
     Reason.NO_ROOM: "node {node} holds it, and dram had no room for what comes from there",
-    Reason.ON_ITS_WAY: (
-        "{fetched} of {wanted} blocks came from node {node} so far: the others took longer than"
-        " waiting for them pays"
-    ),
+    Reason.ON_ITS_WAY: "{fetched} of {wanted} blocks came from node {node} while waiting paid",
     Reason.FETCHED: "{fetched} of {wanted} blocks came from node {node} in {took}",
     Reason.FETCH_FAILED: "{fetched} of {wanted} blocks came from node {node} in {took}",
 }
 """The sentence of each."""
-_WORDS: Final = {
-    Reason.EVICTED_FOR_STORES: "evicted",
-    Reason.EVICTED_FOR_READS: "evicted",
-    Reason.RECLAIMED: "evicted",
-    Reason.CROWDED_OUT: "evicted",
-    Reason.FILE_LOST: "failed check",
-    Reason.FAILED_SCRUB: "failed check",
-    Reason.DIVERGED: "switched off",
-    Reason.FORGOTTEN: "never stored",
-    Reason.UNEXAMINED: "not known",
-    Reason.TOO_MIXED: "not known",
-    Reason.NOT_REMEMBERED: "not known",
-    Reason.OTHER_VERSION: "not known",
-    Reason.BEHIND_A_GAP_ON_DISK: "behind a gap",
-    Reason.PROMOTION_COST: "cost gate",
-    Reason.FETCH_COST: "cost gate",
-    Reason.TOO_LATE: "too late (peer)",
-    Reason.BEYOND_THE_QUESTION: "not asked",
+_SHARED: Final = {
+    "evicted": "EVICTED_FOR_STORES EVICTED_FOR_READS RECLAIMED CROWDED_OUT",
+    "failed check": "FILE_LOST FAILED_SCRUB",
+    "switched off": "DIVERGED",
+    "never stored": "FORGOTTEN",
+    "not known": "UNEXAMINED TOO_MIXED NOT_REMEMBERED OTHER_VERSION",
+    "behind a gap": "BEHIND_A_GAP_ON_DISK",
+    "cost gate": "PROMOTION_COST FETCH_COST",
+    "too late (peer)": "TOO_LATE",
+    "not asked": "BEYOND_THE_QUESTION",
 }
+_WORDS: Final = {Reason[name]: word for word, names in _SHARED.items() for name in names.split()}
 """Of the others it is their name."""
 _LOADED: Final = {
     "engine": "in the engine's own cache",
     "dram": "loaded from dram",
     "file": "loaded, after it was read from disk",
-    "peer": "loaded, after it was fetched from another node",
+    "peer": "loaded, after it was fetched",
 }
 _HELD: Final = {"dram": "in dram", "file": "on disk"}
 
@@ -127,14 +103,11 @@ def of_range(row: RangeReport, request: RequestReport | None) -> str:
     """Where its blocks came from, or why they missed; without a request, where they are now."""
     if row.reason is Reason.NONE:
         text = (_LOADED if request else _HELD)[row.tier]
-        if row.search is None:
-            return text
-        more = f" of {row.search.wanted}" if row.search.fetched < row.search.wanted else ""
-        facts = _facts(row)
-        return _printable(
-            f"loaded, after it was fetched from node {row.node}: {row.search.fetched}{more} blocks"
-            f" in {facts['took']}"
-        )
+        if (search := row.search) is not None:
+            more = f" of {search.wanted}" if search.fetched < search.wanted else ""
+            took = _ms(search.ended_ns - search.begun_ns)
+            text += f" from node {row.node}: {search.fetched}{more} blocks in {took}"
+        return _printable(text)
     waited = f"{request.promotion_us / 1000:.0f} ms" if request else ""
     text = TEXTS[row.reason].format(name=row.name or "an engine", waited=waited)
     if row.reason <= Reason.DIVERGED:
@@ -149,40 +122,17 @@ def of_range(row: RangeReport, request: RequestReport | None) -> str:
 
 def range_as_dict(row: RangeReport, request: RequestReport | None) -> dict[str, object]:
     """As --json prints it."""
-    return {
-        "first_block": row.first_block,
-        "blocks": row.blocks,
-        "tier": row.tier,
-        "reason": word(row.reason),
-        "text": of_range(row, request),
-        "node": row.node,
-        "sought": word(row.sought),
-    }
+    found = {name: getattr(row, name) for name in ("first_block", "blocks", "tier", "node")}
+    its = {"reason": word(row.reason), "sought": word(row.sought), "text": of_range(row, request)}
+    return found | its
 
 
 def request_as_dict(row: RequestReport) -> dict[str, object]:
     """As --json prints it."""
-    fields = {
-        name: value for name, value in msgspec.structs.asdict(row).items() if name != "detail"
-    }
-    return {
-        **fields,
-        "request": _printable(row.request),
-        "outcome": word(row.outcome),
-        "text": of_request(row),
-    }
-
-
-def _facts(row: RangeReport) -> dict[str, Any]:
-    """What the sentences about other nodes are filled with."""
-    assert row.search is not None
-    search = row.search
-    return {
-        **msgspec.structs.asdict(search),
-        "took": _ms(search.ended_ns - search.begun_ns),
-        "fetching": _ms(search.fetch_ns),
-        "computing": _ms(search.compute_ns),
-    }
+    found = msgspec.structs.asdict(row)
+    del found["detail"]
+    its = {"outcome": word(row.outcome), "text": of_request(row)}
+    return found | its | {"request": _printable(row.request)}
 
 
 def _elsewhere(row: RangeReport) -> str:
@@ -191,15 +141,18 @@ def _elsewhere(row: RangeReport) -> str:
     assert search is not None
     if search.known and not row.node:
         return f"no other node is known to hold it; node {search.node} has {search.known} before it"
-    text = TEXTS[row.sought].format(**_facts(row))
+    text = TEXTS[row.sought].format(
+        **msgspec.structs.asdict(search),
+        took=_ms(search.ended_ns - search.begun_ns),
+        fetching=_ms(search.fetch_ns),
+        computing=_ms(search.compute_ns),
+    )
     if row.sought not in (Reason.ON_ITS_WAY, Reason.FETCHED, Reason.FETCH_FAILED):
         return text
     if search.wanted < search.missing:
         return f"{text}; there was room for {search.wanted} of {search.missing}"
     if search.is_late:
-        return (
-            text if row.sought is Reason.ON_ITS_WAY else f"{text}, longer than the request waited"
-        )
+        return text + ", longer than the request waited" * (row.sought is Reason.FETCHED)
     counts = {
         "were not served": search.not_lent,
         "did not stay until they were read": search.not_kept,

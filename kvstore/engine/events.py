@@ -90,35 +90,32 @@ class Clear(msgspec.Struct, frozen=True):
     tenant: str | None
 
 
-class FileKnown(msgspec.Struct, frozen=True):
-    """The file tier holds these keys at these places (u64 each, not 0)."""
+class OfScope(msgspec.Struct, frozen=True):
+    """About blocks of one scope."""
 
     tenant: str
     space: bytes
     shard: Shard
     keys: bytes
+
+
+class FileKnown(OfScope, frozen=True):
+    """The file tier holds these keys at these places (u64 each, not 0)."""
+
     locations: bytes
     checksums: bytes
 
 
-class FileMoved(msgspec.Struct, frozen=True):
+class FileMoved(OfScope, frozen=True):
     """Blocks of a reclaimed segment have other places now; the old ones are void."""
 
-    tenant: str
-    space: bytes
-    shard: Shard
-    keys: bytes
     old_locations: bytes
     locations: bytes
 
 
-class FileGone(msgspec.Struct, frozen=True):
+class FileGone(OfScope, frozen=True):
     """The file tier holds these keys no more: at these places or, without places, anywhere."""
 
-    tenant: str
-    space: bytes
-    shard: Shard
-    keys: bytes
     locations: bytes = b""
     damaged: bool = False
     """They were read, and are not what was stored there."""
@@ -416,18 +413,18 @@ class Fetch(msgspec.Struct, frozen=True):
     cause: int
 
 
-class Lent(msgspec.Struct, frozen=True):
+class Lent(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to Lend, at once or when what is on disk has come: the leading run that is in dram,
     pinned until LoanReturned or the end of its time; possibly nothing. Arrays are [n][S] of these
     shards, which cover all layers and heads."""
 
     peer: int
     loan: int
-    shards: tuple[Shard, ...]
-    block_bytes: tuple[int, ...]
-    slots: bytes
-    generations: bytes
-    checksums: bytes
+    shards: tuple[Shard, ...] = ()
+    block_bytes: tuple[int, ...] = ()
+    slots: bytes = b""
+    generations: bytes = b""
+    checksums: bytes = b""
     cause: int
 
 

@@ -91,13 +91,7 @@ class Witness(Protocol):
         ...
 
     def judged(
-        self,
-        question: int,
-        why: Reason,
-        candidate: Candidate | None = None,
-        *,
-        count: int = 0,
-        costs_ns: tuple[float, float] = (0, 0),
+        self, question: int, why: Reason, candidate: Candidate | None = None, *figures: float
     ) -> None:
         """What became of a question, or of one candidate of its answer.
 
@@ -105,8 +99,8 @@ class Witness(Protocol):
             question: its number.
             why: what became of it.
             candidate: the node; None: it is about all of them.
-            count: failures of the node in a row; blocks to be fetched, if it is about none.
-            costs_ns: of fetching one block and of computing it, as estimated.
+            figures: failures of the node in a row; or what fetching a block and computing it cost
+                in ns, as estimated; or blocks to be fetched, if it is about none.
         """
         ...
 

@@ -104,7 +104,7 @@ class FileEnd:
         """By an earlier start, as it is kept now."""
         self._trouble: dict[bool, str] = {}
         """By whether it is about writes only."""
-        self._scrub_log = PassLog("file")
+        self._scrub_log = PassLog("disk")
         self._found_blocks = 0
         """That the tier told of, until it had told of all."""
         self._is_recovered = self._is_recovery_told = self._is_crowd_told = False

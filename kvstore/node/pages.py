@@ -170,7 +170,7 @@ def _engine_families(engine: Engine) -> list[Family]:
         family("kvstore_leases", [((), node.leases)]),
         *(
             family(f"kvstore_{name}_total", [((), getattr(counters, name))])
-            for name in counters.__slots__
+            for name in counters.__struct_fields__
         ),
     ]
 

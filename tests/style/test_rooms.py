@@ -23,7 +23,7 @@ LINES_MAX = {
     "config": 1_070,
     "connector": 1_710,
     "demo": 1_300,
-    "engine": 6_530,
+    "engine": 6_470,
     "index": 1_800,
     "indexer": 700,
     "kernels": 150,

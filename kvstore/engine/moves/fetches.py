@@ -85,16 +85,13 @@ class _Fetching(msgspec.Struct):
         return np.concatenate(self.columns)
 
 
-class _PeerPace:
+class _PeerPace(msgspec.Struct):
     """What is known of another node."""
 
-    __slots__ = ("avoid_until_ns", "failures", "pace")
-
-    def __init__(self) -> None:
-        self.pace = ReadPace()
-        self.failures = 0
-        """In a row."""
-        self.avoid_until_ns = 0
+    pace: ReadPace = msgspec.field(default_factory=ReadPace)
+    failures: int = 0
+    """In a row."""
+    avoid_until_ns: int = 0
 
 
 class Fetches:
@@ -135,7 +132,7 @@ class Fetches:
         if not state.config.fetches or not len(keys):
             return Wanted()
         keys = keys[:KEYS_PER_DATAGRAM_MAX]
-        coming = self._leading(asker.scopes, keys)
+        coming = leading(self.coming(asker.scopes, keys, NO_ROWS))
         first = (asker.scopes[0], keys[0].tobytes())
         if coming:
             return Wanted(coming, *self._brought_by(*first))
@@ -183,10 +180,6 @@ class Fetches:
         job = self._locating.get(number) or self._fetching.get(number)
         assert job is not None, "nobody brings a key"
         return number, next(n for n, its in enumerate(each(job.keys)) if its == key)
-
-    def _leading(self, scopes: Sequence[int], keys: Keys) -> int:
-        """How many from the first on are on their way, or asked for."""
-        return leading(self.coming(scopes, keys, NO_ROWS))
 
     def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
         """Keys on their way in any of these."""
@@ -276,12 +269,12 @@ class Fetches:
             if not candidate.blocks:
                 continue
             if peer and peer.avoid_until_ns > state.now_ns:
-                judged(Reason.NODE_AVOIDED, candidate, count=peer.failures)
+                judged(Reason.NODE_AVOIDED, candidate, peer.failures)
                 continue
             ns_per_byte = peer.pace.ns_per_byte(state.now_ns) if peer else NS_PER_BYTE_GUESS
             cost_ns = ns_per_byte * sum(asker.block_bytes)
             if compute_ns and cost_ns * GAIN > compute_ns and not state.config.fetches_always:
-                judged(Reason.FETCH_COST, candidate, costs_ns=(cost_ns, compute_ns))
+                judged(Reason.FETCH_COST, candidate, cost_ns, compute_ns)
                 continue
             # Nothing is known of computing: the longest run is the best, the quickest of equals.
             worth_ns = max(compute_ns - cost_ns, 1.0) if compute_ns else 1.0 + 1.0 / (1.0 + cost_ns)
@@ -300,7 +293,7 @@ class Fetches:
         missing = away.any(axis=0)
         keys, places = keys[missing], np.flatnonzero(missing)
         sought = Reason.NO_ROOM if len(keys) else Reason.HERE_BY_NOW
-        state.witness.judged(question, sought, count=len(keys))
+        state.witness.judged(question, sought, None, len(keys))
         block_bytes = sum(asker.slot_sizes)
         room = min(len(keys), self._fetching.room(block_bytes))
         count = self._intake.room_for(asker, asker.slot_sizes, room)

@@ -153,17 +153,7 @@ class Loans:
         )
 
     def _say_nothing(self, peer: int, loan: int) -> None:
-        nothing = Lent(
-            peer=peer,
-            loan=loan,
-            shards=(),
-            block_bytes=(),
-            slots=b"",
-            generations=b"",
-            checksums=b"",
-            cause=self._state.cause,
-        )
-        self._state.say(nothing)
+        self._state.say(Lent(peer=peer, loan=loan, cause=self._state.cause))
 
     def _look(self, waiting: _Waiting) -> Keys:
         """Blocks came, or time passed: answer a loan that need not wait any longer. Returns the

@@ -45,17 +45,14 @@ class Sealed(msgspec.Struct, frozen=True):
     """Where to go on; 0: this was the last of the arena."""
 
 
-class TierScrub:
+class TierScrub(msgspec.Struct):
     """Counts since the start of the node."""
 
-    __slots__ = ("bad", "blocks", "pass_ended_ns", "size_bytes")
-
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.size_bytes = 0
-        self.bad = 0
-        self.pass_ended_ns = 0
-        """0: none has."""
+    blocks: int = 0
+    size_bytes: int = 0
+    bad: int = 0
+    pass_ended_ns: int = 0
+    """0: none has."""
 
     def age_ms(self, now_ns: int) -> int:
         """Since the last pass ended, or NO_PASS."""

@@ -27,11 +27,7 @@ NS_PER_US: Final = 1000
 COUNT_MAX: Final = 1 << 50
 """Of nanoseconds (13 days), tokens, blocks: what an engine tells beyond that is nonsense, and sums
 of it would fit no message."""
-_COUNTS: Final = (
-    *("age_ns", "queued_ns", "lookup_ns", "promotion_ns", "load_ns"),
-    *("prompt_tokens", "local_tokens", "loaded_tokens", "file_tokens"),
-    *("first_block", "stored_blocks"),
-)
+_COUNTS: Final = {*Story.__struct_fields__} - {"request", "outcome", "detail", "session", "leases"}
 
 
 class RequestReport(msgspec.Struct, frozen=True):
@@ -80,10 +76,7 @@ class _Told(msgspec.Struct, frozen=True):
     findings: tuple[Finding | None, ...]
 
 
-_AS_TOLD: Final = (
-    *("request", "prompt_tokens", "local_tokens", "loaded_tokens", "file_tokens", "peer_tokens"),
-    *("detail", "stored_blocks"),
-)
+_AS_TOLD: Final = {*RequestReport.__struct_fields__} & {*Story.__struct_fields__} - {"outcome"}
 
 
 class Explain:

@@ -88,13 +88,7 @@ class Searches:
         self._keep(question, Search(question, blocks, why), range(blocks))
 
     def judged(
-        self,
-        question: int,
-        why: Reason,
-        candidate: Candidate | None = None,
-        *,
-        count: int = 0,
-        costs_ns: tuple[float, float] = (0, 0),
+        self, question: int, why: Reason, candidate: Candidate | None = None, *figures: float
     ) -> None:
         """See `Witness`. Of several nodes the one that was chosen last counts, else the one that
         computing was weighed against for most blocks, else the first that was avoided."""
@@ -102,7 +96,7 @@ class Searches:
         if search is None:
             return
         if candidate is None:
-            search.sought, search.missing = why, count
+            search.sought, search.missing = why, int(sum(figures))
             return
         known = min(candidate.blocks, search.asked)
         if why is Reason.NODE_AVOIDED and search.sought is not Reason.NOBODY_HAS_IT:
@@ -110,9 +104,9 @@ class Searches:
         if why is Reason.FETCH_COST:
             if search.sought is Reason.HERE_BY_NOW or (search.fetch_ns and search.known >= known):
                 return
-            search.fetch_ns, search.compute_ns = (int(cost * known) for cost in costs_ns)
+            search.fetch_ns, search.compute_ns = (int(cost * known) for cost in figures)
         search.sought, search.node = why, candidate.node
-        search.known, search.failures = known, count
+        search.known, search.failures = known, int(figures[0]) if figures else 0
 
     def fetching(self, question: int, job: int, places: Sequence[int], now_ns: int) -> None:
         """See `Witness`."""

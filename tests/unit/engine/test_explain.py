@@ -351,7 +351,7 @@ def test_room_for_blocks_from_disk_is_said() -> None:
     peer.lease(1, gone[0])
     told(node, peer, blocks=1)
     assert rows(node) == [(0, 1, "", Reason.EVICTED_FOR_READS)]
-    assert "to make room for blocks from disk, read for e (e), " in texts(node)[0]
+    assert "to make room for what e (e) reads from disk, " in texts(node)[0]
 
 
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
@@ -433,7 +433,7 @@ def test_a_story_before_any_session_is_not_heard() -> None:
     assert node.engine.explain.requests("", limit=10) == []
 
 
-@pytest.mark.parametrize("field", explain._COUNTS)
+@pytest.mark.parametrize("field", sorted(explain._COUNTS))
 def test_nonsense_in_a_story_fits_the_answer(field: str) -> None:
     node = Node()
     peer = Peer(node)

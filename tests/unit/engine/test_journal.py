@@ -112,7 +112,7 @@ def test_slots_of_a_size_that_cannot_be_make_all_of_it_unusable() -> None:
     Peer(node).seal(1)
     journal = moved(node)
     journal.cut(0, 5)
-    with pytest.raises(JournalUnusable, match="of a size that there is not"):
+    with pytest.raises(JournalUnusable, match="of a size that does not exist"):
         journal.examine(quotas=[], writers=set(node.registry))
 
 

@@ -133,7 +133,7 @@ def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
     assert end(node, peer, blocks=3) == [
         (0, 3, "", Reason.NEVER_STORED, "further", Reason.FETCH_COST)
     ]
-    both = f"estimated at {3 * size / 1e6:.1f} ms, computing them at {3 * size / 1e6:.1f} ms"
+    both = f"fetching {3 * size / 1e6:.1f} ms, computing {3 * size / 1e6:.1f} ms"
     assert both in text(node)
 
 
@@ -259,7 +259,7 @@ def test_who_waits_in_the_middle_of_what_is_on_its_way_is_told_its_own_part() ->
         (1, 1, "", Reason.NEVER_STORED, "", Reason.NOBODY_HAS_IT),
         (2, 1, "", Reason.NEVER_STORED, "", Reason.NONE),
     ]
-    assert "longer than waiting" in text(node, 0)
+    assert "while waiting paid" in text(node, 0)
     node.arrive()
 
 
