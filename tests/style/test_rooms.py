@@ -18,12 +18,12 @@ PRODUCT = ("kvstore", "connector", "kernels")
 MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
-    "cli": 2_160,
+    "cli": 2_110,
     "client": 2_530,
     "config": 1_070,
     "connector": 1_710,
     "demo": 1_300,
-    "engine": 6_470,
+    "engine": 6_450,
     "index": 1_800,
     "indexer": 700,
     "kernels": 150,
