@@ -9,6 +9,7 @@
 | `copier.py`         | the copy thread: attaching, copying, heartbeat       | each worker       |
 | `handoff.py`        | what passes between the worker's two threads         | each worker       |
 | `mapping.py`        | engine configuration → space, shard, geometry (pure) | each worker       |
+| `kv_formats.py`     | engine versions whose caches have the same bytes     | each worker       |
 | `weights.py`        | the digest of the weights on disk                    | each worker       |
 | `config.py`         | keys of kv_connector_extra_config                    | both              |
 | `checks.py`         | engine configurations that are not served            | both              |

@@ -2,7 +2,7 @@
 
 Pure: reads objects, opens no file (the weights' digest comes in). What cannot be told apart for
 certain is not served: a cold cache is cheap, a wrong one is not. The engine's version-dependent
-corners are here and in `vllm.py` alone.
+corners are here, in `kv_formats.py` and in `vllm.py` alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from kvstore.connector.kv_formats import kv_format
 from kvstore.kernels.compare import BOUNDS
 from kvstore.types import Shard
 from kvstore.wire.layout import Geometry
@@ -153,6 +154,8 @@ def describe(
     weights: str,
 ) -> RankModel | NotServed:
     """Space, shard and geometry of a rank whose caches `cache_arrays` accepted."""
+    import vllm
+
     names = layers_in_order(kv_caches)
     reason = _why_not(vllm_config, kv_cache_config, names)
     if reason:
@@ -189,7 +192,7 @@ def describe(
         token_bytes=geometry.token_bytes,
         hash_algorithm=str(cache_config.prefix_caching_hash_algo),
         hash_seed=_hash_seed(cache_config.prefix_caching_hash_algo),
-        engine_version=_engine_version(),
+        kv_format=kv_format(vllm.__version__, vllm_config, isa=isa),
     )
     return RankModel(space=space, shard=part.shard, geometry=geometry)
 
@@ -303,9 +306,3 @@ def _hash_seed(algorithm: str) -> str:
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
     return str(resolve_none_hash_seed(get_hash_fn_by_name(algorithm)))
-
-
-def _engine_version() -> str:
-    import vllm
-
-    return "vllm-" + ".".join(vllm.__version__.split(".")[:2])

@@ -70,7 +70,7 @@ SPACE = Space(
     token_bytes=SLOT_BYTES_MIN // 128,
     hash_algorithm="sha256_cbor",
     hash_seed="",
-    engine_version="e",
+    kv_format="e",
 )
 SCHEDULER, RANK = ConnectionId(1), ConnectionId(2)
 

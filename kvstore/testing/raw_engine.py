@@ -87,7 +87,7 @@ def make_space(*, model: str = "model", block_bytes: int = BLOCK_BYTES) -> Space
         token_bytes=block_bytes // (LAYER_COUNT * HEAD_COUNT * BLOCK_TOKENS),
         hash_algorithm="sha256_cbor",
         hash_seed="0",
-        engine_version="vllm-0.32",
+        kv_format="vllm-cpu-1",
     )
 
 

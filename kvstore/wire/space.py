@@ -41,8 +41,8 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes of K‖V of one token in one head of one layer."""
     hash_algorithm: Label
     hash_seed: Label
-    engine_version: Label
-    """Name and minor version of the engine, such as ``vllm-0.32``."""
+    kv_format: Label
+    """Name that engine versions share which make the same bytes; another version's own name."""
 
 
 def fingerprint(space: Space, *, weights_epoch: str) -> SpaceId:

@@ -86,7 +86,7 @@ def _space(block_bytes: int) -> Space:
         token_bytes=block_bytes // TOKENS,
         hash_algorithm="sha256_cbor",
         hash_seed="",
-        engine_version="sim",
+        kv_format="sim",
     )
 
 

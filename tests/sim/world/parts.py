@@ -361,7 +361,7 @@ def sim_space(model: str) -> Space:
         token_bytes=64 if model == "model-a" else 2048,
         hash_algorithm="sha256_cbor",
         hash_seed="",
-        engine_version="sim",
+        kv_format="sim",
     )
 
 

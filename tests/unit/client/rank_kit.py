@@ -29,7 +29,7 @@ SPACE = Space(
     token_bytes=64,
     hash_algorithm="sha256_cbor",
     hash_seed="",
-    engine_version="vllm-0.32",
+    kv_format="vllm-cpu-1",
 )
 CONFIG = RankConfig(
     engine_id="e",

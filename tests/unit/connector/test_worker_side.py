@@ -15,6 +15,7 @@ import pytest
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.connector import worker_side
 from kvstore.connector.config import ConnectorConfig
+from kvstore.connector.kv_formats import FORMATS
 from kvstore.connector.mapping import NotServed, RankModel, cache_arrays, describe, layers_in_order
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.types import PAGE_BYTES
@@ -81,6 +82,7 @@ def vllm_config(path: str, **changes: Any) -> Any:
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
         instance_id="instance",
         speculative_config=changes.get("speculative"),
+        lora_config=changes.get("lora"),
         compilation_config=SimpleNamespace(
             static_forward_context={
                 f"model.layers.{n}.self_attn.attn": changes.get("layer", Layer())
@@ -158,11 +160,13 @@ def test_caches_that_are_not_one_page_a_block_are_not_served() -> None:
 
 
 def test_geometry_and_shard_fit_the_cache() -> None:
+    import vllm
+
     found = described()
     assert found.geometry.block_bytes == BLOCK
     assert found.geometry.covers(found.shard)
     assert (found.space.layer_count, found.space.kv_head_count) == (LAYERS, HEADS)
-    assert found.space.engine_version == "vllm-0.32"
+    assert found.space.kv_format == FORMATS[vllm.__version__]
     assert found.space.isa.startswith("vec/")
 
 

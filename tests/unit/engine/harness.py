@@ -86,7 +86,7 @@ def space(model: str = "m", *, layer_bytes: int = SLOT_BYTES_MIN) -> Space:
         token_bytes=layer_bytes // HEADS // TOKENS,
         hash_algorithm="sha256_cbor",
         hash_seed="",
-        engine_version="e",
+        kv_format="e",
     )
 
 

@@ -33,7 +33,7 @@ SPACE = Space(
     token_bytes=512,
     hash_algorithm="sha256_cbor",
     hash_seed="0",
-    engine_version="vllm-0.32",
+    kv_format="vllm-cpu-1",
 )
 
 
