@@ -8,8 +8,8 @@ there are. A piece needs nothing but its own bytes: threads, a device, or pieces
 order can make their parts of it. Digests of pieces have all 128 bits: with 64 a changed piece would
 pass one time in 2⁶⁴, however good the root, and they would be no cheaper.
 
-512 KiB is the smallest power of two that costs less than 5 % over one hash of everything, and the
-copy of a block less than 3 % (bench/micro/checksum.py, ADR 30). It is part of the form: whoever
+512 KiB is the smallest power of two that costs about 5 % over one hash of everything, and on the
+copy of a block less (bench/micro/checksum.py, ADR 30). It is part of the form: whoever
 changes it raises `record.RECORD_VERSION`.
 """
 
