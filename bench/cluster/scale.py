@@ -193,19 +193,19 @@ def one_size(entries: int, nodes: int, *, churns: bool) -> dict[str, Any]:
 def measure(*, entries: int, nodes: int) -> dict[str, Any]:
     """Sizes that grow tenfold, up to `entries` or what fits."""
     each = entries // nodes
-    counts = [n for n in (nodes // 100, nodes // 10, nodes) if n and _fits(n * each)]
+    counts = [n for n in (nodes // 100, nodes // 10, nodes) if n and fits(n * each)]
     if not counts:
         raise NotMeasured("not even the smallest index fits the memory that is free")
     *smaller, largest = counts
-    found = [_in_fresh_process(n * each, n, churns=False) for n in smaller]
+    found = [in_fresh_process(n * each, n, churns=False) for n in smaller]
     failed = ""
     try:
-        found.append(_in_fresh_process(largest * each, largest, churns=True))
+        found.append(in_fresh_process(largest * each, largest, churns=True))
     except subprocess.SubprocessError as error:
         if not smaller:
             raise
         failed = f"{largest * each:,} entries failed: {error}"
-        found[-1] = _in_fresh_process(smaller[-1] * each, smaller[-1], churns=True)
+        found[-1] = in_fresh_process(smaller[-1] * each, smaller[-1], churns=True)
     last = found[-1]
     churn = last["churn"]
     return {
@@ -229,14 +229,14 @@ def measure(*, entries: int, nodes: int) -> dict[str, Any]:
     }
 
 
-def _fits(entries: int) -> bool:
+def fits(entries: int) -> bool:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return entries * BYTES_GUESS <= int(line.split()[1]) * 1024 * 0.75
     return True
 
 
-def _in_fresh_process(entries: int, nodes: int, *, churns: bool) -> dict[str, Any]:
+def in_fresh_process(entries: int, nodes: int, *, churns: bool) -> dict[str, Any]:
     command = [sys.executable, __file__, json.dumps([entries, nodes, churns])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
     found: dict[str, Any] = json.loads(done.stdout)

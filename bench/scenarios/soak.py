@@ -85,7 +85,7 @@ class World:
         if len(self.violations) >= VIOLATIONS_MAX:
             return
         if self._process is not None:
-            self._take(*self._process.communicate(), self._process.returncode)
+            self.take(*self._process.communicate(), self._process.returncode)
         command = [sys.executable, "-m", "tests.sim.world", "--json", "--steps", "0"]
         command += ["--seed", str(self._next), "--seeds", str(WORLD_SEEDS)]
         pipe = subprocess.PIPE
@@ -94,7 +94,7 @@ class World:
         )
         self._next += WORLD_SEEDS
 
-    def _take(self, out: str, errors: str, status: int) -> None:
+    def take(self, out: str, errors: str, status: int) -> None:
         first = self._next - WORLD_SEEDS
         again = f"python -m tests.sim.world --steps 0 --seed {first} --seeds {WORLD_SEEDS}"
         try:
@@ -125,37 +125,37 @@ class Killing:
         self.total = Tally()
         self.violations: list[str] = []
         self._directory = directory
-        self._seed = seed
+        self.seed = seed
         self._stack = ExitStack()
-        self._cycles: KillCycles | None = None
+        self.cycles: KillCycles | None = None
 
     @property
     def kills(self) -> int:
         """So far, those of the node that is being killed included."""
-        now = self._cycles.tally.kill_count if self._cycles is not None else 0
+        now = self.cycles.tally.kill_count if self.cycles is not None else 0
         return self.total.kill_count + now
 
     def turn(self) -> None:
-        if self._cycles is None:
+        if self.cycles is None:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(dir=self._directory))
-            cycles = KillCycles(Path(folder), seed=self._seed)
-            self._cycles = self._stack.enter_context(cycles)
+            cycles = KillCycles(Path(folder), seed=self.seed)
+            self.cycles = self._stack.enter_context(cycles)
         try:
-            self._cycles.cycle()
+            self.cycles.cycle()
         except (AssertionError, TimeoutError, OSError) as error:
             self.violations.append(str(error))
             self.close()
         else:
-            if self._cycles.tally.cycles == CYCLES:
+            if self.cycles.tally.cycles == CYCLES:
                 self.close()
 
     def close(self) -> None:
         """Add what was done; the next turn starts another node."""
-        if self._cycles is None:
+        if self.cycles is None:
             return
-        done = self._cycles.tally
-        self._cycles = None
-        self._seed += 1
+        done = self.cycles.tally
+        self.cycles = None
+        self.seed += 1
         self._stack.close()
         self.total.cycles += done.cycles
         self.total.kills += done.kills

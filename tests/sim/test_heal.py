@@ -169,7 +169,7 @@ def test_what_is_called_written_is_not_what_was_on_its_way_before(
             files_go_on(self, turns)
 
     monkeypatch.setattr(Machine, "files_go_on", late)
-    keys = sim_heal._write(engine)
-    sim_heal._restart(engine)
-    assert sim_heal._ask(engine, keys) == len(keys)
+    keys = sim_heal.write(engine)
+    sim_heal.restart(engine)
+    assert sim_heal.ask(engine, keys) == len(keys)
     world.close()

@@ -93,10 +93,10 @@ def _serve_again(engine: SimEngine) -> None:
     machine = engine.machine
     for number in range(_ROUNDS):
         keys = _keys(f"{machine.name}/{engine.name}/{number}")
-        _ask(engine, keys)
-        _ask(engine, keys)
+        ask(engine, keys)
+        ask(engine, keys)
         engine.core.stats.take()
-        found = _ask(engine, keys)
+        found = ask(engine, keys)
         if "misses_breaker_open" not in engine.core.stats.take() and (
             engine.core.is_serving or not found
         ):
@@ -153,7 +153,7 @@ def hits(engine: SimEngine, name: str) -> int:
     found = 0
     for number in range(_PROBES):
         keys = _keys(f"{name}/{number}")
-        found += _ask(engine, keys) + _ask(engine, keys)
+        found += ask(engine, keys) + ask(engine, keys)
     return found
 
 
@@ -162,8 +162,8 @@ def _find_warm(engine: SimEngine) -> None:
     machine = engine.machine
     for number in range(_ROUNDS):
         keys = _keys(f"warm/{number}")
-        _ask(engine, keys)
-        if _ask(engine, keys) == _PROBE_BLOCKS:
+        ask(engine, keys)
+        if ask(engine, keys) == _PROBE_BLOCKS:
             break
         machine.world.now_ns += _COOLDOWN_NS
     else:
@@ -171,7 +171,7 @@ def _find_warm(engine: SimEngine) -> None:
     machine.upgrade_node(warm=True)
     machine.restart_node()
     _attach(engine)
-    found = _ask(engine, keys)
+    found = ask(engine, keys)
     if found != _PROBE_BLOCKS:
         raise Violation(f"{found} of {_PROBE_BLOCKS} blocks are found by the next process")
 
@@ -185,24 +185,24 @@ def _find_at_another(world: Stage) -> None:
         number = found = 0
         while found < _PROBE_BLOCKS:
             if world.now_ns > end_ns:
-                ask = f"{finder.machine.name} does not fetch from {owner.machine.name}"
-                raise Violation(f"{ask} again")
+                pair = f"{finder.machine.name} does not fetch from {owner.machine.name}"
+                raise Violation(f"{pair} again")
             keys = _keys(f"{owner.machine.name}/peer/{number}")
             number += 1
-            _ask(owner, keys)
+            ask(owner, keys)
             assert world.cluster is not None
             world.cluster.be_quiet(_TOLD_NS)
-            found = _ask(finder, keys)
+            found = ask(finder, keys)
 
 
 def _find_on_disk(world: Stage) -> None:
     machine = world.random.choice(world.machines)
     engine = probe(world, machine)
-    _write(engine)
-    _restart(engine)  # a segment that was begun amid faults may have lost its first page
-    keys = _write(engine)
-    _restart(engine)
-    found = _ask(engine, keys)
+    write(engine)
+    restart(engine)  # a segment that was begun amid faults may have lost its first page
+    keys = write(engine)
+    restart(engine)
+    found = ask(engine, keys)
     if found != _PROBE_BLOCKS:
         raise Violation(f"{found} of {_PROBE_BLOCKS} blocks are found after an orderly restart")
     others = [other for other in world.machines if other is not machine]
@@ -210,12 +210,12 @@ def _find_on_disk(world: Stage) -> None:
         _find_elsewhere(engine, probe(world, world.random.choice(others)))
 
 
-def _write(engine: SimEngine) -> list[bytes]:
+def write(engine: SimEngine) -> list[bytes]:
     """Keys of blocks that are on disk now: these, and not others that were on their way there."""
     world = engine.world
     for number in range(_ROUNDS):
         keys = _keys(f"disk/{world.now_ns}/{number}")
-        _ask(engine, keys)
+        ask(engine, keys)
         for _ in range(_TURNS_TO_DISK):
             if _on_disk(engine.machine).issuperset(keys):
                 return keys
@@ -237,12 +237,12 @@ def _find_elsewhere(owner: SimEngine, finder: SimEngine) -> None:
     for _ in range(_ROUNDS):
         if not _has_rows(machine):
             return
-        keys = _write(owner)
+        keys = write(owner)
         owner.machine.kill_node()
         machine.world.now_ns += machine.knobs.poll_interval_ms * NS_PER_MS
         for _ in range(_TURNS_TO_DISK):
             _turn(finder)
-        found = _ask(finder, keys)
+        found = ask(finder, keys)
         owner.machine.restart_node()
         if found == _PROBE_BLOCKS:
             return
@@ -258,7 +258,7 @@ def _has_rows(machine: Machine) -> bool:
     return node.blocks - dram.blocks + 4 * _PROBE_BLOCKS <= machine.knobs.disk_rows
 
 
-def _restart(engine: SimEngine) -> None:
+def restart(engine: SimEngine) -> None:
     """In order, until all is known again."""
     engine.machine.upgrade_node()
     engine.machine.restart_node()
@@ -275,7 +275,7 @@ def _keys(name: str) -> list[bytes]:
     return [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(_PROBE_BLOCKS)]
 
 
-def _ask(engine: SimEngine, keys: list[bytes]) -> int:
+def ask(engine: SimEngine, keys: list[bytes]) -> int:
     """One request, undisturbed; how many blocks it loaded."""
     before, finished = engine.loaded_blocks, engine.finished_count
     request = SimRequest("probe", keys, tokens=len(keys) * BLOCK_TOKENS + 2, decode_tokens=8)

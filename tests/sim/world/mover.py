@@ -55,7 +55,7 @@ class SimMover:
         """By the slot that was read into, the last time."""
         self.writing: dict[int, set[int]] = {}
         """Transfer → slots that it may still write to."""
-        self._peers, self._net, self._movers = peers, net, movers
+        self.peers, self._net, self._movers = peers, net, movers
         self._lives = 0
         self._numbers = itertools.count(1)
         self.start()
@@ -63,7 +63,7 @@ class SimMover:
     def start(self) -> None:
         """Another child."""
         self._lives += 1
-        peers = self._peers
+        peers = self.peers
         name = f"{peers.name}/{peers.incarnation}/{self._lives}"
         size_bytes = len(peers.memory.bytes)
         self.descriptor = encode(Descriptor("memory", name, size_bytes, 0, b""))
@@ -78,13 +78,13 @@ class SimMover:
         self._lives += 1
         self.descriptor, self.trouble = b"", f"the transfer worker ended: {reason}"
         self.writing.clear()
-        again_s = self._peers.random.randint(1, 500) * NS_PER_MS / NS_PER_S
-        self._peers.loop.call_later(again_s, self.start)
+        again_s = self.peers.random.randint(1, 500) * NS_PER_MS / NS_PER_S
+        self.peers.loop.call_later(again_s, self.start)
 
     @property
     def memory_is_there(self) -> bool:
         """Whether its process lives."""
-        return not self._peers.loop.is_dead
+        return not self.peers.loop.is_dead
 
     async def move(
         self, peer: str, descriptor: bytes, pieces: Pieces, *, timeout_s: float
@@ -96,7 +96,7 @@ class SimMover:
         rows = list(zip(*(array.tolist() for array in pieces), strict=True))
         self.writing[number] = {to // PAGE_BYTES for to, _, _ in rows}
         life = self._lives
-        deadline_ns = self._peers.now_ns + int(timeout_s * NS_PER_S)
+        deadline_ns = self.peers.now_ns + int(timeout_s * NS_PER_S)
         reason = await self._read(descriptor, rows, deadline_ns, life)
         self.writing.pop(number, None)
         return TransferEnded(number, good=not reason, reason=reason)
@@ -108,7 +108,7 @@ class SimMover:
         self, descriptor: bytes, rows: list[tuple[int, int, int]], deadline_ns: int, life: int
     ) -> str:
         """Returns why it failed."""
-        peers, stops_at = self._peers, len(rows)
+        peers, stops_at = self.peers, len(rows)
         if self._strikes(STOPS_HALF_WAY):
             stops_at = peers.random.randint(0, len(rows) - 1)
         hangs = self._strikes(NEVER_ENDS)
@@ -134,16 +134,16 @@ class SimMover:
         return ""
 
     async def _pause(self) -> None:
-        await asyncio.sleep(self._peers.random.choice((0, 1, 1, 5)) * NS_PER_MS / NS_PER_S)
+        await asyncio.sleep(self.peers.random.choice((0, 1, 1, 5)) * NS_PER_MS / NS_PER_S)
 
     def _reaches(self, source: SimMover) -> bool:
-        net, here, there = self._net, self._peers.name, source._peers.name
+        net, here, there = self._net, self.peers.name, source.peers.name
         return not net.is_cut(here, there) and not net.is_cut(there, here)
 
     async def _linger(self, rows: list[tuple[int, int, int]], life: int) -> str:
         """The source is gone: what was on its way may still be written, until the mover is dead."""
-        if self._peers.random.random() < _LINGERS_SHARE:
-            self._peers.world.faults[LINGERS] += 1
+        if self.peers.random.random() < _LINGERS_SHARE:
+            self.peers.world.faults[LINGERS] += 1
             for to, _, size in rows:
                 await self._pause()
                 if self._lives != life:
@@ -153,21 +153,21 @@ class SimMover:
         return "the peer is gone"
 
     def _copy(self, source: SimMover, to: int, begin: int, size: int) -> None:
-        its = source._peers
+        its = source.peers
         data = bytearray(its.memory.bytes[begin : begin + size])
         if self._strikes(WRONG_BYTES):
-            data[self._peers.random.randrange(size)] ^= 1
+            data[self.peers.random.randrange(size)] ^= 1
         self._put(to, bytes(data))
         slot = begin // PAGE_BYTES
         generation = its.memory.generation(SlotId(slot))
         self.reads[to // PAGE_BYTES] = Read(its, slot, generation, not its.loop.is_dead)
 
     def _put(self, to: int, data: bytes) -> None:
-        self._peers.memory.bytes[to : to + len(data)] = data
+        self.peers.memory.bytes[to : to + len(data)] = data
 
     def _strikes(self, fault: str) -> bool:
-        world = self._peers.world
+        world = self.peers.world
         if fault not in world.enabled or world.random.random() >= _STRIKE_SHARE:
             return False
-        world.strike(fault, self._peers.machine)
+        world.strike(fault, self.peers.machine)
         return True

@@ -122,7 +122,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, *, fails_at: int = 0) -> list[tuple[
             raise subprocess.CalledProcessError(-9, "python")
         return scale.one_size(20_000, 4, churns=churns)
 
-    monkeypatch.setattr(scale, "_in_fresh_process", run)
+    monkeypatch.setattr(scale, "in_fresh_process", run)
     return asked
 
 
@@ -130,7 +130,7 @@ def test_an_index_too_large_for_this_machine_is_scaled_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = _small(monkeypatch)
-    monkeypatch.setattr(scale, "_fits", lambda entries: entries < 10**9)
+    monkeypatch.setattr(scale, "fits", lambda entries: entries < 10**9)
     found = scale.measure(entries=10**9, nodes=400)
     assert asked == [(10**7, 4, False), (10**8, 40, True)]
     assert found["detail"]["scaled_down"]
@@ -139,7 +139,7 @@ def test_an_index_too_large_for_this_machine_is_scaled_down(
 
 def test_an_index_that_fails_costs_no_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _small(monkeypatch, fails_at=10**7)
-    monkeypatch.setattr(scale, "_fits", lambda _: True)
+    monkeypatch.setattr(scale, "fits", lambda _: True)
     found = scale.measure(entries=10**7, nodes=100)
     assert asked[-2:] == [(10**7, 100, True), (10**6, 10, True)]
     assert "10,000,000 entries failed" in found["detail"]["failed"]

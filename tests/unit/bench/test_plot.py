@@ -65,8 +65,10 @@ def test_every_label_is_inside_the_picture_and_covers_no_other(name: str) -> Non
     figure.canvas.draw()
     axes = figure.axes
     assert all(_inside(figure.bbox, part.get_tightbbox()) for part in axes)
-    labels = [*figure.texts, *(label for part in axes for label in part.texts)]
-    labels += [label for part in axes for label in (part._left_title, part.xaxis.label)]
+    labels = [*figure.texts, *(part.xaxis.label for part in axes)]
+    labels += [
+        label for part in axes for label in part.get_children() if hasattr(label, "get_text")
+    ]
     boxes = {label.get_text(): label.get_window_extent() for label in labels if label.get_text()}
     assert [text for text, box in boxes.items() if not _inside(figure.bbox, box)] == []
     pairs = itertools.combinations(boxes.items(), 2)

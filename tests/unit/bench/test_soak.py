@@ -105,7 +105,7 @@ def test_no_time_is_no_soak(minutes: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_world_is_counted_and_its_violations_told() -> None:
-    world = soak.World(1)
+    world = soak.World(1 + soak.WORLD_SEEDS)
     told = {
         "seeds": 200,
         "events": 9000,
@@ -113,13 +113,12 @@ def test_the_world_is_counted_and_its_violations_told() -> None:
         "faults": {"full": 2},
         "violations": ["seed 7"],
     }
-    world._next = 1 + soak.WORLD_SEEDS
-    world._take("noise\n" + json.dumps(told), "", 0)
+    world.take("noise\n" + json.dumps(told), "", 0)
     assert (world.seeds, world.events, world.faults) == (200, 9000, Counter(full=2))
     assert world.lives == {60: 200}
     assert world.violations == []
-    world._take(json.dumps(told), "", 1)
-    world._take("", "it broke", 3)
+    world.take(json.dumps(told), "", 1)
+    world.take("", "it broke", 3)
     assert world.violations[0].startswith("['seed 7']; again: python -m tests.sim.world")
     assert "ended with 3" in world.violations[1]
 
@@ -131,8 +130,8 @@ def test_kills_of_several_nodes_are_added_up(tmp_path: Path) -> None:
         tally = Tally(cycles=2, kills=Counter({"storing rank": 2}), slowest_s=0.5)
 
     for _ in range(2):
-        killing._cycles = Cycles()  # type: ignore[assignment]
+        killing.cycles = Cycles()  # type: ignore[assignment]
         killing.close()
     assert killing.total.cycles == 4
     assert killing.total.kills == Counter({"storing rank": 4})
-    assert killing._seed == 3
+    assert killing.seed == 3

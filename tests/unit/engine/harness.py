@@ -31,6 +31,7 @@ from kvstore.engine.events import (
     Tick,
 )
 from kvstore.engine.memory.journal import Journal
+from kvstore.engine.state import State
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
@@ -216,9 +217,14 @@ class Node:
         assert keys, "an offer of nothing"
         self.offered = self.offered | keys if offer.stored else self.offered - keys
 
+    @property
+    def state(self) -> State:
+        """What the engine holds. Tests reach into it here and nowhere else."""
+        return self.engine._state
+
     def _whole(self) -> set[tuple[Tier, str, SpaceId, bytes]]:
         """Blocks of which a tier holds every cell, each a layer and a head."""
-        state = self.engine._state
+        state = self.state
         cells: dict[tuple[Tier, str, SpaceId, bytes], set[tuple[int, int]]] = defaultdict(set)
         for tier, tenant, space, shard, key in self.told:
             cells[tier, tenant, space, key] |= {
@@ -246,7 +252,7 @@ class Node:
             self.told -= keys
 
     def _held(self) -> set[tuple[Tier, str, SpaceId, Shard, bytes]]:
-        residency = self.engine._state.residency
+        residency = self.state.residency
         rows = residency.table.used_rows()
         tiers = {Tier.DRAM: residency.words(rows) >= 0, Tier.FILE: residency.file[rows] != 0}
         return {
@@ -277,7 +283,7 @@ class Node:
     def be_quiet(self, rank: int) -> None:
         """A rank answers what it was asked last, once."""
         asked = self.last(rank, Quiesce).session
-        if self.engine._state.connections[ConnectionId(rank)].quiet_session < asked:
+        if self.state.connections[ConnectionId(rank)].quiet_session < asked:
             self.hear(rank, Quiet(asked))
 
     def last(self, connection: int, kind: type[M]) -> M:
@@ -293,7 +299,7 @@ class Node:
 
     def sizes(self) -> list[int]:
         """Slot sizes in use."""
-        return list(self.engine._state.slots.pools)
+        return list(self.state.slots.pools)
 
     def quarantined(self) -> int:
         return self.engine.tiers()[0].slots_quarantined

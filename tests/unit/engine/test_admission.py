@@ -55,7 +55,7 @@ def test_two_models_with_their_part_leave_each_other_alone() -> None:
     large = Peer(node, "large", space=space("large", layer_bytes=SLOT_BYTES_MIN))
     for number in range(100, 140):
         large.store(number)
-    slots = node.engine._state.slots
+    slots = node.state.slots
     by_size = {size: len(pool.slabs) for size, pool in slots.pools.items()}
     assert sorted(by_size.values()) == [2, 2]
     assert len(small.lease(1, 6, 7).slots) == 4 * 2, "the other model's churn took them"
@@ -66,7 +66,7 @@ def test_the_coldest_slab_of_a_model_that_left_goes_first() -> None:
     gone = Peer(node, "gone")
     for number in range(16):
         gone.store(number)
-    slots = node.engine._state.slots
+    slots = node.state.slots
     (pool,) = slots.pools.values()
     gone.hint(0, 1, 2, 3)
     coldest = slots.coldest_slab(pool)

@@ -107,7 +107,7 @@ def test_a_look_at_a_whole_column_is_seen() -> None:
     node, _ = attached(SLOTS)
     watch(node.engine)
     before = Watched.elements
-    np.count_nonzero(node.engine._state.slots.state)
+    np.count_nonzero(node.state.slots.state)
     assert Watched.elements - before >= SLOTS
 
 
@@ -136,7 +136,7 @@ def test_a_quiet_of_long_ago_frees_nothing_and_costs_nothing(session: int) -> No
     node.hear(peer.ranks[0], Quiet(session))
     assert peer.ranks[0] in node.hangups
     assert key(1)[:4].hex() not in node.blocks()
-    assert np.count_nonzero(node.engine._state.slots.writer) > 0
+    assert np.count_nonzero(node.state.slots.writer) > 0
 
 
 def test_an_answer_that_comes_after_the_next_question_is_no_answer() -> None:

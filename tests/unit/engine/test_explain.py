@@ -401,7 +401,7 @@ def test_a_tick_examines_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> No
         peer.lease(lease, 1, 2)
     left = []
     for _ in range(4):
-        left.append(len(node.engine._state.trail.findings._pending))
+        left.append(len(node.state.trail.findings._pending))
         node.tick()
     assert left == [3, 2, 1, 0]
 
@@ -457,7 +457,7 @@ def test_examined_after_its_engine_is_gone() -> None:
     peer = Peer(node)
     peer.lease(1, 1)
     node.end(peer.scheduler, *peer.ranks)
-    node.engine._state.residency.forget_unused_scopes(keep=set())
+    node.state.residency.forget_unused_scopes(keep=set())
     node.tick()
-    (finding,) = node.engine._state.trail.findings._by_lease.values()
+    (finding,) = node.state.trail.findings._by_lease.values()
     assert [row.reason for row in finding.rest] == [Reason.NEVER_STORED]

@@ -102,7 +102,7 @@ class Machine(CountedMachine):
         assert [r.first_block for r in ranges] == [
             sum(r.blocks for r in ranges[:i]) for i in range(len(ranges))
         ]
-        overwritten = self.node.engine._state.trail.tombstones.has_overwritten
+        overwritten = self.node.state.trail.tombstones.has_overwritten
         for told in ranges:
             for number in some[told.first_block : told.first_block + told.blocks]:
                 if told.reason in NOT_KNOWN:
@@ -117,7 +117,7 @@ class Machine(CountedMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "node"):
-            assert len(self.node.engine._state.trail.findings) <= FINDINGS
+            assert len(self.node.state.trail.findings) <= FINDINGS
             assert len(self.node.engine.explain.requests("", limit=100)) <= STORIES
             assert self.node.engine.explain.prefix("t", SPACE, key(1))
 

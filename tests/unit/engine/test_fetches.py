@@ -258,10 +258,10 @@ def test_a_fetch_that_never_ends_keeps_its_slots_and_nothing_else() -> None:
     node.end(peer.scheduler, *peer.ranks)
     for _ in range(100):
         node.tick(1000)
-    held = node.engine._state.slots.of_writer(-2)
-    assert node.engine._state.slots.slots_of(held).tolist() == fetch.slots.tolist()
+    held = node.state.slots.of_writer(-2)
+    assert node.state.slots.slots_of(held).tolist() == fetch.slots.tolist()
     node.arrive([False])
-    assert not len(node.engine._state.slots.of_writer(-2))
+    assert not len(node.state.slots.of_writer(-2))
 
 
 def test_it_comes_after_its_engine_has_gone() -> None:
@@ -439,7 +439,7 @@ def test_a_switched_off_space_is_neither_asked_for_nor_kept() -> None:
     node, peer = attached()
     peer.hint(1)
     node.locate(("far", 1))
-    node.engine._state.off["t", SPACE] = Off(None)
+    node.state.off["t", SPACE] = Off(None)
     node.arrive()
     assert node.blocks() == {}
     peer.hint(2)

@@ -122,7 +122,7 @@ def test_unused_scopes_are_forgotten_but_never_a_sessions(monkeypatch: pytest.Mo
         node.step(known(i, space=space))
         if i != 3:
             node.step(Clear(space, None))
-    assert len(node.engine._state.residency.scopes()) <= 8
+    assert len(node.state.residency.scopes()) <= 8
     idle.seal(1)
     assert node.blocks() == {short(3): "file", short(1): "dram"}
     assert node.step(Clear(SPACE, "t"))[-1] == Cleared(1)

@@ -172,7 +172,7 @@ class DiskMachine(CountedMachine):
     def bytes_arrive(self, read: ReadFile, *, good: bool) -> list[bool]:
         """What is on disk at the places asked for; the tier finds out whether it is the block."""
         verified = []
-        generations = self.node.engine._state.slots.generation
+        generations = self.node.state.slots.generation
         for at, slot in enumerate(read.slots.tolist()):
             location = int(np.frombuffer(read.locations, "<u8")[at])
             wanted = KEY_OF[read.keys[32 * at : 32 * at + 32]]
@@ -199,7 +199,7 @@ class DiskMachine(CountedMachine):
     @invariant()
     def consistent(self) -> None:
         self.node.engine.check()
-        held = (self.node.engine._state.slots.writer == -1).sum()
+        held = (self.node.state.slots.writer == -1).sum()
         assert held == sum(len(read.keys) // 32 for read in self.node.reads)
 
     def teardown(self) -> None:
@@ -214,7 +214,7 @@ class DiskMachine(CountedMachine):
         assert files._reads.moving_bytes == files.writes._jobs.moving_bytes == 0
         assert not files.writes._job_of_word.any()
         assert not files._reading.any()
-        assert not self.node.engine._state.slots.leases.any()
+        assert not self.node.state.slots.leases.any()
 
 
 def verify_machine(

@@ -50,8 +50,8 @@ def test_a_read_ends_though_its_scope_was_forgotten(monkeypatch: pytest.MonkeyPa
     node.step(Clear(None, None))
     for number in range(3):
         node.step(known(50 + number, space=SpaceId(bytes([number]) * 32)))
-    assert SPACE not in {space for _, space, _ in node.engine._state.residency.scopes()}
-    node.engine._state.off["u", SPACE] = Off(None)
+    assert SPACE not in {space for _, space, _ in node.state.residency.scopes()}
+    node.state.off["u", SPACE] = Off(None)
     node.step(FileRead(read.job, b"\x01"))
     assert node.engine.tiers()[0].blocks == 0
     assert len(node.engine._files.reading_words()) == 0
@@ -249,10 +249,10 @@ def test_a_late_read_frees_the_waiting_at_once_and_the_slots_when_it_ends() -> N
     node.be_late(read)
     assert (more(node, peer).slots, more(node, peer).promoting) == (b"", 0)
     assert node.engine.tiers()[0].slots_granted > 0
-    held = int((node.engine._state.slots.writer == -1).sum())
+    held = int((node.state.slots.writer == -1).sum())
     assert held == 1, "the kernel may still write there"
     node.answer(read)
-    assert int((node.engine._state.slots.writer == -1).sum()) == 0
+    assert int((node.state.slots.writer == -1).sum()) == 0
     assert node.blocks() == {short(1): "dram+file"}, "late, but good"
 
 
@@ -445,7 +445,7 @@ def test_of_two_places_the_later_written_one_counts() -> None:
     foreign = (1 << 63) + 5
     for at, expected in ((9, 9), (4, 9), (foreign, 9), (11, 11)):
         node.step(known(1, at=at))
-        assert node.engine._state.residency.file[0] == expected
+        assert node.state.residency.file[0] == expected
     node.step(known(2, at=foreign), known(2, at=foreign + 1), known(2, at=3))
     assert peer.hint(2) == [True]
     assert node.reads[-1].locations == places(3, 1)

@@ -191,7 +191,7 @@ def test_a_stamp_that_cannot_be_is_the_oldest(bit: int) -> None:
     reborn(node)
     Peer(node).seal(2, 3)
     assert len(node.blocks()) == 3
-    assert int(node.engine._state.slots.stamps.max()) < 2 * journal_module.STAMP_MAX
+    assert int(node.state.slots.stamps.max()) < 2 * journal_module.STAMP_MAX
 
 
 def test_much_that_cannot_be_read_is_no_journal() -> None:
@@ -327,12 +327,12 @@ def test_quotas_count_what_was_kept() -> None:
     quotas = (("e", 12 * SLOT_BYTES_MIN),)
     node = MortalNode(quotas=quotas)
     Peer(node).seal(1, 2)
-    held = node.engine._state.slots.quotas.held.tolist()
+    held = node.state.slots.quotas.held.tolist()
     reborn(node)
-    assert node.engine._state.slots.quotas.held.tolist() == held
+    assert node.state.slots.quotas.held.tolist() == held
     node.quotas = ["another"]
     reborn(node)
-    assert node.engine._state.slots.quotas.held.tolist() == [sum(held), 0]
+    assert node.state.slots.quotas.held.tolist() == [sum(held), 0]
 
 
 def test_a_block_on_disk_too_is_one_block() -> None:

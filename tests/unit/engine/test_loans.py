@@ -36,7 +36,7 @@ def test_nothing_is_lent_of_what_is_not_there_or_anothers() -> None:
     node, _ = stored(1)
     assert node.lend(1, 9).slots == b""
     assert node.lend(2, 1, tenant="u").slots == b""
-    node.engine._state.off["t", SPACE] = Off(None)
+    node.state.off["t", SPACE] = Off(None)
     assert node.lend(3, 1).slots == b""
     assert node.give_back(3) == []
 
@@ -202,7 +202,7 @@ def test_what_is_switched_off_while_it_is_read_is_not_lent() -> None:
     node, _ = stored(1)
     node.step(known(2))
     asked(node, 1, 1, 2)
-    node.engine._state.off["t", SPACE] = Off(None)
+    node.state.off["t", SPACE] = Off(None)
     node.read_all()
     (lent,) = answers(node, 1)
     assert lent.slots == b""

@@ -95,7 +95,7 @@ def test_a_key_named_twice_is_fine_in_a_hint_but_not_in_a_lease() -> None:
 
 def remaining(node: Node, writer: Peer, chain: range) -> list[bool]:
     """Fill the arena with other blocks until some of the chain is gone; what is left of it."""
-    state = node.engine._state.residency
+    state = node.state.residency
     scope = next(iter(state.scopes().values()))
     words = np.frombuffer(keys(*chain), dtype="<u8").reshape(-1, 4)
     number = 10_000

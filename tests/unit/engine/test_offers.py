@@ -38,27 +38,27 @@ def test_half_a_block_is_no_offer() -> None:
     peer = Peer(node, shards=HALVES)
     peer.store(1, 2)
     (first, second) = sorted(set(peer_scopes(node)))
-    residency = node.engine._state.residency
+    residency = node.state.residency
     words = residency.words(residency.rows_in({second}, 2))
-    node.engine._state.empty(words[:1], 0)
+    node.state.empty(words[:1], 0)
     node.tick()
     assert len(node.offered) == 1
-    node.engine._state.empty(residency.words(residency.rows_in({first}, 2)), 0)
+    node.state.empty(residency.words(residency.rows_in({first}, 2)), 0)
     node.tick()
     assert not node.offered
 
 
 def peer_scopes(node: Node) -> list[int]:
-    return list(node.engine._state.residency.scopes().values())
+    return list(node.state.residency.scopes().values())
 
 
 def test_a_block_that_two_kinds_of_engines_stored_stays_while_either_is_whole() -> None:
     node = Node()
     Peer(node, "one").store(1)
     Peer(node, "two", shards=HALVES).store(1)
-    residency = node.engine._state.residency
+    residency = node.state.residency
     whole = residency.scopes()[("t", next(iter(node.offered))[2], WHOLE)]
-    node.engine._state.empty(residency.words(residency.rows_in({whole}, 9)), 0)
+    node.state.empty(residency.words(residency.rows_in({whole}, 9)), 0)
     node.tick()
     assert len(node.offered) == 1
 
@@ -132,7 +132,7 @@ def test_whether_a_space_holds_anything_takes_no_look_at_the_rows(
     node = DiskNode()
     node.step(known(1))
     Peer(node, "other", tenant="u")
-    offers = node.engine._state.offers
+    offers = node.state.offers
     mine, none = (("t", SPACE), ("u", SPACE))
     with monkeypatch.context() as context:
         context.delattr(BlockTable, "used_scopes")

@@ -69,7 +69,7 @@ class PeersMachine(DiskMachine):
         if not self.node.fetches:
             return
         fetch = self.node.fetches.pop(pick % len(self.node.fetches))
-        generations = self.node.engine._state.slots.generation
+        generations = self.node.state.slots.generation
         flags, sums = [], b""
         for at, slot in enumerate(fetch.slots.tolist()):
             number = KEY_OF[fetch.keys[32 * at : 32 * at + 32]]
@@ -97,7 +97,7 @@ class PeersMachine(DiskMachine):
         lent = self.lent.pop(name)
         self.node.step(LoanReturned(*name))
         intact = self.node.loans_ended.pop().intact
-        generations = self.node.engine._state.slots.generation
+        generations = self.node.state.slots.generation
         for flag, slot, generation in zip(intact, *_places(lent), strict=len(intact) > 0):
             assert not flag or generations[slot // 16] == generation, "it did not stay"
 
@@ -130,7 +130,7 @@ class PeersMachine(DiskMachine):
     @invariant()
     def consistent(self) -> None:
         super().consistent()
-        held = (self.node.engine._state.slots.writer == -2).sum()
+        held = (self.node.state.slots.writer == -2).sum()
         assert held == sum(len(fetch.slots) for fetch in self.node.fetches)
 
     def teardown(self) -> None:

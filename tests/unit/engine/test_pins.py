@@ -32,11 +32,11 @@ def renew(peer: Peer, first: int, count: int) -> None:
 
 
 def pinned(node: Node) -> int:
-    return sum(node.engine._state.slots.quotas.pinned) // SLOT_BYTES_MIN
+    return sum(node.state.slots.quotas.pinned) // SLOT_BYTES_MIN
 
 
 def borrowed(node: Node) -> int:
-    accounts = node.engine._state.slots.pins.accounts
+    accounts = node.state.slots.pins.accounts
     return sum(sum(accounts[name].held) for name in accounts if name == ("node",)) // (
         SLOT_BYTES_MIN
     )
@@ -166,7 +166,7 @@ def test_who_may_pin_no_more_is_given_the_part_that_fits_and_explain_says_why() 
     peer = Peer(node)
     fill(peer, 0, 64)
     there = [number for number in range(64) if peer.hint(number) == [True]]
-    node.engine._state.slots.quotas.share[:] //= 2  # as if others pinned the rest
+    node.state.slots.quotas.share[:] //= 2  # as if others pinned the rest
     got = len(peer.lease(1, *there).slots) // 4
     assert 0 < got < len(there)
     assert not peer.lease(2, there[-1]).slots
@@ -224,7 +224,7 @@ def test_what_is_lent_of_a_promise_counts_for_it() -> None:
     engine = Peer(node)
     fill(engine, 0, 20)
     assert node.lend(1, 0, 1, 2).slots
-    assert SPACE in {space for _, space in node.engine._state.known}
+    assert SPACE in {space for _, space in node.state.known}
 
 
 def test_a_share_of_less_than_a_block_is_one_block() -> None:
@@ -243,7 +243,7 @@ def test_accounts_end_with_those_who_pin(kind: str) -> None:
     if kind == "node":
         node.lend(1, 1)
         node.step(PeerGone(1))
-    pins: Pins = node.engine._state.slots.pins
+    pins: Pins = node.state.slots.pins
     assert {name[0] for name in pins.accounts} == {"engine"}
     node.end(peer.scheduler)
     node.end(*peer.ranks)

@@ -24,7 +24,7 @@ def quotas(**slots: int) -> tuple[tuple[str, int], ...]:
 
 def held(node: Node, name: str) -> int:
     """Slots of the least size that a group has."""
-    table = node.engine._state.slots.quotas
+    table = node.state.slots.quotas
     return int(table.held[table.names.index(name)]) // SLOT_BYTES_MIN
 
 
@@ -182,7 +182,7 @@ def test_nobody_loses_his_share_to_others(
     promised: dict[str, int], steps: list[tuple[str, int, bool]], *, large: bool
 ) -> None:
     node = Node(slots=32, quotas=quotas(**promised))
-    table = node.engine._state.slots.quotas
+    table = node.state.slots.quotas
     make_room = Admission.make_room
 
     def watched(self: Admission, pool: Pool, wanted: int, active: set[int], asker: GroupId) -> None:

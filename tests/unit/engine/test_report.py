@@ -168,7 +168,7 @@ def looks(spaces: int) -> tuple[int, int]:
     node = Node(slots=64, credit_share=0.05, credit_blocks_max=1)
     for number in range(spaces):
         Peer(node, f"e{number}", epoch=str(number)).seal(number)
-    state = node.engine._state
+    state = node.state
     table, residency = state.residency.table, state.residency
     columns: list[tuple[Any, str]] = [
         (table, "scopes"),

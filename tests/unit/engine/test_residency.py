@@ -77,7 +77,7 @@ def test_a_clear_finds_what_took_rows_that_it_has_passed(monkeypatch: pytest.Mon
     node.step(known(*range(10)), known(*range(20, 30), space=OTHER, at=100))
     assert node.step(clear)[-1] == Cleared(4)
     node.step(known(40, 41, at=200))
-    residency = node.engine._state.residency
+    residency = node.state.residency
     rows = residency.find(residency.scope("t", SPACE, WHOLE), keys_array(keys(40, 41)))
     assert max(rows) < node.engine._clear_from, "they lie where the clear has been"
     assert [node.step(clear)[-1] for _ in range(3)] == [Cleared(4), Cleared(4), Cleared(0)]

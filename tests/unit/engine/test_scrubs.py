@@ -150,7 +150,7 @@ def test_blocks_of_a_space_that_nobody_has_named_are_left_out() -> None:
     node = Node()
     peer = Peer(node)
     peer.seal(1)
-    node.engine._state.known.clear()
+    node.state.known.clear()
     (look,) = listed(node)
     assert (len(look.slots), look.scopes) == (0, ())
     assert np.asarray(look.slots).dtype == np.uint32

@@ -324,7 +324,7 @@ def test_who_shares_what_is_counted_by_size(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Admission, "credit_target", spy)
     node.tick()
-    owners = node.engine._state.owners.values()
+    owners = node.state.owners.values()
     kinds = [set(owner.slot_sizes) for owner in owners]
     assert told == [
         (list(owner.slot_sizes), sum(bool(kind & mine) for kind in kinds))
@@ -346,7 +346,7 @@ def test_topping_up_looks_at_each_session_as_often_however_many_there_are() -> N
         node = Node(slots=64)
         for number in range(count):
             Peer(node, f"e{number}")
-        for owner in node.engine._state.owners.values():
+        for owner in node.state.owners.values():
             owner.slot_sizes = Sizes(owner.slot_sizes)
         Sizes.looks = 0
         node.tick()
@@ -459,7 +459,7 @@ def test_a_size_that_nobody_uses_any_more_gives_its_slabs_away() -> None:
         new.seal(number)
     assert new.hint(19) == [True]
     (size,) = node.sizes()
-    assert len(node.engine._state.slots.pools[size].slabs) == 4, "the other size is forgotten"
+    assert len(node.state.slots.pools[size].slabs) == 4, "the other size is forgotten"
 
 
 def test_two_sizes_in_use_each_keep_their_part() -> None:
@@ -468,7 +468,7 @@ def test_two_sizes_in_use_each_keep_their_part() -> None:
     for number in range(200, 260):
         small.seal(number)
         large.seal(number)
-    pools = [node.engine._state.slots.pools[size] for size in sorted(node.sizes())]
+    pools = [node.state.slots.pools[size] for size in sorted(node.sizes())]
     assert [len(pool.slabs) for pool in pools] == [4, 4]
     assert small.hint(259) == large.hint(259) == [True]
 
