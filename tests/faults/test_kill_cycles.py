@@ -39,12 +39,12 @@ def test_after_each_kill_bytes_are_right_and_nothing_is_left(tmp_path: Path) -> 
 
 def test_a_wrong_byte_is_seen(tmp_path: Path) -> None:
     with KillCycles(tmp_path, seed=1) as cycles:
-        engine = cycles._engines[0]
+        engine = cycles.engines[0]
         (key,) = make_keys(1)
         assert engine.store([key]) == 1
         leased = engine.lease([key])
         assert isinstance(leased, Leased)
-        with RawEngine(cycles._host.node.socket) as vandal:
+        with RawEngine(cycles.host.node.socket) as vandal:
             vandal.open()
             arena = vandal.ranks[0].arena
             assert arena is not None
@@ -56,19 +56,19 @@ def test_a_wrong_byte_is_seen(tmp_path: Path) -> None:
 def test_a_lease_that_stays_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kills, "P3_S", 0.2)
     with KillCycles(tmp_path, seed=1) as cycles:
-        cycles._wait_for_baseline()
-        engine = cycles._engines[0]
+        cycles.wait_for_baseline()
+        engine = cycles.engines[0]
         assert engine.store(make_keys(1)) == 1
         assert isinstance(engine.lease(make_keys(1)), Leased)
         with pytest.raises(AssertionError, match=r"leases is 1, not 0; slots_leased is 2, not 0"):
-            cycles._wait_for_baseline()
+            cycles.wait_for_baseline()
 
 
 def test_a_descriptor_that_stays_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kills, "P3_S", 0.2)
     with (
         KillCycles(tmp_path, seed=1) as cycles,
-        RawEngine(cycles._host.node.socket),
+        RawEngine(cycles.host.node.socket),
         pytest.raises(AssertionError, match="connections is 8, not 6; descriptors are"),
     ):
-        cycles._wait_for_baseline()
+        cycles.wait_for_baseline()

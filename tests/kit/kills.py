@@ -103,15 +103,15 @@ class KillCycles:
         self._keys: list[list[bytes]] = []
         """Of all batches, stored or not: whatever is read must be right."""
         with ExitStack() as stack:
-            self._host = Host(directory)
-            stack.callback(lambda: self._host.close())
+            self.host = Host(directory)
+            stack.callback(lambda: self.host.close())
             troupe = stack.enter_context(Troupe())
-            self._engines = [SplitEngine(troupe, name) for name in ("a", "b")]
-            for engine in self._engines:
-                engine.attach(self._host.node.socket)
+            self.engines = [SplitEngine(troupe, name) for name in ("a", "b")]
+            for engine in self.engines:
+                engine.attach(self.host.node.socket)
             self._baseline = self._learn_descriptors()
             for number in range(-OLD_BATCHES, 0):
-                self._store(self._engines[0], self._batch(number, "a"))
+                self._store(self.engines[0], self._batch(number, "a"))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -146,7 +146,7 @@ class KillCycles:
         plan = self.plan(number)
         self.tally.cycles += 1
         rng = random.Random(f"{self.seed} {number}")
-        engine, other = rng.sample(self._engines, 2)
+        engine, other = rng.sample(self.engines, 2)
         try:
             self._store(other, self._batch(number, "b"))
             match plan.point:
@@ -161,7 +161,7 @@ class KillCycles:
                 case _:
                     self._while_recovering(plan, engine, rng)
             self._mend(rng)
-            self._wait_for_baseline()
+            self.wait_for_baseline()
             self._read_back(rng)
         except (AssertionError, TimeoutError) as error:
             raise type(error)(
@@ -213,7 +213,7 @@ class KillCycles:
         if plan.victim in MEMBERS:
             # In part attached: its session is about to be made.
             engine.start_anew()
-            engine.introduce(self._host.node.socket, members=(0, rng.randint(1, engine.rank_count)))
+            engine.introduce(self.host.node.socket, members=(0, rng.randint(1, engine.rank_count)))
             self._strike(plan, engine, rng)
             return
         self._kill_twice(plan, rng.choice(("/store", "kvstore-arena")))
@@ -223,15 +223,15 @@ class KillCycles:
             first = rng.choice(Host.PARTS)
             self._kill(first, engine, rng)
             self.tally.kills[f"recovering first {first}"] += 1
-            self._host.restore()
-            engine.introduce(self._host.node.socket)
+            self.host.restore()
+            engine.introduce(self.host.node.socket)
             self._strike(plan, engine, rng)
             return
         self._kill_twice(plan, "/seg-")
 
     def _kill_twice(self, plan: Plan, mark: str) -> None:
         """So that there is a start, which is then killed."""
-        self._host.kill_while_starting(plan.victim, mark)
+        self.host.kill_while_starting(plan.victim, mark)
         self.tally.kills[f"{plan.point} first {plan.victim}"] += 1
         self.tally.kills[f"{plan.point} {plan.victim}"] += 1
 
@@ -261,34 +261,34 @@ class KillCycles:
                 for member in engine.members:
                     member.kill()
             case _:
-                self._host.kill(victim)
+                self.host.kill(victim)
 
     def _press(self, engine: SplitEngine) -> None:
         """The others store more than dram holds while this one's ranks are halted in a copy; under
         the next node process, if this one was killed and its memory was not."""
-        if not self._host.running:
+        if not self.host.running:
             return
-        self._host.restore()
-        for other in self._engines:
+        self.host.restore()
+        for other in self.engines:
             if other is not engine:
-                other.attach(self._host.node.socket)
+                other.attach(self.host.node.socket)
                 for name in range(PRESSURE):
                     other.store(self._batch(self.tally.cycles, f"pressure {name}"))
 
     def _mend(self, rng: random.Random) -> None:
         """Everybody is there again: what died alone is replaced, or its whole engine is."""
-        self._host.restore()
-        for engine in self._engines:
+        self.host.restore()
+        for engine in self.engines:
             if len(engine.alive) < len(engine.members):
                 if engine.alive and rng.random() < 0.5:
                     engine.replace_the_dead()
                 else:
                     engine.start_anew()
-            engine.attach(self._host.node.socket)
+            engine.attach(self.host.node.socket)
 
     # ── promises ─────────────────────────────────────────────────────────────────────────────────
 
-    def _wait_for_baseline(self) -> None:
+    def wait_for_baseline(self) -> None:
         begin = looked = time.monotonic()
         while found := self._leaks():
             now = time.monotonic()
@@ -301,15 +301,15 @@ class KillCycles:
 
     def _leaks(self) -> list[str]:
         """What differs from a node with two idle engines."""
-        known = [(engine, engine.scheduler.ask(Look())) for engine in self._engines]
+        known = [(engine, engine.scheduler.ask(Look())) for engine in self.engines]
         credits_ = sum(s.credits * e.rank_count for e, s in known if isinstance(s, State))
         try:
-            gauges = look(self._host.node)
+            gauges = look(self.host.node)
         except OSError as error:
             return [f"it does not answer: {error}"]
         wanted = {
-            "connections": sum(len(engine.members) for engine in self._engines),
-            "sessions": len(self._engines),
+            "connections": sum(len(engine.members) for engine in self.engines),
+            "sessions": len(self.engines),
             "leases": 0,
             "slots_granted": credits_,
             "slots_quarantined": 0,
@@ -321,12 +321,12 @@ class KillCycles:
             for name, value in wanted.items()
             if getattr(gauges, name) != value
         ]
-        if not self._host.knows_its_disk:
+        if not self.host.knows_its_disk:
             found.append(LOOKING)
         count, open_now = self._descriptors()
         if open_now != self._baseline.get(count):
             found.append(f"descriptors are {open_now}, not {self._baseline.get(count)}")
-        for engine in self._engines:
+        for engine in self.engines:
             found += [
                 f"process {member.pid} maps {count} memories of nodes"
                 for member in engine.members
@@ -344,7 +344,7 @@ class KillCycles:
             same = same + 1 if kinds == found.get(count) else 0
             found[count] = kinds
             if same >= STEADY_LOOKS and list(found) == [3]:
-                self._host.kill("node")  # it stood by before anybody looked; the next is to come
+                self.host.kill("node")  # it stood by before anybody looked; the next is to come
                 self._mend(random.Random(self.seed))
                 found, same = {}, 0
             threading.Event().wait(_POLL_S)
@@ -352,15 +352,15 @@ class KillCycles:
 
     def _descriptors(self) -> tuple[int, list[Counter[str]]]:
         """How many processes there are, and what two of them have open."""
-        kinds = descriptor_kinds(self._host.node, without=self._host.store)
-        return len(processes(self._host.node)), kinds
+        kinds = descriptor_kinds(self.host.node, without=self.host.store)
+        return len(processes(self.host.node)), kinds
 
     def _read_back(self, rng: random.Random) -> None:
         """The batches of this cycle, and an old one, by both engines."""
         old = self._keys[:-NEWEST]
         batches = self._keys[-NEWEST:] + rng.sample(old, min(1, len(old)))
         for keys in batches:
-            engine = rng.choice(self._engines)
+            engine = rng.choice(self.engines)
             self.tally.asked_blocks += len(keys)
             self.tally.verified_blocks += engine.verify(keys)
 

@@ -124,7 +124,7 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
         Stored(two.b, "eb").store(1)
         two.index.holders["b"] = 1
         looked: list[SlotId] = []
-        read, answer = two.a.borrower._read, two.b.lender.loan_ended
+        read, answer = two.a.read, two.b.lender.loan_ended
         late: set[asyncio.Task[None]] = set()
 
         def look(slot: SlotId, into: memoryview) -> None:
@@ -138,7 +138,7 @@ def test_blocks_are_verified_while_the_peer_is_asked_whether_they_stayed(
         def ended(command: LoanEnded) -> None:
             late.add(asyncio.get_running_loop().create_task(after_that(command)))
 
-        monkeypatch.setattr(two.a.borrower, "_read", look)
+        monkeypatch.setattr(two.a, "read", look)
         monkeypatch.setattr(two.b.lender, "loan_ended", ended)
         more = await two.lease(Stored(two.a, "ea"), 1, 1)
         assert more.from_peer == 1
@@ -186,11 +186,11 @@ def test_a_peer_that_is_gone_costs_a_miss_and_comes_back() -> None:
         two.index.holders["b"] = 1
         right = two.index.addresses["b"]
         two.index.addresses["b"] = "127.0.0.1:1"
-        await two.until(lambda: two.a.borrower._addresses["b"] == "127.0.0.1:1", "a knows")
+        await two.knows("b")
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
         two.index.addresses["b"] = right
-        await two.until(lambda: two.a.borrower._addresses["b"] == right, "a knows")
+        await two.knows("b")
         two.a.tick(60_000)
         assert (await two.lease(engine, 2, 1)).from_peer == 1
 
@@ -202,7 +202,7 @@ def test_somebody_else_at_the_address_is_not_read_from() -> None:
         Stored(two.b, "eb").store(1)
         two.index.addresses["c"] = two.index.addresses["b"]
         two.index.holders["c"] = 1
-        await two.until(lambda: "c" in two.a.borrower._addresses, "a knows c")
+        await two.knows("c")
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
         assert not any(isinstance(c, Lent) for c in two.b.asked)
@@ -335,7 +335,7 @@ def test_of_who_is_no_member_any_more_nothing_is_kept() -> None:
     async def body(two: Two) -> None:
         two.index.addresses["c"] = "127.0.0.1:1"
         two.index.holders["c"] = 1
-        await two.until(lambda: "c" in two.a.borrower._addresses, "a knows c")
+        await two.knows("c")
         engine = Stored(two.a, "ea")
         assert (await two.lease(engine, 1, 1)).slots == b""
         assert "node c" in two.a.borrower._told
@@ -414,7 +414,7 @@ def test_nonsense_is_hung_up_on_in_words(words: list[pb.Ask]) -> None:
 
 def test_too_many_asks_at_once_are_hung_up_on() -> None:
     async def body(two: Two) -> None:
-        two.b._handle = lambda command: None  # type: ignore[method-assign]
+        two.b.handle = lambda command: None  # type: ignore[method-assign]
         two.b.exchange._handle = lambda command: None  # type: ignore[union-attr]
         async with grpc.aio.insecure_channel(two.b.address) as channel:
             call = PeersStub(channel).Session()

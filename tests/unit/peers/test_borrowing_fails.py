@@ -107,7 +107,7 @@ def test_slots_stay_the_fetchs_until_the_transfer_has_ended() -> None:
         engine.hint(1)
         await two.until(lambda: any(isinstance(c, Lent) for c in two.b.asked), "b lends")
         two.a.end(engine.scheduler, *engine.ranks)
-        assert len(two.a.engine._state.slots.of_writer(-2)) == 1
+        assert len(two.a.state.slots.of_writer(-2)) == 1
         assert len(two.b.engine.leases()) == 1
         gate.set()
         await two.at_rest()

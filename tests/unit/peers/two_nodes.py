@@ -137,7 +137,7 @@ class Together(Node):
         self.borrower = Borrower(
             who=who,
             mover=self.mover,  # type: ignore[arg-type]
-            read=self.read,
+            read=lambda slot, into: self.read(slot, into),
             clock=MonotonicClock(),
             credentials=None,
         )
@@ -152,7 +152,7 @@ class Together(Node):
     async def serving(self) -> AsyncIterator[None]:
         """Reachable while the context lasts."""
         loop = asyncio.get_running_loop()
-        self.exchange = self.borrower.exchange = Exchange(loop, self._handle)
+        self.exchange = self.borrower.exchange = Exchange(loop, self.handle)
         self.lender = Lender(
             self.exchange,
             who=self._who,
@@ -178,7 +178,7 @@ class Together(Node):
         assert self.exchange is not None
         self.step(*self.exchange.read(0))
 
-    def _handle(self, command: PeerCommand) -> None:
+    def handle(self, command: PeerCommand) -> None:
         match command:
             case Locate():
                 self.borrower.locate(command)
@@ -270,9 +270,10 @@ class Two:
             await asyncio.sleep(0.01)
         pytest.fail(f"never: {what}")
 
-    async def known(self) -> None:
-        """a knows where b is."""
-        await self.until(lambda: "b" in self.a.borrower._addresses, "a knows b")
+    async def knows(self, node: str) -> None:
+        """a knows the address of a node, as the index has it now."""
+        address = self.index.addresses[node]
+        await self.until(lambda: self.a.borrower._addresses.get(node) == address, f"a knows {node}")
 
     async def lease(self, engine: Peer, lease: int, *numbers: int) -> LeaseMore:
         """Ask, and wait for the end of what comes."""
@@ -292,7 +293,7 @@ class Two:
         for node in (self.a, self.b):
             await self.until(lambda node=node: not node.engine.leases(), "no lease")  # type: ignore[misc]
             await self.until(
-                lambda node=node: not len(node.engine._state.slots.of_writer(-2)),  # type: ignore[misc]
+                lambda node=node: not len(node.state.slots.of_writer(-2)),  # type: ignore[misc]
                 "no slot is fetched into",
             )
 
@@ -310,7 +311,7 @@ def run(body: Body, **config: Any) -> None:
             for node in (a, b):
                 await stack.enter_async_context(node.serving())
             two = Two(a, b, index)
-            await two.known()
+            await two.knows("b")
             await body(two)
 
     asyncio.run(main())
