@@ -17,12 +17,13 @@ import pytest
 
 from kvstore.supervisor import control
 from kvstore.supervisor.child import Process, Spawned
+from kvstore.supervisor.kept import Kept
 from kvstore.supervisor.supervisor import LOOK_NS, STILL_LOOKS_MAX, Start, Supervisor
 from kvstore.supervisor.upgrade import SUFFIX, TAKEN, UpgradeReport
 
 
-class Inside:
-    """A supervisor and what its node process says, which does nothing of itself."""
+class Inside(Supervisor):
+    """A supervisor without its loop, and what its node process says, which does nothing itself."""
 
     def __init__(self, directory: Path) -> None:
         self.socket = directory / "node.sock"
@@ -36,7 +37,7 @@ class Inside:
         )
         self.children: list[subprocess.Popen[bytes]] = []
         self.ends: list[socket.socket] = []
-        self.supervisor = Supervisor(start, spawn=self.spawn)
+        super().__init__(start, spawn=self.spawn)
 
     def spawn(self) -> Spawned:
         ours, its = control.pair()
@@ -48,29 +49,53 @@ class Inside:
 
     @property
     def process(self) -> Process:
-        assert self.supervisor._process is not None
-        return self.supervisor._process
+        assert self._process is not None
+        return self._process
+
+    @property
+    def store(self) -> Kept:
+        return self._store
+
+    @property
+    def serves(self) -> bool:
+        return self._serves
+
+    def look(self, now_ns: int) -> None:
+        self._look(now_ns)
+
+    def ask_to_end(self) -> None:
+        self._end_process(self.process, 0)
+
+    def turn(self) -> int:
+        """What is ready is served; how much that was."""
+        ready = self._selector.select(0)
+        for key, _ in ready:
+            key.data()
+        return len(ready)
+
+    def wait_for_room(self) -> None:
+        self._time_passes(1 << 62)
 
     def serve(self) -> None:
         """A first process, until it serves."""
-        self.supervisor._begin_process()
+        self._begin_process()
         self.say(control.Prepared(control.CONTROL_VERSION, 1, "inside"), control.Begun())
         with open(os.devnull) as file:
             for name in ("arena", "journal"):
                 self.say(control.Keep(name), fd=file.fileno())
         self.say(control.Serving(control.Addresses(), blocks=0, size_bytes=0))
-        assert self.supervisor._serves
+        assert self.serves
 
     def say(self, *messages: control.Control, fd: int | None = None) -> None:
         """Something that the supervisor hears at once."""
         for message in messages:
             control.send(self.ends[-1], message, fd)
-        self.supervisor._hear(self.process)
+        self._hear(self.process)
 
     def close(self) -> None:
         for child in self.children:
             child.kill()
-        self.supervisor._close()
+        self._close()
         for child in self.children:
             child.communicate()
         for end in self.ends:
@@ -104,7 +129,7 @@ def test_a_rank_of_which_no_pidfd_can_be_had_costs_the_memory_and_nothing_else(
     inside: Inside, caplog: pytest.LogCaptureFixture
 ) -> None:
     inside.serve()
-    store, before = inside.supervisor._store, open_descriptors()
+    store, before = inside.store, open_descriptors()
     pidfd = os.pidfd_open(os.getpid())
     inside.say(control.Attached(1, b"hello"), fd=pidfd)
     assert list(store.writers) == [1]
@@ -118,7 +143,7 @@ def test_a_rank_of_which_no_pidfd_can_be_had_costs_the_memory_and_nothing_else(
     assert caplog.text.count("ends with its process; raise 'ulimit -n'") == 1
     inside.say(control.Released(2))
     assert inside.children[0].poll() is None, "this one goes on"
-    assert inside.supervisor._serves
+    assert inside.serves
 
 
 def test_a_process_whose_memory_cannot_be_held_is_ended(inside: Inside) -> None:
@@ -126,40 +151,32 @@ def test_a_process_whose_memory_cannot_be_held_is_ended(inside: Inside) -> None:
     with open(os.devnull) as file, no_room_for_descriptors():
         inside.say(control.Keep("arena"), fd=file.fileno())
     assert inside.children[0].wait(20) == -signal.SIGKILL
-    assert -1 not in inside.supervisor._store.memory.values()
+    assert -1 not in inside.store.memory.values()
 
 
 def test_the_heart_of_one_that_was_asked_to_end_may_stand_still(inside: Inside) -> None:
     inside.serve()
     process, looks = inside.process, range(1, 3 * STILL_LOOKS_MAX)
-    inside.supervisor._end_process(process, 0)
+    inside.ask_to_end()
     for look in looks:
-        inside.supervisor._look(look * LOOK_NS)
+        inside.look(look * LOOK_NS)
     assert not process.was_killed, "it has a deadline"
     process.was_killed = True  # as when that has passed
     for look in range(looks.stop, looks.stop + STILL_LOOKS_MAX - 1):
-        inside.supervisor._look(look * LOOK_NS)
+        inside.look(look * LOOK_NS)
     assert not process.hangs_told, "it has as long to be gone as any other"
-    inside.supervisor._look((looks.stop + STILL_LOOKS_MAX) * LOOK_NS)
+    inside.look((looks.stop + STILL_LOOKS_MAX) * LOOK_NS)
     assert process.hangs_told
 
 
 def test_who_asks_while_there_is_no_room_is_let_in_later(inside: Inside) -> None:
-    supervisor = inside.supervisor
-
-    def turn() -> int:
-        ready = supervisor._selector.select(0)
-        for key, _ in ready:
-            key.data()
-        return len(ready)
-
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
         asker.settimeout(20)
         asker.connect(str(inside.socket) + SUFFIX)
         with no_room_for_descriptors():
-            assert [turn(), turn()] == [1, 0], "it does not spin"
-        supervisor._time_passes(1 << 62)
-        assert turn() == 1
+            assert [inside.turn(), inside.turn()] == [1, 0], "it does not spin"
+        inside.wait_for_room()
+        assert inside.turn() == 1
         assert asker.recv(1000) == TAKEN
         answer = msgspec.json.decode(asker.recv(1000), type=UpgradeReport)
         assert "ask again when it serves" in answer.text
