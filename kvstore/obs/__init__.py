@@ -1,6 +1,6 @@
-"""What an operator sees: metrics, logs, explanations.
+"""Output for an operator: metrics, logs, times.
 
 metrics   every metric in one table: name with unit, labels, help
 logs      one line a record, and never a flood
-timings   how long things took
+timings   durations
 """

@@ -44,7 +44,7 @@ class RateLimit(logging.Filter):
 
 
 class OneLine(logging.Formatter):
-    """A record's message as one printable line: parts of it may be a peer's words."""
+    """A record's message as one printable line: parts of it may come from a peer."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, with everything but plain ASCII escaped."""
@@ -73,5 +73,5 @@ def say(name: str, text: str) -> None:
 
 
 def short(key: bytes) -> str:
-    """As much of a key or space as may be shown: 8 hex digits."""
+    """First 8 hex digits of a key or space: more is never shown."""
     return key[:4].hex()

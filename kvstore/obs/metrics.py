@@ -1,7 +1,7 @@
 """Every metric of kvstore, in one table: name with unit, labels, help.
 
 Nothing exports a number that is not listed here, and the documentation is made from the same rows.
-Covers names and families of the node. Does not cover: where the values come from
+Covers names and families of the node. Does not cover: sources of the values
 (`kvstore.node.pages`).
 """
 
@@ -195,7 +195,7 @@ INDEX_METRICS: Final = _rows(
         "index_calls_refused_total": "Calls refused because the caller had too many open.",
     }
 )
-"""Of a replica of the index, by itself or inside a node."""
+"""Metrics of a replica of the index, by itself or inside a node."""
 BY_NAME: Final = {metric.name: metric for metric in (*METRICS, *INDEX_METRICS)}
 
 Sample = tuple[Sequence[str], float]

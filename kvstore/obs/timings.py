@@ -1,4 +1,4 @@
-"""How long things took: counts by time, two to an octave, and percentiles out of them.
+"""Durations: counts by time, two to an octave, and percentiles out of them.
 
 Bounded memory and no locks: one thread adds. A percentile is at most 41 % above the true one, which
 is the width of a bucket. Does not cover: names and help of metrics (`metrics`).
@@ -14,12 +14,12 @@ from kvstore.units import NS_PER_S
 FIRST_NS: Final = 1000
 PER_OCTAVE: Final = 2
 BUCKETS: Final = 52
-"""Upper bounds from 1 µs on; the last is 67 s, and what takes longer counts as that."""
+"""Upper bounds from 1 µs on; the last is 67 s, and counts longer durations, too."""
 BOUNDS_NS: Final = tuple(round(FIRST_NS * 2 ** (n / PER_OCTAVE)) for n in range(BUCKETS))
 
 
 class Timings:
-    """Of one kind of thing."""
+    """Durations of one kind."""
 
     __slots__ = ("count", "counts", "size_bytes", "total_ns")
 
@@ -30,7 +30,7 @@ class Timings:
         self.size_bytes = 0
 
     def add(self, took_ns: int, size_bytes: int = 0) -> None:
-        """It took so long, for so much."""
+        """Count one duration, and the bytes moved in it."""
         at = math.ceil(math.log2(max(took_ns, FIRST_NS) / FIRST_NS) * PER_OCTAVE)
         self.counts[min(at, BUCKETS - 1)] += 1
         self.count += 1
@@ -38,7 +38,7 @@ class Timings:
         self.size_bytes += size_bytes
 
     def percentile_ns(self, percent: float) -> int:
-        """So many percent took no longer than this; 0: nothing was added."""
+        """Upper bound of the shortest `percent` of all; 0: nothing was added."""
         wanted, seen = math.ceil(self.count * percent / 100), 0
         for bound, count in zip(BOUNDS_NS, self.counts, strict=True):
             seen += count
@@ -48,5 +48,5 @@ class Timings:
 
     @property
     def bytes_per_s(self) -> int:
-        """While it was going on; 0: nothing was."""
+        """Rate over all durations; 0: nothing was added."""
         return int(self.size_bytes * NS_PER_S / self.total_ns) if self.total_ns else 0

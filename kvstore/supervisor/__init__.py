@@ -2,7 +2,7 @@
 
 begin, supervisor   from the command line to it; its loop
 child, restarts     one node process; when another is started, and when no more
-kept, control, handover   what it keeps; what the two tell each other; the other end
-listener, upgrade   the attach socket's files; asking for the code on disk
-installed           which code a process runs, and which is installed by now
+kept, control, handover   descriptors it keeps; messages between both; the node's end
+listener, upgrade   the attach socket's files; requests for the code on disk
+installed           code of this process, and code on disk
 """

@@ -1,4 +1,4 @@
-"""From the command line to the supervisor: what is passed on, and how this process becomes it."""
+"""From the command line to the supervisor: settings passed on, and the exec of this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.supervisor.supervisor import Start
 
 
 def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
-    """What a supervisor needs to know."""
+    """Input of a supervisor."""
     return Start(
         settings=settings,
         socket=str(config.socket),
@@ -26,11 +26,11 @@ def start_of(config: NodeConfig, settings: dict[str, Any]) -> Start:
 
 
 def supervise(config: NodeConfig, settings: dict[str, Any]) -> NoReturn:
-    """Become the supervisor of a node: a process that needs little of what is loaded here."""
+    """Become the supervisor of a node: a process with few of the modules loaded here."""
     fd = os.memfd_create("kvstore-start", 0)
     os.write(fd, msgspec.json.encode(start_of(config, settings)))
     os.lseek(fd, 0, os.SEEK_SET)
-    # What was asked for follows, for people who look at the processes of a machine.
+    # The command line follows, for readers of a process list.
     command = ["-P", "-m", "kvstore.supervisor.supervisor", str(fd), *sys.argv[1:]]
     sys.stdout.flush()
     try:

@@ -1,6 +1,6 @@
 """One node process, as its supervisor sees it: started, signalled, and closed once it is gone.
 
-Does not cover: what it is told and asked (`supervisor`).
+Does not cover: messages to and from it (`supervisor`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.supervisor import control
 
 
 class Spawned(NamedTuple):
-    """A process of which only the supervisor's end is told."""
+    """A process, as its supervisor got it."""
 
     pid: int
     wait: Callable[[], int]
@@ -30,7 +30,7 @@ class Spawned(NamedTuple):
 
 def spawn_process(program: Sequence[str] = ("-P", "-m", "kvstore.node.process")) -> Spawned:
     """The code on disk as a process of its own, out of reach of the terminal's signals. `program`:
-    what Python runs, followed by a descriptor and our pid."""
+    arguments of Python, before a descriptor and our pid."""
     ours, its = control.pair()
     with its:
         fd = its.fileno()
@@ -54,10 +54,10 @@ class Process:
         self.prepared: control.Prepared | None = None
         self.serving_since_ns = 0
         self.deadline_ns = 0
-        """By when it must answer, serve, or be gone; 0: whenever."""
+        """Limit for its answer, service or end; 0: none."""
         self.has_begun = self.asked_to_end = self.was_killed = self.hangs_told = False
         self.disk_hangs = False
-        """As it told last."""
+        """Its last report."""
 
     @property
     def is_mute(self) -> bool:
@@ -65,10 +65,10 @@ class Process:
         return self.was_killed and self.prepared is not None and not self.has_begun
 
     def was_a_life(self, status: int) -> bool:
-        """Whether the one after it must differ from it in generations and numbers of connections.
+        """Whether the next process must differ from it in generations and numbers of connections.
 
-        Whoever did not come to serve gave nobody any; of those that are mute or say why they cannot
-        start there may be more than there are numbers."""
+        A process that never served has given out none; mute ones and refused starts may outnumber
+        the numbers."""
         never_served = self.is_mute or status == control.EXIT_REFUSED
         return self.serving_since_ns != 0 or not never_served
 

@@ -2,17 +2,17 @@
 
     supervisor                               node process
       │◀─────────────────────── Prepared ──────│   the code is loaded; nothing is touched yet
-      │── Held + fd, … Writer + pidfd, … ──────▶│   what outlived the process before it
+      │── Held + fd, … Writer + pidfd, … ──────▶│   memory and ranks of the process before
       │── Begin + listening socket ────────────▶│
-      │◀── Begun ──────────────────────────────│   it has heard all
+      │◀── Begun ──────────────────────────────│   everything received
       │◀── Page + fd ──────────────────────────│   the old generation page is void now …
       │── PageTaken ───────────────────────────▶│   … and the new one may be sealed
       │◀── Keep + fd, … ───────────────────────│   arena, journal: to be held from now on
       │◀── Serving ────────────────────────────│
       │◀── Attached + pidfd, Released, … ──────│   ranks, before anything is granted to them
 
-What was sent is received, even if its sender is killed at once. Covers: the messages, sending and
-receiving one. Does not cover: what follows from them (`supervisor`, `handover`).
+A sent message arrives even if its sender is killed at once. Covers: the messages, sending and
+receiving one. Does not cover: their effects (`supervisor`, `handover`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 CONTROL_VERSION: Final = 2
-"""A supervisor stays as it was started: code of another version cannot serve under it."""
+"""Code of another version cannot serve under a running supervisor."""
 METRICS, STORE = "metrics", "store"
 PLACES: Final = frozenset({METRICS, STORE})
-"""Held whatever becomes of the memory: a listening socket and a lock that nobody else is to get
+"""Held even when memory is dropped: a listening socket and a lock that no other program is to get
 while one process follows another."""
 EXIT_REFUSED: Final = 2
-"""Status of a process that cannot start here and has said why: a port, a directory, a flag."""
+"""Status of a process that cannot start and has logged why: a port, a directory, a flag."""
 DATAGRAM_BYTES_MAX: Final = 64 << 10
 """With room for the longest Hello of a rank (`wire.messages.HELLO_BYTES_MAX`)."""
 BUFFER_BYTES: Final = 1 << 20
@@ -48,12 +48,12 @@ class Prepared(Control, frozen=True):
 
     control: int
     layout: int
-    """Of the journal that it understands."""
+    """Layout of its journal."""
     version: str
 
 
 class Held(Control, frozen=True):
-    """Memory or a place that an earlier process left. With its descriptor."""
+    """Memory or a place of an earlier process. With its descriptor."""
 
     name: str
 
@@ -67,7 +67,7 @@ class RegisteredWriter(Control, tag="Writer", frozen=True):
 
 
 class Addresses(Control, tag="Places", frozen=True):
-    """Where a node can be reached, as the kernel chose when the operator left it open."""
+    """Ports and endpoints of a node, chosen by the kernel where the operator left them open."""
 
     metrics_port: int = 0
     events: str = ""
@@ -77,27 +77,26 @@ class Addresses(Control, tag="Places", frozen=True):
 
 
 class BeginServing(Control, tag="Begin", frozen=True):
-    """All is there. With the listening attach socket."""
+    """End of the hand-over. With the listening attach socket."""
 
     settings: dict[str, Any]
-    """As `config.load_config` takes them."""
+    """Input of `config.load_config`."""
     dram_bytes: int
     dram_note: str
     life: int
-    """How many processes there were before this one, those left out that did not come to serve and
-    had said why (they have given nobody anything): 0 is the first."""
+    """Number of earlier processes, without refused starts that never served (they have given out no
+    generation): 0 is the first."""
     died_ns: int
-    """When the one before ended, on the monotonic clock; 0: there was none."""
+    """End of the previous process, on the monotonic clock; 0: none."""
     places: Addresses
 
 
 class Begun(Control, frozen=True):
-    """It goes on from there: a process that stood by too long, swapped out say, may take its time
-    to say so."""
+    """The process goes on: the limit for a standby that was swapped out ends here."""
 
 
 class DiskHangs(Control, frozen=True):
-    """Whether the file tier's disk does not answer: a process that waits for it cannot end."""
+    """Whether the disk tier hangs: a process that waits for it cannot end."""
 
     hangs: bool
 
@@ -111,13 +110,13 @@ class PageTaken(Control, frozen=True):
 
 
 class Keep(Control, frozen=True):
-    """Memory or a place to hold, instead of what had this name. With its descriptor."""
+    """Memory or a place to hold, in place of an older one of this name. With its descriptor."""
 
     name: str
 
 
 class DropKept(Control, tag="Drop", frozen=True):
-    """None of what an earlier process left is of any use: let go of it, writers included."""
+    """Memory of earlier processes is of no use: drop it, writers included."""
 
 
 class Serving(Control, frozen=True):
@@ -125,7 +124,7 @@ class Serving(Control, frozen=True):
 
     places: Addresses
     blocks: int
-    """In memory, taken over."""
+    """Blocks in memory taken over."""
     size_bytes: int
 
 
@@ -159,7 +158,7 @@ class DescriptorLost(OSError):
 
 
 def lost_a_rank(error: Exception) -> bool:
-    """Whether it was the pidfd of a rank."""
+    """Whether the lost descriptor was the pidfd of a rank."""
     return isinstance(error, DescriptorLost) and isinstance(error.message, Attached)
 
 
@@ -190,7 +189,7 @@ def receive(
 
     Raises:
         OSError: DescriptorLost among them.
-        msgspec.DecodeError: it is none of these messages, or too long for one.
+        msgspec.DecodeError: not one of these messages, or too long for one.
     """
     data, ancillary, received, _ = sock.recvmsg(
         DATAGRAM_BYTES_MAX, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC

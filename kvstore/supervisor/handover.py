@@ -1,7 +1,7 @@
-"""The node process's end of its supervisor: what it is given, and what it gives to be held.
+"""The node process's end of its supervisor: descriptors received, and descriptors to be held.
 
 Covers: the messages of a start in order, the end of the supervisor, pidfds of ranks. Does not
-cover: what is made of it (`node`), the messages (`control`).
+cover: their use (`node`), the messages (`control`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class SupervisorGone(Exception):
 
 
 class Handover:
-    """What a node process begins with. Use as a context."""
+    """State of a node process at its start. Use as a context."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Say that the code is loaded, and wait for what there is.
+        """Report that the code is loaded, and receive the hand-over.
 
         Raises:
-            SupervisorGone: it ended.
+            SupervisorGone: the supervisor ended.
         """
         self._socket = sock
         self._unsaid: deque[int] = deque()
-        """Ranks that were released while the supervisor did not read."""
+        """Ranks released while the supervisor did not read."""
         self.memory: dict[str, int] = {}
-        """Descriptors of what an earlier process left; whoever takes one closes it."""
+        """Descriptors of an earlier process's memory; the code that takes one closes it."""
         self.places: dict[str, int] = {}
-        """The same of `control.PLACES`."""
+        """Descriptors of `control.PLACES`."""
         self.writers: list[tuple[control.RegisteredWriter, int]] = []
         """Ranks of earlier processes, with their pidfds."""
         self.code = LoadedCode()
@@ -76,25 +76,25 @@ class Handover:
     # ── at a start ───────────────────────────────────────────────────────────────────────────────
 
     def forget(self) -> None:
-        """Close what nobody took."""
+        """Close descriptors that were not taken."""
         for fd in (*self.memory.values(), *(fd for _, fd in self.writers)):
             os.close(fd)
         self.memory.clear()
         self.writers.clear()
 
     def drop(self) -> None:
-        """None of what an earlier process left is of use."""
+        """Memory of earlier processes is of no use."""
         self.forget()
         self._say(control.DropKept())
 
     def share_page(self, fd: int) -> None:
-        """Have the old generation page made void, and this one held. Raises SupervisorGone."""
+        """Void the old generation page, and have this one held. Raises SupervisorGone."""
         self._say(control.GenerationPage(), fd)
         answer, _ = self._hear()
         assert isinstance(answer, control.PageTaken), answer
 
     def keep(self, name: str, fd: int) -> None:
-        """Have this held for the next process."""
+        """Have a descriptor held for the next process."""
         self._say(control.Keep(name), fd)
 
     def serving(self, serving: control.Serving) -> None:
@@ -119,12 +119,12 @@ class Handover:
     # ── while serving: never waits ───────────────────────────────────────────────────────────────
 
     def fileno(self) -> int:
-        """Readable when the supervisor has ended: it has nothing more to say."""
+        """Readable when the supervisor has ended: no more messages follow."""
         return self._socket.fileno()
 
     def attached(self, number: int, hello: bytes, pidfd: int) -> bool:
-        """Have this rank remembered, and its end heard of, beyond this process. False: it cannot
-        be, so nothing may be granted to it."""
+        """Have this rank's pidfd held beyond this process. False: impossible, so nothing may be
+        granted to it."""
         try:
             message = control.Attached(number, hello)
             control.send(self._socket, message, pidfd, flags=socket.MSG_DONTWAIT)
@@ -133,13 +133,13 @@ class Handover:
         return True
 
     def disk_hangs(self, hangs: bool) -> None:
-        """The file tier's disk does not answer, or does again."""
+        """The disk tier hangs, or answers again."""
         # Unsaid, an upgrade ends this process as it would without.
         with contextlib.suppress(OSError):
             control.send(self._socket, control.DiskHangs(hangs), flags=socket.MSG_DONTWAIT)
 
     def released(self, number: int) -> None:
-        """Nothing depends on this rank any more."""
+        """No slot depends on this rank any more."""
         self._unsaid.append(number)
         try:
             while self._unsaid:

@@ -1,7 +1,7 @@
-"""Which code a process runs, and which is installed by now: a package that was replaced changes no
-process that runs, nor the one that stands by.
+"""Code of this process, and code on disk: replacing a package changes no running process, nor the
+standby.
 
-Covers: telling both apart. Does not cover: changing over (`supervisor`, `kvstore upgrade`).
+Covers: comparing both. Does not cover: changing over (`supervisor`, `kvstore upgrade`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Code(NamedTuple):
 
     version: str
     build: str
-    """Of its files: two builds may have one version."""
+    """Digest of its files: two builds may have one version."""
 
 
 def installed_code() -> Code | None:
-    """What is on disk now; None while it is being replaced."""
+    """The package on disk; None while it is being replaced."""
     try:
         found = distribution(DISTRIBUTION)
         record = found.read_text("RECORD") or ""
@@ -35,7 +35,7 @@ def installed_code() -> Code | None:
 
 
 class LoadedCode:
-    """The code of this process. Make it when the code has been loaded."""
+    """The code of this process. Created when the code has been loaded."""
 
     def __init__(self) -> None:
         try:
@@ -61,11 +61,11 @@ class LoadedCode:
             other = f"another build of {other}"
         return (
             f"{other} is installed, and this process runs kvstore {self.version}, which it loaded"
-            " before: 'kvstore upgrade' has the node run what is installed"
+            " before: 'kvstore upgrade' has the node run the installed one"
         )
 
     def _look(self) -> int:
-        """Another number when something was installed or removed beside this package."""
+        """A number that changes with every installation beside this package."""
         try:
             return self._site.stat().st_mtime_ns
         except OSError:

@@ -1,5 +1,5 @@
-"""What a supervisor keeps for the next node process: descriptors of memory, pidfds of ranks, and
-places (`control.PLACES`).
+"""Descriptors that a supervisor keeps for the next node process: memory, pidfds of ranks, places
+(`control.PLACES`).
 
 Covers: holding, letting go, and making a generation page void. Does not cover: when (`supervisor`).
 """
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Kept:
-    """What outlives a node process: memory, pidfds and places."""
+    """State beyond a node process: memory, pidfds and places."""
 
     def __init__(self) -> None:
         self.memory: dict[str, int] = {}
@@ -35,21 +35,21 @@ class Kept:
             os.close(old)
 
     def held(self) -> dict[str, int]:
-        """All that has a name."""
+        """Memory and places by name."""
         return self.memory | self.places
 
     def attached(self, number: int, hello: bytes, pidfd: int) -> None:
         if self.memory:
             self.writers[number] = hello, pidfd
-        else:  # no other process will have what this rank writes to
+        else:  # no later process gets the memory that this rank writes to
             os.close(pidfd)
 
     def cannot_keep_a_writer(self) -> None:
-        """Whoever had this memory next would reuse what that rank may write to: nobody has it."""
+        """The next process could reuse slots that this rank may write to: drop the memory."""
         if self.memory:
             _log.error(
                 "too many open files, or too little memory, to remember a rank: the node goes on,"
-                " but what is in its memory ends with its process; raise 'ulimit -n'"
+                " but its memory ends with its process; raise 'ulimit -n'"
             )
         self.drop()
 
@@ -69,14 +69,14 @@ class Kept:
         return self._page[_HEARTBEAT] if self._page is not None else b""
 
     def drop(self) -> None:
-        """Let go of memory and writers; readers of the page are told when there is another."""
+        """Close memory and writers; the old page becomes void with the next one."""
         for fd in (*self.memory.values(), *(fd for _, fd in self.writers.values())):
             os.close(fd)
         self.memory.clear()
         self.writers.clear()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close every descriptor."""
         self.drop()
         for fd in self.places.values():
             os.close(fd)

@@ -1,7 +1,7 @@
 """The attach socket's files: taken over from a dead node, never from a living one.
 
-Covers: directory, lock file, socket file, their modes, and their removal. Does not cover: who may
-come in (`kvstore.node.attach`).
+Covers: directory, lock file, socket file, their modes, and their removal. Does not cover: access
+control (`kvstore.node.attach`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Final
 from kvstore.errors import ConfigError
 
 INSPECT_SUFFIX: Final = ".rpc"
-"""The node process makes that socket; one that was killed leaves it."""
+"""Suffix of a socket of the node process, which a killed one leaves behind."""
 
 _log = logging.getLogger(__name__)
 
 
 class Door:
-    """A listening attach socket, made here or given: its files are another's then."""
+    """A listening attach socket, made here or given; files of a given one belong to its maker."""
 
     def __init__(self, path: Path, sock: socket.socket) -> None:
         self.path = path
@@ -44,15 +44,15 @@ class Door:
         return self._file is not None and os.path.samestat(found, self._file)
 
     def close(self) -> None:
-        """Accept nobody any more. Idempotent."""
+        """Stop accepting. Idempotent."""
         self.socket.close()
 
 
 class Listener(Door):
     """The listening socket and the files that belong to it.
 
-    A lock file beside it tells a living node from a socket file that a dead one left behind;
-    connecting to find out would look like an engine to a living node.
+    A lock file beside it distinguishes a living node from the socket file of a dead one; a
+    connection for that would look like an engine to a living node.
     """
 
     def __init__(self, path: Path, *, others_may_connect: bool) -> None:
@@ -75,26 +75,14 @@ class Listener(Door):
                 "other users may replace files in %s: choose another --socket, or chmod o-w",
                 path.parent,
             )
-        self._lock_fd = _lock(path.with_name(path.name + ".lock"), path)
-        sock = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
-        super().__init__(path, sock)
+        self._lock_path = path.with_name(path.name + ".lock")
+        self._lock_fd = _lock(self._lock_path, path)
         try:
-            remove_socket_file(path)
-            # The mode is set before anyone can connect: until listen() nobody can.
-            self.socket.bind(os.fspath(path))
-            path.chmod(0o666 if others_may_connect else 0o600)
-            self.socket.listen(128)
-            self._file = os.stat(path)
-        except OSError as error:
-            self._give_up()
-            raise ConfigError(
-                f"socket {path} cannot be made: {error.strerror}; choose another --socket"
-            ) from None
+            sock = listening_socket(path, mode=0o666 if others_may_connect else 0o600, backlog=128)
         except ConfigError:
-            self._give_up()
+            self._unlock()
             raise
+        super().__init__(path, sock)
 
     def close(self) -> None:
         """Stop listening and remove the files. Idempotent."""
@@ -104,24 +92,46 @@ class Listener(Door):
         for path in (self.path, *([left] if left.is_socket() else ())):
             with contextlib.suppress(OSError):
                 path.unlink()
-        self._give_up()
-
-    def _give_up(self) -> None:
-        """Close the socket, and remove the lock file before others can have the lock."""
         self.socket.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Remove the lock file before others can have the lock."""
         with contextlib.suppress(OSError):
-            self.path.with_name(self.path.name + ".lock").unlink()
+            self._lock_path.unlink()
         os.close(self._lock_fd)
 
 
+def listening_socket(path: Path, *, mode: int, backlog: int) -> socket.socket:
+    """In the place of a dead node's.
+
+    Raises:
+        ConfigError: another file is in its place, or it cannot be made.
+    """
+    remove_socket_file(path)
+    kind = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    sock = socket.socket(socket.AF_UNIX, kind)
+    try:
+        # The mode is set before anyone can connect: until listen() nobody can.
+        sock.bind(os.fspath(path))
+        path.chmod(mode)
+        sock.listen(backlog)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"socket {path} cannot be made: {error.strerror}; choose another --socket"
+        ) from None
+    return sock
+
+
 def _others_may_replace(directory: Path) -> bool:
-    """Whether any user may put a file of theirs in the place of ours."""
+    """Whether any user may replace files in it."""
     mode = directory.stat().st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def remove_socket_file(path: Path) -> None:
-    """Remove what a dead node left. Raises ConfigError when it is something else."""
+    """Remove the socket of a dead node. Raises ConfigError when another file is in its place."""
     refuse_what_is_not_ours(path, option="--socket")
     try:
         path.unlink(missing_ok=True)
@@ -130,10 +140,10 @@ def remove_socket_file(path: Path) -> None:
 
 
 def refuse_what_is_not_ours(path: Path, *, option: str) -> None:
-    """A socket may take the place of nothing, or of a socket on which nobody listens.
+    """A socket may only replace a socket without a listener.
 
     Raises:
-        ConfigError: there is something else; names the option to change.
+        ConfigError: another file is in its place; names the option to change.
     """
     try:
         if not path.is_socket():
@@ -142,8 +152,8 @@ def refuse_what_is_not_ours(path: Path, *, option: str) -> None:
             return
     except PermissionError:
         raise ConfigError(f"{path} belongs to another user: choose another {option}") from None
-    # A datagram socket tells living ones of every kind from dead ones, and connects to neither
-    # streams nor packets.
+    # A datagram socket distinguishes living sockets of every kind from dead ones, and connects to
+    # neither streams nor packets.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         answer = probe.connect_ex(str(path))
     if answer not in (errno.ECONNREFUSED, errno.ENOENT):

@@ -4,15 +4,15 @@
                              ├── node process: everything else (`process`, `handover`, `node`)
              └── standby: a node process that has loaded its code and waits
 
-It knows no layout and touches no block. What it holds it was given by a node process, and gives it
-to the next. Before that one may reuse a slot, the generation page of the one before is made void,
-so that whoever still reads under it throws his copy away; nobody but this process could.
+The supervisor has no layout and touches no block. Descriptors come from a node process and go to
+the next. Before that one may reuse a slot, the generation page of the previous one is made void, so
+that readers still under it drop their copies; no other process could do that.
 
-It is what signals are sent to, and its exit status is the node's. It ends the node with it: in good
-order when it is asked to, at once when it is killed. Few imports: it lives as long as the memory.
+Signals are sent to the supervisor, and its exit status is the node's. The node ends with it: in
+good order on a signal, at once when it is killed. Few imports: it lives as long as the memory.
 
-Loading the code takes longer than everything else of a restart together, so one process has done it
-ahead of need. That one has the code of its start: an upgrade throws it away for a new one, which
+Loading the code takes longer than everything else of a restart together, so a standby has done it
+ahead of need. The standby has the code of its start: an upgrade replaces it by a new one, which
 takes over once it is ready.
 
 Covers: when processes begin and end, descriptors, upgrades. Does not cover: how often is too often
@@ -49,27 +49,27 @@ from kvstore.units import NS_PER_S, format_size
 EXIT_GAVE_UP: Final = 70
 """EX_SOFTWARE: a bug of ours; a pod or unit may start the node again."""
 STOP_LIMIT_NS: Final = 12 * NS_PER_S
-"""For an orderly end, file tier included."""
+"""For an orderly end, disk tier included."""
 START_LIMIT_NS: Final = 60 * NS_PER_S
-"""For a later process until it serves; the first one may take its time."""
+"""For a later process until it serves; the first one has no limit."""
 ANSWER_LIMIT_NS: Final = 5 * NS_PER_S
-"""For one that stood by, from its turn until it says its first word."""
+"""For a standby, from its turn to its `Begun`."""
 STANDBY_AFTER_NS: Final = 2 * NS_PER_S
-"""So long a process serves before another is loaded: a start has better things to do."""
+"""Service of a process before its standby is loaded: a start has better things to do."""
 LOOK_NS: Final = NS_PER_S
 STILL_LOOKS_MAX: Final = 10
-"""Looks at a heartbeat that stands still. Looks, not seconds: while the machine is suspended, or
-this process is stopped with its node, nobody looks."""
+"""Looks at an unchanged heartbeat. Looks, not seconds: there are none while the machine is
+suspended, or this process is stopped with its node."""
 
 HANGS: Final = (
-    "the disk of the disk tier hangs, and a process that waits for it cannot be ended: the node"
-    " goes on as it was; ask again when /healthz says ok"
+    "the disk tier hangs, and a process that waits for it cannot be ended: the node goes on as it"
+    " was; ask again when /healthz says ok"
 )
 _log = logging.getLogger("kvstore.supervisor.supervisor")
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What the command line hands over: checked already."""
+    """Settings from the command line: checked already."""
 
     settings: dict[str, Any]
     socket: str
@@ -83,23 +83,23 @@ class Supervisor:
     """One node, until `run` returns its exit status."""
 
     def __init__(self, start: Start, *, spawn: Callable[[], Spawned] = spawn_process) -> None:
-        """Take the sockets.
+        """Make the sockets.
 
         Raises:
-            ConfigError: they cannot be had.
+            ConfigError: impossible.
         """
         self._start, self._spawn = start, spawn
         self._selector = selectors.DefaultSelector()
         self._store = Kept()
         self._restarts, self._standby_restarts = Restarts(), Restarts()
         self._processes: set[Process] = set()
-        """All that have not ended."""
+        """All living ones."""
         self._process: Process | None = None
         self._standby: Process | None = None
-        """Takes over when the other is gone."""
+        """Takes over when the process has ended."""
         self._upgrading = False
         self._begin_at_ns = 0
-        """When to begin another process; 0: not now."""
+        """Time to begin another process; 0: not now."""
         self._standby_at_ns = 0
         self._places = control.Addresses()
         self._life = 0
@@ -109,7 +109,7 @@ class Supervisor:
         self._exit_code: int | None = None
         self._look_ns, self._beat, self._still = 0, b"", 0
         self._beat_ns = 0
-        """When the heartbeat was seen to beat last."""
+        """Time of the last look at which the heartbeat had changed."""
         self._listener = Listener(Path(start.socket), others_may_connect=start.others_may_connect)
         try:
             self._door = UpgradeDoor(Path(start.socket), self._upgrade)
@@ -184,7 +184,7 @@ class Supervisor:
                 self._standby_at_ns = now_ns + START_LIMIT_NS
 
     def _look(self, now_ns: int) -> None:
-        """At the heartbeat. A look that comes late does not count: we were stopped ourselves."""
+        """At the heartbeat. A late look does not count: this process was stopped itself."""
         beat, in_time = self._store.heartbeat(), now_ns - self._look_ns < 3 * LOOK_NS
         stands = beat == self._beat and in_time
         self._still = self._still + 1 if stands else 0
@@ -204,7 +204,7 @@ class Supervisor:
             process.hangs_told = True
             _log.error(
                 "process %d was killed and does not end: it hangs in the kernel, most likely in"
-                " I/O to the disk of the disk tier; another begins when it is gone",
+                " I/O of the disk tier; another begins when it is gone",
                 process.spawned.pid,
             )
 
@@ -216,7 +216,7 @@ class Supervisor:
 
     @staticmethod
     def _end_process(process: Process, now_ns: int) -> None:
-        """Ask it once to end; it is killed when it takes too long."""
+        """Send SIGTERM once; a process that takes too long is killed."""
         if not process.asked_to_end:
             process.asked_to_end = True
             process.deadline_ns = now_ns + STOP_LIMIT_NS
@@ -230,7 +230,7 @@ class Supervisor:
         return self._process is not None and self._process.serving_since_ns != 0
 
     def _new_process(self) -> Process | None:
-        """None: the machine has no room for one."""
+        """None: no room on the machine."""
         try:
             process = Process(self._spawn())
         except OSError as error:
@@ -256,7 +256,7 @@ class Supervisor:
             self._hand_over(process)
 
     def _hear(self, process: Process) -> None:
-        """All that it has said."""
+        """Receive all its messages."""
         while process in self._processes:
             try:
                 heard = control.receive(
@@ -271,7 +271,7 @@ class Supervisor:
                     continue
                 heard = None
                 process.signal(signal.SIGKILL)
-            if heard is None:  # its pidfd tells the rest
+            if heard is None:  # its pidfd fires next
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(process.socket)
                 return
@@ -309,7 +309,7 @@ class Supervisor:
                     self._new_code_is_loaded(process, message)
 
     def _say(self, process: Process, message: control.Control, fd: int | None = None) -> None:
-        """It waits for this. Who does not read is killed."""
+        """The process waits for this. One that does not read is killed."""
         try:
             control.send(process.socket, message, fd)
         except OSError:
@@ -340,7 +340,7 @@ class Supervisor:
         self._say(process, begin, self._listener.socket.fileno())
 
     def _objection(self, prepared: control.Prepared) -> str:
-        """Why this code cannot go on with what is held; empty when it can."""
+        """Why this code cannot go on with the memory held; empty when it can."""
         if prepared.control != control.CONTROL_VERSION:
             return "the code on disk cannot serve under this supervisor: restart the whole node"
         if self._store.memory and prepared.layout != self._store.layout:
@@ -359,14 +359,15 @@ class Supervisor:
         assert process.prepared is not None
         if self._died_ns:
             away_s = (process.serving_since_ns - self._died_ns) / NS_PER_S
-            self._door.done(
+            self._door.answer(
                 f"kvstore {process.prepared.version} serves: {message.blocks} blocks"
-                f" ({format_size(message.size_bytes)}) were kept in memory; the node was"
-                f" unreachable for {away_s:.2f} s"
+                f" ({format_size(message.size_bytes)}) were kept in memory; service was interrupted"
+                f" for {away_s:.2f} s",
+                done=True,
             )
 
     def _ended(self, process: Process) -> None:
-        """It is gone; what it said before counts."""
+        """A process is gone; its messages before that count."""
         self._hear(process)
         for source in (process.pidfd, process.socket):
             with contextlib.suppress(KeyError):
@@ -394,7 +395,7 @@ class Supervisor:
         self._process = None
         self._life += process.was_a_life(status)
         if process.serving_since_ns:
-            # One that the kernel held on to was away before it was gone.
+            # One that the kernel held on to stopped serving before it was gone.
             self._died_ns = self._beat_ns if now_ns - self._beat_ns > 3 * LOOK_NS else now_ns
         if process.asked_to_end:
             _log.info("stopped" if self._stopping else "replaced by the code that is installed now")
@@ -419,13 +420,13 @@ class Supervisor:
         if status == control.EXIT_REFUSED and not served_ns and self._store.memory:
             pause_ns = self._restarts.refused().pause_ns
             _log.error(
-                "the node process cannot start, for the reason above: it is tried again in %d s,"
-                " and what is in memory is kept",
+                "the node process cannot start, for the reason above: next attempt in %d s, with"
+                " the memory kept",
                 pause_ns // NS_PER_S,
             )
             self._refuse(
-                "the new code cannot start, and the log says why: it is tried again until it can,"
-                " and what is in memory is kept; requests are computed meanwhile"
+                "the new code cannot start, and the log says why: attempts go on, with the memory"
+                " kept; requests are computed meanwhile"
             )
             self._begin_at_ns = now_ns + pause_ns
             return
@@ -442,7 +443,7 @@ class Supervisor:
                 self._begin_at_ns = now_ns + again.pause_ns
 
     def _lose(self, why: str) -> None:
-        """Let go of memory; say so if a process served from it, and has not said it (empty)."""
+        """Drop memory; log it if a process served from it and has not logged it itself (empty)."""
         if self._holds_blocks and why:
             _log.error("all that was in memory is lost: %s", why)
         self._holds_blocks = False
@@ -451,7 +452,7 @@ class Supervisor:
     # ── upgrades ─────────────────────────────────────────────────────────────────────────────────
 
     def _upgrade(self) -> None:
-        """Somebody asks for the code on disk. It is loaded beside the old one first."""
+        """Handle a request for the code on disk, which is loaded beside the old one first."""
         if not self._serves:
             self._refuse("the node is just being restarted: ask again when it serves")
             return
@@ -470,7 +471,7 @@ class Supervisor:
 
     def _refuse(self, why: str) -> None:
         self._upgrading = False
-        self._door.refuse(why)
+        self._door.answer(why, done=False)
 
     def _new_code_is_loaded(self, process: Process, prepared: control.Prepared) -> None:
         objection = self._objection(prepared)
@@ -484,7 +485,7 @@ class Supervisor:
 
 
 def main(arguments: list[str]) -> int:
-    """`arguments`: number of the descriptor that holds a `Start`; what follows is for people."""
+    """`arguments`: number of the descriptor with a `Start`; the rest is for a process list."""
     with os.fdopen(int(arguments[0]), "rb") as file:
         start = msgspec.json.decode(file.read(), type=Start)
     harden_process()

@@ -1,9 +1,9 @@
-"""Asking a node for the code on disk: who connects to this socket asks, and is told what came.
+"""Requests for the code on disk: a connection to this socket is the request, and gets the outcome.
 
     kvstore upgrade ──connect──▶ node.sock.sup       ◀── at once: TAKEN
                                                      ◀── then: done or refused, a sentence
 
-Covers both ends. Does not cover: what an upgrade does (`supervisor`).
+Covers both ends. Does not cover: the upgrade itself (`supervisor`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typing import Final
 
 import msgspec
 
-from kvstore.errors import AttachError, ConfigError, KVStoreError
-from kvstore.supervisor.listener import remove_socket_file
+from kvstore.errors import AttachError, KVStoreError
+from kvstore.supervisor.listener import listening_socket
 
 SUFFIX: Final = ".sup"
 WAIT_S: Final = 200.0
-"""Longer than a supervisor lets anything take."""
+"""Longer than any limit of a supervisor."""
 FIRST_WORD_S: Final = 15.0
-"""A supervisor that runs says something within this time."""
+"""A running supervisor acknowledges within this time."""
 TAKEN: Final = b"taken"
-"""What it says when it begins."""
+"""The acknowledgement."""
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 class UpgradeReport(msgspec.Struct, frozen=True):
-    """What came of it."""
+    """Outcome of a request."""
 
     done: bool
     text: str
@@ -46,7 +46,7 @@ class UpgradeRefused(KVStoreError):
 
 
 class UpgradeDoor:
-    """The supervisor's end. One asks at a time, and only the node's own user or root."""
+    """The supervisor's end. One request at a time, by the node's own user or root only."""
 
     def __init__(self, node_socket: Path, ask: Callable[[], None]) -> None:
         """Listen beside the attach socket, whose lock the caller holds.
@@ -57,28 +57,15 @@ class UpgradeDoor:
         self.path = node_socket.with_name(node_socket.name + SUFFIX)
         self._ask = ask
         self._waiting: socket.socket | None = None
-        self._socket = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
-        try:
-            remove_socket_file(self.path)
-            # The mode is set before anyone can connect: until listen() nobody can.
-            self._socket.bind(os.fspath(self.path))
-            self.path.chmod(0o600)
-            self._socket.listen(4)
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError(
-                f"socket {self.path} cannot be made: {error.strerror}; choose another --socket"
-            ) from None
+        self._socket = listening_socket(self.path, mode=0o600, backlog=4)
 
     def listen(self, selector: selectors.BaseSelector) -> None:
-        """Have this called now and again: it pauses while nobody can be let in."""
+        """To be called now and again: listening pauses while descriptors are used up."""
         with contextlib.suppress(KeyError, OSError):  # it listens; or there is no room for that
             selector.register(self._socket, selectors.EVENT_READ, lambda: self._read(selector))
 
     def _read(self, selector: selectors.BaseSelector) -> None:
-        """Take whoever asks."""
+        """Take a request."""
         try:
             asker, _ = self._socket.accept()
         except OSError as error:
@@ -97,22 +84,15 @@ class UpgradeDoor:
         else:
             asker.close()  # it did not wait for us: nobody wants an upgrade any more
 
-    def done(self, text: str) -> None:
-        """The upgrade that was asked for, if any, has happened."""
-        self._tell(UpgradeReport(True, text))
-
-    def refuse(self, text: str) -> None:
-        """It has not, and will not."""
-        self._tell(UpgradeReport(False, text))
-
-    def _tell(self, answer: UpgradeReport) -> None:
+    def answer(self, text: str, *, done: bool) -> None:
+        """The requested upgrade, if any, has happened, or will not."""
         if self._waiting is not None:
-            _answer(self._waiting, answer)
+            _answer(self._waiting, UpgradeReport(done, text))
             self._waiting = None
 
     def close(self) -> None:
         """Stop listening and remove the file."""
-        self.refuse("the node ends")
+        self.answer("the node ends", done=False)
         self._socket.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -124,7 +104,7 @@ def _answer(asker: socket.socket, answer: UpgradeReport) -> None:
 
 
 def _send(asker: socket.socket, data: bytes) -> bool:
-    """False: it has gone meanwhile."""
+    """False: the caller has gone meanwhile."""
     try:
         asker.send(data, socket.MSG_NOSIGNAL)
     except OSError:
@@ -133,7 +113,7 @@ def _send(asker: socket.socket, data: bytes) -> bool:
 
 
 def no_node_at(node_socket: Path) -> str:
-    """What an operator is told who asks where nobody is."""
+    """Answer for a path without a node."""
     if node_socket.exists() and not node_socket.is_socket():
         return f"{node_socket} is no socket: name the --socket of a node"
     return (
@@ -143,7 +123,7 @@ def no_node_at(node_socket: Path) -> str:
 
 
 def not_yours(node_socket: Path) -> str:
-    """What an operator is told who may not ask."""
+    """Answer for a user without the right to ask."""
     owner = "another user"
     for path in (node_socket, node_socket.parent):  # the socket of a closed directory is not seen
         with contextlib.suppress(OSError, KeyError):
@@ -158,11 +138,11 @@ def not_yours(node_socket: Path) -> str:
 def ask_for_upgrade(
     node_socket: Path, *, timeout_s: float = WAIT_S, first_word_s: float = FIRST_WORD_S
 ) -> str:
-    """Have the node at this attach socket run the code on disk; returns what it says of it.
+    """Have the node at this attach socket run the code on disk; returns its report.
 
     Raises:
-        AttachError: there is no node, or it does not answer.
-        UpgradeRefused: it goes on as it was.
+        AttachError: no node, or no answer.
+        UpgradeRefused: the node goes on as it was.
     """
     path = node_socket.absolute()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
@@ -190,7 +170,7 @@ def ask_for_upgrade(
 
 
 def _first_word(sock: socket.socket, first_word_s: float) -> bytes:
-    """What the supervisor says first. Raises OSError; AttachError when it says nothing."""
+    """The acknowledgement. Raises OSError; AttachError without one."""
     try:
         return sock.recv(64 << 10)
     except TimeoutError:

@@ -145,7 +145,7 @@ def test_an_upgrade_without_its_directory_serves_from_memory_until_it_is_back(
             reply = engine.lease(keys)
             assert engine.read(reply) == [engine.contents(key) for key in keys]
         told = page(node, "/healthz")[1]
-        assert told.startswith(f"ok, but the disk tier in {files} takes no reads and writes")
+        assert told.startswith(f"ok, but the file tier in {files} takes no reads and writes")
         files.unlink()
         away.rename(files)
         assert eventually(lambda: page(node, "/healthz") == (200, "ok\n"), timeout_s=60)
@@ -315,7 +315,7 @@ def test_upgraded_again_and_again_under_load_no_byte_is_wrong(tmp_path: Path) ->
         for life in range(1, 5):
             back = progress(load)
             told = ask_for_upgrade(node.socket)
-            assert "were kept in memory; the node was unreachable for" in told
+            assert "were kept in memory; service was interrupted for" in told
             assert " 0 blocks" not in told
             assert eventually(back, timeout_s=60)
             assert rows(node, "nodes")[0]["restarts"] == life

@@ -44,7 +44,7 @@ def test_what_was_replaced_is_told_with_what_to_do(site: Path) -> None:
     assert loaded.version == "1.0"
     assert loaded.trouble() == (
         "kvstore 1.1 is installed, and this process runs kvstore 1.0, which it loaded before:"
-        " 'kvstore upgrade' has the node run what is installed"
+        " 'kvstore upgrade' has the node run the installed one"
     )
     assert LoadedCode().trouble() == "", "a process that begins now runs it"
     install(site, "1.0", "c")

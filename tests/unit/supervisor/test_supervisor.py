@@ -189,7 +189,7 @@ def test_what_a_process_says_that_it_lacks_costs_no_memory(supervise: Make) -> N
     assert [one.serves(), one.serves()] == ["0 serves", "1 serves"], "nor does it count"
     assert one.lives()[-1] == "1 arena,journal [1] serve"
     assert "kvstore: a flag is wrong\n" in one.told()
-    assert "tried again in 0 s, and what is in memory is kept" in one.told()
+    assert "next attempt in 0 s, with the memory kept" in one.told()
 
 
 def test_memory_is_lost_once_and_every_process_counts(supervise: Make) -> None:
@@ -254,7 +254,7 @@ def test_an_upgrade_is_refused_while_the_disk_hangs(supervise: Make) -> None:
     one = supervise("hanging serve")
     one.serves()
     old = one.child
-    with pytest.raises(UpgradeRefused, match=r"disk of the disk tier hangs.* goes on as it was"):
+    with pytest.raises(UpgradeRefused, match=r"disk tier hangs.* goes on as it was"):
         ask_for_upgrade(one.socket, timeout_s=20)
     assert one.child == old
 
@@ -327,7 +327,7 @@ def test_new_code_that_cannot_go_on_is_tried_twice_and_then_begins_empty(supervi
 def test_new_code_that_cannot_start_now_is_told_of_and_tried_again(supervise: Make) -> None:
     one = supervise("serve wrong wrong wrong serve")
     one.serves()
-    with pytest.raises(UpgradeRefused, match="tried again until it can, and what is in memory is"):
+    with pytest.raises(UpgradeRefused, match="attempts go on, with the memory kept"):
         ask_for_upgrade(one.socket, timeout_s=20)
     assert one.serves() == "1 serves"
     assert one.lives()[-1] == "1 arena,journal [1] serve"
