@@ -1,7 +1,7 @@
-"""Where a shared store is, as an operator writes it.
+"""The address of a shared store, as an operator writes it.
 
 Ways to be wrong, each a ConfigError that says how to mend it: another scheme; no host; a port or a
-database that is no number; a password where others can read it; a file that cannot be read.
+database that is no number; a password that other users can read; a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ PASSWORD_BYTES_MAX: Final = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """A Redis or Valkey, and how to be let in."""
+    """A Redis or Valkey, and its credentials."""
 
     host: str
     port: int
     database: int
     tls: bool
     ca: Path | None = None
-    """Of its certificate; None: the authorities that the system trusts."""
+    """CA of its certificate; None: the authorities that the system trusts."""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
 
     @property
     def place(self) -> str:
-        """For sentences."""
+        """Address in messages."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'rediss' if self.tls else 'redis'}://{host}:{self.port}/{self.database}"
 
     @property
     def is_here(self) -> bool:
-        """Nobody else can listen in on the way."""
+        """Whether the way is TLS or loopback."""
         if self.tls or self.host == "localhost":
             return True
         try:
@@ -49,7 +49,7 @@ class StoreConfig:
 
 
 def store_config(url: str, *, password_file: str | None, ca: str | None) -> StoreConfig:
-    """What `--store` and the two flags beside it mean. Raises ConfigError."""
+    """From `--store` and the two flags beside it. Raises ConfigError."""
     try:
         parts = urlsplit(url)
         port, database = parts.port or DEFAULT_PORT, int(parts.path.strip("/") or 0)

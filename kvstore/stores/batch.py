@@ -1,6 +1,6 @@
-"""What one event changes, as orders to a shared store (pure): the `Slots` of a node.
+"""Changes of one event, as orders to a shared store (pure): the `Slots` of a node.
 
-Covers: orders, and how many go into one script. Does not cover: the scripts (`scripts`).
+Covers: orders, and their division into scripts. Does not cover: the scripts (`scripts`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kvstore.stores.forms import encode, scope_of, slot_name
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 
 SCRIPT_KEYS_MAX: Final = 1024
-"""A store does nothing else while it runs a script: about a millisecond."""
+"""A script blocks the whole store: about a millisecond."""
 
 Order = tuple[str, bytes, bytes, bytes]
 """Name, slot, tiers or state, scope and keys or record."""
 
 
 class StoreBatch:
-    """Collects orders until they are taken. `ids`: slot numbers that nobody has used."""
+    """Collects orders until they are taken. `ids`: unused slot numbers."""
 
     def __init__(self, node: str, ids: deque[int]) -> None:
         self._node = node

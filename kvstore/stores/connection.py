@@ -1,11 +1,11 @@
-"""The way to a Redis or Valkey: connections, deadlines, and whether it is there.
+"""The way to a Redis or Valkey: connections, deadlines, failures.
 
-    THERE ─(any failure)─▶ away: nobody asks but `poll` ─(it answers)─▶ THERE
+    reachable ─(any failure)─▶ unreachable: only `poll` goes on ─(an answer)─▶ reachable
 
-Nothing is tried twice: a step that may have been done must not be done again, and an answer that is
-late is of no use. One line of the log when it goes and one when it comes back.
+There are no retries: a step that may have been done must not be done again, and a late answer is of
+no use. One line of the log for each change.
 
-Covers: the client library. Does not cover: what is asked (`redis`, `sweeper`).
+Covers: the client library. Does not cover: queries and steps (`redis`, `sweeper`).
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ from kvstore.stores.address import StoreConfig
 
 
 class Deadlines(NamedTuple):
-    """How long a store is waited for."""
+    """Longest waits for a store."""
 
     read_s: float = 0.2
-    """An answer: a caller that waits for more had better compute."""
+    """For an answer: beyond it the caller had better compute."""
     write_s: float = 2.0
-    """A step, which nobody waits for but the next one of the same node."""
+    """For a step, for which only the next one of the same node waits."""
 
 
 DEADLINES: Final = Deadlines()
 CONNECTIONS_MAX: Final = 32
 PREFIX: Final = b"kvstore:1:"
-"""With the number of this layout: another one begins with an empty store."""
+"""Prefix of all keys, with the number of this layout: another one begins with an empty store."""
 FAILURES: Final = (RedisError, OSError, TimeoutError)
 _REMEDIES: Final = {
     OutOfMemoryError: "Raise its maxmemory, or lower --entries.",
     ReadOnlyError: "Name its primary in --store.",
 }
 REFUSALS: Final = tuple(_REMEDIES)
-"""Of FAILURES: it is there, and takes nothing."""
+"""Failures of a store that answers and takes no writes."""
 
 _Argument = bytes | str
 _log = logging.getLogger(__name__)
 
 
 class StoreConnection:
-    """To one store. Away until the first poll."""
+    """Connection to one store. Unreachable until the first poll."""
 
     def __init__(self, config: StoreConfig, deadlines: Deadlines) -> None:
         self.is_away = True
         self.trouble = ""
         self.failure_count = 0
         self.warning = ""
-        """What is wrong with it while it answers."""
+        """A wrong setting of a store that answers."""
         self._place = config.place
         self._deadlines = deadlines
         self._has_scripts = False
@@ -95,7 +95,7 @@ class StoreConnection:
         self._redis: Any = Redis.from_pool(pool)
 
     async def read(self, script: scripts.Script, *arguments: _Argument) -> Any:
-        """A question. Raises FAILURES."""
+        """A query. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.read_s):
             return await self._redis.evalsha(script.sha, 0, PREFIX, *arguments)
 
@@ -116,7 +116,7 @@ class StoreConnection:
         return version, body, places
 
     async def ids(self, count: int) -> int:
-        """The last of so many slot numbers that are the caller's. Raises FAILURES."""
+        """Reserve `count` slot numbers; returns the last. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.write_s):
             return int(await self._redis.incrby(PREFIX + b"ids", count))
 
@@ -126,14 +126,13 @@ class StoreConnection:
             return list(await self._redis.srandmember(PREFIX + b"void", count))
 
     async def rows(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Names of some rows, and where the next ones are, 0 after the last. Raises FAILURES."""
+        """The next cursor, 0 at the end, and names of some rows. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.write_s):
             after, names = await self._redis.scan(cursor, match=PREFIX + b"b:*", count=count)
         return int(after), names
 
     async def poll(self, epoch: bytes) -> tuple[list[Any], str, int]:
-        """What POLL answers, which run of the server answers, and the bytes that it takes.
-        Raises FAILURES."""
+        """Answer of POLL, the server's run id, and its memory in bytes. Raises FAILURES."""
         async with asyncio.timeout(self._deadlines.read_s), self._redis.pipeline(False) as asked:
             if not self._has_scripts:
                 for script in scripts.ALL:
@@ -153,15 +152,15 @@ class StoreConnection:
         return found, str(server.get("run_id", "")), int(memory.get("used_memory", 0))
 
     def lose(self, error: Exception) -> str:
-        """It failed: it is away from now on. Or it is there, but takes nothing: says why."""
+        """Take note of a failure. Returns the reason if the store answers, but takes no writes."""
         for kind, remedy in _REMEDIES.items():
             if isinstance(error, kind):
                 return f"the store at {self._place} takes nothing: {error} {remedy}"
-        reason = f"{type(error).__name__}: {error}" if str(error) else "it does not answer in time"
+        reason = f"{type(error).__name__}: {error}" if str(error) else "no answer in time"
         if isinstance(error, NoScriptError):
-            reason = "it lost the scripts"
+            reason = "the scripts are gone"
         elif isinstance(error, ProtocolError):
-            reason = f"it holds what no replica writes under {PREFIX.decode()}: {error}"
+            reason = f"{PREFIX.decode()} holds records of no replica: {error}"
         self._has_scripts = False
         if not self.is_away:
             self.failure_count += 1
@@ -172,16 +171,16 @@ class StoreConnection:
         return ""
 
     def is_back(self) -> None:
-        """It answered a poll."""
+        """The store answered a poll."""
         if self.trouble:
             _log.info("the store at %s answers", self._place)
         self.is_away, self.trouble = False, ""
 
     async def verify(self) -> None:
-        """Try it once. It need not be there yet, but if it is it must let us in.
+        """Connect once. The store may be unreachable, but must not refuse the credentials.
 
         Raises:
-            ConfigError: it refuses us.
+            ConfigError: refused.
         """
         try:
             async with asyncio.timeout(self._deadlines.write_s):
@@ -195,13 +194,13 @@ class StoreConnection:
             self.lose(error)
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         await self._redis.aclose()
         await self._redis.connection_pool.disconnect()
 
 
 async def _outcomes(pipeline: Any) -> list[Any]:
-    """Of all commands. Raises the first error, without the command, which may be long."""
+    """Outcomes of all commands. Raises the first error, without the command, which may be long."""
     outcomes: list[Any] = await pipeline.execute(raise_on_error=False)
     for outcome in outcomes:
         if isinstance(outcome, Exception):

@@ -1,12 +1,12 @@
-"""What a shared store keeps of nodes and slots, as bytes (pure).
+"""Records of nodes and slots in a shared store, as bytes (pure).
 
-No token, prompt, tenant or space is in it: a (tenant, space) is a digest, a block the key that the
-engine made of it, which is a digest, too. Names of nodes and engines, and addresses of nodes, are.
+Tokens, prompts, tenants and spaces are not in them: a (tenant, space) is a digest, a block the
+engine's key, which is a digest, too. Names of nodes and engines, and addresses of nodes, are plain.
 
-Covers: forms. Ways for them to be broken, each a ProtocolError: not what `msgspec` finds these
-types in; a count or version that is no number; a record without its body; a name that is no text.
-Whoever can write to the store can say what he likes about who holds what (ADR 26); what he says is
-checked when blocks are fetched, as that of any index.
+Covers: forms. Ways for them to be broken, each a ProtocolError: not one of these types for
+`msgspec`; a count or version that is no number; a record without its body; a name that is no text.
+A writer to the store can claim any location (ADR 26); blocks are verified when they are fetched, as
+with any index.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvstore.wire.load import Load
 SCOPE_BYTES = 16
 SLOT_BYTES = 4
 SLOTS_GIVEN_MAX: Final = 1 << 31
-"""No store lives to give so many: more is not from us, and would not fit a name."""
+"""More slot numbers than a store can give in its life: a larger one is forged."""
 _COUNT_MAX: Final = 1 << 63
 _TEXT_MAX: Final = 64
-"""Of what is no good, so much is shown."""
+"""Part of a broken value in a message."""
 _VERSION: Final = re.compile(rb"[0-9a-f]{1,32}\.[0-9]{1,18}")
 _COUNTS: Final = ("entries", "rows", "evicted")
 
@@ -41,7 +41,7 @@ _Place = tuple[str, int, bytes, Annotated[int, msgspec.Meta(ge=0, lt=1 << 8 * SL
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
-    """What other replicas have to know of a node."""
+    """State of a node, for other replicas."""
 
     incarnation: Annotated[Incarnation, msgspec.Meta(ge=0)]
     replaced: tuple[Incarnation, ...]
@@ -49,28 +49,28 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     sequence: _Number
     is_open: bool
     is_exact: bool
-    """All that it said is here; with `is_short`, something found no room."""
+    """Every update is applied; with `is_short`, one found no room."""
     is_short: bool
     load_numbers: tuple[_Number, ...] = ()
-    """What it does, as the fields of `Load` follow each other; none: it told nothing yet."""
+    """Fields of `Load`, in order; empty: none yet."""
 
     @property
     def load(self) -> Load | None:
-        """What its incarnation told last; None: nothing yet."""
+        """Last load of its incarnation; None: none yet."""
         if not self.load_numbers:
             return None
         return Load(**dict(zip(Load.__struct_fields__, self.load_numbers, strict=False)))
 
 
 class KeptSlots(msgspec.Struct, frozen=True, array_like=True):
-    """Slots of a node by (engine, rank, scope), for the next replica that hears it."""
+    """Slots of a node by (engine, rank, scope), for the next replica that hears the node."""
 
     slots: list[_Place]
     coming: list[_Place] | None
 
 
 class Polled(NamedTuple):
-    """What POLL answers."""
+    """Answer of POLL."""
 
     epoch: bytes
     slot_count: int
@@ -79,7 +79,7 @@ class Polled(NamedTuple):
     row_count: int
     evicted_count: int
     records: dict[str, tuple[bytes, Body, bytes]]
-    """By node: version, body, and the version with which it was found gone."""
+    """By node: version, body, and the version at which its address refused."""
 
 
 def polled(answer: Sequence[Any]) -> Polled:
@@ -119,7 +119,7 @@ def _record(
 
 
 def encode(value: Body | KeptSlots | Holder) -> bytes:
-    """As it is kept."""
+    """A record as bytes."""
     return msgspec.msgpack.encode(value)
 
 
@@ -128,7 +128,7 @@ def decode(kind: type[_T], data: bytes) -> _T:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError:
-        raise ProtocolError(f"what the store has for a {kind.__name__} is none") from None
+        raise ProtocolError(f"the store's record for a {kind.__name__} is none") from None
 
 
 def scope_of(tenant: str, space: SpaceId) -> bytes:
@@ -137,5 +137,5 @@ def scope_of(tenant: str, space: SpaceId) -> bytes:
 
 
 def slot_name(slot: int) -> bytes:
-    """Of a slot number."""
+    """Name of a slot number."""
     return slot.to_bytes(SLOT_BYTES, "big")

@@ -8,7 +8,7 @@ from kvstore.types import SpaceId
 
 
 class LocalStore:
-    """Never away, and never waits: an answer is never half of two."""
+    """Always reachable, without waits: no answer mixes two states."""
 
     trouble = ""
     failure_count = 0
@@ -32,4 +32,4 @@ class LocalStore:
         return self._index.statistics()
 
     async def close(self) -> None:
-        """Nothing to hang up."""
+        """Nothing to close."""

@@ -1,20 +1,20 @@
 """The index in a Redis or Valkey that several replicas share (ADR 26).
 
-    word of a node ─▶ Feed, Places (what to believe, what to change) ─▶ one script a step
-    prompt ─▶ one script ─▶ slots and lengths, with what the polls say of their nodes
+    update of a node ─▶ Feed, Places (accepted? which changes?) ─▶ one script a step
+    prompt ─▶ one script ─▶ slots and lengths, with the trust of their nodes by the polls
 
-Of the streams that a node has to several replicas one is heard: that of the replica which wrote its
-record last. The others wait until the record no longer changes. A record has a version that each
-step names and replaces, so a replica that was replaced, or a store that went back in time, is found
-out by the next step, and the node is asked for a snapshot.
+A node has a stream to each replica, and one is heard: that of the replica which wrote its record
+last. The others wait until the record no longer changes. A record has a version that each step
+names and replaces, so the next step detects a replica that was replaced, or a store that went back
+in time, and the node gets a request for a snapshot.
 
-The store may be away, hang, or forget at any time, or hold what makes no sense, which is as if it
-were away. After the first failure nobody asks it but the poll, ten times a second and within a
-deadline, until it answers; words that come meanwhile are a gap, which the feed sees by itself.
-Another epoch voids all that was believed.
+The store may be unreachable, hang, or forget at any time; records without sense count as
+unreachable. After the first failure only the poll uses it, ten times a second and within a
+deadline, until it answers; updates that come meanwhile are a gap, which the feed detects. Another
+epoch voids all state of the replica.
 
-Covers: what is said to the store, and when. Does not cover: connections (`connection`), scripts,
-trust (`view`), what is believed (`kvstore.index.feed`).
+Covers: queries and steps, and their order. Does not cover: connections (`connection`), scripts,
+trust (`view`), acceptance of updates (`kvstore.index.feed`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Heard:
         self.batch = batch
         self.version = version
         self.kept = b""
-        """Of its places, as they are in the store."""
+        """Its places, as encoded in the store."""
 
     @property
     def body(self) -> Body:
@@ -90,12 +90,12 @@ class _Link:
         self.hello = hello
         self.is_open = False
         self.heard: _Heard | None = None
-        """None: another replica hears the node, or nobody can."""
+        """None: another replica hears the node, or none can."""
         self.lock = asyncio.Lock()
 
 
 class RedisStore:
-    """One replica's end of it. Begins with the first `tick`."""
+    """The end of one replica. Begins with the first `tick`."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class RedisStore:
         self._sizes = Statistics(0, 0, 0, 0, 0, 0)
         self._sweeper = Sweeper(self._connection, self._me)
         self._refusals = {"words": "", "ticks": ""}
-        """Why the store did not take what it was told last."""
+        """Reasons why the store refused the last writes."""
 
     @property
     def trouble(self) -> str:
@@ -137,7 +137,7 @@ class RedisStore:
         return self._view.members(now_ms)
 
     async def verify(self) -> None:
-        """Raises ConfigError: it is there, and refuses us."""
+        """Raises ConfigError: the store refuses the credentials."""
         await self._connection.verify()
 
     async def close(self) -> None:
@@ -171,7 +171,7 @@ class RedisStore:
         except ProtocolError:
             return None
         row = self._view.rows.get(holder.node)
-        # A node that came since the last poll is not known yet: what it told is true.
+        # A node that came since the last poll is not in the view yet: its updates count.
         trust = row.trust(now_ms) if row is not None else Trust.CATCHING_UP
         if trust is None:
             return None
@@ -268,7 +268,7 @@ class RedisStore:
         return verdict
 
     async def _taken_over(self, node: str) -> _Heard:
-        """What the store knows of a node. Raises FAILURES, ProtocolError."""
+        """The store's record of a node, taken over. Raises FAILURES, ProtocolError."""
         version, body, kept = await self._connection.record(node)
         batch = StoreBatch(node, self._ids)
         heard = _Heard(Feed(), Places(batch), batch, version or b"")
@@ -285,8 +285,8 @@ class RedisStore:
         return heard
 
     async def _say(self, link: _Link, heard: _Heard, event: Event, now_ms: int) -> Verdict:
-        """One event of a node that is heard here, to the store. It is heard here no more if the
-        store does not take it."""
+        """Write one event of a node that is heard here. If the store refuses it, the node is heard
+        here no more."""
         try:
             await self._reserve(event)
             what = heard.feed.hear(event, now_ms)
@@ -302,7 +302,7 @@ class RedisStore:
             self._refuse("words", self._connection.lose(error))
         if not is_taken:
             link.heard = None
-            return Verdict.GO_ON  # the next word makes up for it
+            return Verdict.GO_ON  # the next update makes up for it
         self._refuse("words", "")
         self._view.changed(event.node, heard.version, heard.body, now_ms)
         return what.verdict
@@ -313,7 +313,7 @@ class RedisStore:
         self._refusals[what] = reason
 
     async def _reserve(self, event: Event) -> None:
-        """So many slot numbers as the event can need: two for each thing that it says."""
+        """Slot numbers for an event: two for each change, at most."""
         match event:
             case Delta(changes=changes):
                 count = 2 * len(changes)
@@ -328,7 +328,7 @@ class RedisStore:
                 self._ids.extend(range(last - wanted + 1, last + 1))
 
     async def _flush(self, node: str, heard: _Heard) -> tuple[bool, int]:
-        """What was decided, as scripts in one go. Is it taken, and how many slots found no room?"""
+        """Write the decided changes in one go. Returns acceptance, and slots without room."""
         kept = encode(_kept(heard.places))
         changed = kept if kept != heard.kept else b""
         body = encode(heard.body)
@@ -357,7 +357,7 @@ class RedisStore:
         self._refuse("ticks", refusal)
 
     async def _tidy(self, now_ms: int) -> str:
-        """Sweep and forget. Says why the store takes nothing, though it answers: empty if it does.
+        """Sweep and forget. Returns the reason if the store answers and takes no writes.
         Raises FAILURES, ProtocolError."""
         try:
             await self._sweeper.sweep(self._epoch)
@@ -373,7 +373,7 @@ class RedisStore:
         found = polled(answer)
         epoch, records = found.epoch, found.records
         if self._run and run != self._run and epoch == self._epoch:
-            # It was started again, and may have come back as it was some time ago.
+            # After a restart the store may have the state of some time ago.
             await self._write(scripts.RENEW, proposed)
             epoch = proposed
         self._run = run
@@ -401,14 +401,14 @@ class RedisStore:
     def _newest(
         self, node: str, version: bytes, body: Body, gone: bytes
     ) -> tuple[bytes, Body, bytes]:
-        """A record as it is, though this replica may have written it since the poll was asked."""
+        """A polled record, or this replica's own newer write of it."""
         row = self._view.rows.get(node)
         if row is not None and self._step(row.version) > self._step(version) >= 0:
             return row.version, row.body, gone
         return version, body, gone
 
     def _step(self, version: bytes) -> int:
-        """The number of the step that gave a record this version; -1: not of this replica."""
+        """Number of the step that made this version; -1: of another replica."""
         whose, _, step = version.partition(b".")
         return int(step) if whose == self._me else -1
 

@@ -1,20 +1,20 @@
-"""What a shared store does, in its own language: a script is a step that nobody sees half of.
+"""Steps of a shared store, in its own language: a script is atomic.
 
     PREFIX epoch        a random name of this state: with another, all that replicas know is void
     PREFIX nodes        set of names          PREFIX n:NODE  hash: v(ersion), body, places, gone
-    PREFIX slots        hash: slot ─▶ two letters (S shown or H hidden; 1 it lost something), record
-    PREFIX lost         hash: slot that lost something ─▶ its scope; scope ─▶ how many such slots
+    PREFIX slots        hash: slot ─▶ two letters (S shown or H hidden; 1 lost blocks), record
+    PREFIX lost         hash: slot that lost blocks ─▶ its scope; scope ─▶ number of such slots
     PREFIX void         set of slots to be swept out of the rows
     PREFIX counts       hash: entries, rows, evicted
-    PREFIX ids          the last slot number that was given
-    PREFIX sweeper      who sweeps; ends by itself
-    PREFIX b:SCOPE KEY  a row: who holds the block, five bytes each: slot, mask of tiers
+    PREFIX ids          the last slot number given
+    PREFIX sweeper      lease of the sweeping replica; ends by itself
+    PREFIX b:SCOPE KEY  a row: locations of the block, five bytes each: slot, mask of tiers
 
 A slot is four bytes, a scope sixteen, a key thirty-two. Every script begins with the epoch, so that
-nothing that was decided about another state is done to this one. Order of use is the store's own
-(`OBJECT IDLETIME`): what MGET and GET touch is young.
+no decision about another state is applied to this one. Order of use is the store's own
+(`OBJECT IDLETIME`), which MGET and GET refresh.
 
-Covers: the scripts. Does not cover: when they are run (`redis`), forms of records (`forms`).
+Covers: the scripts. Does not cover: their callers (`redis`), forms of records (`forms`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 LOST: Final = -1
-"""The node's record is not as it was left: somebody else heard it, or the store forgot."""
+"""The node's record has changed: another replica heard the node, or the store forgot."""
 OTHER_EPOCH: Final = -2
 SAMPLES: Final = 8
-"""Rows that are looked at to find an old one, as Redis itself does."""
+"""Random rows of which the oldest is evicted, as Redis itself does."""
 SWEEPER_MS: Final = 5000
 _LINE: Final = struct.Struct(">IIII")
 
 
 class Script(NamedTuple):
-    """A script, and the name under which the store knows it."""
+    """A script, and its name in the store."""
 
     text: str
     sha: str
@@ -155,9 +155,9 @@ for id in pairs(alive) do out(id, total) end
 return lost .. table.concat(answer)
 """
 )
-"""scope, keys ─▶ 1 if something of the scope was lost, else 0; of each slot that holds the first
-block: four numbers (length of its record, blocks in hbm, in dram or faster, in any tier) and the
-record; all in one string, which is read fastest (`matched`)."""
+"""scope, keys ─▶ 1 if blocks of the scope were lost, else 0; for each slot with the first block
+four numbers (length of its record, blocks in hbm, in dram or faster, in any tier) and the record;
+all in one string, which is read fastest (`matched`)."""
 
 WRITE: Final = _script(
     _SAME_EPOCH
@@ -302,7 +302,7 @@ RENEW: Final = _script(_SAME_EPOCH + "redis.call('SET', P .. 'epoch', ARGV[3]) r
 GONE: Final = _script(
     _SAME_EPOCH + _SAME_RECORD + "return redis.call('HSET', record, 'gone', ARGV[4])"
 )
-"""node, version: out until it speaks, which gives its record another version."""
+"""node, version: out until its next update, which gives its record another version."""
 
 FORGET: Final = _script(
     _SAME_EPOCH
@@ -346,18 +346,18 @@ end
 return 0
 """
 )
-"""who sweeps, void slots, 'last' for the last piece, names of rows."""
+"""sweeping replica, void slots, 'last' for the last piece, names of rows."""
 
 ALL: Final = (MATCH, WRITE, POLL, RENEW, GONE, FORGET, SWEEP)
 
 
 def has_lost(found: bytes) -> bool:
-    """Of MATCH's answer: somebody was told to hold more of the scope than found room."""
+    """Whether MATCH's answer says that blocks of the scope found no room."""
     return found.startswith(b"1")
 
 
 def matched(found: bytes) -> Iterator[tuple[bytes, tuple[int, int, int]]]:
-    """Slots of MATCH's answer: letters and record, and lengths."""
+    """Slots in MATCH's answer: letters and record, and lengths."""
     at = 1
     while at < len(found):
         size, hbm, dram, file = _LINE.unpack_from(found, at)

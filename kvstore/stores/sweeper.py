@@ -1,6 +1,6 @@
 """Takes void slots out of the rows of a shared store, a piece at a time.
 
-One replica does it for all: who holds the lease in the store. A pass looks at every row once; the
+One replica sweeps for all: the one with the lease in the store. A pass looks at every row once; the
 slots that were void when it began are gone at its end.
 """
 
@@ -17,22 +17,22 @@ SLOTS_AT_ONCE: Final = 1024
 
 
 class Sweeper:
-    """One replica's."""
+    """The sweeper of one replica."""
 
     def __init__(self, connection: StoreConnection, me: bytes) -> None:
         self.void_count = 0
-        """Slots that wait, as of the last poll."""
+        """Slots to be swept, as of the last poll."""
         self._connection = connection
         self._me = me
         self._void = b""
         self._cursor = 0
 
     def restart(self) -> None:
-        """What was void is of another state."""
+        """Forget void slots: they are of another state."""
         self._void, self._cursor = b"", 0
 
     async def sweep(self, epoch: bytes) -> None:
-        """Some pieces of a pass, if there is anything to sweep. Raises FAILURES."""
+        """Some pieces of a pass, if a slot is void. Raises FAILURES."""
         for _ in range(PIECES_AT_ONCE):
             if not self._void:
                 if not self.void_count:

@@ -1,12 +1,11 @@
-"""What this replica makes of the nodes that a shared store tells of (pure).
+"""Trust of this replica in the nodes of a shared store (pure).
 
     polls, own writes ─▶ when each record last changed, by the clock of this replica ─▶ trust
 
-No clock is shared: a node is as silent as its record, which every word of it gives another version.
-A record that was there at the first look may be that of a node long gone: it is stale until it
-changes.
+No clock is shared: a node is as silent as its record, which every update gives another version. A
+record of the first look may be that of a node long gone: it is stale until it changes.
 
-Covers: trust. Does not cover: what the records say (`kvstore.index.feed` decided it).
+Covers: trust. Does not cover: content of the records (`kvstore.index.feed` decides it).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Row:
     changed_ms: int
     was_seen_to_change: bool
     is_gone: bool = False
-    """Its address refused connections, and nothing came since."""
+    """Its address refused connections, and no update came since."""
 
     def trust(self, now_ms: int) -> Trust | None:
         """None: in no answer."""
@@ -41,7 +40,7 @@ class Row:
         return trust
 
     def is_heard(self, now_ms: int) -> bool:
-        """Some replica has a stream of it that speaks."""
+        """Whether some replica has a live stream of it."""
         return self.body.is_open and now_ms - self.changed_ms < STALE_MS
 
 
@@ -51,21 +50,21 @@ class View:
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self._doubted: set[str] = set()
-        """Those that are in answers, and not exact."""
+        """Nodes that are in answers, and not in sync."""
         self._review_ms = 0
-        """Until then neither silence nor a poll changes what is believed of a node."""
+        """Until then neither silence nor a poll changes the trust of a node."""
         self._is_first = True
         self._young_until_ms = 0
 
     def restart(self, now_ms: int) -> None:
-        """What was seen before is of another state: begin again."""
+        """Forget all records: they are of another state."""
         self.rows.clear()
         self._review_ms = now_ms
         self._is_first = True
         self._young_until_ms = now_ms + OUT_MS
 
     def polled(self, records: dict[str, tuple[bytes, Body, bytes]], now_ms: int) -> None:
-        """All records: version, body, and the version with which the node was found gone."""
+        """All records: version, body, and the version at which the node's address refused."""
         for name in self.rows.keys() - records.keys():
             del self.rows[name]
         for name, (version, body, gone) in records.items():
@@ -75,19 +74,19 @@ class View:
         self._is_first = False
 
     def changed(self, name: str, version: bytes, body: Body, now_ms: int) -> None:
-        """A record as this replica left it; no matter if it is as it was."""
+        """A record as this replica wrote it, changed or not."""
         self._put(name, version, body, now_ms, was_seen_to_change=True)
         self._judge(name, now_ms)
 
     def gone(self, name: str, version: bytes) -> None:
-        """Its address refuses connections, if this is still its record."""
+        """The node's address refuses connections, if this is still its record."""
         row = self.rows.get(name)
         if row is not None and row.version == version:
             row.is_gone = True
             self._doubted.discard(name)
 
     def trust(self, now_ms: int) -> Trust:
-        """EXACT: nobody else holds anything, by what the nodes said."""
+        """In sync: by all updates there are no other locations."""
         if now_ms >= self._review_ms:
             self._doubted.clear()
             self._review_ms = now_ms + OUT_MS
@@ -114,7 +113,7 @@ class View:
         self._review_ms = min(self._review_ms, until_ms(row.changed_ms, now_ms))
 
     def members(self, now_ms: int) -> list[Member]:
-        """Everybody who is not forgotten, by name."""
+        """All nodes that are not forgotten, by name."""
         return [
             Member(name, its.incarnation, its.address, row.trust(now_ms), its.sequence, its.load)
             for name, row in sorted(self.rows.items())
@@ -122,5 +121,5 @@ class View:
         ]
 
     def lost(self, now_ms: int) -> list[str]:
-        """Silent for so long that their blocks are to be forgotten."""
+        """Nodes silent for so long that their blocks are to be forgotten."""
         return [n for n, row in self.rows.items() if now_ms - row.changed_ms >= FORGET_MS]

@@ -1,4 +1,4 @@
-"""A store that holds what no replica wrote: it is away until that is mended, and says why."""
+"""A store with records of no replica is unreachable until that is mended, and says why."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_store_of_contents_that_make_no_sense_is_away_until_they_are_mended(
     caplog.clear()
     for _ in range(3):
         one.tick()
-        assert "is away: " in one.store.trouble
+        assert "is unreachable: " in one.store.trouble
         assert reason in one.store.trouble
         assert one.match(1) == Answer(Trust.STALE, [])
     assert [r.getMessage().count(reason) for r in caplog.records] == [1], "one line, not one a poll"

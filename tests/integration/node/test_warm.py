@@ -145,7 +145,7 @@ def test_an_upgrade_without_its_directory_serves_from_memory_until_it_is_back(
             reply = engine.lease(keys)
             assert engine.read(reply) == [engine.contents(key) for key in keys]
         told = page(node, "/healthz")[1]
-        assert told.startswith(f"ok, but the file tier in {files} takes no reads and writes")
+        assert told.startswith(f"ok, but the disk tier in {files} takes no reads and writes")
         files.unlink()
         away.rename(files)
         assert eventually(lambda: page(node, "/healthz") == (200, "ok\n"), timeout_s=60)
