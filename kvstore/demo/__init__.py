@@ -1,7 +1,7 @@
-"""`kvstore demo`: a real vLLM without and with kvstore, and what it needs to start one.
+"""`kvstore demo`: a real vLLM without and with kvstore, and the means to start one.
 
-flags, play, cluster   what may be said; one node; two nodes and an index
+flags, play, cluster   command line; one node; two nodes and an index
 models, workload       small models on this machine; conversations and prompts
-engine, engine_config, guard   a vLLM server as a child; nothing of it survives
-settle                 waiting until all that was computed is stored
+engine, engine_config, guard   a vLLM server as a child that leaves no process behind
+settle                 wait until every computed block is stored
 """

@@ -1,11 +1,11 @@
 """`kvstore demo --cluster`: two nodes and two real engines on this machine are one cache.
 
 The same seeded conversations three times: by vLLM alone, by an engine on node a, and by another
-engine on node b, which has never seen any of them and fetches from node a, over TCP with TLS and
-certificates of a CA made for it, what the index in node a says is there. The exit status is 0 only
+engine on node b, which has seen none of them and fetches blocks from node a, over TCP with TLS and
+certificates of a CA made for it, by the locations in the index of node a. The exit status is 0 only
 when all tokens are identical and prompt tokens came from the other node.
 
-Covers: the runs and what is said about them. Does not cover: what a run is (`demo`).
+Covers: the runs and their report. Does not cover: one run (`play`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from typing import Final
 from rich.console import Console
 
 from kvstore.demo.engine import VllmServer
-from kvstore.demo.play import (
-    DRAM,
-    DemoError,
-    DemoStage,
-    ReplayRun,
-    same_answers,
-)
+from kvstore.demo.play import DRAM, DemoError, DemoStage, ReplayRun, check_answers
 from kvstore.demo.settle import settled
 from kvstore.demo.workload import ConversationPlan
 from kvstore.testing.index_process import Lab
@@ -45,7 +39,7 @@ class ClusterDemo:
         self._lab = Lab(work / "pki")
 
     def run(self, finish: Callable[[list[ReplayRun], float], None]) -> None:
-        """`finish` is called with the runs and how many prompt tokens came from the other node."""
+        """`finish` is called with the runs and the number of prompt tokens from the other node."""
         stage = self._stage
         with stage.progress, ExitStack() as stack:
             with stage.start_engine(0, None) as alone:
@@ -76,16 +70,13 @@ def _peer_tokens(engine: VllmServer) -> float:
 
 
 def conclude(console: Console, runs: Sequence[ReplayRun], fetched_tokens: float) -> None:
-    """One line each; raises DemoError when what the demo claims is not so."""
+    """One line each; raises DemoError when a claim of the demo fails."""
     *_, other = runs
-    for run, same in zip(runs, same_answers(runs), strict=True):
-        if same != len(run.tokens):
-            differ = len(run.tokens) - same
-            raise DemoError(f"{differ} answers of the run '{run.name}' differ from vLLM alone.")
+    check_answers(runs)
     if not fetched_tokens:
         raise DemoError("No prompt token came from the other node.")
     console.print(
         f"[green]✓[/] {fetched_tokens:,.0f} of {other.prompt_tokens:,} prompt tokens came to node b"
-        " from node a. Its engine computes first, to know what is worth waiting for."
+        " from node a. Its engine computes first, to measure which waits pay."
     )
     console.print("[green]✓[/] All answers are identical, token by token (float32).")

@@ -1,11 +1,11 @@
 """A real vLLM server as a child process, with or without the connector, and a client for it.
 
 Covers: start, readiness, completions with their time to first token, the engine's own counters,
-the processes it is made of, stop and kill. Does not cover: the node (`kvstore.testing.process`),
-what is sent (`kvstore.demo.workload`).
+its processes, stop and kill. Does not cover: the node (`kvstore.testing.process`), prompts
+(`kvstore.demo.workload`).
 
-The model is served on a port that the kernel chose on 127.0.0.1. Nothing survives the caller: the
-server runs under `kvstore.demo.guard`, so an engine belongs to the thread that started it.
+The model is served on a port that the kernel chose on 127.0.0.1. No process survives the caller:
+the server runs under `kvstore.demo.guard`, so an engine belongs to the thread that started it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -43,10 +42,11 @@ REQUEST_TIMEOUT_S: Final = 120.0
 POLL_S: Final = 0.05
 _ABANDON_POLL_S: Final = 0.001
 WARM_UP_PROMPT: Final = tuple(range(32))
-"""Shorter than a block, so nothing of it is stored. See `Engine.warm_up`."""
+"""Shorter than a block, so never stored. See `VllmServer.warm_up`."""
 
+_JSON: Final = {"Content-Type": "application/json"}
 _SHARED_NAME: Final = re.compile(r"vllm_dist_[0-9a-f]{32}")
-"""How an engine of several ranks calls itself in its log."""
+"""Name of an engine of several ranks in its log."""
 _ERROR_LINE: Final = re.compile(r"(?:^|[\])] )[\w.]*(?:Error|Exception): ")
 """The last line of a traceback, alone or behind vLLM's prefix."""
 
@@ -59,11 +59,11 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """One answered request."""
 
     id: str = ""
-    """As the client is told it."""
+    """As the client gets it."""
     tokens: tuple[int, ...]
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were not computed: the engine's own cache and the connector's together."""
+    """Prompt tokens that were not computed: prefix cache and connector together."""
     ttft_s: float
     """From before the request was sent until its first token arrived."""
     duration_s: float
@@ -88,7 +88,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """The part of a streamed completion that is of interest."""
+    """The used part of a streamed completion."""
 
     class Choice(msgspec.Struct):
         token_ids: list[int] | None = None
@@ -113,7 +113,7 @@ class Launched:
 
 
 def launch(config: ServerConfig, log: Path) -> Launched:
-    """By its command line; it ends with this process."""
+    """Start a server that ends with this process."""
     with log.open("wb") as output:
         process = tied.on_lasting_thread(
             lambda: subprocess.Popen(
@@ -129,7 +129,7 @@ def launch(config: ServerConfig, log: Path) -> Launched:
 
 
 class VllmServer:
-    """A running server. Make it with `Engine.start`, use it in a `with`."""
+    """A running server. Make it with `VllmServer.start`, use it in a `with`."""
 
     def __init__(self, config: ServerConfig, launched: Launched, log: Path) -> None:
         self.config = config
@@ -152,7 +152,7 @@ class VllmServer:
         """Start a server and wait until it answers; `log` receives its output.
 
         Raises:
-            EngineError: it ended or was not ready in time; says what the log says. Nothing is left.
+            EngineError: it ended or was not ready in time; has the last error of the log.
         """
         begin = time.monotonic()
         engine = cls(config, launch(config, log), log)
@@ -169,12 +169,7 @@ class VllmServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
@@ -213,14 +208,14 @@ class VllmServer:
         return True
 
     def _remove_shared_memory(self) -> None:
-        """vLLM's ranks on CPUs talk through files in /dev/shm, and leave them there."""
+        """vLLM's ranks on CPUs share files in /dev/shm, and leave them there."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         for name in set(_SHARED_NAME.findall(text)):
             for path in Path("/dev/shm").glob(f"{name}-*"):
                 path.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Ask it to end, as a service manager would; kill it when it does not."""
+        """SIGTERM, as from a service manager; SIGKILL when that does not end it."""
         if server := self._server():
             try:
                 server.send_signal(signal.SIGTERM)
@@ -240,7 +235,7 @@ class VllmServer:
             wanted = signal.SIGKILL
 
     def last_error(self) -> str:
-        """The last line of the log that names an error, and where the rest is."""
+        """The last line of the log that names an error, and the path of the log."""
         lines = self.log.read_text(errors="replace").splitlines()
         # vLLM's server ends with one that only points at the error of its child.
         wrong = [x for x in lines if _ERROR_LINE.search(x) and "root cause" not in x]
@@ -295,7 +290,7 @@ class VllmServer:
 
         On CPUs with AMX a fresh bfloat16 engine whose very first forward computes a single token
         dies with SIGILL in its attention, connector or not; a cache hit that leaves one token to
-        compute is that case. Any prefill first and all is well. It also pays for first-time set-up
+        compute is that case. A prefill before it prevents that, and pays for first-time set-up
         that no measurement should contain.
         """
         self.complete(WARM_UP_PROMPT, max_tokens=2)
@@ -342,22 +337,18 @@ class VllmServer:
         )
 
     def abandon(self, prompt: Sequence[int], *, max_tokens: int, until: Callable[[], bool]) -> None:
-        """Send a request and hang up when `until` says so; vLLM aborts what nobody listens to.
+        """Send a request and hang up at `until`; vLLM aborts requests of a closed connection.
 
         Raises:
-            EngineError: that did not come within a request's time.
+            EngineError: no such moment within a request's time.
         """
         deadline = time.monotonic() + REQUEST_TIMEOUT_S
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_TIMEOUT_S)
-        try:
-            headers = {"Content-Type": "application/json"}
-            body = msgspec.json.encode(_request_body(prompt, max_tokens))
-            connection.request("POST", "/v1/completions", body, headers)
+        body = msgspec.json.encode(_request_body(prompt, max_tokens))
+        with self._connection(REQUEST_TIMEOUT_S) as connection:
+            connection.request("POST", "/v1/completions", body, _JSON)
             while not until():
                 if time.monotonic() > deadline or self.wait(_ABANDON_POLL_S):
                     raise EngineError("the moment to hang up did not come")
-        finally:
-            connection.close()
 
     def complete_many(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, concurrency: int
@@ -368,10 +359,8 @@ class VllmServer:
             return list(pool.map(ask, prompts))
 
     def _stream(self, body: bytes, timeout_s: float) -> Iterator[_Chunk]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/completions", body, headers)
+        with self._connection(timeout_s) as connection:
+            connection.request("POST", "/v1/completions", body, _JSON)
             response = connection.getresponse()
             if response.status != http.client.OK:
                 text = response.read(2000).decode(errors="replace")
@@ -383,24 +372,23 @@ class VllmServer:
                 if chunk.error is not None:
                     raise EngineError(f"the engine reported {str(chunk.error)[:400]}")
                 yield chunk
-        finally:
-            connection.close()
 
     def _request(self, method: str, path: str, *, timeout_s: float = 30.0) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        try:
+        with self._connection(timeout_s) as connection:
             connection.request(method, path)
             response = connection.getresponse()
             return response.status, response.read()
-        finally:
-            connection.close()
+
+    def _connection(self, timeout_s: float) -> contextlib.closing[http.client.HTTPConnection]:
+        made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        return contextlib.closing(made)
 
     # ── cache ────────────────────────────────────────────────────────────────────────────────────
 
     def forget(self, *, external: bool = False, timeout_s: float = 10.0) -> None:
         """Empty the engine's own prefix cache; `external` resets the connector's too.
 
-        The engine refuses while blocks are in use, as during a store: asked again until it agrees.
+        The engine refuses while blocks are in use, as during a store: repeated until it agrees.
         """
         deadline = time.monotonic() + timeout_s
         path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
@@ -423,7 +411,7 @@ class VllmServer:
         return sums
 
     def hits(self) -> HitCounts:
-        """How many prompt tokens were looked up and found, by whom."""
+        """Prompt tokens looked up and found, by prefix cache and connector."""
         sums = self.metrics()
         return HitCounts(
             local_queries=sums["vllm:prefix_cache_queries_total"],

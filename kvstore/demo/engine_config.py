@@ -1,4 +1,4 @@
-"""How a vLLM server is started: model, memory, connector, and what is the same for all tests."""
+"""Start of a vLLM server: model, memory, connector, and settings common to all tests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SERVED_NAME: Final = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How to start one vLLM server."""
+    """Settings of one vLLM server."""
 
     model: Path
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """float32 where tokens are compared: in bfloat16 vLLM's own cache hit already changes one
+    """float32 where tokens are compared: in bfloat16 a prefix-cache hit of vLLM already changes one
     greedy output in about a hundred against a full recompute."""
     socket: Path | None = None
     """The node's attach socket; None: vLLM without the connector."""

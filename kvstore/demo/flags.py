@@ -1,8 +1,8 @@
-"""The flags of `kvstore demo`, apart from it: its help needs none of what it runs.
+"""The flags of `kvstore demo`, apart from it: its help loads no engine.
 
     python -m kvstore.demo.flags --help
 
-Does not cover: what the demo does (`demo`).
+Does not cover: the demo (`play`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAN: Final = ConversationPlan(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Parser of the command line."""
     made = argparse.ArgumentParser(
         prog="kvstore demo",
         description="A real vLLM without and with kvstore, in a few minutes.",

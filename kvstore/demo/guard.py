@@ -1,13 +1,13 @@
-"""Runs a command and lets nothing of it survive: neither the command's end nor the caller's.
+"""Runs a command, and ends all its processes with the command or with the caller.
 
     python guard.py PARENT_PID COMMAND [ARGUMENT …]
 
-Started as a script, so that it needs no installed package. It dies with its parent *thread*
+Started as a script, so that no installed package is needed. The guard dies with its parent *thread*
 (PR_SET_PDEATHSIG), adopts orphans (PR_SET_CHILD_SUBREAPER), and on SIGTERM, or when the command has
 ended, kills and reaps every descendant. Exit status: that of the command, 128 + signal if killed.
 
-multiprocessing's resource trackers are killed last, and only when they do not leave by themselves:
-they take the killed processes' shared memory with them.
+multiprocessing's resource trackers are killed last, and only when they do not end by themselves:
+they remove the killed processes' shared memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def watch(parent: int, start: Callable[[], int]) -> int:
     """Be the guard of the child that `start` makes; returns the exit status.
 
     Args:
-        parent: pid of this process's parent, with whom it dies.
+        parent: pid of this process's parent, with which it dies.
         start: returns the child's pid. Signals are blocked when it is called.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -61,7 +61,7 @@ def watch(parent: int, start: Callable[[], int]) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Collect all that ended; the status of `child` if it was among them."""
+    """Reap ended children; the status of `child` if it was among them."""
     found = None
     while True:
         try:
@@ -75,7 +75,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_descendants() -> None:
-    """Kill children until there are none; the orphans that this makes become children."""
+    """Kill children until none is left; orphans of a killed one become children."""
     give_up = time.monotonic() + TRACKER_GRACE_S
     while children := _children():
         others = [pid for pid in children if not _is_tracker(pid)]
@@ -93,7 +93,7 @@ def _children() -> list[int]:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Or may be one: a program that is just being started has no command line yet."""
+    """Whether it is or may be one: a program that is just being started has no command line yet."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""Small local models with seeded weights, made to notice a wrong KV cache.
+"""Small local models with seeded weights, whose output shows a wrong KV cache.
 
 Covers: building a Llama checkpoint with a byte-level tokenizer in a directory, and measuring how
-surely a damaged cached block shows in the output. Does not cover: running an engine on it
-(`kvstore.demo.engine`) and making prompts (`kvstore.demo.workload`).
+surely a damaged cached block shows in the output. Does not cover: engines (`kvstore.demo.engine`)
+and prompts (`kvstore.demo.workload`).
 
 Weights are drawn with a large standard deviation: with the customary 0.02 attention is almost
 uniform, and an engine fed with another prompt's KV goes on producing much the same tokens.
@@ -28,7 +28,7 @@ import msgspec
 Size = Literal["tiny", "tiny-one-head", "long", "medium", "bench"]
 SIZES: Final[tuple[Size, ...]] = ("tiny", "tiny-one-head", "long", "medium", "bench")
 RECIPE_FILE: Final = "recipe.json"
-"""Written last into a model directory: what it was built from."""
+"""Name of the recipe, which is written last into a model directory."""
 RECIPE_VERSION: Final = 1
 SPECIAL_TOKENS: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 VOCABULARY_SIZE: Final = 256 + len(SPECIAL_TOKENS)
@@ -50,12 +50,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     intermediate: int
     head_count: int
     kv_head_count: int
-    initializer_range: float
-    """Shrinks with the square root of `hidden`, so that attention is as sharp in each size."""
-    dtype: Literal["float32", "bfloat16"]
-    """Of the stored weights."""
+    deviation: float
+    """Standard deviation of weights. Shrinks with the square root of `hidden`, so that attention is
+    as sharp in each size."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the stored weights."""
     position_count: int = 4096
-    """Tokens that a request may have."""
+    """Longest request, in tokens."""
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of K and V of one token, all layers."""
@@ -65,23 +66,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 SHAPES: Final[dict[Size, Shape]] = {
     # 2.5 M parameters, 4 KiB of KV per token in float32: functional tests.
     "tiny": Shape(
-        layer_count=4,
-        hidden=256,
-        intermediate=512,
-        head_count=4,
-        kv_head_count=2,
-        initializer_range=0.08,
-        dtype="float32",
+        layer_count=4, hidden=256, intermediate=512, head_count=4, kv_head_count=2, deviation=0.08
     ),
     # The same with one KV head, which ranks of a tensor-parallel engine hold alike.
     "tiny-one-head": Shape(
-        layer_count=4,
-        hidden=256,
-        intermediate=512,
-        head_count=4,
-        kv_head_count=1,
-        initializer_range=0.08,
-        dtype="float32",
+        layer_count=4, hidden=256, intermediate=512, head_count=4, kv_head_count=1, deviation=0.08
     ),
     # 0.1 M parameters, 1 KiB of KV per token in float32: prompts of thousands of blocks, whose
     # attention is what takes the time.
@@ -91,19 +80,12 @@ SHAPES: Final[dict[Size, Shape]] = {
         intermediate=128,
         head_count=1,
         kv_head_count=1,
-        initializer_range=0.16,
-        dtype="float32",
+        deviation=0.16,
         position_count=1 << 18,
     ),
     # 25 M parameters, 16 KiB of KV per token in float32: the demo, whose tokens must be identical.
     "medium": Shape(
-        layer_count=8,
-        hidden=512,
-        intermediate=1536,
-        head_count=8,
-        kv_head_count=4,
-        initializer_range=0.06,
-        dtype="float32",
+        layer_count=8, hidden=512, intermediate=1536, head_count=8, kv_head_count=4, deviation=0.06
     ),
     # 194 M parameters, 16 KiB of KV per token in bfloat16: timing.
     "bench": Shape(
@@ -112,14 +94,14 @@ SHAPES: Final[dict[Size, Shape]] = {
         intermediate=3072,
         head_count=16,
         kv_head_count=4,
-        initializer_range=0.05,
+        deviation=0.05,
         dtype="bfloat16",
     ),
 }
 
 
 class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a model directory was built from; equal recipes give equal bytes."""
+    """Input of a model directory; equal recipes give equal bytes."""
 
     size: Size
     weights_seed: int
@@ -129,11 +111,11 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def build_model(directory: Path, *, size: Size, weights_seed: int = 1) -> Path:
     """Make `directory` hold the model of that size and seed; returns it.
 
-    Does nothing when it already does. Built beside the target and renamed into place, so that a
-    reader sees the old model, the new one, or none. Another recipe in the directory is replaced.
+    A directory of the same recipe stays. The model is built beside the target and renamed into
+    place, so that a reader sees the old one, the new one, or none. Another recipe is replaced.
 
     Raises:
-        FileExistsError: the directory holds something that this function did not build.
+        FileExistsError: the directory has files that this function did not build.
     """
     recipe = Recipe(size=size, weights_seed=weights_seed)
     if read_recipe(directory) == recipe:
@@ -161,7 +143,7 @@ def build_model(directory: Path, *, size: Size, weights_seed: int = 1) -> Path:
 
 
 def read_recipe(directory: Path) -> Recipe | None:
-    """The recipe of a complete model directory; None when there is no such thing."""
+    """The recipe of a complete model directory; None without one."""
     try:
         return msgspec.json.decode((directory / RECIPE_FILE).read_bytes(), type=Recipe)
     except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
@@ -216,7 +198,7 @@ def _write_weights(directory: Path, recipe: Recipe) -> None:
         num_key_value_heads=shape.kv_head_count,
         head_dim=HEAD_DIMENSION,
         max_position_embeddings=shape.position_count,
-        initializer_range=shape.initializer_range,
+        initializer_range=shape.deviation,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=256,
@@ -235,17 +217,17 @@ def _silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-# ── how surely a wrong block shows ───────────────────────────────────────────────────────────────
+# ── sensitivity to a wrong block ─────────────────────────────────────────────────────────────────
 
 
 class Sensitivity(msgspec.Struct, frozen=True):
-    """How many damaged caches changed the greedy continuation."""
+    """Numbers of damaged caches that changed the greedy continuation."""
 
     trials: int
     changed_by_one_byte: int
     """One byte of one K or V element of one cached block was flipped."""
     changed_by_other_block: int
-    """One block was exchanged for the block of another prompt, as a mixed-up key would do."""
+    """One block was exchanged for the block of another prompt, as by a mixed-up key."""
     distinct_tokens: int
     """Different tokens over all undamaged outputs; few would make equality an empty statement."""
 
@@ -333,7 +315,7 @@ def _continue(model: Any, cache: Any, token: int, count: int) -> list[int]:
 
 
 def _flip_byte(cache: Any, block: int, rng: Any) -> None:
-    """Flip the top exponent bit of one element: one byte differs from what was stored."""
+    """Flip the top exponent bit of one element: one byte differs from the stored one."""
     layer = cache.layers[rng.integers(len(cache.layers))]
     elements = (layer.keys, layer.values)[rng.integers(2)].numpy()
     _, heads, _, dimension = elements.shape

@@ -1,15 +1,15 @@
-"""`kvstore demo`: what a real vLLM gains from kvstore, on this machine, in a few minutes.
+"""`kvstore demo`: the gain of a real vLLM from kvstore, on this machine, in a few minutes.
 
 The same seeded conversations four times: by vLLM alone, with kvstore, with kvstore after the engine
 was restarted, and after the node was killed and started again, so that its disk serves. All
-histories together are more than the engine's own cache holds, as in service. The exit status is 0
-only when all tokens are identical and the node served prompt tokens each time. With --keep the last
-engine and node go on until Ctrl-C, with commands to try.
+histories together exceed the engine's own cache, as in service. The exit status is 0 only when all
+tokens are identical and the node served prompt tokens each time. With --keep the last engine and
+node go on until Ctrl-C, with commands to try.
 
-float32, because in bfloat16 vLLM's own cache already changes one greedy output in about a hundred
-(another kernel shape rounds otherwise), which would hide whether kvstore changed any.
+float32, because in bfloat16 vLLM's prefix cache already changes one greedy output in about a
+hundred (another kernel shape rounds otherwise), which would hide a change by kvstore.
 
-Covers: the runs and what is said about them. Does not cover: records and plots (`make demo`).
+Covers: the runs and their report. Does not cover: records and plots (`make demo`).
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ NAMES: Final = ("vLLM alone", "with kvstore", "engine restarted", "node restarte
 
 
 class KeptRunning(NamedTuple):
-    """What runs at the end."""
+    """Engine and node that run at the end."""
 
     engine: VllmServer
     node: NodeProcess
     prompt: tuple[int, ...]
-    """Of the last turn."""
+    """Prompt of the last turn."""
 
 
 Finish = Callable[[list["ReplayRun"], KeptRunning], None]
@@ -81,7 +81,7 @@ class ReplayRun(msgspec.Struct, kw_only=True):
     """Answers by ``user/round``."""
     prompt_tokens: int
     own_hit_tokens: int
-    """Found in the engine's own cache."""
+    """Prefix-cache hits of the engine."""
     kvstore_hit_tokens: int
     """Loaded from the node."""
     wall_s: float
@@ -102,7 +102,7 @@ class ReplayRun(msgspec.Struct, kw_only=True):
 
 
 class DemoError(KVStoreError):
-    """One sentence about what the demo could not do."""
+    """One sentence about a failure of the demo."""
 
 
 def replay(
@@ -111,7 +111,7 @@ def replay(
     conversations: Conversations,
     on_answer: Callable[[Completion], None],
 ) -> ReplayRun:
-    """Have every turn answered, one at a time, as an idle engine would."""
+    """Send every turn to the engine, one at a time."""
     plan = conversations.plan
     ttft_s: list[list[float]] = [[] for _ in range(plan.rounds)]
     answers: dict[str, tuple[int, ...]] = {}
@@ -140,13 +140,13 @@ def replay(
 
 
 class DemoStage:
-    """What a demo's runs share: the model, engines on it, what is shown of their progress."""
+    """Common parts of a demo's runs: the model, engines on it, display of progress."""
 
     def __init__(
         self, console: Console, plan: ConversationPlan, names: Sequence[str], *, cache: Path
     ) -> None:
         """Args:
-        console: where progress is shown.
+        console: display of progress.
         plan: the conversations.
         names: of the runs.
         cache: folder for the model, built once, and for the engines' logs.
@@ -177,13 +177,13 @@ class DemoStage:
         ]
 
     def note(self, index: int, note: str) -> None:
-        """A run is at something else than its requests."""
+        """Show an activity of a run other than its requests."""
         self.progress.start_task(self._tasks[index])
         self.progress.update(self._tasks[index], note=note)
         self._say(f"{self._names[index]}: {note}")
 
     def _say(self, text: str) -> None:
-        """A line where no progress can be drawn, as in a log of CI."""
+        """Print a line where no progress can be drawn, as in a log of CI."""
         if not self._console.is_terminal:
             self._console.print(text, highlight=False, markup=False)
 
@@ -257,9 +257,16 @@ class Demo:
 
 
 def same_answers(runs: Sequence[ReplayRun]) -> list[int]:
-    """Per run, how many answers equal those of the first."""
+    """Per run, the number of answers equal to those of the first."""
     truth = runs[0].tokens
     return [sum(run.tokens[turn] == truth[turn] for turn in truth) for run in runs]
+
+
+def check_answers(runs: Sequence[ReplayRun]) -> None:
+    """Raises DemoError: a run has other answers than the first."""
+    for run, same in zip(runs, same_answers(runs), strict=True):
+        if differ := len(run.tokens) - same:
+            raise DemoError(f"{differ} answers of the run '{run.name}' differ from vLLM alone.")
 
 
 def show(console: Console, runs: Sequence[ReplayRun]) -> None:
@@ -267,14 +274,14 @@ def show(console: Console, runs: Sequence[ReplayRun]) -> None:
     table = Table(
         box=box.SIMPLE_HEAD,
         title_justify="left",
-        title="Time to first token (TTFT) from round 2 on, and where prompt tokens came from",
+        title="Time to first token (TTFT) from round 2 on, and sources of prompt tokens",
     )
     table.add_column("", no_wrap=True)
     for column in (
         "TTFT\np50 ms",
         "TTFT\np95 ms",
         "speed-up\n",
-        "hits in\nown cache",
+        "prefix-\ncache hits",
         "hits in\nkvstore",
         "tokens\ncomputed",
         "answers\nidentical",
@@ -297,12 +304,9 @@ def show(console: Console, runs: Sequence[ReplayRun]) -> None:
 
 
 def conclude(console: Console, runs: Sequence[ReplayRun]) -> None:
-    """One line each; raises DemoError when what the demo claims is not so."""
+    """One line each; raises DemoError when a claim of the demo fails."""
     alone, shared, restarted, from_disk = runs
-    for run, same in zip(runs, same_answers(runs), strict=True):
-        if same != len(run.tokens):
-            differ = len(run.tokens) - same
-            raise DemoError(f"{differ} answers of the run '{run.name}' differ from vLLM alone.")
+    check_answers(runs)
     for run in runs[1:]:
         if run.kvstore_hit_tokens == 0:
             raise DemoError(f"The node served no prompt token in the run '{run.name}'.")
@@ -330,7 +334,7 @@ def conclude(console: Console, runs: Sequence[ReplayRun]) -> None:
 
 
 def commands_to_try(kept: KeptRunning, request: Path) -> list[tuple[str, str]]:
-    """(what it shows, command) for another terminal."""
+    """(purpose, command) for another terminal."""
     program = shlex.quote(str(Path(sys.executable).with_name("kvstore")))
     socket = f"--socket {shlex.quote(str(kept.node.socket))}"
     url = f"http://127.0.0.1:{kept.engine.port}"
@@ -359,7 +363,7 @@ def commands_to_try(kept: KeptRunning, request: Path) -> list[tuple[str, str]]:
 
 
 def hold(console: Console, kept: KeptRunning) -> None:
-    """Print what can be tried and wait for Ctrl-C."""
+    """Print commands to try and wait for Ctrl-C."""
     request = kept.node.directory / "request.json"
     body = {"model": SERVED_NAME, "prompt": kept.prompt, "max_tokens": 16, "temperature": 0}
     request.write_bytes(msgspec.json.encode(body))
@@ -374,7 +378,7 @@ def hold(console: Console, kept: KeptRunning) -> None:
 
 
 def introduce(console: Console, plan: ConversationPlan) -> None:
-    """What is going to be run."""
+    """Announce the runs."""
     kv_bytes = SHAPES[SIZE].kv_bytes_per_token(4)
     console.rule("[bold]kvstore demo")
     console.print(
@@ -387,7 +391,7 @@ def introduce(console: Console, plan: ConversationPlan) -> None:
 
 
 def default_cache() -> Path:
-    """Where the model of `kvstore demo` stays between runs."""
+    """Directory of the demo's model between runs."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "kvstore"
 
@@ -398,7 +402,7 @@ def main(
     cache: Path | None = None,
     finish: Finish | None = None,
 ) -> int:
-    """Command line; returns the exit status. `finish` does more with the runs than to show them."""
+    """Command line; returns the exit status. `finish` gets the runs after they are shown."""
     chosen = parser().parse_args(arguments)
     plan = msgspec.structs.replace(PLAN, seed=chosen.seed, users=chosen.users, rounds=chosen.rounds)
     # A terminated demo unwinds like an interrupted one, and so takes node and engine along.

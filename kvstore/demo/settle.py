@@ -1,4 +1,4 @@
-"""Waiting until a node and the engine on it have come to rest, as benchmarks need it."""
+"""Wait until a node and its engine are at rest, for benchmarks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TIMEOUT_S: Final = 60.0
 
 
 def settled(engine: VllmServer, node: NodeProcess, enough: Callable[[int, int], bool]) -> int:
-    """Wait until the engine is attached, all of dram is there, and `enough` of (blocks in dram,
+    """Wait until the engine is attached, all of dram is ready, and `enough` of (blocks in dram,
     blocks on disk). Returns the blocks on disk.
 
     Raises:
-        TimeoutError: it took too long.
+        TimeoutError: not within TIMEOUT_S.
     """
     deadline = time.monotonic() + TIMEOUT_S
     with contextlib.closing(NodeClient(node.socket)) as client:
         while time.monotonic() < deadline:
-            engine.warm_up()  # an idle engine looks for nobody
+            engine.warm_up()  # an idle engine does not attach
             sessions = sum(row.sessions for row in client.rows("nodes", NodeReport))
             tiers = {row.tier: row for row in client.rows("tiers", TierReport)}
             ready = tiers["dram"].ready_bytes == tiers["dram"].capacity_bytes

@@ -1,8 +1,7 @@
 """Seeded prompts: conversations that grow, and a varied set for equality tests.
 
-Covers: text, token ids and their order. Pure: the tokenizer comes in as a function, answers come
-from whoever runs the model, nothing is read or timed. Does not cover: sending anything
-(`kvstore.demo.engine`).
+Covers: text, token ids and their order. Pure: tokenizer and answers come from the caller, nothing
+is read or timed. Does not cover: requests (`kvstore.demo.engine`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ConversationPlan(msgspec.Struct, frozen=True, kw_only=True):
     system_words: int
     """Words of the system prompt, which all users share."""
     document_words: int
-    """Words that a user brings along in the first question; each user's are different."""
+    """Words of a user's document in the first question; different for each user."""
     question_words: int
     answer_tokens: int
 
@@ -70,14 +69,14 @@ class Turn(msgspec.Struct, frozen=True):
     user: int
     round: int
     prompt: tuple[int, ...]
-    """All of the conversation so far and the new question, as token ids."""
+    """The conversation so far and the new question, as token ids."""
 
 
 class Conversations:
-    """The running state of a replay: what each user has asked and was answered.
+    """The running state of a replay: questions and answers of each user.
 
     Turns come round by round, the users of a round in a seeded order, so between two turns of one
-    user all others have spoken: an engine whose cache holds less than all histories has forgotten.
+    user come turns of all others: an engine whose cache is smaller than all histories has evicted.
 
         for turn in conversations:
             conversations.answer(turn, model(turn.prompt))
@@ -103,7 +102,7 @@ class Conversations:
         return self.plan.users * self.plan.rounds
 
     def __iter__(self) -> Iterator[Turn]:
-        """Each turn once. The one before must have been answered."""
+        """Each turn once. The previous one must have an answer."""
         for round, users in enumerate(self._order):
             for user in users:
                 assert self._open is None, "the previous turn was not answered"
@@ -119,7 +118,7 @@ class Conversations:
 
 
 def prose(rng: random.Random, words: int) -> str:
-    """That many words in sentences of 5 to 12."""
+    """Text of `words` words, in sentences of 5 to 12."""
     sentences: list[str] = []
     while words > 0:
         count = min(words, rng.randint(5, 12))

@@ -10,7 +10,6 @@ import contextlib
 import os
 import socket
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 from kvstore.engine import LAYOUT_VERSION
@@ -61,12 +60,7 @@ class Handover:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.forget()
         for fd in self.places.values():
             os.close(fd)

@@ -1,10 +1,10 @@
-"""What others can test with: real processes, an engine without vLLM, contract suites.
+"""Helpers for tests of others: real processes, an engine without vLLM, contract suites.
 
-| module                                      | what                                              |
+| module                                      | content                                           |
 |---------------------------------------------|---------------------------------------------------|
 | `process`, `index_process`, `redis_process` | a node, an index, a Redis as children             |
 | `tied`                                      | children that end with this process               |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
-| `transports`                                | what every `ports.Transport` promises, as checks  |
+| `transports`                                | the contract of `ports.Transport`, as checks      |
 | `indexer`                                   | the pattern of an indexer that follows KV events  |
 """

@@ -1,4 +1,4 @@
-"""An outside indexer, as small as can be: it follows one node's KV events and knows what it holds.
+"""An outside indexer, as small as can be: it follows the KV events of one node.
 
     with Indexer(endpoint, replay_endpoint) as indexer:
         indexer.catch_up()
@@ -6,12 +6,11 @@
         assert key in indexer.keys("CPU")
 
 For tests of a real node, and the pattern for an indexer: subscribe first, then catch up; on a gap
-catch up again. Blocking, one thread. It believes what it reads: it is no place for a hostile node.
+catch up again. Blocking, one thread. Events are not verified: not for a hostile node.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Final, Self
 
 import msgspec
@@ -24,13 +23,13 @@ REPLY_TIMEOUT_S: Final = 10.0
 
 
 class Indexer:
-    """What one node holds, by its own word."""
+    """Blocks of one node, by its own events."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self.held: set[tuple[str, str, bytes, tuple[int, ...], bytes]] = set()
         """(medium, tenant, space, shard, key)."""
         self.hashes: dict[str, set[int | bytes]] = {}
-        """What an indexer that knows vLLM's fields only would hold, by medium."""
+        """State of an indexer that reads vLLM's fields only, by medium."""
         self.next_number = 0
         self.gaps = 0
         self.snapshots = 0
@@ -41,15 +40,15 @@ class Indexer:
         self._live.setsockopt(zmq.SUBSCRIBE, b"kv@")
         self._live.connect(endpoint)
         self.replay = self._context.socket(zmq.DEALER)
-        """The replay socket itself; nobody else may speak while it catches up."""
+        """The replay socket itself, in use while the indexer catches up."""
         self.replay.connect(replay_endpoint)
 
     def keys(self, medium: str) -> set[bytes]:
-        """Keys of which a tier holds some shard."""
+        """Keys with a shard in a tier."""
         return {key for its_medium, *_, key in self.held if its_medium == medium}
 
     def listen(self, *, timeout_s: float) -> bool:
-        """Take one live batch, filling the gap before it. False: there was none in time."""
+        """Take one live batch, filling the gap before it. False: none in time."""
         if not self._live.poll(int(timeout_s * 1000)):
             return False
         topic, sequence, payload = self._live.recv_multipart()
@@ -66,7 +65,7 @@ class Indexer:
         return True
 
     def catch_up(self) -> None:
-        """Ask for what is missing up to now; for everything, when some of it is kept no more.
+        """Request missing batches; a snapshot, when some are kept no more.
 
         Raises TimeoutError.
         """
@@ -94,7 +93,7 @@ class Indexer:
             replies.append((int.from_bytes(sequence, "big"), payload))
 
     def _is_foreign(self, payload: bytes) -> bool:
-        """Whether the node was started anew and this is not its first word."""
+        """Whether the node was started anew and this is not its first batch."""
         first = msgspec.msgpack.decode(payload)[1][0]
         is_start = first["type"] == "AllBlocksCleared"
         return not is_start and first["kvstore"]["incarnation"] != self.incarnation
@@ -124,16 +123,11 @@ class Indexer:
             hashes.difference_update(event["block_hashes"])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the sockets."""
         self._context.destroy(linger=0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

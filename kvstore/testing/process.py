@@ -3,8 +3,8 @@
     with NodeProcess.start(tmp_path) as node:
         link = Link.connect(node.socket, hello)
 
-Ready means that it said so: nothing sleeps. Whatever happens, the processes are reaped; if this
-process is killed, so are they.
+Ready means its ready line: nothing sleeps. The processes are reaped in any case; if this process is
+killed, so are they.
 
 A node is two processes: its supervisor, which is the one that is started, signalled and waited for,
 and the node process, whose pid is `pid` and which alone is stopped by `pause` or killed by `crash`.
@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from kvstore.testing import tied
@@ -32,7 +31,7 @@ STOP_TIMEOUT_S = 30.0
 
 
 class NodeFailed(Exception):
-    """The node did not start; carries its exit code and what it wrote to stderr."""
+    """The node did not start; carries its exit code and its stderr."""
 
     def __init__(self, code: int | None, stderr: str) -> None:
         super().__init__(f"the node exited with {code}: {stderr.strip()}")
@@ -48,7 +47,7 @@ def start_ready(
     timeout_s: float,
     python: str | Path = sys.executable,
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start Python with these; the process and its ready line, which has what it `says` in it.
+    """Start Python with these; the process and its ready line, which contains `says`.
 
     Raises:
         NodeFailed: it exited, said something else, or was not ready in time.
@@ -74,14 +73,60 @@ def start_ready(
     return process, line
 
 
-class NodeProcess:
-    """One `kvstore node` in a directory of its own."""
+class ChildServer:
+    """A child that serves, reaped at the end of its `with`."""
+
+    def __init__(self, process: subprocess.Popen[str], ready_line: str = "") -> None:
+        self.process = process
+        self.ready_line = ready_line
+
+    @property
+    def metrics_url(self) -> str:
+        """URL of /metrics; empty when off."""
+        return self._said(r"metrics=(http\S+)")
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self._wait()
+
+    def kill(self) -> int:
+        """SIGKILL; returns the exit code."""
+        self.process.kill()
+        return self._wait()
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        reap(self.process)
+
+    def _said(self, pattern: str) -> str:
+        """Part of the ready line; empty when not in it."""
+        found = re.search(pattern, self.ready_line)
+        return found[1] if found else ""
+
+    def _wait(self) -> int:
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        finally:
+            reap(self.process)
+
+
+class NodeProcess(ChildServer):
+    """One `kvstore node` in a directory of its own; `process` is its supervisor."""
 
     def __init__(self, process: subprocess.Popen[str], directory: Path, ready_line: str) -> None:
-        self.process = process
-        """The supervisor."""
+        super().__init__(process, ready_line)
         self.directory = directory
-        self.ready_line = ready_line
 
     @classmethod
     def start(
@@ -97,7 +142,7 @@ class NodeProcess:
         """Start a node with its log in `directory`, its socket too, and wait for its ready line.
 
         /metrics is on a port that the kernel chooses. `flags` come last, so they win, that of
-        another socket too. `program`: what `python` runs as `kvstore`.
+        another socket too. `program`: arguments of `python` for `kvstore`.
 
         Raises:
             NodeFailed: it exited, or was not ready within `timeout_s`.
@@ -116,61 +161,47 @@ class NodeProcess:
 
     @property
     def socket(self) -> Path:
-        found = re.search(r"socket=(\S+)", self.ready_line)
-        return Path(found[1]) if found else self.directory / "node.sock"
+        return Path(self._said(r"socket=(\S+)") or self.directory / "node.sock")
 
     @property
     def pid(self) -> int:
-        """Of the node process that serves now. Raises ProcessLookupError when there is none."""
+        """Pid of the node process that serves now. Raises ProcessLookupError without one."""
         for pid in children_of(self.process.pid):
             return pid
         raise ProcessLookupError("the node has ended")
 
     @property
     def supervisor_pid(self) -> int:
-        """Of the process whose end is the end of all."""
+        """Pid of the process whose end ends the node."""
         return self.process.pid
 
     @property
-    def metrics_url(self) -> str:
-        """URL of /metrics; empty when off."""
-        found = re.search(r"metrics=(http\S+)", self.ready_line)
-        return found[1] if found else ""
-
-    @property
     def index(self) -> str:
-        """Address of the replica inside; empty when there is none."""
-        found = re.search(r"index=([^ ]+:\d+)", self.ready_line)
-        return found[1] if found else ""
+        """Address of the replica inside; empty without one."""
+        return self._said(r"index=([^ ]+:\d+)")
 
     @property
     def events(self) -> tuple[str, str]:
         """Endpoints of KV events and of their replay."""
-        found = re.search(r"events=([^ ,]+),(\S+)", self.ready_line)
-        assert found is not None, "the node publishes no events"
-        return found[1], found[2]
+        live, _, replay = self._said(r"events=([^ ,]+,\S+)").partition(",")
+        assert live, "the node publishes no events"
+        return live, replay
 
     @property
     def log(self) -> str:
-        """What the node wrote to stderr so far."""
+        """The node's stderr so far."""
         return (self.directory / "node.log").read_text(encoding="utf-8")
-
-    def stop(self) -> int:
-        """SIGTERM; returns the exit code once all is gone."""
-        self.process.send_signal(signal.SIGTERM)
-        return self._wait()
 
     def kill(self) -> int:
         """SIGKILL to the supervisor; returns the exit code once all is gone, memory included."""
         pidfds = [os.pidfd_open(pid) for pid in children_of(self.process.pid)]
-        self.process.kill()
-        code = self._wait()
+        code = super().kill()
         for pidfd in pidfds:
             _wait_gone(pidfd)
         return code
 
     def crash(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """This signal to the node process; returns once it is gone. Another one follows."""
+        """Signal the node process; returns once it is gone. Another one follows."""
         pid = self.pid
         pidfd = os.pidfd_open(pid)
         signal.pidfd_send_signal(pidfd, number)
@@ -184,26 +215,9 @@ class NodeProcess:
         """SIGCONT to the node process."""
         os.kill(self.pid, signal.SIGCONT)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        reap(self.process)
-
-    def _wait(self) -> int:
-        try:
-            return self.process.wait(STOP_TIMEOUT_S)
-        finally:
-            reap(self.process)
-
 
 def children_of(pid: int) -> list[int]:
-    """Processes that this one has started, and that have not ended; none when it is gone itself."""
+    """Living children of a process; none when it is gone itself."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for thread in sorted(Path(f"/proc/{pid}/task").iterdir()):
@@ -213,7 +227,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def _wait_gone(pidfd: int) -> None:
-    """Until the process of a pidfd, which is closed, has ended."""
+    """Wait for the end of a process, and close its pidfd."""
     with selectors.DefaultSelector() as selector:
         selector.register(pidfd, selectors.EVENT_READ)
         assert selector.select(STOP_TIMEOUT_S), "a process outlived its end"
@@ -221,7 +235,7 @@ def _wait_gone(pidfd: int) -> None:
 
 
 def reap(process: subprocess.Popen[str]) -> None:
-    """End it, however it is, and wait for that."""
+    """End a process in any state, and wait for that."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(ProcessLookupError):

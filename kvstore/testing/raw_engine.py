@@ -5,9 +5,9 @@
         engine.store(keys)
         assert engine.lease(keys).slots
 
-For tests and benchmarks of a real node. It follows the protocol but decides nothing: no breaker,
-no back-off, no cost model (`kvstore.client.core` has those). Each 8 bytes of a block say whose they
-are and where in the block of all ranks: a head in another's place is seen, whatever the shards are.
+For tests and benchmarks of a real node. The engine follows the protocol but decides nothing: no
+breaker, no back-off, no cost model (`kvstore.client.core` has those). Each 8 bytes of a block
+encode key and place in the block of all ranks: a head in a wrong place is seen with any shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -66,11 +65,11 @@ _ODD: Final = 0x9E3779B97F4A7C15
 
 
 class EngineGone(Exception):
-    """The node refused, hung up or closed the session; carries its words."""
+    """The node refused, hung up or closed the session; carries its reason."""
 
 
 def make_space(*, model: str = "model", block_bytes: int = BLOCK_BYTES) -> Space:
-    """A small space; another `model` shares nothing with it. `block_bytes`: of all ranks."""
+    """A small space; another `model` has another space. `block_bytes`: of all ranks."""
     return Space(
         model=model,
         weights="weights",
@@ -99,7 +98,7 @@ def make_keys(count: int, *, seed: str = "") -> list[bytes]:
 class RawEngine:
     """A scheduler and `rank_count` ranks that share the heads among them.
 
-    With `replicas` > 1 so many neighbours hold the same heads; the first of them stores.
+    With `replicas` > 1, groups of that many neighbours hold the same heads; the first ones store.
     """
 
     def __init__(
@@ -116,10 +115,10 @@ class RawEngine:
         events: tuple[str, str] = ("", ""),
         timeout_s: float = 10.0,
     ) -> None:
-        """Connect everybody. `block_bytes`: of all ranks together. With the `nonce` of another,
-        the same processes attach again. `events`: where its KV events and their replay are.
+        """Connect all sockets. `block_bytes`: of all ranks together. With the `nonce` of another,
+        the same processes attach again. `events`: endpoints of its KV events and their replay.
 
-        Raises AttachError when there is no node.
+        Raises AttachError without a node.
         """
         assert rank_count % replicas == 0
         self.columns = rank_count // replicas
@@ -132,7 +131,7 @@ class RawEngine:
         self._lease_ids = itertools.count(1)
         self._replies: dict[int, LeaseReply] = {}
         self._quiesced: Counter[Link] = Counter()
-        """How often each rank was asked to be quiet."""
+        """Number of Quiesce messages to each rank."""
         self._failure = ""
         self.nonce = nonce = nonce or secrets.token_hex(4)
         self._tell_apart(tenant, model, block_bytes)
@@ -164,7 +163,7 @@ class RawEngine:
         ]
 
     def _tell_apart(self, tenant: str, model: str, block_bytes: int) -> None:
-        """What is in blocks, and in their checksums."""
+        """Set up contents of blocks, and prefixes of their checksums."""
         assert HEAD_COUNT % self.columns == 0
         assert block_bytes % (LAYER_COUNT * HEAD_COUNT * KEY_BYTES) == 0
         self._space = make_space(model=model, block_bytes=block_bytes)
@@ -216,15 +215,15 @@ class RawEngine:
         assert self.scheduler.send(Hint(request=next(self._lease_ids), keys=b"".join(keys)))
 
     def lease(self, keys: Sequence[bytes]) -> LeaseReply:
-        """Ask for a lease of these keys and wait for the reply, and for what comes from disk or
-        from another node.
+        """Ask for a lease of these keys and wait for the reply, and for blocks from disk or from
+        another node.
 
         Raises EngineGone, TimeoutError.
         """
         return self.finish(self.ask(keys))
 
     def ask(self, keys: Sequence[bytes]) -> LeaseReply:
-        """Ask for a lease of these keys; the first answer, more of which may be on its way.
+        """Ask for a lease of these keys; the first answer, with more blocks perhaps on their way.
 
         Raises EngineGone, TimeoutError.
         """
@@ -234,17 +233,16 @@ class RawEngine:
         return self._replies[number]
 
     def finish(self, reply: LeaseReply) -> LeaseReply:
-        """Wait for all that is on its way; the whole of an answer. Raises EngineGone,
-        TimeoutError."""
+        """Wait for blocks on their way; the whole answer. Raises EngineGone, TimeoutError."""
         self.wait(lambda: not self._replies[reply.lease].promoting)
         return self._replies.pop(reply.lease)
 
     def coming(self, reply: LeaseReply) -> int:
-        """How many blocks of this answer are on their way, by what has been heard."""
+        """Number of blocks of this answer on their way, by the messages so far."""
         return self._replies[reply.lease].promoting
 
     def lease_stored(self, keys: Sequence[bytes]) -> LeaseReply:
-        """Lease once all of `keys` are there: a seal and a lookup travel on two sockets."""
+        """Lease once all of `keys` are published: a seal and a lookup travel on two sockets."""
         deadline_s = time.monotonic() + self.timeout_s
         while True:
             reply = self.lease(keys)
@@ -260,7 +258,7 @@ class RawEngine:
         assert self.scheduler.send(LeaseRelease(leases=[reply.lease]))
 
     def renew(self, reply: LeaseReply) -> None:
-        """Let a lease last its whole life from now."""
+        """Renew a lease for its whole life from now."""
         assert self.scheduler.send(LeaseRenew(leases=[reply.lease]))
 
     def read(self, reply: LeaseReply, *, rank: int = 0) -> list[bytes]:
@@ -276,7 +274,7 @@ class RawEngine:
         return self._words(rank // self.replicas, key).tobytes()
 
     def is_right(self, reply: LeaseReply, keys: Sequence[bytes]) -> bool:
-        """Whether all that is leased, from the first of these keys on, has the bytes of its key, in
+        """Whether every leased block, from the first of these keys on, has the bytes of its key, in
         every rank."""
         return all(
             block == self.contents(key, rank=rank)
@@ -294,7 +292,7 @@ class RawEngine:
                 raise TimeoutError("the node said nothing in time")
 
     def hear(self, timeout_s: float = 0.0) -> bool:
-        """Take what has come, waiting so long for something; whether there was anything."""
+        """Receive messages, waiting up to `timeout_s` for the first; whether there was one."""
         links = [link for link in (self.scheduler, *self.ranks) if not link.closed]
         ready, _, _ = select.select(links, [], [], timeout_s)
         for link in ready:
@@ -303,8 +301,8 @@ class RawEngine:
         return bool(ready)
 
     def leave(self) -> None:
-        """Detach in good order: the ranks say that they are quiet, and nothing that they were
-        granted is in doubt, although this process lives on. Raises TimeoutError."""
+        """Detach in good order: the ranks report that they are quiet, and none of their slots is
+        quarantined, although this process lives on. Raises TimeoutError."""
         self.hear()
         before = self._quiesced.copy()
         self.scheduler.close()
@@ -315,19 +313,14 @@ class RawEngine:
         self.close()
 
     def close(self) -> None:
-        """Hang up, everybody. What was granted stays in doubt as long as this process lives."""
+        """Close all sockets. Granted slots stay quarantined as long as this process lives."""
         for link in (self.scheduler, *self.ranks):
             link.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _hear(self, link: Link, message: NodeMessage | Lost) -> None:
@@ -368,7 +361,7 @@ class RawEngine:
         return Shard(0, LAYER_COUNT, column * heads, (column + 1) * heads)
 
     def checksum(self, column: int, key: bytes) -> bytes:
-        """Of a block's shard."""
+        """Checksum of a block's shard."""
         return self._checksum(column, key, self._words(column, key))
 
     def _checksum(self, column: int, key: bytes, words: NDArray[np.uint64]) -> bytes:
@@ -377,14 +370,14 @@ class RawEngine:
         )
 
     def _words(self, column: int, key: bytes) -> NDArray[np.uint64]:
-        """What is in a block's shard, [block_bytes / 8]."""
+        """Content of a block's shard, [block_bytes / 8]."""
         repeated = np.frombuffer(key * (self.block_bytes // KEY_BYTES), np.uint64)
         return repeated ^ self._places[column]
 
     def _fill(
         self, link: Link, column: int, keys: Sequence[bytes], slots: NDArray[np.uint32]
     ) -> bytes:
-        """Write these blocks; their checksums."""
+        """Write these blocks; returns their checksums."""
         assert link.arena is not None
         checksums = []
         for key, slot in zip(keys, slots.tolist(), strict=True):
@@ -395,8 +388,8 @@ class RawEngine:
 
 
 def _places(shard: Shard, block_bytes: int) -> NDArray[np.uint64]:
-    """A number for each 8 bytes of a shard, by their place in the block of all ranks: the same
-    however many there are. u64 [words of the shard]."""
+    """A number for each 8 bytes of a shard, by their place in the block of all ranks, whatever the
+    number of ranks. u64 [block_bytes / 8 of the shard]."""
     every = np.arange(block_bytes // 8, dtype=np.uint64) * np.uint64(_ODD)
     pages = every.reshape(LAYER_COUNT, HEAD_COUNT, -1)
     layers = slice(shard.layer_begin, shard.layer_end)

@@ -3,34 +3,31 @@
     with RedisProcess.start(tmp_path) as redis:
         store = RedisStore(store_config(redis.url, password_file=None, ca=None), …)
 
-Keeps nothing on disk unless it is told to. Whatever happens, the process is reaped.
+Keeps nothing on disk without a flag. The process is reaped in any case.
 """
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from kvstore.testing import tied
-from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, NodeFailed, reap
+from kvstore.testing.process import READY_TIMEOUT_S, STOP_TIMEOUT_S, ChildServer, NodeFailed, reap
 
 PROGRAM = "redis-server"
 _READY = "Ready to accept connections"
 _TRIES = 5
-"""Between the kernel's choice of a port and the server's start somebody may take it."""
+"""Another process may take the port between the kernel's choice and the server's start."""
 
 
-class RedisProcess:
+class RedisProcess(ChildServer):
     """One server."""
 
     def __init__(self, process: subprocess.Popen[str], port: int, scheme: str) -> None:
-        self.process = process
+        super().__init__(process)
         self.port = port
         self.url = f"{scheme}://127.0.0.1:{port}/0"
 
@@ -38,8 +35,8 @@ class RedisProcess:
     def start(
         cls, directory: Path, *flags: str, port: int | None = None, tls: Sequence[str] = ()
     ) -> RedisProcess:
-        """Start one and wait until it serves. `port` None: one that is free; `tls`: its flags for
-        that, without which it speaks plainly.
+        """Start one and wait until it serves. `port` None: a free one; `tls`: its flags for TLS,
+        without which it speaks plainly.
 
         Raises:
             NodeFailed: it exited.
@@ -72,21 +69,8 @@ class RedisProcess:
                 raise NodeFailed(code, said)
         raise AssertionError("it started or failed")
 
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.process.kill()
-        self.process.wait(STOP_TIMEOUT_S)
-
-    def pause(self) -> None:
-        """SIGSTOP."""
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """SIGCONT."""
-        self.process.send_signal(signal.SIGCONT)
-
     def cli(self, *command: str) -> str:
-        """What redis-cli answers."""
+        """Output of redis-cli."""
         done = subprocess.run(
             ["redis-cli", "-p", str(self.port), *command],
             check=True,
@@ -95,17 +79,6 @@ class RedisProcess:
             timeout=READY_TIMEOUT_S,
         )
         return done.stdout.strip()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        reap(self.process)
 
 
 def _free_port() -> int:
@@ -116,8 +89,7 @@ def _free_port() -> int:
 
 
 def _said_until_ready(process: subprocess.Popen[str]) -> str:
-    """Its log up to the line that says it serves, or to its end. It logs little, so the pipe never
-    fills."""
+    """The log up to its ready line, or to its end. A server logs little: the pipe never fills."""
     assert process.stdout is not None
     said = ""
     for line in process.stdout:

@@ -1,7 +1,7 @@
-"""Child processes that end with this one, however it ends: SIGKILL leaves nobody to clean up.
+"""Child processes that end with this one, in any way: SIGKILL leaves no time to clean up.
 
 Nothing of ours can run between a fork and an exec, so a few lines of Python run first: they ask the
-kernel for SIGKILL when their parent ends (PR_SET_PDEATHSIG), look whether it has ended already, and
+kernel for SIGKILL at the end of their parent (PR_SET_PDEATHSIG), check that it still lives, and
 become the command. Processes of a node or an index end with their supervisor in turn.
 
 The kernel means the *thread* that made the child, so all are made by one thread that lasts.

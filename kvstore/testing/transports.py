@@ -1,12 +1,12 @@
-"""What every `ports.Transport` promises, for all back ends, in processes of their own.
+"""The contract of every `ports.Transport`, for all back ends, in processes of their own.
 
     check = TransportChecks(make)      # make(name) → a Party: a transport with an arena
-    check.bytes_are_equal()            # … one method for each promise
+    check.bytes_are_equal()            # … one method for each guarantee
 
-`MoverParty` is a real mover child over a real arena, which can be killed and stopped; `LocalParty`
-is the reference. A back end of one's own: give `make` a Party that speaks to it.
+`MoverParty` is a real transfer worker over a real arena, which can be killed and stopped;
+`LocalParty` is the reference. For another back end `make` returns a Party of its own.
 
-Does not cover: what windows do (`transport.window`), when a mover is killed (`transport.watch`).
+Does not cover: windows (`transport.window`), the kill of a transfer worker (`transport.watch`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kvstore.wire import mover as wire
 
 ARENA_BYTES: Final = 32 << 20
 LIMIT_S: Final = 90.0
-"""For anything to happen: a back end is loaded by a machine that is busy with other tests."""
+"""Limit for everything: a back end is loaded by a machine that is busy with other tests."""
 BEATS: Final = 4
-"""So long nothing happens when nothing is to happen: more than enough for 32 MiB."""
+"""Wait for events that must not come: more than enough for 32 MiB."""
 
 
 class TransportParty(Protocol):
@@ -62,7 +62,7 @@ class TransportParty(Protocol):
         ...
 
     def ends_by_now(self) -> dict[int, End]:
-        """Those that come while the transport works for a while."""
+        """Ends during a few more beats of the transport."""
         ...
 
     def pause(self) -> None: ...
@@ -70,11 +70,11 @@ class TransportParty(Protocol):
     def resume(self) -> None: ...
 
     def kill(self) -> None:
-        """As kill -9 does."""
+        """SIGKILL."""
         ...
 
     def open_files(self) -> int:
-        """Of its process."""
+        """Number in its process."""
         ...
 
     def close(self) -> None: ...
@@ -128,8 +128,11 @@ class LocalParty:
         self._transport.close()
 
 
+_ENDS: Final = {wire.Done: End.DONE, wire.Failed: End.FAILED, wire.Limbo: End.UNKNOWN}
+
+
 class MoverParty:
-    """A mover child. Its end of a transfer is what the transport's outcomes came to."""
+    """A transfer worker. Ends of transfers come from the transport's outcomes."""
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class MoverParty:
         arena_bytes: int = ARENA_BYTES,
         paced: bool = False,
     ) -> None:
-        """Started, and known to its back end."""
+        """Start it and wait for its back end."""
         self._arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(1))
         settings = MoverSettings(
             backend=backend,
@@ -237,36 +240,30 @@ class MoverParty:
                 self._beats += 1
             case wire.Unable(reason=reason):
                 raise AssertionError(reason)
-            case wire.Done(transfer=number):
-                self._end(number, End.DONE)
-            case wire.Failed(transfer=number):
-                self._end(number, End.FAILED)
-            case wire.Limbo(transfer=number):
-                self._end(number, End.UNKNOWN)
-
-    def _end(self, number: int, end: End) -> None:
-        assert number not in self._ends, f"transfer {number} ended twice"
-        self._ends[number] = end
+            case wire.Done() | wire.Failed() | wire.Limbo():
+                number = message.transfer
+                assert number not in self._ends, f"transfer {number} ended twice"
+                self._ends[number] = _ENDS[type(message)]
 
 
 ALL: Final = make_pieces([0], [0], [ARENA_BYTES])
 
 
 class TransportChecks:
-    """The promises. Every method makes parties of its own and leaves none."""
+    """The guarantees. Every method makes parties of its own and leaves none."""
 
     def __init__(
         self, make: Callable[[str], TransportParty], *, seed: int = 1, serves_stopped: bool = False
     ) -> None:
-        """`serves_stopped`: a peer whose process is stopped may be read from all the same, as a
-        device does that needs no process for it."""
+        """`serves_stopped`: reads from a stopped peer may succeed, as from a device that needs no
+        process for it."""
         self._make = make
         self._serves_stopped = serves_stopped
         self._random = np.random.default_rng(seed)
 
     @contextlib.contextmanager
     def _parties(self, *names: str) -> Iterator[list[TransportParty]]:
-        """With random bytes in each, and the first connected to the others."""
+        """Parties with random bytes in each, and the first connected to the others."""
         with contextlib.ExitStack() as stack:
             parties = []
             for name in names:

@@ -22,7 +22,7 @@ PAGES = [
     *map(Path, ("README.md", "SECURITY.md", "deploy/README.md", "kvstore/README.md")),
     *(file for file in files() if file.suffix == ".md" and DOCS in file.parents),
 ]
-FOLDERS = ["kvstore/obs", "kvstore/stores", "kvstore/supervisor"]
+FOLDERS = [f"kvstore/{name}" for name in ("demo", "obs", "stores", "supervisor", "testing")]
 """Folders with clean docstrings of modules, classes, functions and attributes."""
 RETIRED = {
     "own hit": r"own(?: cache)? hits?",
