@@ -22,7 +22,13 @@ PAGES = [
     *map(Path, ("README.md", "SECURITY.md", "deploy/README.md", "kvstore/README.md")),
     *(file for file in files() if file.suffix == ".md" and DOCS in file.parents),
 ]
-FOLDERS = [f"kvstore/{name}" for name in ("demo", "obs", "stores", "supervisor", "testing")]
+FOLDERS = [
+    f"kvstore/{name}"
+    for name in (
+        *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
+        *("obs", "stores", "supervisor", "testing"),
+    )
+]
 """Folders with clean docstrings of modules, classes, functions and attributes."""
 RETIRED = {
     "own hit": r"own(?: cache)? hits?",

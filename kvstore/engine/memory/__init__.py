@@ -1,16 +1,16 @@
-"""Where blocks are: slots of dram, rows of blocks, what gives way to what.
+"""Places of blocks: slots of dram, rows of blocks, evictions.
 
 | module           | cares about                                | in → out                       |
 |------------------|--------------------------------------------|--------------------------------|
 | `slots`          | states of slots, generations, slabs, pools | transitions → states           |
-| `writers`        | who may write each slot                    | writer → slots                 |
-| `pins`           | what nothing can be evicted from, and whose | leases → lease counts         |
-| `processes`      | what a process may write to, whoever it says it is | grants → bytes    |
-| `residency`      | which tier holds which block               | (scope, key) → row, slot, file |
+| `writers`        | writer of each slot                        | writer → slots                 |
+| `pins`           | protection against eviction, by account    | leases → lease counts          |
+| `processes`      | writable bytes of each process             | grants → bytes                 |
+| `residency`      | tiers of each block                        | (scope, key) → row, slot, file |
 | `table`          | finding rows by key, in batches            | keys → rows                    |
-| `journal`        | what the next process must know; `journal_spaces`: of models | –            |
+| `journal`        | state for the next process; `journal_spaces`: models | –                    |
 | `adoption`       | going on with a journal                    | journal → state                |
 | `admission`      | credits and room for them                  | pools → free slots             |
-| `quotas`         | how much is promised to whom               | owners → who gives way         |
-| `policy/`        | which slot goes next, what goes to disk    | uses → victims; keys → mask    |
+| `quotas`         | guaranteed shares of dram                  | owners → order of eviction     |
+| `policy/`        | next victims, blocks for the disk          | uses → victims; keys → mask    |
 """

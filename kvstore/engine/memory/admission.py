@@ -1,4 +1,4 @@
-"""Credits: how many free slots each session gets in advance, and what is freed to have them.
+"""Credits: free slots granted to each session in advance, and evictions for them.
 
 A store never waits: credits are free slots that were granted before they are needed. Slots are
 freed ahead of need, from the low watermark up to the high one, and never out of a lease.
@@ -13,7 +13,7 @@ from kvstore.engine.memory.quotas import GroupId
 from kvstore.engine.memory.slots import Pool, Slots
 
 CREDIT_PART = 4
-"""Where there are quotas, one part in so many of a share may be lent for writing."""
+"""With quotas, one part in this many of a share may be granted."""
 
 
 class Admission:
@@ -39,20 +39,20 @@ class Admission:
     def credit_target(self, pools: Mapping[Pool, int], *, sessions: int) -> int:
         """Credits in blocks that a session should have out, at least one.
 
-        `pools`: how many slots of each a block takes.
+        `pools`: slots of each that a block takes.
         """
         capacity = min(self._reachable(pool) // count for pool, count in pools.items())
         share = int(capacity * self._credit_share) // max(sessions, 1)
         return max(1, min(share, self._credit_blocks_max))
 
     def _reachable(self, pool: Pool) -> int:
-        """Slots this pool has, or would have with its part of the arena."""
+        """Slots of this pool, or of its part of the arena."""
         part = self._slots.slabs_ready // max(len(self._slots.pools), 1)
         return max(pool.capacity, part * pool.slots_per_slab, pool.slots_per_slab)
 
     def credit_limit(self, group: GroupId, block_bytes: int) -> int:
-        """Blocks that a group with a quota may have lent for writing: what is lent cannot be taken
-        back, so that it must stay well below a small share."""
+        """Blocks that may be granted to a group with a quota: grants cannot be taken back, so they
+        must stay well below a small share."""
         return int(self._slots.quotas.share[group]) // CREDIT_PART // block_bytes
 
     def make_room(self, pool: Pool, wanted: int, active: set[int], asker: GroupId) -> None:
@@ -90,8 +90,8 @@ class Admission:
         return int(pool.capacity * self._low)
 
     def _take_over(self, pool: Pool, active: set[int], asker: GroupId, *, claims: bool) -> bool:
-        """Empty a slab of another pool for this one: of a pool that nobody uses, when it is colder
-        than what this pool would evict; of one with more than its part, when this has less. With
+        """Empty a slab of another pool for this one: of an unused pool, when it is colder than the
+        next victims of this one; of one with more than its part, when this has less. With
         `claims`, of any, but of other groups only. Quotas are kept in all cases."""
         part = max(1, self._slots.slabs_ready // max(len(active), 1))
         best: tuple[int, int] | None = None

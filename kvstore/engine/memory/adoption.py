@@ -1,14 +1,14 @@
-"""Going on with what an earlier process of this node left: its journal becomes this engine's state.
+"""Adoption of an earlier process's memory: its journal becomes this engine's state.
 
-Rows that are right are blocks in dram again, in the order in which they were used. A slot that a
-process may still write to is quarantined as if its socket had ended just now, until that process
-attaches again or is gone (ADR 3); one of which the journal cannot say who may, stays so. Every
-other slot is free, with a generation that it never had. What engines said of their spaces is known:
-what was kept is offered, lent and scrubbed before any of them attaches again.
+Valid rows are blocks in dram again, in their order of use. A slot that a process may still write to
+is quarantined as if its socket had ended just now, until that process attaches again or is gone
+(ADR 3); a slot with an unreadable writer stays so. Every other slot is free, with a generation that
+it never had. Descriptions of spaces are kept: their blocks are offered, served to other nodes and
+scrubbed before an engine attaches again.
 
-Lost: leases and sessions, which nobody has any more; what was remembered of blocks that left, of
-requests, and of which blocks were used twice (`policy.reuse`). What is in a file is told by the
-file tier, as after any start.
+Lost: leases and sessions, whose processes are gone; history of evicted blocks, of requests, and of
+blocks used twice (`policy.reuse`). Blocks on disk are reported by the disk tier, as after any
+start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.engine.state import KnownSpace, State
 from kvstore.types import Shard
 
 CHUNK_BLOCKS = 1 << 13
-"""So many are taken over at a time, in cache."""
+"""Rows taken over at a time, in cache."""
 
 
 def adopt(state: State, event: Adopt) -> None:

@@ -1,27 +1,26 @@
-"""The journal: what a restarted node process must know of the arena, in memory that outlives it.
+"""The journal: state of the arena for the next node process, in memory that outlives this one.
 
     header │ slabs │ groups │ writers │ stamps │ rows │ scopes │ spaces (each from a page's start)
 
-Per slot: who may write it, whose quota it counts for, when it was used, and a row of eight words
-that says which block is in it: key, checksum, scope, and a check word over all of them. Groups and
-stamps are the engine's own columns (`slots`), kept here instead of elsewhere, so they cost nothing.
-A row is written when a block is put into dram and taken back when it leaves.
+Per slot: its writer, its quota's group, a stamp of its last use, and a row of eight words for its
+block: key, checksum, scope, and a check word over all of them. Groups and stamps are the engine's
+own columns (`slots`), kept here instead of elsewhere, so they cost nothing. A row is written when a
+block is put into dram and taken back when it leaves.
 
 Memory fails, a bit at a time. Writers and slabs are coded, so that up to three flipped bits in a
-word are seen: a slot whose writer cannot be read is nobody's to grant, nor is a slab of which the
-size cannot. Groups and stamps out of their bounds mean: none. Neither can make a block wrong.
+word are seen: a slot with an unreadable writer is never granted, nor is a slab with an unreadable
+size. Groups and stamps out of their bounds mean: none. Neither can make a block wrong.
 
 A process may die between any two stores to memory. So, for each slot, in this order:
-1. a writer is named before the grant is sent, and un-named only when he is quiet or gone;
+1. a writer is named before the grant is sent, and un-named only when it is quiet or gone;
 2. a row is taken back before its slot can be granted or read into;
-3. a row counts only if its check word is right and nobody is named who may write to its slot.
-What is half done is therefore a miss or a quarantined slot, never a wrong block or a second writer.
+3. a row counts only if its check word is right and its slot has no writer.
+So a half-done change is a miss or a quarantined slot, never a wrong block or a second writer.
 One aligned word is written whole or not at all; a row need not be.
 
 Bytes, per slot: 64 for a row and 8 for the writer; 8 for the stamp and 1 for the group are the
-engine's anyway. Does not cover: spaces (`journal_spaces`), what a found journal becomes
-(`adoption`), where the memory lies (`kvstore.arena`), payloads, which are verified by whoever reads
-them first.
+engine's anyway. Does not cover: spaces (`journal_spaces`), use of a found journal (`adoption`),
+the memory itself (`kvstore.arena`), payloads, which their first reader verifies.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ from kvstore.engine.memory.table import Keys
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
 
 LAYOUT_VERSION: Final = 4
-"""Of all that is kept for the next process. Raise it with any change of what the words mean: code
-of another version starts with empty memory."""
+"""Layout of all state for the next process. Raise it with any change of meaning: code of another
+version starts with empty memory."""
 _MAGIC: Final = int.from_bytes(b"KVSJRN01", "little")
 _WORDS_PER_PAGE: Final = PAGE_BYTES // 8
 _MAGIC_AT, _VERSION_AT, _ARENA_AT, _SLAB_AT, _GROUPS_AT, _READY_AT = range(6)
@@ -54,7 +53,7 @@ _MAGIC_AT, _VERSION_AT, _ARENA_AT, _SLAB_AT, _GROUPS_AT, _READY_AT = range(6)
 _ROW_WORDS: Final = 8
 _SCOPE_AT, _CHECK_AT = 6, 7
 _CHUNK_ROWS: Final = 1 << 13
-"""So many are looked at in cache."""
+"""Rows looked at together, in cache."""
 _ODD: Final = np.array(
     [
         0x9E3779B97F4A7C15,
@@ -72,12 +71,12 @@ _HALF: Final = np.uint64(32)
 _ONE: Final = np.uint64(1)
 
 _CODE: Final = 65_497
-"""What is coded is a multiple of it: no three flipped bits make another multiple of one."""
+"""Coded words are multiples of it: no three flipped bits make another multiple of one."""
 _BIAS: Final = 16
 """Writers that are no connections have numbers from -1 down, above the negative of this."""
 STAMP_MAX: Final = 1 << 56
 DOUBT_SHARE: Final = 4
-"""A journal of which more than one part in so many cannot be read is not worth keeping."""
+"""A journal with more than one part in this many unreadable is not kept."""
 
 SCOPE_COUNT_MAX: Final = 4096
 """Blocks of further scopes are not journalled: after a restart they are computed again."""
@@ -89,28 +88,28 @@ ScopeAddress = tuple[str, SpaceId, Shard]
 
 
 class JournalUnusable(Exception):
-    """This memory cannot be taken over; the text says why. Nothing in it may be believed, and
-    nothing in its arena be reused: somebody may still write there."""
+    """This memory cannot be taken over; the text gives the reason. None of it may be used, nor
+    its arena: a process may still write there."""
 
 
 class JournalContents(msgspec.Struct, frozen=True):
-    """What a journal tells, verified."""
+    """Content of a journal, verified."""
 
     words: Words
-    """Slots that hold a block, ascending."""
+    """Slots with a block, ascending."""
     scopes: NDArray[np.uint64]
-    """Of each, as the journal numbers them: keys of `addresses`."""
+    """Scope of each, by the journal's numbers: keys of `addresses`."""
     addresses: dict[int, ScopeAddress]
     held: Words
-    """Slots that somebody may still write to."""
+    """Slots with a writer."""
     writers: NDArray[np.int64]
-    """Who, of each."""
+    """Writer of each."""
     doubtful: Words
-    """Slots that nobody knows the writer of: never to be used again."""
+    """Slots with an unreadable writer: never to be used again."""
     slot_bytes: NDArray[np.int64]
-    """Of each slab; 0: it is in no pool; UNREADABLE: it is not to be used again."""
+    """Slot size of each slab; 0: in no pool; UNREADABLE: not to be used again."""
     spaces: tuple[Remembered, ...]
-    """Those that engines told of."""
+    """Spaces that engines described."""
 
 
 UNREADABLE: Final = -1
@@ -142,7 +141,7 @@ class Journal:
 
     @staticmethod
     def size_bytes(arena_bytes: int, slab_bytes: int) -> int:
-        """Bytes of memory that the journal of an arena takes."""
+        """Bytes of memory for the journal of an arena."""
         return 8 * sum(_part_words(arena_bytes // SLOT_BYTES_MIN, arena_bytes // slab_bytes))
 
     @classmethod
@@ -154,7 +153,7 @@ class Journal:
         quotas: Sequence[str] = (),
         memory: NDArray[np.uint64] | None = None,
     ) -> Journal:
-        """An empty journal, over memory that is all zero, or that nobody shares."""
+        """An empty journal, over memory that is all zero, or not shared."""
         if memory is None:
             memory = np.zeros(cls.size_bytes(arena_bytes, slab_bytes) // 8, np.uint64)
         journal = cls(memory, arena_bytes=arena_bytes, slab_bytes=slab_bytes)
@@ -167,7 +166,7 @@ class Journal:
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes of the arena whose pages exist, as `set_ready` was told last."""
+        """Bytes of the arena with pages, by the last `set_ready`."""
         ready_bytes = min(int(self._header[_READY_AT]), self._arena_bytes)
         return ready_bytes - ready_bytes % PAGE_BYTES
 
@@ -178,11 +177,11 @@ class Journal:
     # ── while serving ────────────────────────────────────────────────────────────────────────────
 
     def cut(self, slab: int, slot_bytes: int) -> None:
-        """A slab is slots of this size now; 0: it is in no pool."""
+        """A slab is slots of this size now; 0: in no pool."""
         self._slabs[slab] = _coded(slot_bytes)
 
     def name_writer(self, words: Words, writer: int) -> None:
-        """Who may write to these slots; 0: nobody."""
+        """Name the writer of these slots; 0: none."""
         self._writers[words] = _coded(writer)
 
     def publish(
@@ -204,15 +203,15 @@ class Journal:
         self._rows[words, _CHECK_AT] = 0
 
     def forget_scope(self, scope: int) -> None:
-        """No block is in this scope, or none of them is to be believed any more: rows that name it
-        are void from the first store on. Whatever is published in it later has another number."""
+        """No block is in this scope, or all of them are void: rows that name it are void from the
+        first store on. Blocks published in it later have another number."""
         id = self._ids.pop(scope, 0)
         if id:
             self._entries[_index(id), 0] = 0
             self._indexes.append(_index(id))
 
     def _add_scope(self, scope: int, address: ScopeAddress) -> int:
-        """The journal's number of a scope; 0 when there is no room."""
+        """The journal's number of a scope; 0 without room."""
         if not self._indexes:
             return 0
         index = self._indexes.pop()
@@ -225,12 +224,12 @@ class Journal:
     # ── at a start ───────────────────────────────────────────────────────────────────────────────
 
     def examine(self, *, quotas: Sequence[str], writers: set[int]) -> JournalContents:
-        """What another process left here. Changes nothing but what no one can miss: groups are
-        forgotten when the quotas are others now, and groups and stamps that cannot be. `writers`:
-        numbers of who may be named.
+        """State of another process. Changes only dispensable parts: groups are forgotten when the
+        quotas have changed, and so are impossible groups and stamps. `writers`: numbers of
+        possible writers.
 
         Raises:
-            JournalUnusable: it is of another layout, or tells what cannot be.
+            JournalUnusable: of another layout, or impossible.
         """
         expected = self._head(quotas)
         if self._header[:_GROUPS_AT].tolist() != expected[:_GROUPS_AT]:
@@ -275,8 +274,8 @@ class Journal:
         return rows[:, :4], rows[:, 4:6]
 
     def settle(self, found: JournalContents, scopes: dict[int, int]) -> None:
-        """Take over what was found: all else in it is void. `scopes`: the residency's number of
-        each scope that counts, by the journal's."""
+        """Take over the found rows: all others are void. `scopes`: the residency's number of each
+        scope that counts, by the journal's."""
         void = np.ones(len(self._rows), dtype=bool)
         void[found.words] = False
         self._rows[void, _CHECK_AT] = 0
@@ -289,14 +288,14 @@ class Journal:
         self._indexes = [index for index in self._indexes if index not in used]
 
     def _words_of(self, slabs: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which words lie in these slabs."""
+        """Mask of the words in these slabs."""
         mask = np.zeros(len(self._writers), dtype=bool)
         whole = np.repeat(slabs, self._slab_bytes // SLOT_BYTES_MIN)
         mask[: len(whole)] = whole
         return mask
 
     def _slot_starts(self, slot_bytes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which words a slot begins in. `slot_bytes`: of each slab."""
+        """Mask of the first words of slots. `slot_bytes`: of each slab."""
         starts = np.zeros(len(self._writers), dtype=bool)
         pages_per_slab = self._slab_bytes // PAGE_BYTES
         for size in np.unique(slot_bytes[slot_bytes != 0]).tolist():
@@ -310,8 +309,8 @@ class Journal:
     def _good_rows(
         self, may_be: NDArray[np.bool_], ids: NDArray[np.uint64]
     ) -> tuple[Words, NDArray[np.uint64], NDArray[np.uint64]]:
-        """Those of some words whose row is right and whose scope is known: words, ascending, their
-        scopes, and the first words of their keys. `ids`: the known scopes, by index."""
+        """Words with a valid row of a known scope: words, ascending, their scopes, and the first
+        words of their keys. `ids`: the known scopes, by index."""
         found, scopes, heads = [], [], []
         for begin in range(0, len(self._rows), _CHUNK_ROWS):
             rows = np.asarray(self._rows[begin : begin + _CHUNK_ROWS])
@@ -340,7 +339,7 @@ class Journal:
     # ── for checks ───────────────────────────────────────────────────────────────────────────────
 
     def is_published(self, words: Words, scope: int, keys: Keys, checksums: Rows) -> bool:
-        """Whether the rows of these slots are right, and say this."""
+        """Whether the rows of these slots are valid, and have this content."""
         id = self._ids.get(scope, 0)
         rows = self._rows[words]
         return not id or bool(
@@ -371,13 +370,13 @@ def _part_words(word_count: int, slab_count: int) -> list[int]:
 
 
 def _coded(number: int) -> int:
-    """A word that says a number greater than -_BIAS; 0 says 0."""
+    """The coded word of a number greater than -_BIAS; 0 for 0."""
     assert number > -_BIAS
     return (number + _BIAS) * _CODE if number else 0
 
 
 def _decoded(column: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Numbers that coded words say, and which words say none (their number is 0)."""
+    """Numbers of coded words, and a mask of invalid ones (their number is 0)."""
     words = np.array(column, dtype=np.uint64)
     wrong = words % np.uint64(_CODE) != 0
     numbers = (words // np.uint64(_CODE)).astype(np.int64) - _BIAS
@@ -400,8 +399,8 @@ def _checks(words: Words, rows: Rows) -> NDArray[np.uint64]:
 def _first_of_each(
     scopes: NDArray[np.uint64], heads: NDArray[np.uint64], rows: Rows, words: Words
 ) -> NDArray[np.bool_]:
-    """One bool per word: False for a block that an earlier word holds too. There is none but by a
-    bug of ours, and a table must not be given one."""
+    """One bool per word: False for a block that an earlier word holds too. Duplicates come from a
+    bug only, and must not get into a table."""
     first = np.ones(len(words), dtype=bool)
     ordered = np.sort(heads ^ scopes)
     if not (ordered[1:] == ordered[:-1]).any():
@@ -444,7 +443,7 @@ def _entry(id: int, address: ScopeAddress) -> NDArray[np.uint64]:
 
 
 def _address(words: NDArray[np.uint64], index: int) -> ScopeAddress | None:
-    """What an entry says; None when it is torn."""
+    """Content of an entry; None when torn."""
     data = words.tobytes()
     length = int(words[2])
     if length > len(data) - 24 or _digest(data[8 : 24 + length]) != data[:8]:

@@ -1,12 +1,12 @@
-"""The journal's table of spaces: what engines said of them, for the next process.
+"""The journal's table of spaces: descriptions by engines, for the next process.
 
     entry of one page │ digest │ length │ msgpack: tenant, space, label, shards, Space │ zero │
 
-With it that process offers and lends what was kept, verifies it in the background and explains
-it, before any engine has attached again. An entry whose digest is wrong, torn or damaged, is none:
-then that space waits for an engine. Of more spaces than there is room for, the latest are kept.
+With it that process offers, serves, scrubs and explains the kept blocks, before an engine has
+attached again. An entry with a wrong digest, torn or damaged, is none: then that space waits for an
+engine. When room runs out, the latest spaces are kept.
 
-Does not cover: the blocks (`journal`), what follows (`adoption`).
+Does not cover: the blocks (`journal`), use of the table (`adoption`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Address = tuple[str, SpaceId]
 
 
 class Remembered(msgspec.Struct, frozen=True, array_like=True):
-    """A space as the session of it that was opened last had it."""
+    """A space as its latest session described it."""
 
     tenant: str
     space_id: bytes
@@ -48,10 +48,10 @@ class SpaceTable:
     def __init__(self, memory: NDArray[np.uint64]) -> None:
         self._entries = memory.reshape(SPACE_COUNT_MAX, SPACE_WORDS)
         self._rows: dict[Address, int] = {}
-        """The one unused for longest first."""
+        """Least recently used first."""
 
     def remember(self, address: Address, label: str, shards: list[Shard], space: Space) -> None:
-        """The next process is to know it."""
+        """Add or refresh a space."""
         fields = tuple(msgspec.structs.astuple(shard) for shard in shards)
         body = msgspec.msgpack.encode(Remembered(*address, label, fields, space))
         if len(body) > PAGE_BYTES - _HEAD_BYTES:  # of very many ranks: an engine will say it again
@@ -71,7 +71,7 @@ class SpaceTable:
         return next(row for row in range(SPACE_COUNT_MAX) if row not in self._rows.values())
 
     def found(self) -> tuple[Remembered, ...]:
-        """What an earlier process left."""
+        """Spaces of an earlier process."""
         found: dict[Address, Remembered] = {}
         for row in range(SPACE_COUNT_MAX):
             entry = _entry(row, self._entries[row].tobytes())
@@ -86,7 +86,7 @@ def _digest(row: int, text: bytes) -> bytes:
 
 
 def _entry(row: int, data: bytes) -> Remembered | None:
-    """What a page says; None when it says nothing that can be believed."""
+    """Content of a page; None when invalid."""
     end = _HEAD_BYTES + int.from_bytes(data[8:_HEAD_BYTES], "little")
     if end > PAGE_BYTES or _digest(row, data[8:end]) != data[:8]:
         return None

@@ -1,20 +1,21 @@
-"""Pins: slots that nothing can be evicted from, who pins them, and how much each may (ADR 27).
+"""Pins: protection of slots against eviction, by account, and limits of each account (ADR 27).
 
-A slot is pinned while it is leased, lent, written to disk from, or writable: granted, in
-quarantine, read or fetched into. It counts once for its group, and for each account that pins it:
+A slot is pinned while it is leased, served to another node, written to disk from, or writable:
+granted, in quarantine, read or fetched into. A slot counts once for its group, and for each account
+that pins it:
 
     group ─┬─ the engines of one tenant ─── one engine        ENGINE_PART each time
            └─ all other nodes ───────────── one node          NODE_PART each time
 
-1. Pinned slots of a group are no more than its share. So what others hold above their shares can be
-   evicted, and everybody comes to his share, whatever is pinned. One block is always allowed.
-2. An account may pin a part of what is left when its siblings' pins are taken from the limit of the
-   account above it: alone it may have most, and something is left for the next one.
-3. A pin ends with its block: a slot that is freed is leased by nobody.
+1. Pinned slots of a group are no more than its share. So the excess of others can be evicted, and
+   every group reaches its share, whatever is pinned. One block is always allowed.
+2. An account may pin a part of the rest that its siblings' pins leave of the limit of the account
+   above it: alone it may have most, and some is left for the next one.
+3. A pin ends with its block: a freed slot has no leases.
 
-Accounts are named by what engines call themselves. What the kernel says about them bounds what they
-may write to (`processes`). Does not cover: how long a lease lasts (`leases`), what is evicted
-(`quotas`, `admission`).
+Names of accounts come from engines. Their writable slots are bounded by process, as the kernel
+identifies it (`processes`). Does not cover: life of a lease (`leases`), evictions (`quotas`,
+`admission`).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
     from kvstore.engine.memory.slots import Slots
 
 ENGINE_PART: Final = (15, 16)
-"""Seven eighths of dram for an engine that is alone."""
+"""Seven eighths of dram for a single engine."""
 NODE_PART: Final = (1, 2)
-"""A quarter for a node that is alone: so much is in motion to it at most, if it is as large."""
+"""A quarter for a single node: a node of equal size has no more than that in motion."""
 
 
 class Account:
-    """One who pins, or several together."""
+    """One owner of pins, or several together."""
 
     __slots__ = ("counts", "held", "members", "name", "parent", "part")
 
@@ -62,7 +63,7 @@ class Account:
         """Bytes pinned, each slot once, by group."""
 
     def line(self) -> Iterator[Account]:
-        """This one and those above."""
+        """This account and those above."""
         each: Account | None = self
         while each is not None:
             yield each
@@ -70,7 +71,7 @@ class Account:
 
 
 class Pins:
-    """Of one node."""
+    """Pins of one node."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -79,23 +80,23 @@ class Pins:
         """Connections, and nodes by their number below 0."""
         self.processes = Processes(groups=len(slots.quotas.share))
         self.leased = 0
-        """Slots that are leased, by whom it may be."""
+        """Leased slots, of all accounts together."""
         self.is_short = False
-        """Credits were due that might not be pinned."""
+        """Whether credits are due that exceed a limit."""
         self.block_bytes_max = 0
-        """Of the blocks that were asked about: bounds of accounts are kept to one."""
+        """Largest block of a query: bounds of accounts are kept to one."""
 
     # ── who ──────────────────────────────────────────────────────────────────────────────────────
 
     def join_engine(self, connection: int, owner: tuple[str, str, str], process: int) -> None:
-        """A process of an engine is there, and may have slots already."""
+        """Add a process of an engine, perhaps with slots."""
         self.processes.join(
             connection, process, self._slots.weigh(self._slots.of_writer(connection))
         )
         self._join(connection, ("engine", owner[0]), ("engine", *owner), ENGINE_PART)
 
     def join_node(self, peer: int) -> Account:
-        """Another node borrows."""
+        """Add another node."""
         if -peer not in self._of:
             self._join(-peer, ("node",), ("node", str(peer)), NODE_PART)
         return self._of[-peer]
@@ -116,7 +117,7 @@ class Pins:
             _add(each.held, self._slots.weigh(self._slots.of_writer(id)), 1)
 
     def leave(self, id: int) -> None:
-        """It pins nothing any more; so does an account without members."""
+        """Remove a member, and accounts without members."""
         self.processes.leave(id)
         account = self._of.pop(id, None)
         for each in account.line() if account is not None else ():
@@ -126,13 +127,13 @@ class Pins:
             del self.accounts[each.name]
 
     def account(self, connection: int) -> Account:
-        """That of an engine's process."""
+        """Account of an engine's process."""
         return self._of[connection]
 
     # ── how much ─────────────────────────────────────────────────────────────────────────────────
 
     def room(self, account: Account | None, group: int, block_bytes: int) -> int:
-        """Bytes of a group's slots that may be pinned by an account, or by the node itself."""
+        """Bytes of a group's slots that an account, or the node itself, may pin."""
         quotas = self._slots.quotas
         share, pinned = int(quotas.share[group]), quotas.pinned[group]
         self.block_bytes_max = max(self.block_bytes_max, block_bytes)
@@ -147,11 +148,11 @@ class Pins:
         return max(room, 0) if pinned else max(room, block_bytes)
 
     def writable(self, columns: list[tuple[int, int]], group: int) -> int:
-        """Blocks of a group that may be granted to these (connection, bytes)."""
+        """Blocks of a group that these (connection, bytes) may be granted."""
         return self.processes.blocks(columns, group, int(self._slots.quotas.share[group]))
 
     def fitting(self, account: Account | None, words: Words, shards: int) -> int:
-        """How many blocks, from the first on, may be pinned of these: [n][shards], sealed."""
+        """Number of these blocks, [n][shards] and sealed, that may be pinned, from the first on."""
         if not len(words):
             return 0
         slots, count = self._slots, len(words) // shards
@@ -171,11 +172,11 @@ class Pins:
     # ── what ─────────────────────────────────────────────────────────────────────────────────────
 
     def pin(self, words: Words, account: Account | None = None) -> None:
-        """Sealed slots, distinct, are leased once more."""
+        """Lease sealed, distinct slots once more."""
         self._count(words, account, 1)
 
     def unpin(self, words: Words, account: Account | None = None) -> None:
-        """And once less. They hold the blocks that they held then."""
+        """Release slots once; their blocks are those of the lease."""
         self._count(words, account, -1)
 
     def _count(self, words: Words, account: Account | None, sign: int) -> None:
@@ -203,7 +204,7 @@ class Pins:
         return others if others.any() else None
 
     def freed(self, words: Words) -> None:
-        """Their blocks are going: nobody leases them any more."""
+        """Drop all leases: their blocks leave."""
         slots = self._slots
         leased = words[slots.leases[words] != 0]
         if not len(leased):
@@ -217,7 +218,7 @@ class Pins:
             account.counts[its] = 0
 
     def written(self, words: Words, sign: int) -> None:
-        """Slots have, or lose with -1, the writers that they have now."""
+        """Add, or remove with -1, pins of the slots' present writers."""
         slots = self._slots
         words = words[slots.writer[words] != 0]
         if not len(words):

@@ -1,10 +1,10 @@
-"""How much of dram each process may write to: half of what others leave it (ADR 27).
+"""Limit of writable dram of each process: half of the rest that others leave (ADR 27).
 
-A lease runs out; a slot that was granted comes back only when its writer says so or has ended. And
-an engine and its tenant are what an engine calls itself, a process is what the kernel says: one
-that comes under many names has one part. Slots count while they are granted or in quarantine.
+A lease runs out; a granted slot comes back only by a message or the end of its writer. And names of
+engines and tenants come from engines, while the kernel identifies a process: one with many names
+has one part. Slots count while they are granted or in quarantine.
 
-Does not cover: what an account pins besides (`pins`), what a process that forks can do.
+Does not cover: other pins of an account (`pins`), processes that fork.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class _Process:
         self.writers = 0
         """Connections."""
         self.held = [0] * groups
-        """Bytes that it may write, by group."""
+        """Writable bytes, by group."""
 
 
 class Processes:
-    """Of one node; those that are attached, and those that ended the socket and live."""
+    """Processes of one node: attached ones, and living ones that ended the socket."""
 
     def __init__(self, *, groups: int) -> None:
         self.held = [0] * groups
-        """Bytes that engines may write, by group."""
+        """Writable bytes of all engines, by group."""
         self._groups = groups
         self._processes: dict[int, _Process] = {}
         self._of: dict[int, int] = {}
         """Connection → its process."""
 
     def join(self, connection: int, process: int, weights: Weights) -> None:
-        """Of that process, and may write so much already."""
+        """Add a connection of a process, with its writable bytes."""
         self._of[connection] = process
         self._processes.setdefault(process, _Process(self._groups)).writers += 1
         self.count(connection, weights, 1)
 
     def leave(self, connection: int) -> None:
-        """It may write nothing any more."""
+        """Remove a connection without writable bytes."""
         number = self._of.pop(connection, None)
         if number is not None:
             process = self._processes[number]
@@ -54,14 +54,14 @@ class Processes:
                 del self._processes[number]
 
     def count(self, connection: int, weights: Weights, sign: int) -> None:
-        """It may write so much more, or with -1 so much less."""
+        """Add writable bytes, or remove them with -1."""
         process = self._processes[self._of[connection]]
         for group, size_bytes in weights:
             process.held[group] += sign * size_bytes
             self.held[group] += sign * size_bytes
 
     def blocks(self, columns: list[tuple[int, int]], group: int, share_bytes: int) -> int:
-        """How many more may be granted, each as (connection, bytes) of its columns."""
+        """Number of further blocks to grant, each as (connection, bytes) of its columns."""
         sizes: dict[int, int] = {}
         for connection, size_bytes in columns:
             process = self._of[connection]
@@ -78,7 +78,7 @@ class Processes:
         return max(0 if held else block_bytes, limit - held + block_bytes - 1, 0)
 
     def by_process(self) -> dict[int, tuple[list[int], list[int]]]:
-        """Process → its connections, and what it may write: for `check`."""
+        """Process → its connections and writable bytes: for `check`."""
         connections: dict[int, list[int]] = {number: [] for number in self._processes}
         for connection, number in self._of.items():
             connections[number].append(connection)

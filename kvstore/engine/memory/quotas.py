@@ -1,17 +1,17 @@
-"""Quotas: how much of dram is promised to whom, and who gives way to whom.
+"""Quotas: guaranteed shares of dram, and the order in which groups give way.
 
-A group is what one quota names: engines whose model label, or else whose tenant, is that name. All
-others together are the group OTHERS; what no quota promises is theirs.
+A group has the name of one quota: engines whose model label, or else whose tenant, is that name.
+All others together are the group OTHERS, with the rest of dram.
 
-1. Memory that nobody uses is for everybody: a quota is a promise, not a wall.
-2. A group at or above its share makes room out of its own slots before it looks at others'.
-3. A group below its share takes from those above theirs, who is furthest above first, and only so
+1. Unused memory is for every group: a quota is a guarantee, not a wall.
+2. A group at or above its share makes room out of its own slots before those of others.
+3. A group below its share takes from groups above theirs, the furthest above first, and only so
    much that they keep their share; then from itself.
-4. So nobody loses a slot to others while he is at or below his share.
+4. So no group loses a slot to others while at or below its share.
 
-A group's slots are those that were granted to it and are not free again: written, being written or
-being read into. They are counted where slots are granted and freed (`slots`). Does not cover: which
-slots of a group go first (`policy`), what can be pinned (`pins`): no more than a share.
+A group's slots are those granted to it and not free again: written, being written or being read
+into. They are counted where slots are granted and freed (`slots`). Does not cover: order within a
+group (`policy`), pins (`pins`): no more than a share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUOTA_COUNT_MAX = 64
 
 
 class Quotas:
-    """Shares of groups and what they hold, in bytes, by group."""
+    """Shares and use of groups, in bytes, by group."""
 
     def __init__(self, quotas: Sequence[tuple[str, int]], *, arena_bytes: int) -> None:
         assert len(quotas) <= QUOTA_COUNT_MAX
@@ -38,39 +38,39 @@ class Quotas:
         self.share = np.array([arena_bytes - sum(promised), *promised], dtype=np.int64)
         self.held = np.zeros(len(self.share), dtype=np.int64)
         self.pinned = [0] * len(self.share)
-        """Of what is held: slots that nothing can be evicted from (`pins`)."""
+        """Part of the use that is pinned (`pins`)."""
         self.floor = [0] * len(self.share)
-        """What was pinned when it was taken over from an earlier process."""
+        """Pins taken over from an earlier process."""
 
     @property
     def any(self) -> bool:
-        """Whether anything is promised to anybody."""
+        """Whether there are quotas."""
         return len(self.share) > 1
 
     def group(self, *, label: str, tenant: str) -> GroupId:
-        """Whose quota counts for an engine: its model's, or else its tenant's."""
+        """Group of an engine: of its model's quota, or else its tenant's."""
         for name in (label, tenant):
             if name and name in self.names:
                 return GroupId(self.names.index(name))
         return OTHERS
 
     def is_full(self, group: GroupId, more_bytes: int) -> bool:
-        """Whether a group would hold more than its share with so much more."""
+        """Whether a group would exceed its share with `more_bytes`."""
         return bool(self.held[group] + more_bytes > self.share[group])
 
     def givers(self, asker: GroupId, more_bytes: int) -> list[GroupId]:
-        """Who makes room for `asker`, in order."""
+        """Groups that make room for `asker`, in order."""
         above = np.argsort(self.share - self.held, kind="stable").tolist()
         others = [GroupId(g) for g in above if g != asker and self.held[g] > self.share[g]]
         return [asker, *others] if self.is_full(asker, more_bytes) else [*others, asker]
 
     def spare_bytes(self, giver: GroupId, asker: GroupId) -> int:
-        """How much `giver` can lose to `asker`."""
+        """Bytes that `giver` can lose to `asker`."""
         surplus = self.held[giver] - self.share[giver]
         return int(self.held[giver] if giver == asker else max(0, surplus))
 
     def can_lose(self, asker: GroupId, size_bytes: int) -> NDArray[np.bool_]:
-        """Which groups can lose so much in one piece to `asker`."""
+        """Mask of groups that can lose `size_bytes` in one piece to `asker`."""
         may: NDArray[np.bool_] = self.held - self.share >= size_bytes
         may[asker] = True
         return may

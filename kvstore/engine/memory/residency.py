@@ -1,12 +1,12 @@
-"""Which tiers hold which block: one row per (scope, key), one column per tier.
+"""Tiers of each block: one row per (scope, key), one column per tier.
 
 A scope is (tenant, space, shard), interned. A row lives as long as some tier holds its block.
 
             dram                          file
     ABSENT ──put──▶ HELD ──drop──▶ ABSENT       (each tier by itself, one table for all)
 
-Everything that changes where a block lives is here. Does not cover: slots (`slots`), the table
-(`table`), what to keep (`policy`).
+Every change of a block's place is here. Does not cover: slots (`slots`), the table (`table`),
+evictions (`policy`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Scope = tuple[str, SpaceId, Shard]
 
 SCOPE_COUNT_MAX = 4096
 SCAN_ROWS = 262_144
-"""Looked at together: about 1 ms."""
+"""Rows looked at together: about 1 ms."""
 
 
 class Change(msgspec.Struct, frozen=True, gc=False):
-    """Blocks of one scope that a tier holds since now, or no more."""
+    """Blocks of one scope that a tier gained or lost."""
 
     tier: Tier
     stored: bool
@@ -42,7 +42,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
 
 class Column:
-    """What one tier holds: of each row the block's place there, 0 if it has none.
+    """Places of one tier: of each row the block's place there, 0 for none.
 
     One more than there are rows: row -1, "no such block", reads as held nowhere.
     """
@@ -53,7 +53,7 @@ class Column:
         self.tier = tier
         self.places: NDArray[Any] = np.zeros(row_count + 1, dtype)
         self.count = 0
-        """Blocks that it holds."""
+        """Number of its blocks."""
 
     def has(self, rows: Rows) -> NDArray[np.bool_]:
         held: NDArray[np.bool_] = self.places[rows] != 0
@@ -63,8 +63,8 @@ class Column:
 class Residency:
     """Rows of blocks and what each tier holds of them.
 
-    With `tell_changes`, what each tier gains and loses is kept, in order, until it is taken. What
-    dram holds is told to the journal at once.
+    With `tell_changes`, what each tier gains and loses is kept, in order, until it is taken. The
+    journal gets changes of dram at once.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Residency:
         self._shards: dict[tuple[str, SpaceId], dict[Shard, int]] = {}
         self._next_scope = 1
         self._forget_from = SCOPE_COUNT_MAX
-        """Scopes from which on it is worth looking for unused ones."""
+        """Number of scopes from which on a look for unused ones pays."""
 
     # ── scopes ───────────────────────────────────────────────────────────────────────────────────
 
@@ -117,7 +117,7 @@ class Residency:
         return dict(self._scopes)
 
     def scopes_of(self, tenant: str | None, space: bytes | None) -> set[int]:
-        """Those of this tenant and space; None: of any."""
+        """Scopes of this tenant and space; None: of any."""
         return {
             number
             for (its_tenant, its_space, _), number in self._scopes.items()
@@ -132,15 +132,15 @@ class Residency:
         return self._scope_of[scope]
 
     def let_end_with_the_process(self, scopes: set[int]) -> None:
-        """What dram holds of these scopes now, no other process takes over."""
+        """Blocks of these scopes in dram now are for no later process."""
         if self._journal is not None:
             for scope in scopes:
                 self._journal.forget_scope(scope)
 
     def forget_unused_scopes(self, *, keep: set[int]) -> None:
-        """When there are many, forget those that no block is in and that are not in `keep`.
+        """When there are many scopes, forget those without a block and not in `keep`.
 
-        It looks at every row, so not again before there are a quarter more than were in use."""
+        A look at every row, so not again before there are a quarter more than were in use."""
         if len(self._scopes) < self._forget_from:
             return
         used = np.zeros(self._next_scope, dtype=bool)
@@ -164,7 +164,7 @@ class Residency:
         return self.table.find(scope, keys)
 
     def find_all(self, scopes: Sequence[int], keys: Keys) -> Rows:
-        """The same of several scopes; shape [S, n]."""
+        """Rows of keys in several scopes; shape [S, n]."""
         return self.table.find_all(scopes, keys)
 
     def words(self, rows: Rows) -> NDArray[np.int64]:
@@ -174,7 +174,7 @@ class Residency:
 
     @property
     def file(self) -> NDArray[np.uint64]:
-        """Of each row the location on disk, 0 where there is none (also of row -1)."""
+        """Location on disk of each row, 0 for none (also of row -1)."""
         return self._file.places
 
     def put_dram(self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]) -> None:
@@ -195,7 +195,7 @@ class Residency:
     def adopt_dram(
         self, rows: Rows, words: NDArray[np.int64], checksums: NDArray[np.uint64]
     ) -> None:
-        """The same, of blocks that another process put there, as the journal tells."""
+        """Blocks of another process in dram, by the journal."""
         self._hold(rows, words, checksums)
         self.unverified[words] = True
 
@@ -235,12 +235,12 @@ class Residency:
         return self.table.free_count - (len(self.row_of_word) - self._dram.count)
 
     def put_file(self, rows: Rows, locations: NDArray[np.uint64]) -> None:
-        """The file tier holds these rows' blocks at these places, none of them 0."""
+        """The disk tier holds these rows' blocks at these places, none of them 0."""
         assert bool((locations != 0).all()), "0 means: in no file"
         self._put(self._file, rows, locations)
 
     def drop_file(self, rows: Rows, stamp: int = 0) -> None:
-        """The file tier holds these rows' blocks no more; `stamp` says why."""
+        """The disk tier holds these rows' blocks no more; `stamp` has the reason."""
         self._take_out(self._file, rows[self._file.has(rows)])
         self._forget_absent(rows, stamp)
 
@@ -251,13 +251,13 @@ class Residency:
         column.places[rows] = places
 
     def _take_out(self, column: Column, rows: Rows) -> None:
-        """Rows that it has."""
+        """Number of rows."""
         self._tell(column.tier, rows, stored=False)
         column.count -= len(rows)
         column.places[rows] = 0
 
     def insert(self, scope: int, keys: Keys) -> Rows:
-        """Rows for absent, distinct keys; some tier must be put for each before anything else."""
+        """Rows for absent, distinct keys; each must be put into a tier before anything else."""
         return self.table.insert(scope, keys)
 
     def _forget_absent(self, rows: Rows, stamp: int) -> None:
@@ -269,13 +269,13 @@ class Residency:
         self.table.delete(absent)
 
     def is_in(self, tier: Tier, scope: int, keys: Keys) -> NDArray[np.bool_]:
-        """Of each key, whether a tier holds its block of this scope."""
+        """Mask of keys whose block of this scope a tier holds."""
         return self._columns[tier].has(self.find(scope, keys))
 
     # ── changes ──────────────────────────────────────────────────────────────────────────────────
 
     def _tell(self, tier: Tier, rows: Rows, *, stored: bool) -> None:
-        """Before rows are forgotten: their keys and scopes are read here."""
+        """Bury rows before they are forgotten: their keys and scopes are read here."""
         if self._changes is not None and len(rows):
             self._changes += self._by_scope(tier, rows, stored=stored)
 
@@ -292,14 +292,14 @@ class Residency:
         ]
 
     def take_changes(self) -> list[Change]:
-        """What was gained and lost since the last time, in order."""
+        """Gains and losses since the last call, in order."""
         if not self._changes:
             return []
         taken, self._changes = self._changes, []
         return taken
 
     def held(self, begin: int, count: int) -> list[Change]:
-        """What the tiers hold of `count` rows from `begin` on, as if it were stored now."""
+        """Blocks of `count` rows from `begin` on, as if they were stored now."""
         used = self.table.used_scopes[begin : begin + count]
         rows = np.flatnonzero(used) + begin
         return [
@@ -316,9 +316,9 @@ class Residency:
         return column.count if column is not None else 0
 
     def rows_in(self, scopes: set[int], count_max: int, *, begin: int = 0) -> Rows:
-        """Rows of these scopes, from row `begin` on and then from the first: all, or so many.
+        """Rows of these scopes, from row `begin` on and then from the first: all, or `count`.
 
-        Who takes them slice by slice begins each behind the one before: all other rows on the way
+        A caller that takes slices begins each behind the one before: all other rows on the way
         are then looked at once, not each time."""
         missing = min(count_max, sum(self.table.count_of[scope] for scope in scopes))
         wanted = np.zeros(self._next_scope, dtype=bool)

@@ -1,8 +1,8 @@
-"""Slots: who may write or read each piece of the arena, and which sizes it is cut into.
+"""Slots: writer and readers of each piece of the arena, and the sizes it is cut into.
 
     arena ─ slabs of equal size ─ each slab given to one pool ─ slots of the pool's size
 
-Everything that changes the state, owner, generation or lease count of a slot lives here.
+Every change of state, owner, generation or lease count of a slot is here.
 
         grant             seal
     FREE ────▶ GRANTED ────────▶ SEALED        free: raises the generation, from every state
@@ -11,7 +11,7 @@ Everything that changes the state, owner, generation or lease count of a slot li
       └────── QUARANTINED
 
 A slot is named by its word: the number of its generation word, slot // PAGES_PER_GENERATION.
-Does not cover: which block is in a slot (`residency`), when to free (`engine`, `policy`).
+Does not cover: block of a slot (`residency`), time of evictions (`engine`, `policy`).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kvstore.engine.memory.writers import Writers
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
 FILE_WRITER = -1
-"""Writer of slots that the file tier reads into; connections count from 1. It ends with the node's
-process: the next one finds these slots free."""
+"""Writer of slots that the disk tier reads into; connections count from 1. This writer ends with
+the node process: the next one finds these slots free."""
 PEER_WRITER = -2
-"""Writer of slots that are fetched into from another node, by the mover. It ends before the next
-process of the node begins (`node.warm`), which finds these slots free."""
+"""Writer of slots that the transfer worker fetches into. This writer ends before the next process
+of the node begins (`node.warm`), which finds these slots free."""
 UNKNOWN_WRITER = -15
-"""Writer of slots whose writer cannot be read in the journal. It never ends."""
+"""Writer of slots with an unreadable writer in the journal, without an end."""
 _HISTORY_BATCHES = 256
 
 
@@ -53,7 +53,7 @@ class SlotState(enum.IntEnum):
 
 
 class SlotEvent(enum.Enum):
-    """What can happen to a slot."""
+    """Transitions of a slot."""
 
     GRANT = "grant"
     SEAL = "seal"
@@ -69,7 +69,7 @@ TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.SEALED, SlotEvent.FREE): SlotState.FREE,
     (SlotState.QUARANTINED, SlotEvent.FREE): SlotState.FREE,
 }
-"""The one table; a pair that is missing is a bug of ours."""
+"""The one table; a missing pair is a bug of ours."""
 
 _ILLEGAL = 255
 _NEXT = {
@@ -91,9 +91,9 @@ class Pool:
         self.free: list[int] = []
         """Words of free slots; the last one is granted next."""
         self.is_starved = False
-        """Nothing could be freed; not tried again until something changes."""
+        """No slot could be freed; not tried again until a change."""
         self.starved_asker = OTHERS
-        """For whom: another group may be given what this one is not."""
+        """The group of that try: another one may find victims."""
 
     @property
     def capacity(self) -> int:
@@ -123,12 +123,12 @@ class Slots:
         self._slabs_ready = 0
         self._slabs_free: deque[int] = deque()
         self._slabs_lost: set[int] = set()
-        """Never to be used: what is in them is not known."""
+        """Slots with unknown content: never to be used."""
         self._pool_of_slab: list[Pool | None] = [None] * self.slab_count
         self._slot_bytes_of_slab = np.zeros(self.slab_count, dtype=np.int64)
         self.state = np.zeros(word_count, dtype=np.uint8)
         self.counts = np.zeros(len(SlotState), dtype=np.int64)
-        """Slots in each state, but for FREE: there it is what came less what went."""
+        """Slots in each state; for FREE gains less losses."""
         self.sealed_bytes = 0
         self.generation = np.full(word_count, first_generation, dtype=np.uint64)
         self._journal = journal
@@ -137,7 +137,7 @@ class Slots:
         """Connection that may write, while GRANTED or QUARANTINED."""
         self.session = np.zeros(word_count, dtype=np.int64)
         self.group = journal.groups
-        """Whose quota a slot counts for, unless it is FREE."""
+        """Group of the quota that a slot counts for, unless FREE."""
         self.quotas = Quotas(quotas, arena_bytes=arena_bytes)
         self.leases = np.zeros(word_count, dtype=np.int32)
         self.pins = Pins(self)
@@ -159,7 +159,7 @@ class Slots:
         return self._slot[words]
 
     def words_of(self, slots: NDArray[np.uint32]) -> tuple[Words, NDArray[np.bool_]]:
-        """Words of slot ids, and which of them really are slots of this arena."""
+        """Words of slot ids, and a mask of real slots of this arena."""
         words = slots.astype(np.int64) // PAGES_PER_GENERATION
         known = words < len(self.state)
         words = np.where(known, words, 0)
@@ -222,7 +222,7 @@ class Slots:
         cause: int,
         group: GroupId = OTHERS,
     ) -> Words:
-        """Take `count` free slots; the caller saw that they are there."""
+        """Take `count` free slots; the caller has checked their number."""
         words = np.array(pool.free[-count:][::-1], dtype=np.int64)
         assert len(words) == count, "more granted than free"
         del pool.free[-count:]
@@ -234,15 +234,15 @@ class Slots:
         return words
 
     def seal(self, words: Words, prints: Prints, cause: int) -> None:
-        """Slots of one pool are complete and readable from now on. A block that a request has named
-        takes the place in the order of use that it got then."""
+        """Slots of one pool are complete and readable from now on. A block of a hint takes its
+        reserved place in the order of use."""
         if len(words):
             pool = self._sealed(words, cause)
             pool.policy.insert(words[::-1], self._places(prints)[::-1], prints[::-1])
 
     def seal_read(self, words: Words, prints: Prints, cause: int) -> None:
-        """The same for blocks that are brought because they were asked for: here that is their
-        second use, not their first."""
+        """Seal blocks that were brought for a request: this is their second use, not their
+        first."""
         if len(words):
             pool = self._sealed(words, cause)
             pool.policy.insert(words[::-1], self._new_stamps(len(words)), prints[::-1])
@@ -266,7 +266,7 @@ class Slots:
         self._change(words, SlotEvent.LOSE, cause)
 
     def free(self, words: Words, cause: int) -> None:
-        """Give back, with a new generation."""
+        """Free slots, with a new generation."""
         if len(words) == 0:
             return
         self._change(words, SlotEvent.FREE, cause)
@@ -289,28 +289,28 @@ class Slots:
     # ── order of use ─────────────────────────────────────────────────────────────────────────────
 
     def _new_stamps(self, count: int) -> Stamps:
-        """Newer than all, ascending."""
+        """Stamps newer than all, ascending."""
         first = self._next_stamp
         self._next_stamp += count
         return np.arange(first, self._next_stamp)
 
     def _places(self, prints: Prints) -> Stamps:
-        """Stamps of blocks that come in now, in chain order: those they got when they were named,
-        or else new ones."""
+        """Stamps of blocks that come in now, in chain order: reserved by a hint, or else new
+        ones."""
         kept = self._expected.take(prints)
         return np.where(kept, kept, self._new_stamps(len(prints))[::-1])
 
     def use(self, pool: Pool, words: Words, prints: Prints) -> None:
-        """A request came that names these blocks: their slots, of one pool, or -1 for what is not
-        there. The first counts as used last, so that a chain loses its end before its start, also
-        when parts of it come later."""
+        """A request names these blocks: their slots, of one pool, or -1 for absent ones. The first
+        counts as used last, so that a chain loses its end before its start, also when parts of it
+        come later."""
         stamps, there = self._new_stamps(len(words))[::-1], words >= 0
         if there.any():
             pool.policy.use(words[there][::-1], stamps[there][::-1])
         self._expected.keep(prints[~there][::-1], stamps[~there][::-1])
 
     def touch(self, pool: Pool, words: Words) -> None:
-        """The same request again, of what is there."""
+        """The same request again, for resident blocks."""
         if len(words):
             pool.policy.touch(words[::-1], self._new_stamps(len(words)))
 
@@ -319,7 +319,7 @@ class Slots:
         return pool.policy.pop(count, self._evictable)
 
     def victims_for(self, asker: GroupId, pool: Pool, count: int) -> Words:
-        """The same where there are quotas: out of whom these let give way to `asker`."""
+        """Victims with quotas: of the groups that give way to `asker`."""
         found: list[Words] = []
         missing = count
         for giver in self.quotas.givers(asker, count * pool.slot_bytes):
@@ -352,7 +352,7 @@ class Slots:
             del self.pools[size]
 
     def _members(self, slot_bytes: int) -> Mask:
-        """Which words lie in slabs of a pool."""
+        """Mask of words in slabs of a pool."""
         mask = np.zeros(len(self.state), dtype=bool)
         whole = self.slab_count * self._words_per_slab
         mask[:whole] = np.repeat(self._slot_bytes_of_slab == slot_bytes, self._words_per_slab)
@@ -374,13 +374,13 @@ class Slots:
         self.retry_starved()
 
     def retry_starved(self) -> None:
-        """Something changed: pools that found nothing to free may look again."""
+        """Let pools that found no victim look again, after a change."""
         for pool in self.pools.values():
             pool.is_starved = False
 
     @property
     def any_starved(self) -> bool:
-        """Whether a pool waits for something to be let go."""
+        """Whether a pool waits for a release."""
         return self.pins.is_short or any(pool.is_starved for pool in self.pools.values())
 
     @property
@@ -388,7 +388,7 @@ class Slots:
         return self._slabs_ready
 
     def extend(self, pool: Pool) -> bool:
-        """Give the pool a free slab. False: there is none."""
+        """Give the pool a free slab. False: none left."""
         if not self._slabs_free:
             return False
         pool.free[:0] = self._form(self._slabs_free.popleft(), pool)[::-1].tolist()
@@ -462,9 +462,9 @@ class Slots:
     # ── taken over ───────────────────────────────────────────────────────────────────────────────
 
     def adopt(self, found: JournalContents, prints: Prints) -> None:
-        """Take the slots over as another process left them: sealed, or granted to processes whose
-        sockets are gone. Nothing else may have happened yet. What is right in the journal stays as
-        it is: this process may die at any moment, too."""
+        """Take over the slots of another process: sealed, or granted to processes whose sockets
+        are gone. The first call of all. Valid parts of the journal stay untouched: this process
+        may die at any moment, too."""
         in_use = np.concatenate([found.words, found.held, found.doubtful])
         used = np.unique(in_use // self._words_per_slab)
         self._slabs_lost = set(np.flatnonzero(found.slot_bytes == UNREADABLE).tolist())

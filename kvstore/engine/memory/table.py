@@ -1,11 +1,11 @@
 """Open-addressing table from (scope, key) to row, in flat arrays, batches in and out.
 
 A row is the number of a block; other modules keep their columns by it. Linear probing at a load of
-at most a quarter. Deleting leaves no tombstone: what lay behind the cell moves up to where a probe
-looks for it first, so that probes are as short after years of eviction as in a new table.
+at most a quarter. Deleting leaves no tombstone: entries behind the cell move up to their first
+probed place, so that probes are as short after years of eviction as in a new table.
 
-Where a probe begins follows from all words of a key, each with a secret: engines say any keys they
-like, and keys that all began at one cell would hold the node up for minutes.
+The start of a probe follows from all words of a key, each with a secret: engines may send any keys,
+and keys that all began at one cell would hold the node up for minutes.
 
 Cost per row: key 32, scope 4, cell number 4, cells 16 bytes. Callers insert absent, distinct keys.
 """
@@ -30,23 +30,23 @@ _KEY_WORDS = 4
 _U64 = 0xFFFF_FFFF_FFFF_FFFF
 _ALL_FOUR = 0x01010101
 _FEW = 24
-"""So many keys are found faster one by one."""
+"""Up to this many keys are found faster one by one."""
 FEW_SCOPES = 8
-"""So many are looked into faster one by one: chains that were stored together lie together."""
+"""Up to this many are looked into faster one by one: chains stored together lie together."""
 NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 
 
 def each(keys: Keys) -> Iterator[bytes]:
-    """One after the other."""
+    """Keys one after the other."""
     raw = keys.tobytes()
     return (raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES))
 
 
 class BlockTable:
-    """Rows 0 … row_count_max-1. Scope 0 is reserved for rows that are free."""
+    """Rows 0 … row_count_max-1. Scope 0 is reserved for free rows."""
 
     def __init__(self, *, row_count_max: int, seed: int = 0) -> None:
-        """`seed`: a random number that nobody else knows."""
+        """`seed`: a secret random number."""
         cell_bits = max(4, (4 * row_count_max - 1).bit_length())
         cell_count = 1 << cell_bits
         self._mask = cell_count - 1
@@ -62,10 +62,10 @@ class BlockTable:
         self._free = np.zeros(row_count_max, dtype=np.int32)
         self._free_count = 0
         self._fresh = 0
-        """Rows from here on were never used."""
+        """Rows from here on are unused."""
         self.row_count_max = row_count_max
         self.count_of: Counter[int] = Counter()
-        """Rows of each scope that has any."""
+        """Number of rows of each scope that has any."""
         # Single cells are read through views: a tenth of the cost of indexing an array.
         self._cell_view = self._cells.data
         self._scope_view = self.scopes.data
@@ -80,7 +80,7 @@ class BlockTable:
         return self.row_count_max - len(self)
 
     def find(self, scope: int, keys: Keys) -> Rows:
-        """Row of each key, -1 where there is none; shape [n]."""
+        """Row of each key, -1 for none; shape [n]."""
         n = len(keys)
         if n == 0:
             return NO_ROWS
@@ -100,8 +100,8 @@ class BlockTable:
         return self._probe(np.full(n, scope, dtype=np.uint32), keys)
 
     def find_all(self, scopes: Sequence[int], keys: Keys) -> Rows:
-        """The same of each scope; shape [S, n]. Of many scopes all are probed for together: a call
-        for each costs more than what it finds."""
+        """Rows of keys in each scope; shape [S, n]. Many scopes are probed for together: a call for
+        each costs more than it finds."""
         if len(scopes) <= FEW_SCOPES:
             found = [self.find(scope, keys) for scope in scopes]
             return np.stack(found) if found else np.empty((0, len(keys)), dtype=np.int64)
@@ -110,7 +110,7 @@ class BlockTable:
         return self._probe(wanted, every).reshape(len(scopes), len(keys))
 
     def _find_one(self, scope: int, key: list[int], cell: int) -> int:
-        """Row of one key, given as four words and where its probe begins; -1 when there is none."""
+        """Row of one key, given as four words and the start of its probe; -1 for none."""
         cells, scopes, words = self._cell_view, self._scope_view, self._word_view
         while (content := cells[cell]) != _EMPTY:
             row = content - 1
@@ -122,14 +122,14 @@ class BlockTable:
         return -1
 
     def _homes(self, mixed: np.uint64 | NDArray[np.uint64], keys: Keys) -> NDArray[np.int64]:
-        """Where probes begin: the highest bits of all words, each times its secret, summed up."""
+        """Starts of probes: the highest bits of all words, each times its secret, summed up."""
         homes: Keys = keys @ self._secrets
         homes += mixed
         homes >>= np.uint64(self._shift)
         return homes.view(np.int64)
 
     def _home_of(self, scope: int, key: list[int]) -> int:
-        """The same of one key, given as four words."""
+        """Start of the probe of one key, given as four words."""
         (a, b, c, d), (w, x, y, z) = key, self._secret_words
         mixed = a * w + b * x + c * y + d * z + scope * self._scope_secret
         return mixed >> self._shift & self._mask
@@ -169,7 +169,7 @@ class BlockTable:
         return rows
 
     def _place(self, rows: Rows) -> None:
-        """Give each of these rows, whose keys and scopes stand, the first cell free on its way."""
+        """Give each of these rows, with keys and scopes set, the first free cell of its probe."""
         mixed = self.scopes[rows] * np.uint64(self._scope_secret)
         cells = self._homes(mixed, self.keys.take(rows, axis=0))
         while len(rows):
@@ -214,7 +214,7 @@ class BlockTable:
         self._close_gaps(cells)
 
     def _close_gaps(self, emptied: NDArray[np.int64]) -> None:
-        """What lies between these cells and the next empty ones is put in its place anew."""
+        """Put entries between these cells and the next empty ones in their places anew."""
         behind = []
         cells = (emptied + 1) & self._mask
         while len(cells := cells[self._cells[cells] != _EMPTY]):
@@ -228,7 +228,7 @@ class BlockTable:
 
     @property
     def used_scopes(self) -> NDArray[np.uint32]:
-        """Scope of each row that was ever used, 0 where it is free again. A view."""
+        """Scope of each row ever used, 0 for a free one. A view."""
         return self.scopes[: self._fresh]
 
     def used_rows(self) -> Rows:

@@ -1,8 +1,8 @@
-"""Who may write each slot, and the slots of each writer: both answers cost what they are long.
+"""Writer of each slot, and slots of each writer: both answers cost their own length.
 
 A look at the whole column takes 13 ms with 1 TiB of slots, and any rank could ask for one with a
-datagram. So each writer has a list of the slots that it was given; what it gave back since is
-dropped from the list when half of it is of no use. Does not cover: the journal, states (`slots`).
+datagram. So each writer has a list of its granted slots; returned ones are dropped from the list
+when they are half of it. Does not cover: the journal, states (`slots`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from kvstore.engine.memory.policy.port import NONE, Words
 
 _SPARE = 1024
-"""A list is not looked through for fewer slots that were given back."""
+"""A list is not cleaned for fewer returned slots."""
 
 
 class _Given:
-    """Slots given to one writer, some of which it has no more, or has been given twice."""
+    """Slots granted to one writer; some are returned, or granted twice."""
 
     __slots__ = ("batches", "size")
 
@@ -33,16 +33,16 @@ class _Given:
 
 
 class Writers:
-    """By word, and by writer; writer 0 is nobody."""
+    """Writers by word, and slots by writer; writer 0 is none."""
 
     def __init__(self, word_count: int) -> None:
         self.column = np.zeros(word_count, dtype=np.int64)
         self.counts: Counter[int] = Counter()
-        """How many slots each writer may write, of those who may write any."""
+        """Number of slots of each writer that has any."""
         self._given: dict[int, _Given] = {}
 
     def name(self, words: Words, writer: int) -> None:
-        """These slots, which are distinct, have this writer now."""
+        """Set the writer of distinct slots."""
         if not len(words):
             return
         before = self.column[words]
@@ -56,7 +56,7 @@ class Writers:
             self._give(words, writer)
 
     def adopt(self, words: Words, writers: NDArray[np.int64]) -> None:
-        """These slots have these writers, from before anything else happened."""
+        """Set the writers of slots, before any other call."""
         self.column[words] = writers
         for writer, _ in _counted(writers):
             self._give(words[writers == writer], writer)

@@ -1,7 +1,7 @@
-"""What is not believed without a look.
+"""Verification of blocks in the background, and of spaces.
 
 | module     | cares about                                           | in → out            |
 |------------|-------------------------------------------------------|---------------------|
-| `scrubs`   | what of dram is verified again                        | Tick → Scrub        |
+| `scrubs`   | repeated verification of dram                         | Tick → Scrub        |
 | `switches` | spaces whose blocks differ from what engines compute  | findings → off, on  |
 """

@@ -1,10 +1,10 @@
-"""Background scrubs as the engine sees them: what of dram is to be verified, and what came of it.
+"""Background scrubs as the engine sees them: blocks of dram to verify, and results.
 
     sealed(first word) ──▶ Sealed ──hashed outside──▶ Scrubbed ──▶ bad copies dropped, counts
 
-The list is a snapshot: a slot that was given to another block meanwhile has another generation, and
-then whatever was hashed says nothing. Does not cover: hashing (`kvstore.node.scrub`), the file
-tier, which finds its records by itself (`kvstore.tiers.file.scrub`).
+The list is a snapshot: a slot with another block meanwhile has another generation, which voids its
+hash. Does not cover: hashing (`kvstore.node.scrub`), the disk tier, which finds its records by
+itself (`kvstore.tiers.file.scrub`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.wire.messages import generations_array, slots_array
 from kvstore.wire.record import Scope
 
 WORDS_PER_LOOK: Final = 65_536
-"""Of the slot table: a tenth of a millisecond."""
+"""Blocks of the slot table per look: a tenth of a millisecond."""
 BLOCKS_PER_LOOK: Final = 256
 NO_PASS: Final = -1
 """Age of a pass that has not ended yet."""
@@ -42,7 +42,7 @@ class Sealed(msgspec.Struct, frozen=True):
     keys: Any
     checksums: Any
     next_word: int
-    """Where to go on; 0: this was the last of the arena."""
+    """Next word; 0: end of the arena."""
 
 
 class TierScrub(msgspec.Struct):
@@ -68,7 +68,7 @@ class Scrubs:
 
     def sealed(self, first_word: int) -> Sealed:
         """The next blocks from a word on, at most BLOCKS_PER_LOOK. Blocks of a space that no engine
-        has named since the start are left out: how long they are is not known."""
+        has named since the start are left out: their length is unknown."""
         slots, residency = self._state.slots, self._state.residency
         end = min(first_word + WORDS_PER_LOOK, len(slots.state))
         words = np.flatnonzero(slots.state[first_word:end] == SlotState.SEALED) + first_word
@@ -99,7 +99,7 @@ class Scrubs:
         return Scope(tenant, space, shard, shard_bytes(known.space, shard))
 
     def take(self, event: Scrubbed) -> None:
-        """Count, and drop what is bad: the next one who asks reads it from disk, or computes it."""
+        """Count, and drop bad blocks: the next request reads them from disk, or computes them."""
         state, scrub = self._state, self.tiers[event.tier]
         scrub.blocks += event.blocks
         scrub.size_bytes += event.size_bytes

@@ -1,23 +1,22 @@
-"""Spaces that are switched off, since an engine computed other values than were held under a key.
+"""Spaces switched off, because an engine computed other values than the cached ones of a key.
 
     Compared ──nothing diverged──▶ counted
-             ──what did had all come from disk for this lookup──▶ the space is off in the file tier
+             ──diverging blocks all came from disk for this lookup──▶ the space is off on disk
              ──otherwise──▶ the space is off in all tiers
     off ──emptied, a slice a tick──▶ holds nothing; stays off until an operator clears the space
 
-No checksum finds bytes that are intact under a wrong key. One block is enough: what is told here is
-no noise (`kvstore.kernels.compare`), and why one block is wrong is a reason for others to be. Until
-a space has been emptied nothing of it is lent, whichever tier it is about: what came from disk lies
-in dram too.
+No checksum finds bytes that are intact under a wrong key. One block is enough: a finding is no
+noise (`kvstore.kernels.compare`), and the cause of one wrong block may affect others. Until a space
+has been emptied no lease is given on it, whichever tier is off: blocks from disk are in dram, too.
 
-A process may end before it has emptied a space, so what must outlast it comes first, in the step
-that switches off: the journal forgets the space, and it is void on disk.
+A process may end before it has emptied a space, so lasting effects come first, in the step that
+switches off: the journal forgets the space, and it is void on disk.
 
-Rules. 1: an engine speaks for the tenant and the space of its own open session, and of a lookup
-that this session made; nobody switches off another tenant's. 2: nothing is lent from, stored in, or
-read for what is off. 3: bounded; when the list is full, the longest on it of the same tenant goes.
+Rules. 1: a finding of an engine counts for the tenant and the space of its own open session, and
+for a lookup of this session, never for another tenant. 2: a space that is off has no leases, stores
+or reads. 3: bounded; when the list is full, the oldest of the same tenant goes.
 
-Does not cover: comparing, and which hits (`kvstore.client.core.shadow`).
+Does not cover: comparison, and choice of hits (`kvstore.client.core.shadow`).
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ PPM: Final = 1_000_000
 
 
 class Switches:
-    """What is off is in `State.off`; here is how it comes and goes."""
+    """Changes of `State.off`, the spaces that are off."""
 
     def __init__(self, state: State, files: Files) -> None:
         self._state = state
         self._files = files
         self.worst_error = 0.0
-        """Of all that was compared since the start."""
+        """Largest error of all comparisons since the start."""
 
     def take(self, connection: Connection, message: Compared) -> None:
-        """An engine has computed blocks of one of its lookups."""
+        """Take a finding: an engine has computed blocks of one of its lookups."""
         state, owner = self._state, connection.owner
         if not owner.open_session or message.session != owner.open_session:
             return
@@ -105,17 +104,17 @@ class Switches:
             del off[next(own, next(iter(off)))]
 
     def to_empty(self) -> tuple[str, SpaceId] | None:
-        """A space that is off and may still hold blocks."""
+        """A space that is off and may still have blocks."""
         return next((a for a, off in self._state.off.items() if not off.is_empty), None)
 
     def emptied(self, address: tuple[str, SpaceId]) -> None:
-        """It holds none any more."""
+        """A space has no more blocks."""
         off = self._state.off[address]
         self._state.off[address] = msgspec.structs.replace(off, is_empty=True)
         self._state.credits_due = True
 
     def clear(self, tenant: str | None, space: bytes | None) -> None:
-        """An operator cleared these (None: all): they may be used again."""
+        """Switch these spaces on (None: all): an operator cleared them."""
         off = self._state.off
         for address in list(off):
             if tenant in (None, address[0]) and space in (None, address[1]):

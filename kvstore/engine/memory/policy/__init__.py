@@ -1,11 +1,11 @@
-"""What to keep: which slot goes next, and what is worth writing to disk.
+"""Order of evictions from dram, and choice of blocks for the disk.
 
 | module      | cares about                                      | in → out                      |
 |-------------|--------------------------------------------------|-------------------------------|
-| `port.py`   | what every policy promises                       | –                             |
+| `port.py`   | the contract of policies                         | –                             |
 | `choose.py` | policies by name                                 | name → policy                 |
 | `lru.py`    | least recently used, the default                 | uses → victims                |
-| `reuse.py`  | the same, with less time for what is used once   | uses → victims                |
+| `reuse.py`  | the same, with less time for blocks used once    | uses → victims                |
 | `oldest.py` | the oldest of some slots                         | stamps → slots in order       |
 | `expected.py` | places kept for blocks that a request named   | keys → places                 |
 | `recent.py` | keys seen lately, in two bytes each              | prints → seen or not          |

@@ -1,19 +1,17 @@
-"""Which blocks go to disk: not those that nobody asked for twice, and not more than it endures.
+"""Choice of blocks for the disk: requested twice, and within its endurance.
 
     blocks ──▶ admit ──▶ allow ──▶ write
                seen twice?   bytes a day
 
-Flash wears out by writing, and most blocks of most workloads are never asked for again: writing
-those costs endurance and room and gains nothing. Loads are no business of this module: reading is
-never refused.
+Flash wears out by writing, and most blocks of most workloads are never requested again: writing
+those costs endurance and room and gains nothing. Reads are never refused here.
 
-Callers ask once per request and block: for the blocks that are sealed now, and for those that a
-hint names, that dram holds and no file does. So a block that is used while it is in dram is
-written then, and one that comes back after it went is written when it is sealed again. Blocks of a
-chain are seen together, so they are admitted together; what was written without what comes before
-it would be of no use.
+Callers ask once per request and block: for the blocks sealed now, and for blocks of a hint that are
+in dram and not on disk. So a block used while in dram is written then, and one that comes back
+after its eviction is written when it is sealed again. Blocks of a chain are seen together, so they
+are admitted together; a block on disk without those before it would be of no use.
 
-Does not cover: queues of the file tier (`kvstore.tiers`), which block leaves it (`engine.files`).
+Does not cover: queues of the disk tier (`kvstore.tiers`), its evictions (`engine.moves.files`).
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from kvstore.engine.memory.policy.recent import RecentKeys
 
 NS_PER_DAY: Final = 86_400 * 10**9
 TIGHT_SHARE: Final = 0.25
-"""With less than this of a day's budget left, only what was seen before is written."""
+"""With less than this part of a day's budget left, only blocks seen before are written."""
 
 
 class AdmissionMode(enum.Enum):
-    """Which blocks go to disk while the budget is not tight."""
+    """Blocks admitted while the budget is not tight."""
 
     ALL = "all"
     SECOND_SIGHT = "second-sight"
@@ -43,15 +41,15 @@ class DiskAdmission:
 
     With room for n keys: a key that was never seen is admitted as if it had been with probability
     at most 0.00012, and one seen m keys ago is taken for new with probability 0.001 at m = n / 4,
-    0.05 at n / 2, 0.55 at n (`recent`): a write that comes later, never a wrong byte. A node that
-    writes everything without a budget remembers nothing.
+    0.05 at n / 2, 0.55 at n (`recent`): a write that comes later, never a wrong byte. Without a
+    budget a node that writes everything remembers no key.
 
     Args:
-        mode: what is admitted while the budget is not tight.
-        day_bytes: what may be written in a day; 0: any amount.
-        key_count: keys that it remembers about; as many as the disk can hold is plenty.
-        seed: of the hashes; random per node, so that nobody can choose what collides.
-        spent_bytes: of the day's, already used up at the start.
+        mode: blocks admitted while the budget is not tight.
+        day_bytes: budget of a day; 0: unlimited.
+        key_count: approximate number of keys remembered; as many as the disk can hold is plenty.
+        seed: of the hashes; random per node, so that collisions cannot be chosen.
+        spent_bytes: of the day's budget, used up before the start.
     """
 
     def __init__(
@@ -70,8 +68,8 @@ class DiskAdmission:
             self._seen = RecentKeys(key_count=key_count, seed=seed)
 
     def admit(self, prints: Prints, now_ns: int) -> Mask:
-        """Which of these are worth writing. Each counts as seen from now on, whatever the mode:
-        what was learned is there when the budget gets tight."""
+        """Mask of blocks to write. Each counts as seen from now on, in any mode, for the time when
+        the budget gets tight."""
         everything = np.ones(len(prints), dtype=bool)
         if self._seen is None:
             return everything
@@ -81,7 +79,7 @@ class DiskAdmission:
         return seen if is_tight or self._mode is AdmissionMode.SECOND_SIGHT else everything
 
     def allow(self, count: int, record_bytes: int, now_ns: int) -> int:
-        """How many records of this size may be written now; they count as written."""
+        """Number of records of this size to write now; they count as written."""
         if self._budget is None:
             return count
         return self._budget.allow(count * record_bytes, now_ns, unit_bytes=record_bytes) // (
@@ -89,21 +87,21 @@ class DiskAdmission:
         )
 
     def give_back(self, unwritten_bytes: int) -> None:
-        """What was allowed and not written after all."""
+        """Refund an allowance that was not written."""
         if self._budget is not None:
             self._budget.give_back(unwritten_bytes)
 
     def left_bytes(self, now_ns: int) -> int | None:
-        """What the budget allows now; None without one."""
+        """Bytes that the budget allows now; None without one."""
         return None if self._budget is None else self._budget.left_bytes(now_ns)
 
 
 class WriteBudget:
-    """A bucket of bytes that fills at so many a day and holds a day's worth. Starts full but for
-    what an earlier start of the node is known to have written.
+    """A bucket of bytes with a daily rate and room for a day. Starts full, less the bytes written
+    by an earlier start of the node.
 
-    Never more is written than a day's worth and what came in since; when it is empty, nothing is.
-    Integers all through: nothing drifts, however often it is asked.
+    Writes never exceed a day's worth and the inflow since; an empty bucket allows none. Integers
+    all through: nothing drifts, however often it is used.
     """
 
     def __init__(self, day_bytes: int, *, spent_bytes: int = 0) -> None:
@@ -114,25 +112,25 @@ class WriteBudget:
         self._full = day_bytes * NS_PER_DAY
         self._level = self._full - spent_bytes * NS_PER_DAY
         self._at_ns: int | None = None
-        """Until then it is filled; None: nobody has asked yet."""
+        """Time up to which it is filled; None: before the first use."""
 
     def left_bytes(self, now_ns: int) -> int:
-        """What may be written now."""
+        """Bytes that may be written now."""
         self._fill(now_ns)
         return self._level // NS_PER_DAY
 
     def is_tight(self, now_ns: int) -> bool:
-        """Little is left: only what was seen before should go to disk."""
+        """Whether little is left: only blocks seen before should go to disk."""
         return self.left_bytes(now_ns) < TIGHT_SHARE * self._day_bytes
 
     def allow(self, wanted_bytes: int, now_ns: int, *, unit_bytes: int) -> int:
-        """How much of this may be written, in whole units (records); it counts as written."""
+        """Part of `size_bytes` to write, in whole units (records); it counts as written."""
         allowed = min(wanted_bytes, self.left_bytes(now_ns)) // unit_bytes * unit_bytes
         self._level -= allowed * NS_PER_DAY
         return allowed
 
     def give_back(self, unwritten_bytes: int) -> None:
-        """What was allowed and then not written after all."""
+        """Refund an allowance that was not written."""
         self._level += unwritten_bytes * NS_PER_DAY
 
     def _fill(self, now_ns: int) -> None:

@@ -1,12 +1,12 @@
-"""Places in the order of use that are kept for blocks which a request has named and nobody stored.
+"""Places in the order of use, reserved for blocks of a request that are not stored yet.
 
-A prompt is stored piece by piece, as it is computed. If each piece took its place when it comes,
-the start of the prompt would be its oldest part: it would go first, and a prompt longer than the
-memory would push out its own start and never be hit. So a request's blocks get their stamps
-together when it names them, the start the newest, and each takes its own when it comes.
+A prompt is stored piece by piece, as it is computed. If each piece took its place on arrival, the
+start of the prompt would be its oldest part: it would leave first, and a prompt longer than the
+memory would evict its own start and never be hit. So the blocks of a request get their stamps
+together at its hint, the start the newest, and each takes its stamp on arrival.
 
-One table of fixed size and no probing: whose place another key takes comes in as something new, as
-does what nobody named. That costs order and never a block. Does not cover: stamps (`engine.slots`).
+One table of fixed size and no probing: a block whose place was overwritten comes in as new, as do
+blocks outside of hints. The cost is order, never a block. Does not cover: stamps (`engine.slots`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Expected:
     """See the module.
 
     Args:
-        key_count: slots that there are; about as many places are kept, within bounds.
+        key_count: number of slots; about as many places are kept, within bounds.
     """
 
     def __init__(self, *, key_count: int) -> None:
@@ -36,17 +36,16 @@ class Expected:
         self._mask = np.uint64(size - 1)
         self._prints: Prints = np.zeros(size, dtype=np.uint64)
         self._stamps: Stamps = np.zeros(size, dtype=np.int64)
-        """0: no place is kept here."""
+        """0: no reservation."""
 
     def keep(self, prints: Prints, stamps: Stamps) -> None:
-        """These blocks are to have these stamps when they come. Of those that meet in one place the
-        last stays."""
+        """Reserve stamps for blocks. Among those that meet in one place the last stays."""
         at = self._at(prints)
         self._prints[at] = prints
         self._stamps[at] = stamps
 
     def take(self, prints: Prints) -> Stamps:
-        """The stamps of blocks that come now, 0 where none is kept. Each is taken once."""
+        """Reserved stamps of blocks that come now, 0 for none. Each is taken once."""
         at = self._at(prints)
         kept: Stamps = np.where(self._prints[at] == prints, self._stamps[at], 0)
         self._stamps[at[kept != 0]] = 0

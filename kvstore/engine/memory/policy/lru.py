@@ -1,7 +1,7 @@
-"""Least recently used: which slot is freed next. See `oldest` for how the order is kept.
+"""Eviction of the least recently used slot. `oldest` keeps the order.
 
-Wrong for scans larger than the tier: a workload that reads everything once pushes out what is
-reused; `reuse` is for that.
+Wrong for scans larger than the tier: a workload that reads everything once evicts the reused
+blocks; `reuse` is for that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Lru:
 
     Args:
         stamps: shared by all pools, one per word; 0 = the slot holds nothing.
-        members: which words lie in this pool now, one bool per word.
+        members: mask of words in this pool, one bool per word.
     """
 
     def __init__(self, stamps: Stamps, *, members: Members) -> None:

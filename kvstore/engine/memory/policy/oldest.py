@@ -1,12 +1,12 @@
 """Slots in the order of their stamps, without moving anything when a stamp changes.
 
-A touch writes stamps and does nothing else: 4 µs for 512. What goes next comes from a queue, the
+A touch writes stamps and does nothing else: 4 µs for 512. Victims come from a queue, the
 oldest slots in order, made by one look over all stamps when the last queue is used up: 8 ms for a
-million slots, which buys some 30 thousand victims. Whatever could go but is not in the queue is
-younger than all in it: stamps only grow, and one that does not is put where it belongs (`note`). An
-entry whose stamp changed since is skipped: the order is exact. A slot that may not be evicted
-(leased) is passed over and keeps its place; if that was so when the queue was made, it waits for
-the next one.
+million slots, which buys some 30 thousand victims. Every candidate outside the queue is younger
+than all in it: stamps only grow, and one that does not is inserted at its place (`note`). An entry
+whose stamp changed since is skipped: the order has no error. A slot that may not be evicted
+(leased) is passed over and keeps its place; one leased when the queue was made waits for the next
+queue.
 
 Measured against a ring of (slot, stamp) that every touch appends to: 4 µs for 512 touches instead
 of 18, no 48 bytes a slot, and no stop while a ring of 4 million entries is compacted.
@@ -30,7 +30,7 @@ class OldestFirst:
 
     Args:
         stamps: one per word; 0 = the slot holds nothing.
-        among: which words are meant, one bool per word.
+        among: mask of candidates, one bool per word.
     """
 
     def __init__(self, stamps: Stamps, *, among: Members) -> None:
@@ -40,9 +40,9 @@ class OldestFirst:
         self._queue_stamps: Stamps = NONE
 
     def take(self, count: int, may_go: MayGo) -> Words:
-        """Some of those that may go now, oldest first, at most `count`; empty only when there is
-        none. The caller does with each what keeps it from being taken again: another stamp, or a
-        place not among these."""
+        """Some slots that may go now, oldest first, at most `count`; empty only without any. The
+        caller keeps each from being taken again: by another stamp, or by removing it from
+        `among`."""
         go = self._look(count, may_go)
         if not len(go):
             return NONE
@@ -58,12 +58,12 @@ class OldestFirst:
         return words
 
     def peek(self, count: int, may_go: MayGo) -> Stamps:
-        """Stamps of what `take` would take."""
+        """Stamps of the next slots of `take`."""
         go = self._look(count, may_go)
         return self._queue_stamps[go]
 
     def note(self, words: Words, stamps: Stamps) -> None:
-        """These have these stamps now, which may be older than what is queued."""
+        """Take note of new stamps, which may be older than queued ones."""
         if not len(self._queue) or not len(words):
             return
         older = stamps < self._queue_stamps[-1]
@@ -80,7 +80,7 @@ class OldestFirst:
         self._queue_stamps = np.insert(self._queue_stamps, at, stamps[order])
 
     def _look(self, count: int, may_go: MayGo) -> Words:
-        """Where in the queue those are that may go, in order, at least one if there is any."""
+        """Places in the queue of slots that may go, in order, at least one if there is any."""
         assert count > 0, "nothing is asked for"
         chunk = max(_CHUNK_MIN, 2 * count)
         while len(self._queue) or self._refill(count, may_go):
@@ -103,7 +103,7 @@ class OldestFirst:
         return NONE
 
     def _refill(self, count: int, may_go: MayGo) -> bool:
-        """Queue the oldest slots that may go now. False: there is none."""
+        """Queue the oldest slots that may go now. False: none."""
         may = may_go(_ALL) & self._among() & (self._stamps != 0)
         words = np.flatnonzero(may)
         size = max(count, _QUEUE_MIN, len(words) // _QUEUE_SHARE)

@@ -1,15 +1,15 @@
 """Keys seen lately, in two bytes each: a bounded set that forgets the oldest first.
 
 A table of buckets of eight 16-bit fingerprints. A key goes to the front of its bucket and pushes
-the last one out, so that no time is kept and nothing is ever swept: the set ages by being used.
+the last one out, without time stamps and sweeps: the set ages by use.
 
 Sized for n keys, after m other keys that were added since:
 - `may_contain` of a key that was added is True with probability P(Poisson(8 m / n) <= 7): 0.999 at
   m = n / 4, 0.95 at n / 2, 0.45 at n, 0.01 at 2 n. A key pushed out early is one more "not seen".
 - `may_contain` of a key that never was is True with probability at most 8 / 65,535 = 0.00012.
 
-The seed keeps those who choose keys from choosing which ones collide. Bytes: 2 n, rounded up to a
-power of two of buckets. Does not cover: what follows from having been seen (`reuse`, `disk`).
+The seed keeps a chooser of keys from choosing collisions. Bytes: 2 n, rounded up to a
+power of two of buckets. Does not cover: use of the answers (`reuse`, `disk`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RecentKeys:
     """See the module.
 
     Args:
-        key_count: how many keys it remembers about.
+        key_count: approximate number of keys remembered.
         seed: any number; another one makes other collisions.
     """
 
@@ -52,7 +52,7 @@ class RecentKeys:
         return (mixed & self._mask).astype(np.int64), marks
 
     def may_contain(self, prints: Prints) -> Mask:
-        """Which of these were added lately. Wrong both ways at times: see the module."""
+        """Mask of keys added lately. Wrong both ways at times: see the module."""
         buckets, marks = self._places(prints)
         found: Mask = (self._table[buckets] == marks[:, None]).any(axis=1)
         return found

@@ -2,11 +2,11 @@
 
 Two classes, each in order of use: *fresh* blocks, which no request after their own has used, and
 *reused* ones. The next victim is the one with the greater age, where the age of a reused block
-counts an eighth: a scan pushes out what is fresh before it reaches what is used, and what is used
-no more goes too. A key that went and comes back while it is remembered (`recent`) starts as reused.
+counts an eighth: a scan evicts fresh blocks before reused ones, and blocks out of use leave, too. A
+key that was evicted and comes back while it is remembered (`recent`) starts as reused.
 
-The idea is S3-FIFO's (Yang et al., SOSP 2023): demote quickly what is seen once, and remember its
-key. What that lacks is the order of chains. S3-FIFO and SIEVE evict in order of insertion, and the
+The idea is S3-FIFO's (Yang et al., SOSP 2023): demote blocks seen once quickly, and remember their
+keys. S3-FIFO lacks the order of chains. S3-FIFO and SIEVE evict in order of insertion, and the
 start of a chain was inserted first: it goes before the turns of the chat that hang on it. Here the
 start goes last: a block is used only together with those before it, so if it is reused they are,
 and they are younger. The one exception is a key that was forgotten before its time.
@@ -30,14 +30,14 @@ from kvstore.engine.memory.policy.port import NONE, Mask, MayGo, Members, Prints
 from kvstore.engine.memory.policy.recent import RecentKeys
 
 REUSED_AGE: Final = 0.125
-"""What the age of a reused block counts, to that of a fresh one."""
+"""Weight of a reused block's age, to that of a fresh one."""
 REMEMBERED: Final = 2
-"""Keys remembered after they went, in pools."""
+"""Keys remembered after eviction, in pools."""
 _SEED: Final = 0x6B76
 
 
 class Columns:
-    """What is kept per word; a word lies in one pool, so all pools share them."""
+    """Columns by word; a word lies in one pool, so all pools share them."""
 
     def __init__(self, stamps: Stamps) -> None:
         self.stamps = stamps
@@ -50,7 +50,7 @@ class Reuse:
 
     Args:
         columns: of the arena.
-        members: which words lie in this pool now, one bool per word.
+        members: mask of words in this pool, one bool per word.
         slot_count_max: slots that the pool can ever have.
     """
 
@@ -122,8 +122,8 @@ class Reuse:
         return gone
 
     def _split(self, count: int, may_go: MayGo) -> tuple[int, int]:
-        """How many of the next victims are fresh and how many reused; as far as can be seen now,
-        at most `count` together, none only when none may go."""
+        """Numbers of fresh and of reused blocks among the next victims; as far as visible now, at
+        most `count` together, none only when none may go."""
         fresh = self._fresh.peek(count, may_go) if self._fresh_count else NONE
         reused = self._reused.peek(count, may_go) if self._reused_count else NONE
         ages = np.concatenate([self._now - fresh, (self._now - reused) * REUSED_AGE])
