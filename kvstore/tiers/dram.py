@@ -2,9 +2,9 @@
 
 Covers pre-faulting: a background thread takes the pages chunk by chunk, so that the node's cgroup
 is charged and no engine ever waits for (or dies of) a page fault; capacity grows as they arrive.
-When the kernel runs out, the tier stays as large as it got. Afterwards the thread looks whether
-pages are still there: an engine can give them back. Blocks in them are 0 then, which their
-checksums tell; other pages are taken for them, if the machine has some.
+When the kernel runs out, the tier stays as large as it got. Afterwards the thread checks that the
+pages still exist: an engine can give them back. Blocks in lost pages are 0 then, which their
+checksums reveal; other pages are taken for them, if the machine has some.
 
 Does not cover: making and sealing the memory (`kvstore.arena`).
 """
@@ -25,10 +25,10 @@ from kvstore.types import PAGE_BYTES, Generation, SlotId
 from kvstore.units import MIB, format_size
 
 CHUNK_BYTES = 16 * MIB
-"""What is pre-faulted at a time: about 40 ms of ordinary pages, so a stop is never late."""
+"""Bytes pre-faulted at a time: about 40 ms of ordinary pages, so a stop is never late."""
 
 LOOK_S = 2.0
-"""Between two looks at whether pages are still there."""
+"""Pause between two checks of the pages."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ class DramTier:
 
     Args:
         arena: the memory.
-        chunk_bytes: what is pre-faulted at a time.
-        ready_bytes: so much an earlier process took already.
-        on_ready: is told how much there is, by the thread, before anybody else knows.
-        room_bytes: what the machine has left; what it has not is not taken again.
+        chunk_bytes: pre-faulted at a time.
+        ready_bytes: taken by an earlier process.
+        on_ready: called by the thread with the new size, before any other use of it.
+        room_bytes: free memory of the machine, a limit for pages taken again.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DramTier:
         self._on_ready = on_ready
         self._room_bytes = room_bytes
         self.losses = 0
-        """How often pages were found gone."""
+        """Number of checks that found pages lost."""
         arena.set_ready(ready_bytes)
         self._stop = threading.Event()
         self._done = threading.Event()
@@ -86,7 +86,7 @@ class DramTier:
         return self._ready_bytes
 
     def wait_populated(self, timeout_s: float) -> bool:
-        """Wait until the pages are all there, or no more come. False: still at it."""
+        """Wait until all pages are taken, or no more come. False: still at work."""
         return self._done.wait(timeout_s)
 
     def raise_generations(self, slots: Sequence[int], generations: Sequence[int]) -> None:
@@ -140,7 +140,7 @@ class DramTier:
             self.look()
 
     def look(self) -> None:
-        """Whether all pages are still there; others are taken for those that are not."""
+        """Whether all pages still exist; others are taken for lost ones."""
         lost_bytes = self._ready_bytes - self._arena.taken_bytes
         if lost_bytes <= 0:
             return

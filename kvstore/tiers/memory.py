@@ -1,6 +1,6 @@
 """The reference tier: plain private memory, as obvious as can be.
 
-It runs the same contract suite as every other tier and stands in for them in simulations.
+The contract suite of every tier runs on it, and simulations use it in place of others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, Generation, SlotId
 
 
 class MemoryTier:
-    """A `Memory` over an array; ready at once. What is not written to takes no memory."""
+    """A `Memory` over an array; ready at once. Unwritten pages take no memory."""
 
     def __init__(self, *, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -49,7 +49,7 @@ class MemoryTier:
         into[:] = self.view(slot, len(into))
 
     def view(self, slot: SlotId, length_bytes: int) -> memoryview:
-        """The bytes themselves, for whoever plays the engines."""
+        """The bytes themselves, for simulated engines."""
         begin = slot * PAGE_BYTES
         assert 0 <= begin <= begin + length_bytes <= self.ready_bytes, "outside the tier"
         return self._bytes.data[begin : begin + length_bytes]

@@ -26,7 +26,7 @@ FOLDERS = [
     f"kvstore/{name}"
     for name in (
         *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
-        *("obs", "stores", "supervisor", "testing"),
+        *("obs", "stores", "supervisor", "testing", "tiers"),
     )
 ]
 """Folders with clean docstrings of modules, classes, functions and attributes."""

@@ -249,7 +249,7 @@ class Journal:
             raise JournalUnusable("it names a writer of what is no slot")
         unknown = set(np.unique(named[held]).tolist()) - writers
         if unknown:
-            raise JournalUnusable(f"it names {len(unknown)} writers that nobody knows")
+            raise JournalUnusable(f"it names {len(unknown)} unknown writers")
         if int((lost | doubtful).sum()) * DOUBT_SHARE > len(lost):
             raise JournalUnusable("much of it is damaged: look at this machine's memory")
         addresses = self._addresses()

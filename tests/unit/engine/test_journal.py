@@ -103,7 +103,7 @@ def test_another_layout_is_not_believed(at: int) -> None:
 def test_a_writer_whom_nobody_knows_makes_all_of_it_unusable() -> None:
     node = MortalNode()
     peer = Peer(node)
-    with pytest.raises(JournalUnusable, match="1 writers that nobody knows"):
+    with pytest.raises(JournalUnusable, match="1 unknown writers"):
         moved(node).examine(quotas=[], writers={peer.scheduler})
 
 
