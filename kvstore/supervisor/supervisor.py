@@ -11,11 +11,10 @@ that readers still under it drop their copies; no other process could do that.
 Signals are sent to the supervisor, and its exit status is the node's. The node ends with it: in
 good order on a signal, at once when it is killed. Few imports: it lives as long as the memory.
 
-Loading the code takes longer than everything else of a restart together, so a standby has done it
-ahead of need. The standby has the code of its start: an upgrade replaces it by a new one, which
-takes over once it is ready.
+Loading the code takes longer than the rest of a restart, so a standby has done it ahead of need.
+The standby has the code of its start: an upgrade puts a new one in its place, which takes over.
 
-Covers: when processes begin and end, descriptors, upgrades. Does not cover: how often is too often
+Covers: begin and end of processes, descriptors, upgrades. Does not cover: limits of restarts
 (`restarts`), one process (`child`).
 """
 
