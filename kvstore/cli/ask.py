@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,19 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvstore.config.defaults import REPLY_BYTES_MAX
-from kvstore.engine import (
-    NO_BUDGET,
-    NO_PASS,
-    SPACE_DIGITS,
-    TierReport,
-)
+from kvstore.engine import NO_BUDGET, NO_PASS, SPACE_DIGITS, TierReport
 from kvstore.errors import AttachError, ProtocolError
 from kvstore.proto import feeds, inspect_pb2 as pb
 from kvstore.proto.inspect_pb2_grpc import InspectStub
-from kvstore.proto.rows import (
-    Row,
-    decode_rows,
-)
+from kvstore.proto.rows import Row, decode_rows
 from kvstore.supervisor.listener import INSPECT_SUFFIX
 from kvstore.supervisor.upgrade import no_node_at, not_yours
 from kvstore.units import format_size
@@ -41,13 +33,6 @@ WITH_NODES: Final = ("nodes", "unserved", "members", "engines")
 SUMMARY: Final = (*WITH_NODES, "tiers", "quotas", "spaces", "leases", "jobs")
 """What comes with nodes, and quotas with tiers, is left out where there is none."""
 OPTIONAL: Final = ("unserved", "members", "engines", "quotas")
-TITLE: Final[Any] = {
-    "title_justify": "left",
-    "title_style": "bold",
-    "box": None,
-    "pad_edge": False,
-}
-"""How tables look."""
 WIDE_COLUMNS: Final = 240
 """Of output that is no terminal: scripts must not see a line break in a row."""
 
@@ -121,31 +106,11 @@ def _call(call: Callable[..., Any], request: Any, *, timeout_s: float = TIMEOUT_
 
 # ── what it looks like ───────────────────────────────────────────────────────────────────────────
 
-_SIZES = (
-    "capacity_bytes",
-    "ready_bytes",
-    "used_bytes",
-    "promised_bytes",
-    "bytes_dram",
-    "budget_left_bytes",
-    "scrubbed_bytes",
-    "size_bytes",
-    "bytes_per_s",
-)
 MS_PER_HOUR: Final = 3_600_000
 _OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
 _OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
-_BREAKERS = {
-    "closed": "ok",
-    "half-open": "being tried again",
-    "open": "off: errors",
-}
+_BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
 """Of a disk, after failures."""
-
-
-def as_json(found: Mapping[str, list[Row] | str]) -> str:
-    """One object, a list of rows per topic."""
-    return msgspec.json.format(msgspec.json.encode(found)).decode()
 
 
 def show(found: dict[str, list[Row]]) -> None:
@@ -167,6 +132,14 @@ def console() -> Console:
     return made if made.is_terminal else Console(highlight=False, width=WIDE_COLUMNS)
 
 
+def table(names: Iterable[str], *, numbers: Container[str] = (), title: str | None = None) -> Table:
+    """An empty one with these columns, numbers to the right."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in names:
+        made.add_column(name, header_style="dim", justify="right" if name in numbers else "left")
+    return made
+
+
 def _is_absent(row: Row) -> bool:
     """A tier that this node was not given."""
     return isinstance(row, TierReport) and not row.capacity_bytes and not row.blocks
@@ -174,31 +147,27 @@ def _is_absent(row: Row) -> bool:
 
 def _table(topic: str, rows: Sequence[Row]) -> Table:
     """One line a row."""
-    table = Table(title=topic, **TITLE)
     values = [msgspec.structs.asdict(row) for row in rows]
-    for name, value in values[0].items():
-        number = isinstance(value, int) and not isinstance(value, bool)
-        table.add_column(_title(name), justify="right" if number else "left", header_style="dim")
+    numbers = [_title(name) for name, value in values[0].items() if type(value) is int]
+    made = table(map(_title, values[0]), numbers=numbers, title=topic)
     for row in values:
-        table.add_row(*(_cell(name, value) for name, value in row.items()))
-    return table
+        made.add_row(*(_cell(name, value) for name, value in row.items()))
+    return made
 
 
 def _columns(topic: str, rows: Sequence[Row]) -> Table:
     """One column a row: of few rows with many fields, each for some of them only."""
-    table = Table(title=topic, **TITLE)
     (_, *names), values = rows[0].__struct_fields__, [msgspec.structs.asdict(row) for row in rows]
-    table.add_column("", style="dim")
-    for value in values:
-        table.add_column(value["tier"], justify="right", header_style="dim")
+    tiers = [value["tier"] for value in values]
+    made = table(["", *tiers], numbers=tiers, title=topic)
     for name in names:
         cells = [
             Text("-") if name in _elsewhere(value["tier"]) else _cell(name, value[name])
             for value in values
         ]
         if any(cell.plain != "-" for cell in cells):
-            table.add_row(_title(name), *cells)
-    return table
+            made.add_row(Text(_title(name), style="dim"), *cells)
+    return made
 
 
 def _elsewhere(tier: str) -> tuple[str, ...]:
@@ -221,7 +190,7 @@ def _cell(name: str, value: object) -> Text:
         return printable(f"breaker {_BREAKERS.get(value, value)}")
     if name == "quota" and not value:
         return Text("(all others)")
-    if name in _SIZES and isinstance(value, int):
+    if "bytes" in name and isinstance(value, int):
         return Text(format_size(value))
     if isinstance(value, bool):
         return Text("yes" if value else "no")

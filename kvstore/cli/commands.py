@@ -128,6 +128,13 @@ def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
         raise AttachError(f"{error}; {hint}" if hint else str(error)) from None
 
 
+def as_json(**found: object) -> str:
+    """One object, as every --json prints it."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(found)).decode()
+
+
 def fail(sentence: str, *, code: int) -> NoReturn:
     """Say what is wrong and leave."""
     click.echo(f"kvstore: {sentence}", err=True)

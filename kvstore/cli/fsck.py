@@ -24,13 +24,13 @@ import fcntl
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
+from kvstore.cli.commands import as_json
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import SEGMENT_BYTES_MAX
 from kvstore.tiers.file.segments.catalog import Catalog
@@ -60,7 +60,7 @@ _QUARANTINE_BYTES_MAX = 1 << 62
 
 @dataclass
 class Report:
-    """What was found. `problems` counts by reason; `lines` has one per file with a problem."""
+    """What was found. `problems` counts by reason; `files` has a line per file with a problem."""
 
     directory: Path
     is_store: bool = True
@@ -70,11 +70,11 @@ class Report:
     file_bytes: int = 0
     torn: int = 0
     """Segments without a footer that none should have."""
-    aside_files: int = 0
-    aside_bytes: int = 0
+    quarantine_files: int = 0
+    quarantine_bytes: int = 0
     node_runs: bool = False
     problems: Counter[str] = field(default_factory=Counter)
-    lines: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
     moved: int = 0
     """Segments moved to quarantine."""
 
@@ -88,15 +88,15 @@ class Report:
     def text(self) -> str:
         """The report for a person."""
         if not self.is_store or _NOBODYS in self.problems:
-            return "; ".join(self.lines) or f"{self.directory} is not a store of kvstore"
+            return "; ".join(self.files) or f"{self.directory} is not a store of kvstore"
         found = ", ".join(_counted(count, what) for what, count in sorted(self.problems.items()))
-        well = "no damage, but for what is put aside" if self.aside_files else "no damage"
+        well = "no damage, but for what is put aside" if self.quarantine_files else "no damage"
         summary = (
             f"{_counted(self.segments, 'segments')}, {_counted(self.records, 'records')}, "
             f"{format_size(self.record_bytes)} of blocks in {format_size(self.file_bytes)}; "
             f"{self.torn} not closed; {found or well}"
         )
-        return "\n".join([*self.lines, summary, *self._advice()])
+        return "\n".join([*self.files, summary, *self._advice()])
 
     def _advice(self) -> list[str]:
         """What an operator should know of that, a sentence each."""
@@ -124,18 +124,18 @@ class Report:
                 f"to keep what is good and move the rest aside: {stop}"
                 f"kvstore fsck {self.directory} --quarantine"
             )
-        if self.aside_files:
+        if self.quarantine_files:
             said.append(
-                f"{_counted(self.aside_files, 'files')} put aside in"
-                f" {self.directory / 'quarantine'}, {format_size(self.aside_bytes)}, count against"
-                " --file: delete them once looked at"
+                f"{_counted(self.quarantine_files, 'files')} put aside in"
+                f" {self.directory / 'quarantine'}, {format_size(self.quarantine_bytes)}, count"
+                " against --file: delete them once looked at"
             )
         return said
 
     def blame(self, name: str, reason: str, count: int = 1) -> None:
         """One file has something wrong."""
         self.problems[reason] += count
-        self.lines.append(f"{name}: {_counted(count, reason)}")
+        self.files.append(f"{name}: {_counted(count, reason)}")
 
 
 _NO_IDENTITY = "store files that are no good"
@@ -167,24 +167,10 @@ def stores_in(directory: Path) -> list[Path]:
 def reports_as_json(reports: Sequence[Report]) -> str:
     """One object: a list with a row for each directory."""
     rows = [
-        {
-            "directory": str(report.directory),
-            "status": report.status,
-            "segments": report.segments,
-            "records": report.records,
-            "record_bytes": report.record_bytes,
-            "file_bytes": report.file_bytes,
-            "torn": report.torn,
-            "problems": dict(report.problems),
-            "files": report.lines,
-            "moved": report.moved,
-            "quarantine_files": report.aside_files,
-            "quarantine_bytes": report.aside_bytes,
-            "node_runs": report.node_runs,
-        }
+        {**vars(report), "directory": str(report.directory), "status": report.status}
         for report in reports
     ]
-    return msgspec.json.format(msgspec.json.encode({"directories": rows})).decode()
+    return as_json(directories=rows)
 
 
 @dataclass
@@ -223,22 +209,21 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         report.is_store = False
-        report.lines.append(f"{directory} cannot be read: {error.strerror}")
+        report.files.append(f"{directory} cannot be read: {error.strerror}")
         return report
     try:
         store_id = _store_id(posix, fd) or _lost_store_id(report, posix, fd)
         if store_id is None:
             return report
-        locked = _lock(directory, posix) if quarantine else None
-        report.node_runs = locked is None and _is_in_use(fd)
-        try:
+        with contextlib.ExitStack() as stack:
+            locked = None
+            if quarantine:
+                locked = stack.enter_context(contextlib.closing(_lock(directory, posix)))
+            report.node_runs = locked is None and _is_in_use(fd)
             _check_all(report, posix, fd, store_id, locked)
-        finally:
-            if locked is not None:
-                locked.close()
     finally:
         os.close(fd)
-    report.aside_files, report.aside_bytes = _aside(directory)
+    report.quarantine_files, report.quarantine_bytes = _aside(directory)
     return report
 
 
@@ -277,14 +262,17 @@ def _aside(directory: Path) -> tuple[int, int]:
 
 
 def _store_id(disk: Disk, dir_fd: int) -> bytes | None:
-    try:
-        fd, _ = open_regular(disk, "store", os.O_RDONLY, dir_fd)
-    except OSError:
-        return None
-    try:
+    with contextlib.suppress(OSError), _opened(disk, "store", dir_fd) as (fd, _):
         return parse_store_page(read_bytes(disk, fd, PAGE_BYTES, 0))
-    except OSError:
-        return None
+    return None
+
+
+@contextlib.contextmanager
+def _opened(disk: Disk, name: str, dir_fd: int) -> Iterator[tuple[int, int]]:
+    """(descriptor, size) of a file that is only read."""
+    fd, size = open_regular(disk, name, os.O_RDONLY, dir_fd)
+    try:
+        yield fd, size
     finally:
         os.close(fd)
 
@@ -304,10 +292,10 @@ def _lost_store_id(report: Report, disk: Disk, dir_fd: int) -> bytes | None:
     if found is not None:
         report.problems[_NO_IDENTITY] += 1
         say = "says whose it is" if count == 1 else "say whose they are"
-        report.lines.append(f"store: {how}; its {its} {say}")
+        report.files.append(f"store: {how}; its {its} {say}")
     elif count:
         report.problems[_NOBODYS] += 1
-        report.lines.append(
+        report.files.append(
             f"{directory}: the store file is {how}; {its} are there, and they do not say whose they"
             " are: a node does not use them; give --file another directory, or empty this one"
         )
@@ -315,7 +303,7 @@ def _lost_store_id(report: Report, disk: Disk, dir_fd: int) -> bytes | None:
         report.is_store = False
         if parts := parts_of(directory):
             names = ", ".join(str(part) for part in parts)
-            report.lines.append(f"{directory} is shared by several nodes: name one of {names}")
+            report.files.append(f"{directory} is shared by several nodes: name one of {names}")
     return found
 
 
@@ -328,19 +316,13 @@ def _check_all(
     for number in numbers:
         name = segment_name(number)
         try:
-            fd, size = open_regular(disk, name, os.O_RDONLY, dir_fd)
+            with _opened(disk, name, dir_fd) as (fd, size):
+                checked = _check(report, disk, fd, size, number, store_id)
         except FileNotFoundError:
             continue  # a running node reclaimed it
         except OSError as error:
             report.blame(name, f"unreadable ({error.strerror})")
             continue
-        try:
-            checked = _check(report, disk, fd, size, number, store_id)
-        except OSError as error:
-            report.blame(name, f"unreadable ({error.strerror})")
-            continue
-        finally:
-            os.close(fd)
         voids += checked.table.voids if checked is not None else ()
         if checked is not None:
             found.append(checked)
@@ -443,11 +425,8 @@ def _move_aside(
     writer.carry(voids)
     for checked in damaged:
         name = segment_name(checked.number)
-        fd, _ = open_regular(disk, name, os.O_RDONLY, locked.fd)
-        try:
+        with _opened(disk, name, locked.fd) as (fd, _):
             error = _save(disk, fd, checked, writer, voids)
-        finally:
-            os.close(fd)
         error = error or writer.close_segment().error
         if error is not None:
             raise ConfigError(

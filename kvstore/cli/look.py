@@ -7,6 +7,7 @@ Does not cover: what is asked and how it looks (`ask`, `prefix`, `tell`, `top`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,11 @@ from typing import Final, TypeVar
 
 import click
 
-from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, as_json, console, show
-from kvstore.cli.commands import fail, index_client, node_client
+from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, console, show
+from kvstore.cli.commands import as_json, fail, index_client, node_client
 from kvstore.cli.prefix import (
     ClusterPrefix,
     PrefixReport,
-    Prompt,
     choose,
     hashing_of_keys,
     is_whole,
@@ -32,22 +32,21 @@ from kvstore.cli.prefix import (
     tokenize,
 )
 from kvstore.cli.tell import (
-    Story,
-    prefix_as_json,
+    prefix_as_dict,
     show_cluster_prefix,
     show_prefix,
     show_stories,
     show_story,
-    stories_as_json,
+    story_as_dict,
 )
 from kvstore.cli.top import AllNodes, OneNode, TopSource, one_view
 from kvstore.cli.top_screen import watch
-from kvstore.cli.top_view import as_json as figures_as_json, page
+from kvstore.cli.top_view import page
 from kvstore.config.defaults import BLOCK_ROWS_MAX, BLOCKS_LISTED, REQUEST_ROWS_MAX, REQUESTS_LISTED
 from kvstore.config.engine_sources import DEFAULT_TENANT
 from kvstore.config.settings import AskSettings
 from kvstore.engine import HashingReport, RangeReport, RequestReport
-from kvstore.errors import AttachError, ConfigError
+from kvstore.errors import ConfigError
 from kvstore.index.feed import Trust
 from kvstore.proto import inspect_pb2 as pb
 from kvstore.proto.rows import INDEX_IS_STALE, TOPICS, Row, member_report
@@ -65,7 +64,7 @@ def inspect_members(asked: AskSettings, *, json_: bool) -> None:
         known = client.nodes()
     rows: list[Row] = [member_report(member, known.trust) for member in known.nodes]
     if json_:
-        click.echo(as_json({"members": rows, "index": known.trust.word}))
+        click.echo(as_json(members=rows, index=known.trust.word))
         return
     if known.trust is Trust.STALE:
         click.echo(INDEX_IS_STALE)
@@ -89,7 +88,7 @@ def inspect_node(
     if left_out:
         found["blocks"] = found["blocks"][:shown]
     if json_:
-        click.echo(as_json(found))
+        click.echo(as_json(**found))
         return
     show(found)
     if left_out:
@@ -119,48 +118,37 @@ def inspect_prefix(
         raise click.UsageError("--text and --tokenizer go together")
     if keys_file is not None and cache_salt is not None:
         raise click.UsageError("--cache-salt is in the keys already: leave it out")
-    try:
-        keys = read_keys(keys_file) if keys_file is not None else []
-        tokens = read_tokens(tokens_file) if tokens_file is not None else []
-        if text is not None:
-            assert tokenizer is not None
-            tokens = tokenize(text, tokenizer)
-        if asked is not None and keys and is_whole(space):
-            hashing = hashing_of_keys(space, tenant or DEFAULT_TENANT)
-            _inspect_prefix_everywhere(asked, prompt_of_keys(keys, hashing), hashing, json_=json_)
-            return
+    keys = read_keys(keys_file) if keys_file is not None else []
+    tokens = read_tokens(tokens_file) if tokens_file is not None else []
+    if text is not None:
+        assert tokenizer is not None
+        tokens = tokenize(text, tokenizer)
+    if asked is not None and keys and is_whole(space):
+        hashing = hashing_of_keys(space, tenant or DEFAULT_TENANT)
+        prompt = prompt_of_keys(keys, hashing)
+    else:
         with node_client(socket, hint=_NO_NODE_HINT if asked is not None else "") as client:
-            hashing = choose(
-                client.rows("hashings", HashingReport), space=space, tenant=tenant or ""
-            )
-            prompt = (
-                prompt_of_keys(keys, hashing)
-                if keys
-                else prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
-            )
-            here = look_up(client, prompt, hashing) if asked is None else None
-    except ConfigError as error:
-        fail(str(error), code=2)
-    if here is not None:
-        _print(here, show_prefix, json_=json_)
-    elif asked is not None:
-        _inspect_prefix_everywhere(asked, prompt, hashing, json_=json_)
-
-
-def _inspect_prefix_everywhere(
-    asked: AskSettings, prompt: Prompt, hashing: HashingReport, *, json_: bool
-) -> None:
+            known = client.rows("hashings", HashingReport)
+            hashing = choose(known, space=space, tenant=tenant or "")
+            if keys:
+                prompt = prompt_of_keys(keys, hashing)
+            else:
+                prompt = prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
+            if asked is None:
+                _print(look_up(client, prompt, hashing), show_prefix, json_=json_)
+                return
+    assert asked is not None
     with index_client(asked) as index:
         try:
             found = look_up_everywhere(index, prompt, hashing)
         except ValueError as error:
-            fail(str(error), code=2)
+            raise ConfigError(str(error)) from None
     _print(found, show_cluster_prefix, json_=json_)
 
 
 def _print(prefix: _P, show_it: Callable[[_P], None], *, json_: bool) -> None:
     if json_:
-        click.echo(prefix_as_json(prefix))
+        click.echo(as_json(prefix=prefix_as_dict(prefix)))
     else:
         show_it(prefix)
 
@@ -168,14 +156,12 @@ def _print(prefix: _P, show_it: Callable[[_P], None], *, json_: bool) -> None:
 def explain_request(socket: Path, request_id: str | None, last: int | None, *, json_: bool) -> None:
     """Why one request hit or missed, or a list of the latest."""
     limit = REQUEST_ROWS_MAX if request_id is not None else last or REQUESTS_LISTED
-    stories: list[Story] = []
     with node_client(socket) as client:
-        asked = pb.Filter(request=request_id or "", limit=limit)
-        found = client.rows("requests", RequestReport, asked)
-        for row in found:
-            wanted = request_id is not None and (json_ or len(found) == 1)
-            number = pb.Filter(number=row.number)
-            stories.append((row, client.rows("ranges", RangeReport, number) if wanted else None))
+        question = pb.Filter(request=request_id or "", limit=limit)
+        found = client.rows("requests", RequestReport, question)
+        one = request_id is not None and len(found) == 1
+        wanted = found if one or (json_ and request_id is not None) else []
+        ranges = [client.rows("ranges", RangeReport, pb.Filter(number=r.number)) for r in wanted]
     if request_id is not None and not found:
         fail(
             f"no request that this node remembers has the id {request_id!r}: it may be running "
@@ -183,9 +169,10 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
             code=1,
         )
     if json_:
-        click.echo(stories_as_json(stories))
-    elif request_id is not None and len(found) == 1:
-        show_story(found[0], stories[0][1] or [])
+        stories = itertools.zip_longest(found, ranges)  # no ranges: nobody asked for them
+        click.echo(as_json(requests=[story_as_dict(*story) for story in stories]))
+    elif one:
+        show_story(found[0], ranges[0])
     elif found:
         show_stories(found)
         if request_id is not None:
@@ -205,16 +192,13 @@ def watch_nodes(
             source = AllNodes(
                 stack.enter_context(index_client(asked)), ", ".join(asked.index or [])
             )
-        try:
-            source.sample()  # what was never there is not silent, it is a wrong flag
-        except AttachError as error:
-            fail(str(error), code=1)
+        source.sample()  # what was never there is not silent, it is a wrong flag
         if not once:
             watch(source, out, interval_s=interval_s)
             return
         view = one_view(source, threading.Event().wait, interval_s=interval_s)
         if json_:
-            click.echo(figures_as_json(view))
+            click.echo(as_json(nodes=view.figures, trouble=view.trouble))
         else:
             head = f"kvstore top {source.name}"
             out.print(page(view.figures, head=head, trouble=view.trouble, width=out.width))

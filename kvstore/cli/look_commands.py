@@ -9,21 +9,15 @@ from typing import Any
 import click
 
 from kvstore.cli.commands import SOCKET_OPTION, index_options
-from kvstore.config.defaults import (
-    BLOCK_ROWS_MAX,
-    BLOCKS_LISTED,
-    REQUEST_ROWS_MAX,
-    REQUESTS_LISTED,
-    TOPICS,
-)
+from kvstore.config import defaults
 from kvstore.config.settings import AskSettings
 
 
 def _topic(_context: click.Context, _option: click.Parameter, given: str | None) -> str | None:
-    if given is not None and given not in TOPICS:
+    if given is not None and given not in defaults.TOPICS:
         from kvstore.wording import did_you_mean
 
-        near = did_you_mean(given, TOPICS) or f": use one of {', '.join(TOPICS)}"
+        near = did_you_mean(given, defaults.TOPICS) or f": use one of {', '.join(defaults.TOPICS)}"
         raise click.UsageError(f"there is no topic {given!r}{near}")
     return given
 
@@ -34,8 +28,8 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
 @click.option("--json", "json_", is_flag=True, help="Print one JSON object with a list per topic.")
 @click.option(
     "--limit",
-    type=click.IntRange(1, BLOCK_ROWS_MAX),
-    help=f"Number of blocks to list at most.  [default: {BLOCKS_LISTED}]",
+    type=click.IntRange(1, defaults.BLOCK_ROWS_MAX),
+    help=f"Number of blocks to list at most.  [default: {defaults.BLOCKS_LISTED}]",
 )
 @index_options
 @click.option("--space", metavar="HEX", help="For blocks and prefix: only this space.")
@@ -119,8 +113,8 @@ def inspect(
 )
 @click.option(
     "--last",
-    type=click.IntRange(1, REQUEST_ROWS_MAX),
-    help=f"Number of requests to list, without an id.  [default: {REQUESTS_LISTED}]",
+    type=click.IntRange(1, defaults.REQUEST_ROWS_MAX),
+    help=f"Number of requests to list, without an id.  [default: {defaults.REQUESTS_LISTED}]",
 )
 def explain(request_id: str | None, socket: Path, last: int | None, *, json_: bool) -> None:
     """Show why a recent request hit or missed: the source of each block of its prompt or the reason

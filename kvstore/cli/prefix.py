@@ -129,11 +129,8 @@ def read_tokens(path: Path) -> list[int]:
         tokens = [int(token) for token in found if not isinstance(token, bool)]
     except (ValueError, TypeError, RecursionError):
         tokens, found = [], [""]
-    if (
-        not tokens
-        or len(tokens) != len(found)
-        or not all(0 <= token <= TOKEN_MAX for token in tokens)
-    ):
+    is_wrong = not tokens or len(tokens) != len(found)
+    if is_wrong or not all(0 <= token <= TOKEN_MAX for token in tokens):
         raise ConfigError(
             f"{path} holds no token ids: write a JSON list of numbers, or numbers with spaces"
         )
@@ -218,12 +215,8 @@ def hashing_of_keys(space: str, tenant: str) -> HashingReport:
 
 def prompt_of_tokens(tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str) -> Prompt:
     """Tokens as the engines of a space name their blocks."""
-    keys = block_keys(
-        tokens,
-        block_tokens=hashing.block_tokens,
-        seed=hashing.hash_seed,
-        cache_salt=cache_salt,
-    )
+    size, seed = hashing.block_tokens, hashing.hash_seed
+    keys = block_keys(tokens, block_tokens=size, seed=seed, cache_salt=cache_salt)
     return Prompt(keys, len(tokens))
 
 
@@ -289,13 +282,8 @@ def look_up_everywhere(index: IndexClient, prompt: Prompt, hashing: HashingRepor
     answer = index.match(hashing.tenant, bytes.fromhex(hashing.space), b"".join(keys))
     holders = [
         HolderReport(
-            node=match.holder.node,
-            engine=match.holder.engine,
-            rank=match.holder.rank,
-            trust=match.trust.word,
-            hbm_blocks=match.hbm_blocks,
-            dram_blocks=match.dram_blocks,
-            file_blocks=match.file_blocks,
+            *(match.holder.node, match.holder.engine, match.holder.rank, match.trust.word),
+            *(match.hbm_blocks, match.dram_blocks, match.file_blocks),
         )
         for match in answer.matches
     ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from kvstore.cli.ask import TITLE, console, printable
+from kvstore.cli.ask import console, printable, table
 from kvstore.cli.prefix import ClusterPrefix, PrefixReport
 from kvstore.cli.reasons import of_range, of_request, range_as_dict, request_as_dict, word
 from kvstore.engine import RangeReport, RequestReport
@@ -22,31 +21,22 @@ _TRUSTS: Final = {
     "catching-up": "catching-up: updates are still missing, other nodes may hold some too",
     "stale": INDEX_IS_STALE,
 }
-Story = tuple[RequestReport, list[RangeReport] | None]
-"""A request and, where they were asked for, its ranges."""
 
 
-def stories_as_json(stories: Sequence[Story]) -> str:
-    """One object: a list of requests, each with its ranges where they were asked for."""
-    found = []
-    for request, ranges in stories:
-        row = request_as_dict(request)
-        if ranges is not None:
-            row["ranges"] = [range_as_dict(each, request) for each in ranges]
-        found.append(row)
-    return _json({"requests": found})
-
-
-def prefix_as_json(prefix: PrefixReport | ClusterPrefix) -> str:
-    """One object."""
+def prefix_as_dict(prefix: PrefixReport | ClusterPrefix) -> dict[str, Any]:
+    """For programs."""
     row = msgspec.structs.asdict(prefix)
     if isinstance(prefix, PrefixReport):
         row["ranges"] = [range_as_dict(each, None) for each in prefix.ranges]
-    return _json({"prefix": row})
+    return row
 
 
-def _json(value: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(value)).decode()
+def story_as_dict(request: RequestReport, ranges: Sequence[RangeReport] | None) -> dict[str, Any]:
+    """For programs; `ranges` None: nobody asked for them."""
+    row = request_as_dict(request)
+    if ranges is not None:
+        row["ranges"] = [range_as_dict(each, request) for each in ranges]
+    return row
 
 
 def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
@@ -70,10 +60,8 @@ def show_story(request: RequestReport, ranges: Sequence[RangeReport]) -> None:
 
 def show_stories(requests: Sequence[RequestReport]) -> None:
     """One line a request, newest first."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("request", "ended", "prompt", "own", "loaded", "from disk", "lookup", "outcome"):
-        justify = "left" if name in ("request", "outcome") else "right"
-        table.add_column(name, justify=justify, header_style="dim")  # type: ignore[arg-type]
+    numbers = ("ended", "prompt", "own", "loaded", "from disk", "lookup")
+    made = table(("request", *numbers, "outcome"), numbers=numbers)
     for row in requests:
         cells = (
             row.request,
@@ -85,8 +73,8 @@ def show_stories(requests: Sequence[RequestReport]) -> None:
             _ms(row.lookup_us),
             word(row.outcome) or "loaded",
         )
-        table.add_row(*(printable(str(cell)) for cell in cells))
-    console().print(table)
+        made.add_row(*(printable(str(cell)) for cell in cells))
+    console().print(made)
 
 
 def show_prefix(prefix: PrefixReport) -> None:
@@ -125,15 +113,14 @@ def show_cluster_prefix(prefix: ClusterPrefix) -> None:
         nobody = "no node holds the first block"
         out.print(Text(nobody if is_known else "not known: the index is stale", style="dim"))
         return
-    table = Table(title="blocks from the first on, in this tier or a faster one", **TITLE)
-    for name in ("node", "engine", "trust", "gpu", "dram", "disk"):
-        is_number = name in ("gpu", "dram", "disk")
-        table.add_column(name, justify="right" if is_number else "left", header_style="dim")
+    numbers = ("gpu", "dram", "disk")
+    title = "blocks from the first on, in this tier or a faster one"
+    made = table(("node", "engine", "trust", *numbers), numbers=numbers, title=title)
     for row in prefix.holders:
         engine = f"{row.engine} rank {row.rank}" if row.engine else "-"
         counts = map(str, (row.hbm_blocks, row.dram_blocks, row.file_blocks))
-        table.add_row(*map(printable, (row.node, engine, row.trust, *counts)))
-    out.print(table)
+        made.add_row(*map(printable, (row.node, engine, row.trust, *counts)))
+    out.print(made)
 
 
 def _facts(out: Console, lines: dict[str, str]) -> None:
@@ -173,11 +160,8 @@ def _blocks(
     prompt_tokens: int,
     request: RequestReport | None,
 ) -> None:
-    table = Table(box=None, pad_edge=False)
     has_nodes = any(row.node for row in ranges)
-    names = ("blocks", "tokens", "tier", *(["node"] if has_nodes else []), "missed", "why")
-    for name in names:
-        table.add_column(name, header_style="dim")
+    made = table(("blocks", "tokens", "tier", *(["node"] if has_nodes else []), "missed", "why"))
     end = 0
     for row in ranges:
         end = row.first_block + row.blocks
@@ -185,13 +169,13 @@ def _blocks(
         node = [row.node or "-"] if has_nodes else []
         cells = (_from_to(row.first_block, end), tokens, row.tier or "-", *node)
         why = (word(row.reason) or "-", of_range(row, request))
-        table.add_row(*(printable(cell) for cell in (*cells, *why)))
+        made.add_row(*(printable(cell) for cell in (*cells, *why)))
     if end * block_tokens < prompt_tokens:
         tokens = _from_to(end * block_tokens, prompt_tokens)
         node = ["-"] if has_nodes else []
         full = "a block that is not full is never stored"
-        table.add_row("-", tokens, "-", *node, "no full block", full)
-    out.print(table)
+        made.add_row("-", tokens, "-", *node, "no full block", full)
+    out.print(made)
 
 
 def _from_to(begin: int, end: int) -> str:

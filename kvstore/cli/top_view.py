@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvstore.cli.ask import printable
-from kvstore.cli.top import GONE, SILENT, UP, Figures, TopView
+from kvstore.cli.top import GONE, SILENT, UP, Figures
 from kvstore.proto.rows import UNKNOWN
 
 WIDE_COLUMNS: Final = 138
@@ -28,12 +27,6 @@ _UNITS: Final = "BKMGTPE"
 _STYLES: Final = {UP: "green", SILENT: "yellow", GONE: "red", UNKNOWN: "yellow"}
 
 Column = tuple[str, Callable[[Figures], Text]]
-
-
-def as_json(view: TopView) -> str:
-    """One object: a list of nodes, and the trouble with it."""
-    found = {"nodes": view.figures, "trouble": view.trouble}
-    return msgspec.json.format(msgspec.json.encode(found)).decode()
 
 
 def page(

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli import look
-from kvstore.cli.ask import as_json, show
+from kvstore.cli.ask import show
+from kvstore.cli.commands import as_json
 from kvstore.cli.main import main
 from kvstore.client.index import Members
 from kvstore.engine.why.report import SpaceReport
@@ -114,7 +115,7 @@ def test_a_space_is_whole_for_programs_and_short_for_people(
     shown = capsys.readouterr().out
     assert SPACE[:16] in shown
     assert SPACE[:17] not in shown
-    assert json.loads(as_json(rows))["spaces"][0]["space"] == SPACE
+    assert json.loads(as_json(**rows))["spaces"][0]["space"] == SPACE
 
 
 @pytest.mark.parametrize("space", ["", SPACE[:16], "z" * 64])

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvstore.cli.top import GONE, SILENT, UP, Figures, Sample, Tally, TopView, one_view
-from kvstore.cli.top_view import WIDE_COLUMNS, as_json, page, size
+from kvstore.cli.commands import as_json
+from kvstore.cli.top import GONE, SILENT, UP, Figures, Sample, Tally, one_view
+from kvstore.cli.top_view import WIDE_COLUMNS, page, size
 from kvstore.errors import KVStoreError
 from kvstore.wire.load import Load
 
@@ -255,6 +256,6 @@ def test_an_index_that_is_not_reached_is_told() -> None:
 
 
 def test_json_has_every_figure() -> None:
-    (row,) = json.loads(as_json(TopView(figures_of("n1"), "")))["nodes"]
+    (row,) = json.loads(as_json(nodes=figures_of("n1"), trouble=""))["nodes"]
     assert set(row) == set(Figures.__struct_fields__)
     assert (row["hit_percent"], row["stored_bytes_per_s"]) == (75.0, GIB)

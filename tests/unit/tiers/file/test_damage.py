@@ -426,7 +426,7 @@ def test_fsck_counts_and_saves(store: Path) -> None:
     assert report.status == 1
     assert report.problems == {"damaged records": 2}
     assert (report.segments, report.records) == (3, COUNT - 2)
-    assert len(report.lines) == 1
+    assert len(report.files) == 1
     assert segment_name(1) in report.text()
     repaired = fsck(store, quarantine=True)
     assert repaired.moved == 1
