@@ -1,7 +1,6 @@
 """What is typed: commands, what they ask, and how answers look. Decides nothing about blocks.
 
-main              the command line: node, upgrade, clear, fsck
-cluster_commands  index, certs
+main              the command line: node, index, certs, upgrade, clear, fsck
 reasons           words and sentences of reasons
 look_commands     inspect, explain, top: flags to questions
 commands          flags of settings, options that several commands share

@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization as pem
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvstore.client.tls import ANY_INDEX, Identity, is_name
@@ -113,7 +107,7 @@ def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePriva
         return cert, key, _write(cert_file, cert, key)
     try:
         cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
-        loaded = load_pem_private_key(key_file.read_bytes(), password=None)
+        loaded = pem.load_pem_private_key(key_file.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the CA in {directory} cannot be used: {error}; restore ca.crt and ca.key, or begin"
@@ -177,10 +171,10 @@ def _builder(
 
 
 def _write(file: Path, cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> list[Path]:
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    private = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
     key_file = file.with_suffix(".key")
-    _create(key_file, pem, mode=0o600)
-    _create(file, cert.public_bytes(Encoding.PEM), mode=0o644)
+    _create(key_file, private, mode=0o600)
+    _create(file, cert.public_bytes(pem.Encoding.PEM), mode=0o644)
     return [file, key_file]
 
 

@@ -36,10 +36,12 @@ SOCKET_OPTION: Final = click.option(
 )
 
 
+A_FILE: Final = click.Path(path_type=Path, dir_okay=False)
+A_DIRECTORY: Final = click.Path(path_type=Path, file_okay=False)
 _CONFIG_OPTION: Final = click.option(
     "--config",
     "config_path",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=A_FILE,
     help="YAML file with the names of the flags as keys; flags take precedence.",
 )
 

@@ -211,18 +211,16 @@ def fsck(directory: Path, *, quarantine: bool = False, disk: Disk | None = None)
         report.is_store = False
         report.files.append(f"{directory} cannot be read: {error.strerror}")
         return report
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
         store_id = _store_id(posix, fd) or _lost_store_id(report, posix, fd)
         if store_id is None:
             return report
-        with contextlib.ExitStack() as stack:
-            locked = None
-            if quarantine:
-                locked = stack.enter_context(contextlib.closing(_lock(directory, posix)))
-            report.node_runs = locked is None and _is_in_use(fd)
-            _check_all(report, posix, fd, store_id, locked)
-    finally:
-        os.close(fd)
+        locked = None
+        if quarantine:
+            locked = stack.enter_context(contextlib.closing(_lock(directory, posix)))
+        report.node_runs = locked is None and _is_in_use(fd)
+        _check_all(report, posix, fd, store_id, locked)
     report.quarantine_files, report.quarantine_bytes = _aside(directory)
     return report
 

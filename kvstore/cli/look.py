@@ -15,30 +15,9 @@ from typing import Final, TypeVar
 
 import click
 
+from kvstore.cli import prefix, tell
 from kvstore.cli.ask import OPTIONAL, SUMMARY, WITH_NODES, console, show
 from kvstore.cli.commands import as_json, fail, index_client, node_client
-from kvstore.cli.prefix import (
-    ClusterPrefix,
-    PrefixReport,
-    choose,
-    hashing_of_keys,
-    is_whole,
-    look_up,
-    look_up_everywhere,
-    prompt_of_keys,
-    prompt_of_tokens,
-    read_keys,
-    read_tokens,
-    tokenize,
-)
-from kvstore.cli.tell import (
-    prefix_as_dict,
-    show_cluster_prefix,
-    show_prefix,
-    show_stories,
-    show_story,
-    story_as_dict,
-)
 from kvstore.cli.top import AllNodes, OneNode, TopSource, one_view
 from kvstore.cli.top_screen import watch
 from kvstore.cli.top_view import page
@@ -55,7 +34,7 @@ _NO_NODE_HINT: Final = (
     "keys are made as the node at --socket says its engines do; none is needed with --keys-file and"
     " all 64 digits of --space"
 )
-_P = TypeVar("_P", PrefixReport, ClusterPrefix)
+_P = TypeVar("_P", prefix.PrefixReport, prefix.ClusterPrefix)
 
 
 def inspect_members(asked: AskSettings, *, json_: bool) -> None:
@@ -118,39 +97,39 @@ def inspect_prefix(
         raise click.UsageError("--text and --tokenizer go together")
     if keys_file is not None and cache_salt is not None:
         raise click.UsageError("--cache-salt is in the keys already: leave it out")
-    keys = read_keys(keys_file) if keys_file is not None else []
-    tokens = read_tokens(tokens_file) if tokens_file is not None else []
+    keys = prefix.read_keys(keys_file) if keys_file is not None else []
+    tokens = prefix.read_tokens(tokens_file) if tokens_file is not None else []
     if text is not None:
         assert tokenizer is not None
-        tokens = tokenize(text, tokenizer)
-    if asked is not None and keys and is_whole(space):
-        hashing = hashing_of_keys(space, tenant or DEFAULT_TENANT)
-        prompt = prompt_of_keys(keys, hashing)
+        tokens = prefix.tokenize(text, tokenizer)
+    if asked is not None and keys and prefix.is_whole(space):
+        hashing = prefix.hashing_of_keys(space, tenant or DEFAULT_TENANT)
+        prompt = prefix.prompt_of_keys(keys, hashing)
     else:
         with node_client(socket, hint=_NO_NODE_HINT if asked is not None else "") as client:
             known = client.rows("hashings", HashingReport)
-            hashing = choose(known, space=space, tenant=tenant or "")
+            hashing = prefix.choose(known, space=space, tenant=tenant or "")
             if keys:
-                prompt = prompt_of_keys(keys, hashing)
+                prompt = prefix.prompt_of_keys(keys, hashing)
             else:
-                prompt = prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
+                prompt = prefix.prompt_of_tokens(tokens, hashing, cache_salt=cache_salt or "")
             if asked is None:
-                _print(look_up(client, prompt, hashing), show_prefix, json_=json_)
+                _print(prefix.look_up(client, prompt, hashing), tell.show_prefix, json_=json_)
                 return
     assert asked is not None
     with index_client(asked) as index:
         try:
-            found = look_up_everywhere(index, prompt, hashing)
+            found = prefix.look_up_everywhere(index, prompt, hashing)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    _print(found, show_cluster_prefix, json_=json_)
+    _print(found, tell.show_cluster_prefix, json_=json_)
 
 
-def _print(prefix: _P, show_it: Callable[[_P], None], *, json_: bool) -> None:
+def _print(found: _P, show_it: Callable[[_P], None], *, json_: bool) -> None:
     if json_:
-        click.echo(as_json(prefix=prefix_as_dict(prefix)))
+        click.echo(as_json(prefix=tell.prefix_as_dict(found)))
     else:
-        show_it(prefix)
+        show_it(found)
 
 
 def explain_request(socket: Path, request_id: str | None, last: int | None, *, json_: bool) -> None:
@@ -170,11 +149,11 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
         )
     if json_:
         stories = itertools.zip_longest(found, ranges)  # no ranges: nobody asked for them
-        click.echo(as_json(requests=[story_as_dict(*story) for story in stories]))
+        click.echo(as_json(requests=[tell.story_as_dict(*story) for story in stories]))
     elif one:
-        show_story(found[0], ranges[0])
+        tell.show_story(found[0], ranges[0])
     elif found:
-        show_stories(found)
+        tell.show_stories(found)
         if request_id is not None:
             click.echo(f"{len(found)} requests fit {request_id!r}: give one of these ids")
     else:

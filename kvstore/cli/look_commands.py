@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvstore.cli.commands import SOCKET_OPTION, index_options
+from kvstore.cli.commands import A_FILE, SOCKET_OPTION, index_options
 from kvstore.config import defaults
 from kvstore.config.settings import AskSettings
 
@@ -36,12 +36,12 @@ def _topic(_context: click.Context, _option: click.Parameter, given: str | None)
 @click.option("--tenant", metavar="NAME", help="For prefix: only this tenant.")
 @click.option(
     "--tokens-file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=A_FILE,
     help="Prompt as token ids: a JSON list, or numbers separated by spaces.",
 )
 @click.option(
     "--keys-file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=A_FILE,
     help="Prompt as block keys: 64 hex digits each.",
 )
 @click.option("--text", help="Prompt as text; needs --tokenizer.")

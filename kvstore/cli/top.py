@@ -124,15 +124,10 @@ class AllNodes:
             self.doubt = INDEX_IS_STALE
             return [Sample(m.node, UNKNOWN, UNKNOWN, m.incarnation, None) for m in known.nodes]
         self.doubt = ""
+        words = {None: "out"} | {trust: trust.word for trust in Trust}
         return [
-            Sample(
-                member.node,
-                _STATES[member.trust],
-                "out" if member.trust is None else member.trust.word,
-                member.incarnation,
-                member.load,
-            )
-            for member in known.nodes
+            Sample(m.node, _STATES[m.trust], words[m.trust], m.incarnation, m.load)
+            for m in known.nodes
         ]
 
 

@@ -109,13 +109,8 @@ def _hits(each: Figures) -> Text:
     return Text("-" if each.hit_percent is None else f"{each.hit_percent:.0f}%")
 
 
-def _count(count: int | None) -> Text:
-    return Text("-" if count is None else str(count))
-
-
-def _quarantined(each: Figures) -> Text:
-    count = each.slots_quarantined
-    return Text("-" if count is None else str(count), style="yellow" if count else "")
+def _count(count: int | None, style: str = "") -> Text:
+    return Text("-" if count is None else str(count), style=style if count else "")
 
 
 def _ms(us: int | None) -> Text:
@@ -139,7 +134,7 @@ MEMORY: Final[Sequence[Column]] = (
     ("hits", _hits),
     ("leases", lambda each: _count(each.leases)),
     ("engines", lambda each: _count(each.engines)),
-    ("quar.", _quarantined),
+    ("quar.", lambda each: _count(each.slots_quarantined, "yellow")),
 )
 TRAFFIC: Final[Sequence[Column]] = (
     ("stored/s", lambda each: Text(size(each.stored_bytes_per_s))),

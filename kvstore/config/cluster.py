@@ -146,7 +146,7 @@ def resolve_tls(settings: TlsSettings, *, what: str) -> Tls | None:
 
 def _files(settings: TlsSettings) -> TlsFiles | None:
     """All three, or none."""
-    if settings.ca is None or settings.cert is None or settings.key is None:
+    if not (settings.ca and settings.cert and settings.key):
         return None
     return TlsFiles(ca=Path(settings.ca), cert=Path(settings.cert), key=Path(settings.key))
 

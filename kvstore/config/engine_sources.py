@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.config.addresses import address_of
+from kvstore.config.addresses import address_of, joined
 from kvstore.errors import ConfigError
 from kvstore.types import KEY_BYTES, SpaceId
 
@@ -75,8 +75,7 @@ def check_endpoint(text: str, *, insecure: bool) -> str:
             f"KV events at {address} come without TLS from another machine, which could say"
             " anything: use ipc:// or 127.0.0.1, or add --insecure if that is meant"
         )
-    host = f"[{address}]" if address.version == 6 else str(address)
-    return f"tcp://{host}:{port}"
+    return f"tcp://{joined(str(address), port)}"
 
 
 def _source(text: str, *, insecure: bool) -> EngineSource:

@@ -240,9 +240,7 @@ def _slab(text: str | int, dram_bytes: int) -> int:
 def _socket(text: str) -> Path:
     if not text.strip():
         raise ConfigError(f"socket must be a path, such as {DEFAULT_SOCKET}")
-    path = Path(text)
-    if not path.is_absolute():
-        path = Path.cwd() / path
+    path = Path(text).absolute()
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(
             f"socket path {path} is longer than the {SOCKET_PATH_BYTES_MAX} bytes a socket may"
@@ -257,12 +255,16 @@ def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[
         raise ConfigError(f"{len(quotas)} quotas are more than {QUOTA_COUNT_MAX}: give fewer")
     found = []
     for name, text in quotas.items():
-        percent = re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?%", str(text))
-        if not name or not str(text):
-            raise ConfigError(_no_quota(name, text))
-        size = int(dram_bytes * float(percent[1]) / 100) if percent else _size("quota", text)
-        if size == 0:
-            raise ConfigError(_no_quota(name, text))
+        size = 0
+        if percent := re.fullmatch(r"(\d{1,3}(?:\.\d+)?) ?%", str(text)):
+            size = int(dram_bytes * float(percent[1]) / 100)
+        elif str(text):
+            size = _size("quota", text)
+        if size == 0 or not name:
+            raise ConfigError(
+                f"quota {f'{name}={text}'.rstrip('=')} must be NAME=SHARE, such as llama=30% or"
+                " llama=20GiB, where NAME is a model's served name or a tenant"
+            )
         if size < SLOT_BYTES_MIN:
             raise ConfigError(
                 f"quota {name}={text} is {format_size(size)}, less than any block: give a part of"
@@ -275,14 +277,6 @@ def _quotas(quotas: Mapping[str, str | int], *, dram_bytes: int) -> tuple[tuple[
             f" {format_size(dram_bytes)}: choose smaller shares"
         )
     return tuple(found)
-
-
-def _no_quota(name: str, text: str | int) -> str:
-    given = f"{name}={text}" if str(text) else name
-    return (
-        f"quota {given} must be NAME=SHARE, such as llama=30% or llama=20GiB, where NAME is"
-        " a model's served name or a tenant"
-    )
 
 
 def _events(settings: NodeSettings) -> EventsConfig | None:

@@ -78,7 +78,7 @@ def _default(*, has_tls: bool) -> str:
 def _is_known(name: str, key: str) -> bool:
     if name == "nixl" and key.startswith("plugin."):
         return len(key) > len("plugin.")
-    return key in {"tcp": ("port", "pace"), "nixl": ("plugin", "pace"), "ucx": ("pace",)}[name]
+    return key in {"tcp": ("port", "pace"), "nixl": ("plugin", "pace")}.get(name, ("pace",))
 
 
 def _forms(name: str) -> str:
