@@ -170,6 +170,8 @@ def reports_as_json(reports: Sequence[Report]) -> str:
         {**vars(report), "directory": str(report.directory), "status": report.status}
         for report in reports
     ]
+    for row in rows:
+        del row["is_store"]  # the status says it
     return as_json(directories=rows)
 
 

@@ -18,7 +18,7 @@ PRODUCT = ("kvstore", "connector", "kernels")
 MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
-    "cli": 2_000,
+    "cli": 1_950,
     "client": 2_530,
     "config": 1_070,
     "connector": 1_740,

@@ -210,6 +210,10 @@ def test_fsck_for_a_program(tmp_path: Path) -> None:
     assert row["directory"] == str(store)
     assert (row["status"], row["records"], row["problems"]) == (1, 1, {"damaged records": 1})
     assert row["files"] == ["seg-00000001.kv: 1 damaged record"]
+    assert set(row) == {
+        *("directory", "status", "segments", "records", "record_bytes", "file_bytes", "torn"),
+        *("problems", "files", "moved", "quarantine_files", "quarantine_bytes", "node_runs"),
+    }
 
 
 def test_fsck_calls_nothing_damaged_that_is_only_being_written(tmp_path: Path) -> None:
