@@ -2,7 +2,7 @@
 
 Clock       monotonic time                    net/clock.py, testing/clock.py
 Tier        memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
-Transport   reads from arenas of other nodes  transport/{nixl,tcp,ucx}.py, transport/loopback.py
+Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, transport/loopback.py
                                               (reference)
 IndexStore  who holds which block             stores/redis.py, stores/local.py (reference)
 """
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kvstore.index.feed import Event, Verdict
 from kvstore.index.index import Answer, Member, Statistics
 from kvstore.types import Generation, SlotId, SpaceId
+from kvstore.wire.mover import Direction
 
 
 class Capabilities(msgspec.Struct, frozen=True):
@@ -85,30 +86,41 @@ class Memory(Protocol):
 
 
 class Pieces(NamedTuple):
-    """What to read: byte ranges of the peer's arena, and where they go in ours. Equally long
-    arrays of u64; piece i is `length[i]` bytes from `remote[i]` to `local[i]`."""
+    """What to move: byte ranges of the peer's arena, and those of ours. Equally long arrays of u64;
+    piece i is `length[i]` bytes between `remote[i]` and `local[i]`."""
 
     local: NDArray[np.uint64]
     remote: NDArray[np.uint64]
     length: NDArray[np.uint64]
 
 
+class Landing(NamedTuple):
+    """The only memory that peers may write to. A peer that may write to a part of it may write to
+    all of it: what it grants is the owner's to check, by the bytes that came."""
+
+    begin: int
+    """Offset in the arena."""
+    memory: NDArray[np.uint8]
+    """The bytes from there on, in a mapping of their own."""
+
+
 class End(enum.Enum):
-    """How a read ended."""
+    """How a transfer ended, for the places in this process's arena. Of a write that did not end
+    well, more may reach the peer's landing memory, until the peer or its mover is gone."""
 
     DONE = "done"
-    """All bytes are there, and nothing writes to their places any more."""
+    """All bytes are there, and nothing touches their places any more."""
     FAILED = "failed"
-    """Some bytes may be missing, but nothing writes to their places any more."""
+    """Some bytes may be missing, but nothing touches their places any more."""
     UNKNOWN = "unknown"
-    """It came to nothing, and something may still write: only the end of this process proves
-    that it does not. No other outcome of this read follows."""
+    """It came to nothing, and their places may still be in use: only the end of this process proves
+    that they are not. No other outcome of this transfer follows."""
 
 
 class Outcome(NamedTuple):
-    """One read has ended."""
+    """One transfer has ended."""
 
-    read: int
+    number: int
     end: End
     reason: str = ""
 
@@ -125,15 +137,18 @@ class TransportCapabilities(msgspec.Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """Reads from arenas of other processes into one's own. One thread; no verb waits for a peer.
+    """Moves bytes between arenas: reads all of a peer's, writes to its landing memory, if it has
+    any. One thread; no verb waits for a peer.
 
-    Of every read that was posted exactly one outcome is told, if ever. A peer that stopped gives
-    none: deadlines are the caller's. Who may be read from, and when, is the caller's too.
+    Of every transfer that was posted exactly one outcome is told, if ever. A peer that stopped
+    gives none: deadlines are the caller's. Which peers, and when, is the caller's too. A back end
+    that takes no writes refuses landing memory when it is opened, and describes none: writes to it
+    are refused like those to any peer without.
     """
 
     @property
     def refused_count(self) -> int:
-        """Reads or readers that were turned away since it was opened, because others are here."""
+        """Peers that were turned away since it was opened, because others are here."""
         ...
 
     @property
@@ -142,43 +157,43 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> bytes:
-        """What a peer needs to read from here; to be passed on over a channel that is trusted."""
+        """What a peer needs to read and write here; to be passed on over a trusted channel."""
         ...
 
     def connect(self, peer: str, descriptor: bytes) -> None:
-        """Reads from `peer`, which must not be connected, are possible from now on.
+        """Transfers with `peer`, which must not be connected, are possible from now on.
 
         Raises:
             TransportError: the descriptor is of another peer or back end, or makes no sense.
         """
         ...
 
-    def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
-        """Begin to read. Callers choose numbers that are not under way, and places that nobody
-        else writes to.
+    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
+        """Begin a transfer. Callers choose numbers that are not under way, and places that nobody
+        else writes to meanwhile.
 
         Raises:
-            TransportError: the peer is not connected, or a piece lies outside of an arena; nothing
-                was begun.
+            TransportError: the peer is not connected or takes no writes, or a piece lies outside of
+                an arena or the landing memory; nothing was begun.
         """
         ...
 
     def poll(self) -> list[Outcome]:
-        """Work that is due, and the reads that ended since."""
+        """Work that is due, and the transfers that ended since."""
         ...
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do; -1: there is no such descriptor, it must be
-        called again and again while reads are under way."""
+        called again and again while transfers are under way."""
         ...
 
     def forget(self, peer: str) -> None:
-        """Reads from this peer end soon, as FAILED or UNKNOWN, if the back end can see to it.
+        """Transfers with this peer end soon, as FAILED or UNKNOWN, if the back end can see to it.
         Others go on. The peer may be connected again, also as another process."""
         ...
 
     def close(self) -> None:
-        """Give all back. Reads under way have no outcome: as good as UNKNOWN. Idempotent."""
+        """Give all back. What is under way has no outcome: as good as UNKNOWN. Idempotent."""
         ...
 
 

@@ -24,7 +24,7 @@ from bench.cluster.netns import ADDRESS, BURST_KB, QUEUE_MS, RATE_MBIT, Link, Si
 from bench.raw_nixl import is_installed
 from kvstore.errors import KVStoreError
 from kvstore.ports import End
-from kvstore.testing.transports import MoverParty
+from kvstore.testing.transport_parties import MoverParty
 from kvstore.transport.pieces import make_pieces
 
 UCX: Final = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "link0", "NIXL_LOG_LEVEL": "FATAL"}

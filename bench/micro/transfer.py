@@ -26,7 +26,7 @@ from bench import record
 from bench.raw_nixl import RawNixl
 from kvstore.ports import End, Pieces
 from kvstore.testing.index_process import Lab
-from kvstore.testing.transports import MoverParty
+from kvstore.testing.transport_parties import MoverParty
 from kvstore.transport.pieces import make_pieces
 
 SIZE_BYTES = 256 << 20

@@ -52,6 +52,8 @@ class MoverSettings(msgspec.Struct, frozen=True):
     """Of the back end."""
     environment: dict[str, str] = {}
     """Added to that of the child: UCX_* and the like."""
+    landing: tuple[int, int] = (0, 0)
+    """(offset, bytes) of the part of the arena that peers may write to."""
     paced: bool = False
     """By windows. Not by default: a busy host may make it read an eighth of what it could."""
 
@@ -138,6 +140,8 @@ class MoverChild:
             arena_bytes=arena_bytes,
             options=settings.options,
             paced=settings.paced,
+            landing_begin=settings.landing[0],
+            landing_bytes=settings.landing[1],
         )
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena_fd, hold_fd]))]
         with contextlib.suppress(OSError):  # its pidfd tells the rest
@@ -278,11 +282,11 @@ class Mover:
     def post(self, transfer: int, peer: str, pieces: Pieces, *, deadline_ns: int) -> bool:
         """Begin a transfer, which has exactly one end. False: not now, and nothing was begun."""
         pieces = joined(pieces)
-        if not self._ready or len(pieces.length) > wire.PIECES_PER_READ_MAX:
+        if not self._ready or len(pieces.length) > wire.PIECES_PER_MOVE_MAX:
             return False
         size_bytes = total_bytes(pieces)
         self._watch.posted(transfer, peer, size_bytes=size_bytes, deadline_ns=deadline_ns)
-        self._say(*wire.parts_of(transfer, peer, pieces))
+        self._say(*wire.parts_of(transfer, peer, pieces, wire.Direction.READ))
         return True
 
     def read(self) -> list[MoverEvent]:

@@ -5,6 +5,6 @@
 | `process`, `index_process`, `redis_process` | a node, an index, a Redis as children             |
 | `tied`                                      | children that end with this process               |
 | `raw_engine`                                | an engine driven by hand, over the real sockets   |
-| `transports`                                | the contract of `ports.Transport`, as checks      |
+| `transports`, `transport_parties`           | the contract of `ports.Transport`, as checks      |
 | `indexer`                                   | the pattern of an indexer that follows KV events  |
 """

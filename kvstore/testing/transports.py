@@ -1,269 +1,49 @@
-"""The contract of every `ports.Transport`, for all back ends, in processes of their own.
+"""What every `ports.Transport` promises, for all back ends, in processes of their own.
 
     check = TransportChecks(make)      # make(name) → a Party: a transport with an arena
-    check.bytes_are_equal()            # … one method for each guarantee
+    check.bytes_are_equal()            # … one method for each promise
 
-`MoverParty` is a real transfer worker over a real arena, which can be killed and stopped;
-`LocalParty` is the reference. For another back end `make` returns a Party of its own.
-
-Does not cover: windows (`transport.window`), the kill of a transfer worker (`transport.watch`).
+A back end of one's own: give `make` a Party that speaks to it (`transport_parties` has two). Does
+not cover: what windows do (`transport.window`), when a mover is killed (`transport.watch`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
-import signal
-import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from kvstore.arena import Arena
 from kvstore.errors import TransportError
-from kvstore.peers.mover import MoverChild, MoverSettings
-from kvstore.ports import End, Pieces
-from kvstore.transport.loopback import Hub, Loopback
+from kvstore.ports import End
+from kvstore.testing.transport_parties import ALL, ARENA_BYTES, LANDING, TransportParty
 from kvstore.transport.pieces import make_pieces
-from kvstore.types import Incarnation
 from kvstore.wire import mover as wire
-
-ARENA_BYTES: Final = 32 << 20
-LIMIT_S: Final = 90.0
-"""Limit for everything: a back end is loaded by a machine that is busy with other tests."""
-BEATS: Final = 4
-"""Wait for events that must not come: more than enough for 32 MiB."""
-
-
-class TransportParty(Protocol):
-    """A transport with an arena of its own, whose process can be killed and stopped."""
-
-    @property
-    def arena(self) -> NDArray[np.uint8]:
-        """Shape [ARENA_BYTES] u8."""
-        ...
-
-    def descriptor(self) -> bytes: ...
-
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        """Raises TransportError."""
-        ...
-
-    def read(self, number: int, peer: str, pieces: Pieces) -> None: ...
-
-    def forget(self, peer: str) -> None: ...
-
-    def ends(self, count: int) -> dict[int, End]:
-        """Waits for that many reads to end; raises AssertionError when they do not."""
-        ...
-
-    def ends_by_now(self) -> dict[int, End]:
-        """Ends during a few more beats of the transport."""
-        ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        ...
-
-    def open_files(self) -> int:
-        """Number in its process."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class LocalParty:
-    """The reference transport."""
-
-    def __init__(self, hub: Hub, name: str) -> None:
-        self.arena: NDArray[np.uint8] = np.zeros(ARENA_BYTES, np.uint8)
-        self._transport = Loopback(hub, name, self.arena)
-        self._refused: dict[int, End] = {}
-
-    def descriptor(self) -> bytes:
-        return self._transport.describe()
-
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        self._transport.connect(peer, descriptor)
-
-    def read(self, number: int, peer: str, pieces: Pieces) -> None:
-        try:
-            self._transport.post_read(number, peer, pieces)
-        except TransportError:
-            self._refused[number] = End.FAILED
-
-    def forget(self, peer: str) -> None:
-        self._transport.forget(peer)
-
-    def ends(self, count: int) -> dict[int, End]:
-        found = self.ends_by_now()
-        assert len(found) == count, found
-        return found
-
-    def ends_by_now(self) -> dict[int, End]:
-        found, self._refused = self._refused, {}
-        return found | {each.read: each.end for each in self._transport.poll()}
-
-    def pause(self) -> None:
-        self._transport.stopped = True
-
-    def resume(self) -> None:
-        self._transport.stopped = False
-
-    def kill(self) -> None:
-        self._transport.close()
-
-    def open_files(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        self._transport.close()
-
-
-_ENDS: Final = {wire.Done: End.DONE, wire.Failed: End.FAILED, wire.Limbo: End.UNKNOWN}
-
-
-class MoverParty:
-    """A transfer worker. Ends of transfers come from the transport's outcomes."""
-
-    def __init__(
-        self,
-        name: str,
-        backend: str,
-        *,
-        options: Mapping[str, str] | None = None,
-        environment: Mapping[str, str] | None = None,
-        arena_bytes: int = ARENA_BYTES,
-        paced: bool = False,
-    ) -> None:
-        """Start it and wait for its back end."""
-        self._arena = Arena(arena_bytes=arena_bytes, incarnation=Incarnation(1))
-        settings = MoverSettings(
-            backend=backend,
-            name=name,
-            options=dict(options or {}),
-            environment=dict(environment or {}),
-            paced=paced,
-        )
-        self.child = MoverChild(self._arena.arena_fd, self._arena.hold_fd, arena_bytes, settings)
-        self._ends: dict[int, End] = {}
-        self._beats = 0
-        self._connected: dict[str, str] = {}
-        self.registered: wire.Registered | None = None
-        try:
-            self._wait(lambda: self.registered is not None)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def arena(self) -> NDArray[np.uint8]:
-        return self._arena.array
-
-    @property
-    def has_huge_pages(self) -> bool:
-        return self._arena.huge_pages
-
-    def descriptor(self) -> bytes:
-        assert self.registered is not None
-        return self.registered.descriptor
-
-    def connect(self, peer: str, descriptor: bytes) -> None:
-        self._connected.pop(peer, None)
-        self.child.say(wire.Connect(peer, descriptor))
-        self._wait(lambda: peer in self._connected)
-        if reason := self._connected[peer]:
-            raise TransportError(reason)
-
-    def read(self, number: int, peer: str, pieces: Pieces) -> None:
-        self.child.say(*wire.parts_of(number, peer, pieces))
-
-    def forget(self, peer: str) -> None:
-        self.child.say(wire.Forget(peer))
-
-    def ends(self, count: int) -> dict[int, End]:
-        self._wait(lambda: len(self._ends) >= count)
-        assert len(self._ends) == count, self._ends
-        found, self._ends = self._ends, {}
-        return found
-
-    def ends_by_now(self) -> dict[int, End]:
-        until = self._beats + BEATS
-        self._wait(lambda: self._beats >= until)
-        found, self._ends = self._ends, {}
-        return found
-
-    def pause(self) -> None:
-        self.child.signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.child.signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self.child.signal(signal.SIGKILL)
-
-    def open_files(self) -> int:
-        return len(os.listdir(f"/proc/{self.child.pid}/fd"))
-
-    def close(self) -> None:
-        self.child.close()
-        self._arena.close()
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not done():
-            left_s = end_s - time.monotonic()
-            assert left_s > 0, "nothing happens"
-            self.child.flush()
-            select.select([self.child.socket.fileno(), self.child.pidfd], [], [], min(left_s, 0.1))
-            for message in self.child.hear():
-                self._take(message)
-            assert done() or not self.child.has_ended, "the transfer worker has ended"
-
-    def _take(self, message: wire.FromMover) -> None:
-        match message:
-            case wire.Registered():
-                self.registered = message
-            case wire.Connected(peer=peer):
-                self._connected[peer] = ""
-            case wire.Unreachable(peer=peer, reason=reason):
-                self._connected[peer] = reason
-            case wire.Beat():
-                self._beats += 1
-            case wire.Unable(reason=reason):
-                raise AssertionError(reason)
-            case wire.Done() | wire.Failed() | wire.Limbo():
-                number = message.transfer
-                assert number not in self._ends, f"transfer {number} ended twice"
-                self._ends[number] = _ENDS[type(message)]
-
-
-ALL: Final = make_pieces([0], [0], [ARENA_BYTES])
 
 
 class TransportChecks:
-    """The guarantees. Every method makes parties of its own and leaves none."""
+    """The promises. Every method makes parties of its own and leaves none."""
 
     def __init__(
-        self, make: Callable[[str], TransportParty], *, seed: int = 1, serves_stopped: bool = False
+        self,
+        make: Callable[[str], TransportParty],
+        *,
+        seed: int = 1,
+        serves_stopped: bool = False,
+        takes_writes: bool = True,
     ) -> None:
-        """`serves_stopped`: reads from a stopped peer may succeed, as from a device that needs no
-        process for it."""
+        """`serves_stopped`: a peer whose process is stopped may be read from all the same, as a
+        device does that needs no process for it. `takes_writes`: parties have landing memory."""
         self._make = make
+        self._takes_writes = takes_writes
         self._serves_stopped = serves_stopped
         self._random = np.random.default_rng(seed)
 
     @contextlib.contextmanager
     def _parties(self, *names: str) -> Iterator[list[TransportParty]]:
-        """Parties with random bytes in each, and the first connected to the others."""
+        """With random bytes in each, and the first connected to the others."""
         with contextlib.ExitStack() as stack:
             parties = []
             for name in names:
@@ -350,6 +130,52 @@ class TransportChecks:
             assert a.ends(1) == b.ends(1) == {1: End.DONE}
             assert np.array_equal(a.arena[:half], of_b[half:])
             assert np.array_equal(b.arena[:half], of_a[half:])
+
+    def writes_arrive_in_the_landing_memory_only(self) -> None:
+        with self._parties("a", "b") as (a, b):
+            of_a, expected = a.arena.copy(), b.arena.copy()
+            slots = (LANDING.stop - LANDING.start) // 4096
+            at = self._random.permutation(slots)[:100] * 4096
+            to = LANDING.start + self._random.permutation(slots)[:100] * 4096
+            for source, place in zip(at, to, strict=True):
+                expected[place : place + 4096] = of_a[source : source + 4096]
+            a.write(1, "b", make_pieces(at, to, np.full(100, 4096)))
+            if not self._takes_writes:
+                assert a.ends(1) == {1: End.FAILED}
+                self._still_works(a, b, "b")
+                return
+            assert a.ends(1) == {1: End.DONE}
+            assert np.array_equal(b.arena, expected)
+            assert np.array_equal(a.arena, of_a)
+            size = LANDING.stop - LANDING.start
+            a.write(2, "b", make_pieces([7], [LANDING.start], [size]))
+            a.read(3, "b", make_pieces([0], [LANDING.stop], [5]))
+            assert a.ends(2) == {2: End.DONE, 3: End.DONE}
+            assert np.array_equal(b.arena[LANDING], of_a[7 : 7 + size])
+            assert np.array_equal(a.arena[:5], expected[LANDING.stop : LANDING.stop + 5])
+
+    def writes_elsewhere_are_refused(self) -> None:
+        begin, end = LANDING.start, LANDING.stop
+        outside = [(begin - 1, 1), (begin - 1, 2), (end, 1), (end - 1, 2), (0, 8), (2**63, 8)]
+        with self._parties("a", "b") as (a, b):
+            before = b.arena.copy()
+            for number, (at, length) in enumerate(outside, start=1):
+                a.write(number, "b", make_pieces([0], [at], [length]))
+                assert a.ends(1) == {number: End.FAILED}, (at, length)
+            assert np.array_equal(b.arena, before)
+            self._still_works(a, b, "b")
+
+    def a_killed_peer_fails_its_writes_only(self) -> None:
+        size = LANDING.stop - LANDING.start
+        with self._parties("a", "b", "c") as (a, b, c):
+            b.pause()
+            a.write(1, "b", make_pieces([0], [LANDING.start], [size]))
+            ended = a.ends_by_now()
+            b.kill()
+            assert (ended or a.ends(1))[1] is not End.DONE or (
+                self._serves_stopped and self._takes_writes
+            )
+            self._still_works(a, c, "c")
 
     def _holds(self, a: TransportParty, b: TransportParty) -> bool:
         """Whether a read of all of a stopped `b` waits for it. If not, it has ended well."""

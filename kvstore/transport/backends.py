@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, ProtocolError
-from kvstore.ports import Transport
+from kvstore.ports import Landing, Transport
 from kvstore.transport.tcp_ends import Address
 from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, decode_descriptor, encode
 
@@ -40,26 +40,28 @@ def open_transport(
     *,
     arena: NDArray[np.uint8],
     source: NDArray[np.uint8],
+    landing: Landing | None = None,
     options: Mapping[str, str],
 ) -> Transport:
-    """A transport of the node `name`, which reads into `arena` and lets peers read `source`, the
-    same bytes in a mapping that cannot be written through.
+    """A transport of the node `name`, which moves into and out of `arena` and lets peers read
+    `source`, the same bytes in a mapping that cannot be written through, and write to `landing`.
 
     Raises:
-        ConfigError: no such back end, it is not installed, or its options are wrong.
+        ConfigError: no such back end, it is not installed or takes no writes, or its options are
+            wrong.
     """
     match backend:
         case "nixl":
             from kvstore.transport.nixl import Nixl
 
-            return Nixl(name, arena=arena, source=source, options=options)
+            return Nixl(name, arena=arena, source=source, landing=landing, options=options)
         case "tcp":
             from kvstore.transport.tcp import Tcp
 
-            return Tcp(name, arena=arena, source=source, options=options)
+            return Tcp(name, arena=arena, source=source, landing=landing, options=options)
         case "ucx":
             from kvstore.transport.ucx import Ucx
 
-            return Ucx(name, arena=arena, source=source, options=options)
+            return Ucx(name, arena=arena, source=source, landing=landing, options=options)
         case _:
             raise ConfigError(f"there is no transport {backend!r}: use {', '.join(NAMES)}")

@@ -1,4 +1,4 @@
-"""The reference transport: arenas of one process, copied when the reader polls.
+"""The reference transport: arenas of one process, copied when the one that posted polls.
 
 Plain and slow on purpose, and the only one whose peers can be stopped and killed by a call: what
 the others must do, it shows.
@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError, TransportError
-from kvstore.ports import End, Outcome, Pieces, TransportCapabilities
+from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
 from kvstore.transport.pieces import check_pieces
-from kvstore.wire.mover import Descriptor, decode_descriptor, encode
+from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
 
 
 class Hub:
@@ -36,48 +36,55 @@ class Hub:
 class Loopback:
     """A `Transport` within a process."""
 
-    def __init__(self, hub: Hub, name: str, arena: NDArray[np.uint8]) -> None:
-        self._hub, self._name, self.arena = hub, name, arena
+    def __init__(
+        self, hub: Hub, name: str, arena: NDArray[np.uint8], landing: Landing | None = None
+    ) -> None:
+        self._hub, self._name, self.arena, self._landing = hub, name, arena, landing
         self._place = hub.join(self)
         self._peers: dict[str, Descriptor] = {}
-        self._reads: deque[tuple[int, str, Descriptor, Pieces]] = deque()
+        self._moves: deque[tuple[int, str, Descriptor, Pieces, Direction]] = deque()
         self._outcomes: list[Outcome] = []
         self.stopped = False
-        """It gives nothing, and its readers wait."""
+        """It gives and takes nothing, and its peers wait."""
 
     refused_count = 0
-    """Who reads from here is not known here."""
+    """Its peers are not known here."""
 
     @property
     def capabilities(self) -> TransportCapabilities:
         return TransportCapabilities(one_sided=True, read_only_source=True, secure=True)
 
     def describe(self) -> bytes:
-        return encode(Descriptor("loopback", self._name, len(self.arena), 0, self._place))
+        size_bytes = len(self.arena)
+        return encode(described("loopback", self._name, size_bytes, self._place, self._landing))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         assert peer not in self._peers, peer
         self._peers[peer] = open_descriptor(descriptor, peer=peer, backend="loopback")
 
-    def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
+    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
         found = self._peers.get(peer)
         if found is None:
             raise TransportError(f"{peer} is not connected")
-        check_pieces(pieces, local_bytes=len(self.arena), remote_bytes=found.size_bytes)
-        self._reads.append((read, peer, found, pieces))
+        check_pieces(pieces, direction, local_bytes=len(self.arena), found=found)
+        self._moves.append((number, peer, found, pieces, direction))
 
     def poll(self) -> list[Outcome]:
-        waiting, self._reads = self._reads, deque()
-        for read, peer, found, pieces in waiting:
+        waiting, self._moves = self._moves, deque()
+        for move in waiting:
+            number, peer, found, pieces, direction = move
             owner = self._hub.members.get(found.details)
             if owner is None:
-                self._outcomes.append(Outcome(read, End.FAILED, f"{peer} has ended"))
+                self._outcomes.append(Outcome(number, End.FAILED, f"{peer} has ended"))
             elif owner.stopped:
-                self._reads.append((read, peer, found, pieces))
+                self._moves.append(move)
             else:
-                for to, at, length in zip(*map(np.ndarray.tolist, pieces), strict=True):
-                    self.arena[to : to + length] = owner.arena[at : at + length]
-                self._outcomes.append(Outcome(read, End.DONE))
+                for ours, its, length in zip(*map(np.ndarray.tolist, pieces), strict=True):
+                    here = self.arena[ours : ours + length]
+                    there = owner.arena[its : its + length]
+                    to, of = (here, there) if direction is Direction.READ else (there, here)
+                    to[:] = of
+                self._outcomes.append(Outcome(number, End.DONE))
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -86,13 +93,25 @@ class Loopback:
 
     def forget(self, peer: str) -> None:
         self._peers.pop(peer, None)
-        dropped = [read for read, name, *_ in self._reads if name == peer]
-        self._reads = deque(each for each in self._reads if each[1] != peer)
-        self._outcomes += [Outcome(read, End.FAILED, "forgotten") for read in dropped]
+        dropped = [number for number, name, *_ in self._moves if name == peer]
+        self._moves = deque(each for each in self._moves if each[1] != peer)
+        self._outcomes += [Outcome(number, End.FAILED, "forgotten") for number in dropped]
 
     def close(self) -> None:
         self._hub.members.pop(self._place, None)
-        self._reads.clear()
+        self._moves.clear()
+
+
+def described(
+    backend: str,
+    name: str,
+    size_bytes: int,
+    details: bytes,
+    landing: Landing | None,
+) -> Descriptor:
+    """Of a back end that counts by offsets."""
+    begin, landing_bytes = (landing.begin, len(landing.memory)) if landing else (0, 0)
+    return Descriptor(backend, name, size_bytes, 0, details, begin, landing_bytes)
 
 
 def open_descriptor(data: bytes, *, peer: str, backend: str) -> Descriptor:

@@ -1,4 +1,4 @@
-"""The loop of a mover child: messages of the node in, reads of a back end, outcomes out.
+"""The loop of a mover child: messages of the node in, transfers of a back end, outcomes out.
 
 It holds no state that the node does not, waits for no peer, and ends with its socket. Does not
 cover: how the process is made (`peers.mover_process`), when it must be killed (`watch`).
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvstore.arena import map_arena
 from kvstore.errors import AttachError, ConfigError, ProtocolError, TransportError
-from kvstore.ports import End, Outcome, Pieces, Transport
+from kvstore.ports import End, Landing, Outcome, Pieces, Transport
 from kvstore.transport.backends import open_transport
 from kvstore.transport.page_tables import PageTables
 from kvstore.transport.pieces import check_within, joined
@@ -44,7 +44,12 @@ def run(sock: socket.socket) -> int:
         arena = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
         source = map_arena(fd, size_bytes=begin.arena_bytes, writable=False)
         transport = open_transport(
-            begin.backend, begin.name, arena=arena, source=source, options=begin.options
+            begin.backend,
+            begin.name,
+            arena=arena,
+            source=source,
+            landing=_landing(begin, fd),
+            options=begin.options,
         )
     except (AttachError, ConfigError) as error:
         sock.send(wire.encode(wire.Unable(str(error)[: wire.REASON_CHARS_MAX])))
@@ -67,6 +72,15 @@ def _hear_begin(sock: socket.socket) -> tuple[wire.Begin, int] | None:
     return begin, arena_fd
 
 
+def _landing(begin: wire.Begin, fd: int) -> Landing | None:
+    """In a mapping of its own: what peers write to is registered apart from the rest."""
+    if not begin.landing_bytes:
+        return None
+    at = begin.landing_begin
+    memory = map_arena(fd, size_bytes=begin.arena_bytes, writable=True)
+    return Landing(at, memory[at : at + begin.landing_bytes])
+
+
 class MoverLoop:
     """One transport, for one node."""
 
@@ -84,7 +98,7 @@ class MoverLoop:
         self._socket, self._transport, self._now_ns = sock, transport, now_ns
         self._reads = Reads(paced=begin.paced)
         self._arena_bytes = begin.arena_bytes
-        self._parts: dict[int, list[wire.ReadPieces]] = {}
+        self._parts: dict[int, list[wire.MovePieces]] = {}
         """Of transfers that have not all parts yet."""
         self._outbox: deque[wire.MoverMessage] = deque()
         """What the node has not taken yet: at most an answer to each message, and a beat."""
@@ -150,11 +164,11 @@ class MoverLoop:
         match message:
             case wire.Connect(peer=peer, descriptor=descriptor):
                 self._connect(peer, descriptor)
-            case wire.ReadPieces(transfer=transfer):
+            case wire.MovePieces(transfer=transfer):
                 parts = self._parts.setdefault(transfer, [])
                 parts.append(message)
                 if message.last:
-                    self._begin_read(self._parts.pop(transfer))
+                    self._begin_transfer(self._parts.pop(transfer))
             case wire.Forget(peer=peer):
                 self._tell(*self._reads.forget(peer, self._now_ns()))
                 self._transport.forget(peer)
@@ -169,7 +183,7 @@ class MoverLoop:
         else:
             self._tell(wire.Connected(peer))
 
-    def _begin_read(self, parts: list[wire.ReadPieces]) -> None:
+    def _begin_transfer(self, parts: list[wire.MovePieces]) -> None:
         first = parts[0]
         pieces = joined(
             Pieces(
@@ -180,20 +194,21 @@ class MoverLoop:
         )
         try:
             # Of the whole, before its first part; what a peer has, the transport knows.
-            check_within(pieces.local, pieces.length, self._arena_bytes, "this node's arena")
+            check_within(pieces.local, pieces.length, 0, self._arena_bytes, "this node's arena")
         except TransportError as error:
             self._tell(wire.Failed(first.transfer, str(error)))
         else:
-            self._tell(*self._reads.begin(first.transfer, first.peer, pieces, self._now_ns()))
+            its = first.transfer, first.peer, pieces
+            self._tell(*self._reads.begin(*its, self._now_ns(), first.direction))
 
     # ── reads ────────────────────────────────────────────────────────────────────────────────────
 
     def _post(self) -> None:
         while (post := self._reads.next_post(self._now_ns())) is not None:
             try:
-                self._transport.post_read(post.read, post.peer, post.pieces)
+                self._transport.post(post.number, post.peer, post.pieces, post.direction)
             except TransportError as error:
-                refused = Outcome(post.read, End.FAILED, str(error))
+                refused = Outcome(post.number, End.FAILED, str(error))
                 self._tell(*self._reads.ended(refused, self._now_ns()))
 
     def _collect(self) -> None:

@@ -1,8 +1,9 @@
-"""NIXL: one-sided reads, by UCX or another of its plugins.
+"""NIXL: one-sided reads and writes, by UCX or another of its plugins.
 
-The arena is registered once, as two mappings: what this node reads into, writable, and what peers
-read from, which may only be read. Peers are told the second one alone (ADR 23 has what a remote
-write does). A plugin that cannot register read-only memory gets one registration, and says so.
+The arena is registered as one mapping for each use: what this node moves into and out of, writable;
+what peers read from, which may only be read; and the landing memory, if there is any, which peers
+may write to. Peers are told the latter two alone (ADR 23 has what a remote write elsewhere does). A
+plugin that cannot register read-only memory gets the first instead of the second.
 
 A connection that works is kept when its peer is forgotten, for when it comes back: with each new
 one UCX leaves two sockets open. Only FORGOTTEN_MAX are: some never come back.
@@ -27,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Outcome, Pieces, TransportCapabilities
+from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
 from kvstore.transport.loopback import open_descriptor
 from kvstore.transport.pieces import check_pieces
-from kvstore.wire.mover import Descriptor, encode
+from kvstore.wire.mover import Descriptor, Direction, encode
 
 UNIT_BYTES: Final = 64 << 10
 PREPARED_MIN: Final = 16
@@ -54,7 +55,7 @@ class _NixlPeer:
         self.is_broken = False
 
 
-class _NixlRead(NamedTuple):
+class _NixlMove(NamedTuple):
     handle: Any
     peer: _NixlPeer
     ranges: int
@@ -69,14 +70,15 @@ class Nixl:
         *,
         arena: NDArray[np.uint8],
         source: NDArray[np.uint8],
+        landing: Landing | None = None,
         options: Mapping[str, str],
     ) -> None:
-        """Register `arena`, which is written to, and `source`, the same bytes to be read.
+        """Register `arena`, `source`, the same bytes to be read, and `landing`, to be written to.
 
         Raises:
             ConfigError: NIXL is not installed, or has no such plugin.
         """
-        self._name, self._arena = name, arena
+        self._arena = arena
         self._plugin = options.get("plugin", "UCX")
         # Another one with each start: peers do not mistake this agent for an earlier one.
         self._agent, self._faults = _open_agent(f"{name}/{secrets.token_hex(8)}")
@@ -86,35 +88,46 @@ class Nixl:
         except self._faults as error:
             raise ConfigError(f"NIXL cannot open its plugin {self._plugin}: {error}") from None
         self._register(arena)
-        self._base = source.ctypes.data
         self._read_only = True
         try:
-            registered = self._register(source)
+            self._register(source)
         except self._faults:
-            self._base, self._read_only = arena.ctypes.data, False
-            registered = _ranges(self._agent, arena)
-        self._details: bytes = self._agent.get_partial_agent_metadata(
-            registered, True, [self._plugin]
+            source, self._read_only = arena, False
+        self._told = [source]
+        """Mapped for as long as peers may use them."""
+        if landing is not None:
+            self._register(landing.memory)
+            self._told.append(landing.memory)
+        details: bytes = self._agent.get_partial_agent_metadata(
+            _ranges(self._agent, *self._told), True, [self._plugin]
+        )
+        self._described = encode(
+            Descriptor(
+                f"nixl/{self._plugin}",
+                name,
+                len(arena),
+                source.ctypes.data,
+                details,
+                landing_begin=landing.begin if landing else 0,
+                landing_bytes=len(landing.memory) if landing else 0,
+                landing_base=landing.memory.ctypes.data if landing else 0,
+            )
         )
         self._units = self._prepare("", arena.ctypes.data, len(arena))
         self._peers: dict[str, _NixlPeer] = {}
         """Those that are forgotten in the order in which they were."""
-        self._reads: dict[int, _NixlRead] = {}
+        self._moves: dict[int, _NixlMove] = {}
         self._outcomes: list[Outcome] = []
 
     refused_count = 0
-    """Who reads from here is not known here."""
+    """Its peers are not known here."""
 
     @property
     def capabilities(self) -> TransportCapabilities:
         return TransportCapabilities(one_sided=True, read_only_source=self._read_only, secure=False)
 
     def describe(self) -> bytes:
-        return encode(
-            Descriptor(
-                f"nixl/{self._plugin}", self._name, len(self._arena), self._base, self._details
-            )
-        )
+        return self._described
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         known = self._peers.get(peer)
@@ -134,35 +147,35 @@ class Nixl:
             raise TransportError(f"NIXL cannot use the descriptor of {peer}: {error}") from None
         self._peers[peer] = _NixlPeer(agent, found, units)
 
-    def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
+    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
         to = self._peers.get(peer)
         if to is None or not to.is_connected:
             raise TransportError(f"{peer} is not connected")
-        check_pieces(pieces, local_bytes=len(self._arena), remote_bytes=to.found.size_bytes)
+        check_pieces(pieces, direction, local_bytes=len(self._arena), found=to.found)
         if not len(pieces.length):
-            self._outcomes.append(Outcome(read, End.DONE))
+            self._outcomes.append(Outcome(number, End.DONE))
             return
         try:
-            handle = self._request(to, pieces)
+            handle = self._request(to, pieces, direction)
         except self._faults as error:
-            raise TransportError(f"NIXL cannot read from {peer}: {error}") from None
-        begun = _NixlRead(handle, to, len(pieces.length))
-        self._reads[read] = begun
+            raise TransportError(f"NIXL cannot {direction.value} at {peer}: {error}") from None
+        begun = _NixlMove(handle, to, len(pieces.length))
+        self._moves[number] = begun
         try:
             state = self._agent.transfer(handle)
         except self._faults as error:
-            self._end(read, begun, str(error))
+            self._end(number, begun, str(error))
         else:
-            self._look(read, begun, state)
+            self._look(number, begun, state)
 
     def poll(self) -> list[Outcome]:
-        for read, begun in list(self._reads.items()):
+        for number, begun in list(self._moves.items()):
             try:
                 state = self._agent.check_xfer_state(begun.handle)
             except self._faults as error:
-                self._end(read, begun, str(error))
+                self._end(number, begun, str(error))
             else:
-                self._look(read, begun, state)
+                self._look(number, begun, state)
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -170,14 +183,14 @@ class Nixl:
         return -1
 
     def forget(self, peer: str) -> None:
-        """A read under way is given up, which says nothing about its writes."""
+        """What is under way is given up, which says nothing about its requests."""
         gone = self._peers.get(peer)
         if gone is None:
             return
         gone.is_connected = False
-        for read, begun in list(self._reads.items()):
+        for number, begun in list(self._moves.items()):
             if begun.peer is gone:
-                self._end(read, begun, "given up", End.UNKNOWN)
+                self._end(number, begun, "given up", End.UNKNOWN)
         if gone.is_broken:
             self._drop(peer)
             return
@@ -193,21 +206,21 @@ class Nixl:
             self._drop(peer)
         self._outcomes.clear()
 
-    def _look(self, read: int, begun: _NixlRead, state: str) -> None:
+    def _look(self, number: int, begun: _NixlMove, state: str) -> None:
         if state == "DONE":
-            del self._reads[read]
+            del self._moves[number]
             self._quietly(begun.handle.release)
-            self._outcomes.append(Outcome(read, End.DONE))
+            self._outcomes.append(Outcome(number, End.DONE))
         elif state != "PROC":
-            self._end(read, begun, "NIXL reports an error")
+            self._end(number, begun, "NIXL reports an error")
 
-    def _end(self, read: int, begun: _NixlRead, reason: str, end: End = End.FAILED) -> None:
+    def _end(self, number: int, begun: _NixlMove, reason: str, end: End = End.FAILED) -> None:
         """It came to nothing. Of one range one request; of more, others may be under way."""
         begun.peer.is_broken = True
-        del self._reads[read]
+        del self._moves[number]
         self._quietly(begun.handle.release)
         end = end if begun.ranges == 1 else End.UNKNOWN
-        self._outcomes.append(Outcome(read, end, f"{begun.peer.found.name}: {reason}"))
+        self._outcomes.append(Outcome(number, end, f"{begun.peer.found.name}: {reason}"))
 
     def _drop(self, peer: str) -> None:
         """End the connection, if there is one."""
@@ -221,21 +234,20 @@ class Nixl:
         with contextlib.suppress(*self._faults):
             release(*arguments)
 
-    def _register(self, memory: NDArray[np.uint8]) -> Any:
-        registered = _ranges(self._agent, memory)
-        self._agent.register_memory(registered, backends=[self._plugin])
-        return registered
+    def _register(self, memory: NDArray[np.uint8]) -> None:
+        self._agent.register_memory(_ranges(self._agent, memory), backends=[self._plugin])
 
     def _prepare(self, agent: str, base: int, size_bytes: int) -> Any:
-        """All units of an arena, of which reads then name some by number."""
+        """All units of an arena, of which transfers then name some by number."""
         rows = [(base, UNIT_BYTES, 0, UNIT_BYTES, max(1, size_bytes // UNIT_BYTES))]
         return self._agent.prep_xfer_dlist(
             agent, np.array(rows, np.uint64), "DRAM", backends=[self._plugin]
         )
 
-    def _request(self, to: _NixlPeer, pieces: Pieces) -> Any:
-        every = np.concatenate(pieces)
-        if len(pieces.length) >= PREPARED_MIN and not (every % np.uint64(UNIT_BYTES)).any():
+    def _request(self, to: _NixlPeer, pieces: Pieces, direction: Direction) -> Any:
+        every, reads = np.concatenate(pieces), direction is Direction.READ
+        is_whole = not (every % np.uint64(UNIT_BYTES)).any()
+        if reads and len(pieces.length) >= PREPARED_MIN and is_whole:
             return self._agent.make_prepped_xfer(
                 "READ",
                 self._units,
@@ -248,10 +260,14 @@ class Nixl:
             self._agent.get_xfer_descs(_rows(base, begin, pieces.length), "DRAM")
             for base, begin in (
                 (self._arena.ctypes.data, pieces.local),
-                (to.found.base, pieces.remote),
+                (
+                    to.found.base if reads else to.found.landing_base,
+                    pieces.remote - np.uint64(0 if reads else to.found.landing_begin),
+                ),
             )
         ]
-        return self._agent.initialize_xfer("READ", *lists, to.agent, backends=[self._plugin])
+        kind = "READ" if reads else "WRITE"
+        return self._agent.initialize_xfer(kind, *lists, to.agent, backends=[self._plugin])
 
 
 def _open_agent(name: str) -> tuple[Any, tuple[type[Exception], ...]]:
@@ -295,8 +311,9 @@ def sleeping_progress(bindings: Any) -> Iterator[None]:
         bindings.nixlAgentConfig = made
 
 
-def _ranges(agent: Any, memory: NDArray[np.uint8]) -> Any:
-    return agent.get_reg_descs([(memory.ctypes.data, len(memory), 0, "")], "DRAM")
+def _ranges(agent: Any, *memories: NDArray[np.uint8]) -> Any:
+    rows = [(memory.ctypes.data, len(memory), 0, "") for memory in memories]
+    return agent.get_reg_descs(rows, "DRAM")
 
 
 def _rows(base: int, begin: NDArray[np.uint64], length: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Pieces of a read: neighbours joined, limits checked, cut into parts. Pure.
+"""Pieces of a transfer: neighbours joined, limits checked, cut into parts. Pure.
 
 local   0   4   8       32          one piece of 12 bytes and one of 4: neighbours in both arenas
 remote  64  68  72      76          are one, in whatever number they came
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvstore.errors import TransportError
 from kvstore.ports import Pieces
+from kvstore.wire.mover import Descriptor, Direction
 
 
 def make_pieces(local: object, remote: object, length: object) -> Pieces:
@@ -37,19 +38,33 @@ def joined(pieces: Pieces) -> Pieces:
     return Pieces(local[at], remote[at], np.add.reduceat(length, at))
 
 
-def check_pieces(pieces: Pieces, *, local_bytes: int, remote_bytes: int) -> None:
-    """Raises TransportError when a piece does not lie within both arenas."""
-    check_within(pieces.local, pieces.length, local_bytes, "this node's arena")
-    check_within(pieces.remote, pieces.length, remote_bytes, "the peer's arena")
+def check_pieces(
+    pieces: Pieces, direction: Direction, *, local_bytes: int, found: Descriptor
+) -> None:
+    """Raises TransportError when the peer that is `found` takes no writes, or a piece does not lie
+    within both memories."""
+    check_within(pieces.local, pieces.length, 0, local_bytes, "this node's arena")
+    if direction is Direction.READ:
+        check_within(pieces.remote, pieces.length, 0, found.size_bytes, "the peer's arena")
+        return
+    if not found.landing_bytes:
+        raise TransportError(f"{found.name} takes no writes: it has no landing memory")
+    landing = found.landing_begin, found.landing_bytes
+    check_within(pieces.remote, pieces.length, *landing, "the peer's landing memory")
 
 
 def check_within(
-    begin: NDArray[np.uint64], length: NDArray[np.uint64], limit_bytes: int, what: str
+    begin: NDArray[np.uint64],
+    length: NDArray[np.uint64],
+    first: int,
+    limit_bytes: int,
+    what: str,
 ) -> None:
-    """Raises TransportError when a range does not lie within `limit_bytes`."""
+    """Raises TransportError when a range does not lie within `limit_bytes` from `first` on."""
     limit = np.uint64(limit_bytes)
-    # No sum that could overflow.
-    if ((begin > limit) | (length > limit - np.minimum(begin, limit))).any():
+    # No sum that could overflow: what begins before `first` wraps to far behind the limit.
+    at = begin - np.uint64(first)
+    if ((begin < np.uint64(first)) | (at > limit) | (length > limit - np.minimum(at, limit))).any():
         raise TransportError(f"a piece lies outside of {what}")
 
 

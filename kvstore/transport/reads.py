@@ -1,4 +1,4 @@
-"""Which part of which transfer is read next, and how transfers end. Pure.
+"""Which part of which transfer is moved next, and how transfers end. Pure.
 
     transfer 7 ─ peer b ─ 64 MiB ──▶ posts 20, 21, 22 …, as many as b's window has room for
     transfer 8 ─ peer b ─ waits for its turn
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from kvstore.ports import End, Outcome, Pieces
 from kvstore.transport.pieces import cut, total_bytes
 from kvstore.transport.window import STEP_BYTES, Window
-from kvstore.wire.mover import REASON_CHARS_MAX, Done, Failed, Limbo
+from kvstore.wire.mover import REASON_CHARS_MAX, Direction, Done, Failed, Limbo
 
 POST_BYTES_MAX: Final = 32 << 20
 POSTS_PER_WINDOW: Final = 4
@@ -30,18 +30,22 @@ Told = Done | Failed | Limbo
 
 
 class Post(NamedTuple):
-    """One read for the back end."""
+    """One transfer for the back end."""
 
-    read: int
+    number: int
     peer: str
     pieces: Pieces
+    direction: Direction
     size_bytes: int
 
 
 class _Transfer:
-    def __init__(self, number: int, peer: str, rest: Pieces, now_ns: int) -> None:
+    def __init__(
+        self, number: int, peer: str, rest: Pieces, direction: Direction, now_ns: int
+    ) -> None:
         self.number = number
         self.peer = peer
+        self.direction = direction
         self.rest: Pieces | None = rest
         """None: nothing more of it is posted."""
         self.begun_ns = now_ns
@@ -78,7 +82,7 @@ class Reads:
         self._turns: deque[str] = deque()
         """Peers that have more to post, in the order of their turns: a mover asks every 100 µs,
         whoever it ever read from."""
-        self._next_read = 1
+        self._next_post = 1
         self.read_bytes = 0
 
     @property
@@ -91,14 +95,16 @@ class Reads:
         """The narrowest window; 0 without peers."""
         return int(min((peer.window.size_bytes for peer in self._peers.values()), default=0))
 
-    def begin(self, number: int, peer: str, pieces: Pieces, now_ns: int) -> list[Told]:
+    def begin(
+        self, number: int, peer: str, pieces: Pieces, now_ns: int, direction: Direction
+    ) -> list[Told]:
         """A transfer, whose pieces are joined and not empty unless it is."""
         if not len(pieces.length):
             return [Done(number, 0)]
         known = self._peers.setdefault(peer, _PeerReads())
         if not known.waiting:
             self._turns.append(peer)
-        known.waiting.append(_Transfer(number, peer, pieces, now_ns))
+        known.waiting.append(_Transfer(number, peer, pieces, direction, now_ns))
         return []
 
     def next_post(self, now_ns: int) -> Post | None:
@@ -118,7 +124,7 @@ class Reads:
 
     def ended(self, outcome: Outcome, now_ns: int) -> list[Told]:
         """A post has."""
-        post = self._under_way.pop(outcome.read)
+        post = self._under_way.pop(outcome.number)
         transfer, window = post.transfer, post.peer.window
         transfer.posts -= 1
         post.peer.under_way_bytes -= post.size_bytes
@@ -173,9 +179,11 @@ class Reads:
         size_bytes = total_bytes(pieces)
         transfer.posts += 1
         peer.under_way_bytes += size_bytes
-        read, self._next_read = self._next_read, self._next_read + 1
-        self._under_way[read] = _UnderWay(transfer, peer, size_bytes, peer.under_way_bytes, now_ns)
-        return Post(read, name, pieces, size_bytes)
+        number, self._next_post = self._next_post, self._next_post + 1
+        self._under_way[number] = _UnderWay(
+            transfer, peer, size_bytes, peer.under_way_bytes, now_ns
+        )
+        return Post(number, name, pieces, transfer.direction, size_bytes)
 
     def _has_posted(self, transfer: _Transfer) -> None:
         """All that is to be posted of it."""

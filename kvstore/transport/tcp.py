@@ -1,4 +1,5 @@
-"""TCP with TLS 1.3 on both sides: the owner copies its bytes out, when it is asked for them.
+"""TCP with TLS 1.3 on both sides: the owner copies its bytes out when it is asked for them, and
+into its landing memory when they are sent.
 
 Bytes go from the socket into their places in this process, by this thread alone: a connection that
 is closed writes no more, so every end is known. The forms are in `tcp_ends`.
@@ -29,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Outcome, Pieces, TransportCapabilities
+from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
 from kvstore.transport.guests import Guests
-from kvstore.transport.loopback import open_descriptor
+from kvstore.transport.loopback import described, open_descriptor
 from kvstore.transport.pieces import check_pieces
 from kvstore.transport.tcp_ends import (
     PIECES_MAX,
@@ -42,7 +43,7 @@ from kvstore.transport.tcp_ends import (
     TcpReader,
 )
 from kvstore.wire.identity import is_name
-from kvstore.wire.mover import Descriptor, encode
+from kvstore.wire.mover import Direction, encode
 
 BACKLOG: Final = 1024
 """The kernel cuts it to net.core.somaxconn."""
@@ -65,6 +66,7 @@ class Tcp:
         *,
         arena: NDArray[np.uint8],
         source: NDArray[np.uint8],
+        landing: Landing | None = None,
         options: Mapping[str, str],
     ) -> None:
         """Listen.
@@ -72,7 +74,8 @@ class Tcp:
         Raises:
             ConfigError: certificates or the address cannot be used.
         """
-        self._name, self._arena, self._source = name, memoryview(arena.data), source
+        self._name, self._arena = name, memoryview(arena.data)
+        self._source, self._landing = source, landing
         self._theirs, self._ours = _contexts(options)
         self._listener = _listen(options)
         self._address = _address(options, self._listener, secure=self._theirs is not None)
@@ -98,7 +101,7 @@ class Tcp:
 
     def describe(self) -> bytes:
         details = msgspec.msgpack.encode(self._address)
-        return encode(Descriptor("tcp", self._name, len(self._source), 0, details))
+        return encode(described("tcp", self._name, len(self._source), details, self._landing))
 
     def connect(self, peer: str, descriptor: bytes) -> None:
         assert peer not in self._owners, peer
@@ -113,15 +116,15 @@ class Tcp:
             raise TransportError(f"no certificate can name {peer}")
         self._owners[peer] = TcpOwner(peer, found, address)
 
-    def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
+    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
         owner = self._owners.get(peer)
         if owner is None:
             raise TransportError(f"{peer} is not connected")
-        check_pieces(pieces, local_bytes=len(self._arena), remote_bytes=owner.found.size_bytes)
+        check_pieces(pieces, direction, local_bytes=len(self._arena), found=owner.found)
         if len(pieces.length) > PIECES_MAX:
-            raise TransportError(f"more than {PIECES_MAX} pieces in one read")
+            raise TransportError(f"more than {PIECES_MAX} pieces in one transfer")
         if not len(pieces.length):
-            self._outcomes.append(Outcome(read, End.DONE))
+            self._outcomes.append(Outcome(number, End.DONE))
             return
         ranges = zip(pieces.local.tolist(), pieces.length.tolist(), strict=True)
         places = [self._arena[at : at + size] for at, size in ranges]
@@ -131,7 +134,7 @@ class Tcp:
             except UNREACHABLE as error:
                 raise TransportError(f"{peer} cannot be reached: {error}") from None
             self._dialled.add(owner)
-        owner.waiting.append((read, pieces, places))
+        owner.waiting.append((number, pieces, direction, places))
         self._turn(owner)
 
     def poll(self) -> list[Outcome]:
@@ -224,7 +227,8 @@ class Tcp:
                 self._theirs.wrap_socket, server_side=True, do_handshake_on_connect=False
             )
         # It speaks first. Who is silent costs no more than a place.
-        reader = TcpReader(Stream(sock, secure, selectors.EVENT_READ), self._source)
+        stream = Stream(sock, secure, selectors.EVENT_READ)
+        reader = TcpReader(stream, self._source, self._landing)
         self._selector.register(reader.stream.fd, reader.stream.events, reader)
         if (oldest := self._guests.arrive(reader)) is not None:
             self._end(oldest)
@@ -250,7 +254,7 @@ class Tcp:
         try:
             if isinstance(end, TcpOwner):
                 done, more = end.turn()
-                self._outcomes += [Outcome(read, End.DONE) for read in done]
+                self._outcomes += [Outcome(number, End.DONE) for number in done]
             else:
                 more = self._serve(end)
         except (OSError, ConnectionClosed) as error:
@@ -268,7 +272,7 @@ class Tcp:
         """Its connection is closed: nothing of it writes any more."""
         self._end(owner)
         why = f"{owner.name}: {reason}"
-        self._outcomes += [Outcome(read, End.FAILED, why) for read in owner.reads()]
+        self._outcomes += [Outcome(number, End.FAILED, why) for number in owner.lose()]
 
     def _end(self, end: TcpReader | TcpOwner) -> None:
         self._again.discard(end)

@@ -2,13 +2,17 @@
 
     reader                                       owner
       │── TLS: both show certificates ───────────▶│
-      │── request: read, count, bytes, pieces ───▶│   at most REQUESTS_MAX unanswered
-      │◀──────── answer: read, bytes, the bytes ──│   in the order of the requests
+      │── request: number, count, bytes, pieces ─▶│   at most REQUESTS_MAX unanswered
+      │◀────── answer: number, bytes, the bytes ──│   in the order of the requests
+      │── write: as a request, and the bytes ────▶│   each into its place in the landing memory
+      │◀────────────────── answer: number, none ──│
 
-    request  "KVRQ" u32 count  u64 read  u64 bytes  count × (u64 offset, u64 length)   little-endian
-    answer   "KVAN" u32 0      u64 read  u64 bytes  the bytes
+    request  "KVRQ" u32 count  u64 number  u64 bytes  count × (u64 offset, u64 length)
+    write    "KVWR" u32 count  u64 number  u64 bytes  count × (u64 offset, u64 length)  the bytes
+    answer   "KVAN" u32 0      u64 number  u64 bytes  the bytes                     little-endian
 
-Whatever is not so closes the connection. Does not cover: who is connected (`tcp`).
+Whatever is not so closes the connection, before a byte of it is written. Does not cover: who is
+connected (`tcp`).
 """
 
 from __future__ import annotations
@@ -29,15 +33,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import TransportError
-from kvstore.ports import Pieces
+from kvstore.ports import Landing, Pieces
 from kvstore.transport.pieces import check_within, total_bytes
 from kvstore.units import NS_PER_S
 from kvstore.wire.identity import identities_of
-from kvstore.wire.mover import Descriptor
+from kvstore.wire.mover import Descriptor, Direction
 
 HEADER: Final = struct.Struct("<4sIQQ")
 PIECE_BYTES: Final = 16
 REQUEST: Final = b"KVRQ"
+WRITE: Final = b"KVWR"
 ANSWER: Final = b"KVAN"
 REQUESTS_MAX: Final = 32
 """Of one connection, not answered."""
@@ -196,10 +201,11 @@ class _Outgoing:
 
 
 class TcpReader:
-    """A peer that reads from here, over a stream that is open when it has its turn."""
+    """A peer that reads and writes here, over a stream that is open when it has its turn."""
 
-    def __init__(self, stream: Stream, source: NDArray[np.uint8]) -> None:
-        self.stream, self._source, self._view = stream, source, memoryview(source.data)
+    def __init__(self, stream: Stream, source: NDArray[np.uint8], landing: Landing | None) -> None:
+        self.stream, self._view = stream, memoryview(source.data)
+        self._landing = landing or Landing(0, np.empty(0, np.uint8))
         self._out = _Outgoing()
         self._unanswered: deque[int] = deque()
         """Bytes that were given when each of the answers is."""
@@ -223,13 +229,16 @@ class TcpReader:
         return bool(self._out)
 
     def _expect_header(self) -> None:
-        self._header, self._pieces = bytearray(HEADER.size), bytearray()
+        self._header, self._pieces, self._is_body = bytearray(HEADER.size), bytearray(), False
         self._in = _Incoming([memoryview(self._header)])
 
     def _heard(self) -> None:
-        magic, count, read, size_bytes = HEADER.unpack(self._header)
+        magic, count, number, size_bytes = HEADER.unpack(self._header)
+        if self._is_body:  # of a write, which is in its places
+            self._answer(number, [])
+            return
         if not self._pieces:
-            if magic != REQUEST or not 0 < count <= PIECES_MAX:
+            if magic not in (REQUEST, WRITE) or not 0 < count <= PIECES_MAX:
                 raise ConnectionClosed("its request makes no sense")
             self._pieces = bytearray(PIECE_BYTES * count)
             self._in = _Incoming([memoryview(self._pieces)])
@@ -237,35 +246,45 @@ class TcpReader:
         if len(self._unanswered) >= REQUESTS_MAX:
             raise ConnectionClosed("it asks for too much")
         begin, length = np.frombuffer(self._pieces, "<u8").reshape(-1, 2).T.astype(np.uint64)
+        first, view = 0, self._view
+        if magic == WRITE:
+            first, view = self._landing.begin, memoryview(self._landing.memory.data)
         try:
-            check_within(begin, length, len(self._source), "the arena")
+            check_within(begin, length, first, len(view), "what a peer may use")
         except TransportError as error:
             raise ConnectionClosed(str(error)) from None
         if total_bytes(Pieces(begin, begin, length)) != size_bytes:
             raise ConnectionClosed("its request makes no sense")
-        self._out.put(memoryview(HEADER.pack(ANSWER, 0, read, size_bytes)))
-        for at, size in zip(begin.tolist(), length.tolist(), strict=True):
-            self._out.put(self._view[at : at + size])
+        ranges = zip((begin - np.uint64(first)).tolist(), length.tolist(), strict=True)
+        places = [view[at : at + size] for at, size in ranges]
+        if magic == WRITE:
+            self._is_body, self._in = True, _Incoming(places)
+        else:
+            self._answer(number, places)
+
+    def _answer(self, number: int, parts: list[memoryview]) -> None:
+        size_bytes = sum(map(len, parts))
+        self._out.put(memoryview(HEADER.pack(ANSWER, 0, number, size_bytes)), *parts)
         self._put += HEADER.size + size_bytes
         self._unanswered.append(self._put)
         self._expect_header()
 
 
 class TcpOwner:
-    """A peer that is read from, and the reads from it in the order of their answers."""
+    """A peer that is read from and written to, and what is asked in the order of its answers."""
 
     def __init__(self, name: str, found: Descriptor, address: Address) -> None:
         self.name, self.found, self.address = name, found, address
         self.stream: Stream | None = None
-        """None until the first read, and after a failure until the next."""
-        self.waiting: deque[tuple[int, Pieces, list[memoryview]]] = deque()
+        """None until the first transfer, and after a failure until the next."""
+        self.waiting: deque[tuple[int, Pieces, Direction, list[memoryview]]] = deque()
         self.asked: deque[tuple[int, int, list[memoryview]]] = deque()
-        """Reads that are on their way: number, bytes, places."""
+        """On their way: number, bytes that will come, and their places."""
         self._out = _Outgoing()
         self._expect_header()
 
     def turn(self) -> tuple[list[int], bool]:
-        """The reads that are done, and whether there may be more to do at once. Raises OSError,
+        """The transfers that are done, and whether there may be more to do at once. Raises OSError,
         Closed."""
         assert self.stream is not None
         done: list[int] = []
@@ -285,9 +304,9 @@ class TcpOwner:
     def wants_to_write(self) -> bool:
         return bool(self._out)
 
-    def reads(self) -> list[int]:
-        """Those that have not ended; none from now on."""
-        found = [read for read, *_ in (*self.asked, *self.waiting)]
+    def lose(self) -> list[int]:
+        """The transfers that have not ended; none from now on."""
+        found = [each[0] for each in self.asked] + [each[0] for each in self.waiting]
         self.asked.clear()
         self.waiting.clear()
         self._out = _Outgoing()
@@ -296,12 +315,17 @@ class TcpOwner:
 
     def _ask(self) -> None:
         while self.waiting and len(self.asked) < REQUESTS_MAX:
-            read, pieces, places = self.waiting.popleft()
+            number, pieces, direction, places = self.waiting.popleft()
             size_bytes = total_bytes(pieces)
             table = np.stack([pieces.remote, pieces.length], axis=1).astype("<u8").tobytes()
-            header = HEADER.pack(REQUEST, len(pieces.length), read, size_bytes)
+            magic = REQUEST if direction is Direction.READ else WRITE
+            header = HEADER.pack(magic, len(pieces.length), number, size_bytes)
             self._out.put(memoryview(header + table))
-            self.asked.append((read, size_bytes, places))
+            if direction is Direction.READ:
+                self.asked.append((number, size_bytes, places))
+            else:
+                self._out.put(*places)
+                self.asked.append((number, 0, []))
 
     def _expect_header(self) -> None:
         self._header, self._is_body = bytearray(HEADER.size), False
@@ -309,9 +333,9 @@ class TcpOwner:
 
     def _heard(self) -> list[int]:
         if self._is_body:
-            read, *_ = self.asked.popleft()
+            number, *_ = self.asked.popleft()
             self._expect_header()
-            return [read]
+            return [number]
         magic, _, number, size_bytes = HEADER.unpack(self._header)
         if not self.asked or (magic, number, size_bytes) != (ANSWER, *self.asked[0][:2]):
             raise ConnectionClosed("its answer makes no sense")

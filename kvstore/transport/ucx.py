@@ -7,7 +7,7 @@
 
 ucxx has no one-sided reads in Python, so the owner's loop takes part. A receive that has completed,
 well or in error, is a place that UCX is done with; others of a peer that has ended or is forgotten
-are not, and end as UNKNOWN.
+are not, and end as UNKNOWN. It takes no writes: a tagged message lands where its receiver says.
 
 Options: none; UCX itself reads UCX_* of the environment.
 """
@@ -25,10 +25,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Outcome, Pieces, TransportCapabilities
+from kvstore.ports import End, Landing, Outcome, Pieces, TransportCapabilities
 from kvstore.transport.loopback import open_descriptor
 from kvstore.transport.pieces import check_pieces, check_within
-from kvstore.wire.mover import Descriptor, Words, array_of, encode, words
+from kvstore.wire.mover import Descriptor, Direction, Words, array_of, encode, words
 
 CONTROL: Final = 1
 DATA: Final = 1 << 62
@@ -80,9 +80,12 @@ class Ucx:
         *,
         arena: NDArray[np.uint8],
         source: NDArray[np.uint8],
+        landing: Landing | None = None,
         options: Mapping[str, str],
     ) -> None:
         """Raises ConfigError: ucxx is not installed, or cannot work here."""
+        if landing is not None:
+            raise ConfigError("the ucx transport takes no writes: use nixl or tcp")
         if options:
             raise ConfigError(f"the ucx transport knows no option {next(iter(options))!r}")
         try:
@@ -124,11 +127,11 @@ class Ucx:
         found = open_descriptor(descriptor, peer=peer, backend="ucx")
         self._owners[peer] = _Owner(found, self._dial(found.details))
 
-    def post_read(self, read: int, peer: str, pieces: Pieces) -> None:
+    def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
         owner = self._owners.get(peer)
         if owner is None:
             raise TransportError(f"{peer} is not connected")
-        check_pieces(pieces, local_bytes=len(self._arena), remote_bytes=owner.found.size_bytes)
+        check_pieces(pieces, direction, local_bytes=len(self._arena), found=owner.found)
         if not owner.endpoint.alive:
             raise TransportError(f"{peer} has ended")
         tag, self._next_tag = self._next_tag, self._next_tag + 1
@@ -142,7 +145,7 @@ class Ucx:
             _UcxRequest(self._address, tag, words(pieces.remote), words(pieces.length))
         )
         requests.append(owner.endpoint.tag_send(self._array(ask), self._tag(CONTROL)))
-        self._reads[read] = _UcxRead(owner, requests, ask)
+        self._reads[number] = _UcxRead(owner, requests, ask)
         self._progress()
 
     def poll(self) -> list[Outcome]:
@@ -231,7 +234,7 @@ class Ucx:
         if len(ask.begin) != len(ask.length) or len(ask.begin) % 8:
             raise TransportError("the arrays of a request are not equally long")
         begin, length = array_of(ask.begin), array_of(ask.length)
-        check_within(begin, length, len(self._source), "the arena")
+        check_within(begin, length, 0, len(self._source), "the arena")
         endpoint = self._readers.get(ask.address)
         if endpoint is None:
             if len(self._readers) >= READERS_MAX:

@@ -5,9 +5,9 @@
       │◀──────────── Registered, or Unable ───│   Unable: it ends
       │── Connect(peer, descriptor) ─────────▶│
       │◀──────── Connected, or Unreachable ───│
-      │── Read(transfer, …), … last=True ────▶│   in parts, which arrive in order
+      │── Move(transfer, …), … last=True ────▶│   in parts, which arrive in order
       │◀──── Done, or Failed, or Limbo ───────│   exactly one; none of a peer that has stopped
-      │── Forget(peer) ──────────────────────▶│   its reads end, if the back end can see to it
+      │── Forget(peer) ──────────────────────▶│   its transfers end, if the back end can see to it
       │◀──────────────────────────── Beat … ──│
 
 Done and Failed say that nothing writes to the places of the transfer any more. Limbo says that only
@@ -22,6 +22,7 @@ bytes or not equally long; ranges that overflow. `decode_*` raises `ProtocolErro
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Annotated, Final, TypeVar
 
@@ -33,7 +34,7 @@ from kvstore.errors import ProtocolError
 from kvstore.wire.bounds import U64, Label, Name, Sentence
 
 PIECES_PER_DATAGRAM_MAX: Final = 4096
-PIECES_PER_READ_MAX: Final = 1 << 17
+PIECES_PER_MOVE_MAX: Final = 1 << 17
 DATAGRAM_BYTES_MAX: Final = 128 << 10
 """Room for the largest: 4,096 pieces are 96 KiB, a descriptor is at most 64."""
 DESCRIPTOR_BYTES_MAX: Final = 64 << 10
@@ -44,6 +45,15 @@ Blob = Annotated[bytes, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]
 Words = Annotated[bytes, msgspec.Meta(max_length=8 * PIECES_PER_DATAGRAM_MAX)]
 """u64, little-endian."""
 Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
+
+
+class Direction(enum.Enum):
+    """Which way the bytes of a transfer go."""
+
+    READ = "read"
+    """From the peer's arena into this node's."""
+    WRITE = "write"
+    """From this node's arena into the peer's landing memory."""
 
 
 class MoverMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -63,16 +73,19 @@ class Begin(MoverMessage, frozen=True):
     options: Annotated[dict[Label, Sentence], msgspec.Meta(max_length=OPTIONS_MAX)]
     """Of the back end, see `transport.backends`."""
     paced: bool = True
+    landing_begin: U64 = 0
+    landing_bytes: U64 = 0
+    """The part of the arena that peers may write to; 0 bytes: none."""
 
 
 class Connect(MoverMessage, frozen=True):
-    """Reads from this peer will follow."""
+    """Transfers from and to this peer will follow."""
 
     peer: Name
     descriptor: Blob
 
 
-class ReadPieces(MoverMessage, tag="Read", frozen=True):
+class MovePieces(MoverMessage, tag="Move", frozen=True):
     """Pieces of a transfer, see `ports.Pieces`; it begins with the last part."""
 
     transfer: U64
@@ -80,6 +93,7 @@ class ReadPieces(MoverMessage, tag="Read", frozen=True):
     local: Words
     remote: Words
     length: Words
+    direction: Direction
     last: bool = True
 
 
@@ -110,35 +124,35 @@ class Unable(MoverMessage, frozen=True):
 
 
 class Connected(MoverMessage, frozen=True):
-    """Answer to Connect: reads may follow. Whether the peer lives, they tell."""
+    """Answer to Connect: transfers may follow. Whether the peer lives, they tell."""
 
     peer: Name
 
 
 class Unreachable(MoverMessage, frozen=True):
-    """Answer to Connect: its reads will fail."""
+    """Answer to Connect: its transfers will fail."""
 
     peer: Name
     reason: Reason
 
 
 class Done(MoverMessage, frozen=True):
-    """All bytes of a transfer are there, and nothing writes to their places any more."""
+    """All bytes of a transfer are there, and nothing touches their places any more."""
 
     transfer: U64
     took_ns: U64
-    """From the last part of its Read."""
+    """From the last part of its Move."""
 
 
 class Failed(MoverMessage, frozen=True):
-    """Bytes are missing, and nothing writes to their places any more."""
+    """Bytes are missing, and nothing touches their places here any more."""
 
     transfer: U64
     reason: Reason
 
 
 class Limbo(MoverMessage, frozen=True):
-    """Bytes are missing, and something may still write to their places until the mover is dead."""
+    """Bytes are missing, and their places here may be in use until the mover is dead."""
 
     transfer: U64
     reason: Reason
@@ -155,12 +169,12 @@ class Beat(MoverMessage, frozen=True):
     """Peers that would read from here and found no room."""
 
 
-FromNode = Begin | Connect | ReadPieces | Forget
+FromNode = Begin | Connect | MovePieces | Forget
 FromMover = Registered | Unable | Connected | Unreachable | Done | Failed | Limbo | Beat
 
 
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a peer needs to read from a mover's arena."""
+    """What a peer needs to read from a mover's arena, and to write to its landing memory."""
 
     backend: Label
     name: Name
@@ -170,6 +184,12 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address of its first byte in the mover, where the back end counts by addresses."""
     details: Blob
     """As the back end makes it."""
+    landing_begin: U64 = 0
+    """Offset in the arena."""
+    landing_bytes: U64 = 0
+    """0: this mover takes no writes."""
+    landing_base: U64 = 0
+    """As `base`, of the first byte of the landing memory."""
 
 
 _T = TypeVar("_T")
@@ -187,11 +207,11 @@ def encode(message: MoverMessage | Descriptor) -> bytes:
 def decode_from_node(data: bytes) -> FromNode:
     """Raises ProtocolError."""
     message = _decode(_from_node, data)
-    if isinstance(message, ReadPieces):
+    if isinstance(message, MovePieces):
         if not len(message.local) == len(message.remote) == len(message.length):
-            raise ProtocolError("the arrays of a read are not equally long")
+            raise ProtocolError("the arrays of a transfer are not equally long")
         if len(message.local) % 8:
-            raise ProtocolError("an array of a read is cut off")
+            raise ProtocolError("an array of a transfer is cut off")
     return message
 
 
@@ -212,14 +232,16 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
         raise ProtocolError("a datagram of a transfer worker is malformed") from None
 
 
-def parts_of(transfer: int, peer: str, arrays: Sequence[NDArray[np.uint64]]) -> list[ReadPieces]:
+def parts_of(
+    transfer: int, peer: str, arrays: Sequence[NDArray[np.uint64]], direction: Direction
+) -> list[MovePieces]:
     """The datagrams of a transfer; `arrays` are local, remote and length of its pieces."""
     count, total = PIECES_PER_DATAGRAM_MAX, len(arrays[0])
     parts = []
     for at in range(0, max(1, total), count):
         local, remote, length = (words(array[at : at + count]) for array in arrays)
         last = at + count >= total
-        parts.append(ReadPieces(transfer, peer, local, remote, length, last=last))
+        parts.append(MovePieces(transfer, peer, local, remote, length, direction, last))
     return parts
 
 

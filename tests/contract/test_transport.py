@@ -10,13 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.testing.index_process import Lab
-from kvstore.testing.transports import (
-    CHECKS,
-    LocalParty,
-    MoverParty,
-    TransportChecks,
-    TransportParty,
-)
+from kvstore.testing.transport_parties import LocalParty, MoverParty, TransportParty
+from kvstore.testing.transports import CHECKS, TransportChecks
 from kvstore.transport.loopback import Hub
 
 Make = Callable[[str], TransportParty]
@@ -28,7 +23,11 @@ _UCX = {"UCX_TLS": _WAY}
 
 def _secure(folder: Path) -> Make:
     lab = Lab(folder)
-    return lambda name: MoverParty(name, "tcp", options=lab.options(name))
+    return lambda name: MoverParty(name, "tcp", options=lab.options(name), has_landing=True)
+
+
+_ucx = partial(MoverParty, environment=_UCX)
+_INSECURE = {"insecure": "yes"}
 
 
 class DeviceParty(LocalParty):
@@ -44,11 +43,15 @@ class DeviceParty(LocalParty):
 MAKERS: dict[str, Callable[[Path], Make]] = {
     "loopback": lambda _: partial(LocalParty, Hub()),
     "loopback-device": lambda _: partial(DeviceParty, Hub()),
-    "nixl": lambda _: partial(MoverParty, backend="nixl", environment=_UCX),
+    "loopback-read-only": lambda _: partial(LocalParty, Hub(), has_landing=False),
+    "nixl": lambda _: partial(_ucx, backend="nixl", has_landing=True),
     "tcp": _secure,
-    "tcp-insecure": lambda _: partial(MoverParty, backend="tcp", options={"insecure": "yes"}),
-    "ucx": lambda _: partial(MoverParty, backend="ucx", environment=_UCX),
+    "tcp-insecure": lambda _: partial(
+        MoverParty, backend="tcp", options=_INSECURE, has_landing=True
+    ),
+    "ucx": lambda _: partial(_ucx, backend="ucx"),
 }
+TAKES_NO_WRITES = ("loopback-read-only", "ucx")
 
 
 @pytest.mark.slow
@@ -57,4 +60,14 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
 @pytest.mark.parametrize("check", CHECKS)
 def test_contract(backend: str, check: str, tmp_path: Path) -> None:
     serves_stopped = "device" in backend or (backend in ("nixl", "ucx") and _WAY != "tcp")
-    getattr(TransportChecks(MAKERS[backend](tmp_path), serves_stopped=serves_stopped), check)()
+    checks = TransportChecks(
+        MAKERS[backend](tmp_path),
+        serves_stopped=serves_stopped,
+        takes_writes=backend not in TAKES_NO_WRITES,
+    )
+    getattr(checks, check)()
+
+
+def test_a_back_end_that_takes_no_writes_refuses_landing_memory() -> None:
+    with pytest.raises(AssertionError, match="the ucx transport takes no writes: use nixl or tcp"):
+        _ucx("a", backend="ucx", has_landing=True)

@@ -30,7 +30,7 @@ from kvstore.peers.mover import (
     Up,
 )
 from kvstore.testing.index_process import Lab
-from kvstore.testing.transports import ALL, ARENA_BYTES, LIMIT_S, MoverParty
+from kvstore.testing.transport_parties import ALL, ARENA_BYTES, LIMIT_S, MoverParty
 from kvstore.transport import guests, watch
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp_ends import Address

@@ -18,6 +18,7 @@ from kvstore.net.tls import peer_identities, server_credentials
 from kvstore.ports import End
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
+from kvstore.wire.mover import Direction
 
 SIZE = 4096
 CALLER = Identity("client", "a")
@@ -91,7 +92,7 @@ def test_of_who_reads_from_the_mover(pki: Path) -> None:
     reader = Tcp("a", arena=memory, source=memory, options=options(pki, "client-a"))
     try:
         reader.connect("b", owner.describe())
-        reader.post_read(1, "b", make_pieces([0], [0], [SIZE]))
+        reader.post(1, "b", make_pieces([0], [0], [SIZE]), Direction.READ)
         outcomes = reader.poll()
         while not outcomes:
             owner.poll()

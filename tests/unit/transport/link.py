@@ -8,7 +8,7 @@ from kvstore.ports import End, Outcome
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.reads import Post, Reads
 from kvstore.units import NS_PER_S
-from kvstore.wire.mover import Done
+from kvstore.wire.mover import Direction, Done
 
 STEP_NS = 50_000
 
@@ -66,9 +66,10 @@ class Link:
             self.ours_bytes += moved
             if left[0] < 1:
                 self._queue.pop(0)
-                self._arriving.append((post.read, self.now_ns + self.latency_ns))
+                self._arriving.append((post.number, self.now_ns + self.latency_ns))
 
 
 def begin(reads: Reads, number: int, size_bytes: int, now_ns: int, peer: str = "b") -> None:
     """A transfer in one piece."""
-    assert reads.begin(number, peer, make_pieces([0], [0], [size_bytes]), now_ns) == []
+    pieces = make_pieces([0], [0], [size_bytes])
+    assert reads.begin(number, peer, pieces, now_ns, Direction.READ) == []

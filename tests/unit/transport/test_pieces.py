@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -15,8 +16,10 @@ from kvstore.transport.pieces import (
     make_pieces,
     total_bytes,
 )
+from kvstore.wire.mover import Descriptor, Direction
 
 ARENA = 64
+PEER = Descriptor("loopback", "b", ARENA, 0, b"")
 
 pieces_lists = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 8)), max_size=12
@@ -68,9 +71,23 @@ def test_what_is_cut_is_all_of_it(rows: list[tuple[int, int, int]], limit: int) 
 )
 def test_a_piece_outside_is_refused(row: tuple[int, int, int]) -> None:
     with pytest.raises(TransportError, match="outside"):
-        check_pieces(_made([(0, 0, 1), row]), local_bytes=ARENA, remote_bytes=ARENA)
+        check_pieces(_made([(0, 0, 1), row]), Direction.READ, local_bytes=ARENA, found=PEER)
 
 
 def test_the_last_byte_is_inside() -> None:
-    check_pieces(_made([(63, 63, 1), (64, 64, 0)]), local_bytes=ARENA, remote_bytes=ARENA)
+    pieces = _made([(63, 63, 1), (64, 64, 0)])
+    check_pieces(pieces, Direction.READ, local_bytes=ARENA, found=PEER)
     assert total_bytes(_made([(63, 63, 1)])) == 1
+
+
+@pytest.mark.parametrize("row", [(0, 7, 1), (0, 7, 2), (0, 0, 8), (0, 16, 1), (0, 8, 9)])
+def test_a_write_outside_of_the_landing_memory_is_refused(row: tuple[int, int, int]) -> None:
+    landing = msgspec.structs.replace(PEER, landing_begin=8, landing_bytes=8)
+    check_pieces(_made([(0, 8, 8)]), Direction.WRITE, local_bytes=ARENA, found=landing)
+    with pytest.raises(TransportError, match="outside of the peer's landing memory"):
+        check_pieces(_made([row]), Direction.WRITE, local_bytes=ARENA, found=landing)
+
+
+def test_a_peer_without_landing_memory_takes_no_writes() -> None:
+    with pytest.raises(TransportError, match="b takes no writes: it has no landing memory"):
+        check_pieces(_made([(0, 0, 1)]), Direction.WRITE, local_bytes=ARENA, found=PEER)

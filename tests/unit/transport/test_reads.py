@@ -11,7 +11,7 @@ from kvstore.ports import End, Outcome
 from kvstore.transport import reads as reads_module
 from kvstore.transport.pieces import make_pieces, total_bytes
 from kvstore.transport.reads import PIECES_PER_POST_MAX, Post, Reads, Told
-from kvstore.wire.mover import Done, Failed, Limbo
+from kvstore.wire.mover import Direction, Done, Failed, Limbo
 from tests.unit.transport.link import begin
 
 BIG = 1 << 30
@@ -25,7 +25,7 @@ def _posts(reads: Reads, now_ns: int = 1) -> list[Post]:
 
 
 def test_nothing_is_done_at_once() -> None:
-    assert Reads().begin(1, "b", make_pieces([], [], []), 1) == [Done(1, 0)]
+    assert Reads().begin(1, "b", make_pieces([], [], []), 1, Direction.READ) == [Done(1, 0)]
 
 
 def test_a_transfer_is_done_with_its_last_post() -> None:
@@ -37,7 +37,7 @@ def test_a_transfer_is_done_with_its_last_post() -> None:
         assert not told
         for post in posts:
             moved += post.size_bytes
-            told += reads.ended(Outcome(post.read, End.DONE), 2)
+            told += reads.ended(Outcome(post.number, End.DONE), 2)
     assert told == [Done(1, 1)]
     assert moved == reads.read_bytes == BIG
     assert reads.under_way == 0
@@ -48,11 +48,11 @@ def test_one_that_failed_ends_when_nothing_of_it_is_under_way() -> None:
     begin(reads, 1, BIG, 1)
     first, *others = _posts(reads)
     assert others
-    assert reads.ended(Outcome(first.read, End.FAILED, "why"), 2) == []
+    assert reads.ended(Outcome(first.number, End.FAILED, "why"), 2) == []
     assert _posts(reads, 10**12) == []
     for post in others[:-1]:
-        assert reads.ended(Outcome(post.read, End.DONE), 2) == []
-    assert reads.ended(Outcome(others[-1].read, End.DONE), 2) == [Failed(1, "why")]
+        assert reads.ended(Outcome(post.number, End.DONE), 2) == []
+    assert reads.ended(Outcome(others[-1].number, End.DONE), 2) == [Failed(1, "why")]
 
 
 @pytest.mark.parametrize("later", [End.DONE, End.FAILED, End.UNKNOWN])
@@ -60,9 +60,9 @@ def test_limbo_is_told_once_and_is_for_ever(later: End) -> None:
     reads = Reads()
     begin(reads, 1, BIG, 1)
     first, *others = _posts(reads)
-    assert reads.ended(Outcome(first.read, End.UNKNOWN, "why"), 2) == [Limbo(1, "why")]
+    assert reads.ended(Outcome(first.number, End.UNKNOWN, "why"), 2) == [Limbo(1, "why")]
     for post in others:
-        assert reads.ended(Outcome(post.read, later), 2) == []
+        assert reads.ended(Outcome(post.number, later), 2) == []
     assert _posts(reads, 10**12) == []
 
 
@@ -74,7 +74,7 @@ def test_peers_do_not_wait_for_each_other() -> None:
     assert {post.peer for post in posts[:2]} == {"b", "c"}
     for post in posts:
         if post.peer == "c":
-            reads.ended(Outcome(post.read, End.DONE), 2)
+            reads.ended(Outcome(post.number, End.DONE), 2)
     assert {post.peer for post in _posts(reads)} == {"c"}
 
 
@@ -94,7 +94,7 @@ def test_peers_without_more_to_post_are_not_looked_at(monkeypatch: pytest.Monkey
     posts = _posts(reads)
     assert [post.peer for post in posts] == [f"peer-{number}" for number in range(100)]
     for post in posts:
-        reads.ended(Outcome(post.read, End.DONE), 2)
+        reads.ended(Outcome(post.number, End.DONE), 2)
     begin(reads, 100, BIG, 3, "peer-7")
     looked.clear()
     assert _posts(reads, 3)
@@ -112,10 +112,10 @@ def test_a_peer_whose_transfer_failed_takes_turns_again() -> None:
     reads = Reads()
     begin(reads, 1, BIG, 1)
     first, *others = _posts(reads)
-    reads.ended(Outcome(first.read, End.FAILED, "why"), 2)
+    reads.ended(Outcome(first.number, End.FAILED, "why"), 2)
     assert reads.next_post(10**12) is None
     for post in others:
-        reads.ended(Outcome(post.read, End.DONE), 3)
+        reads.ended(Outcome(post.number, End.DONE), 3)
     begin(reads, 2, 5, 10**12)
     begin(reads, 3, 5, 10**12, "c")
     begin(reads, 4, 5, 10**12)
@@ -129,18 +129,18 @@ def test_a_forgotten_peer_gets_nothing_more_and_its_transfers_end() -> None:
     begin(reads, 2, BIG, 1)
     assert reads.forget("b", 2) == [Failed(2, "the peer was forgotten")]
     assert _posts(reads) == []
-    told = [each for post in posts for each in reads.ended(Outcome(post.read, End.FAILED), 3)]
+    told = [each for post in posts for each in reads.ended(Outcome(post.number, End.FAILED), 3)]
     assert told == [Failed(1, "the peer was forgotten")]
     begin(reads, 3, 5, 4)
     (post,) = _posts(reads)
-    assert reads.ended(Outcome(post.read, End.DONE), 5) == [Done(3, 1)]
+    assert reads.ended(Outcome(post.number, End.DONE), 5) == [Done(3, 1)]
 
 
 def test_many_pieces_go_in_several_posts() -> None:
     reads = Reads(paced=False)
     count = 2 * PIECES_PER_POST_MAX + 1
     at = [64 * n for n in range(count)]
-    reads.begin(1, "b", make_pieces(at, at, [1] * count), 1)
+    reads.begin(1, "b", make_pieces(at, at, [1] * count), 1, Direction.READ)
     posts = _posts(reads)
     assert [len(post.pieces.length) for post in posts] == [4096, 4096, 1]
 
@@ -164,6 +164,6 @@ def test_all_bytes_are_read_once_in_any_order_of_ends(
         post = under_way.pop(order.randrange(len(under_way)))
         assert post.size_bytes == total_bytes(post.pieces) > 0
         moved += post.size_bytes
-        told += reads.ended(Outcome(post.read, End.DONE), now_ns)
+        told += reads.ended(Outcome(post.number, End.DONE), now_ns)
     assert sorted(each.transfer for each in told) == list(range(len(transfers)))
     assert moved == sum(size for _, size in transfers)

@@ -18,14 +18,14 @@ import pytest
 from kvstore.cli.certs import make_certificates
 from kvstore.client.tls import Identity, TlsFiles
 from kvstore.errors import ConfigError, TransportError
-from kvstore.ports import End, Outcome
+from kvstore.ports import End, Landing, Outcome
 from kvstore.testing.index_process import Lab
 from kvstore.transport import guests, tcp, tcp_ends
 from kvstore.transport.guests import NODE_MAX
 from kvstore.transport.pieces import make_pieces
 from kvstore.transport.tcp import Tcp
 from kvstore.transport.tcp_ends import Address
-from kvstore.wire.mover import Descriptor, decode_descriptor, encode
+from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
 
 SIZE = 4096
 ALL = make_pieces([0], [0], [SIZE])
@@ -53,7 +53,12 @@ def options_of(files: TlsFiles) -> dict[str, str]:
 
 def read(reader: Tcp, owner: Tcp, name: str) -> Outcome:
     """The end of one read, which `owner` answers if it does."""
-    reader.post_read(1, name, ALL)
+    reader.post(1, name, ALL, Direction.READ)
+    return outcome(reader, owner)
+
+
+def outcome(reader: Tcp, owner: Tcp) -> Outcome:
+    """Of what was posted."""
     end_s = time.monotonic() + LIMIT_S
     while time.monotonic() < end_s:
         owner.poll()
@@ -149,11 +154,38 @@ def test_an_address_that_is_none_is_refused(opened: Open, host: object, port: ob
         opened("a", INSECURE).connect("b", described(host, port))
 
 
+@pytest.mark.parametrize("lies", [{"landing_begin": 0}, {"landing_bytes": SIZE}])
+def test_a_write_that_its_owner_did_not_allow_closes_the_connection(
+    opened: Open, lies: dict[str, int]
+) -> None:
+    # What a peer is told bounds an honest one; the owner looks itself, before a byte is written.
+    memory = np.zeros(SIZE, np.uint8)
+    with ExitStack() as stack:
+        landing = Landing(1024, memory[1024:2048])
+        owner = Tcp("b", arena=memory, source=memory, landing=landing, options=INSECURE)
+        stack.callback(owner.close)
+        writer = opened("a", INSECURE)
+        told = decode_descriptor(owner.describe())
+        writer.connect("b", encode(msgspec.structs.replace(told, **lies)))
+        at = lies.get("landing_begin", 1025)
+        writer.post(1, "b", make_pieces([0], [at], [1024]), Direction.WRITE)
+        ended = outcome(writer, owner)
+        assert ended.end is End.FAILED
+        assert not memory.any()
+        writer.forget("b")
+        writer.connect("b", owner.describe())
+        writer.post(1, "b", make_pieces([0], [1024], [1024]), Direction.WRITE)
+        assert outcome(writer, owner).end is End.DONE
+        assert (memory[1024:2048] == ord("a")).all()
+        assert not memory[:1024].any()
+        assert not memory[2048:].any()
+
+
 def test_a_scope_that_is_none_fails_its_read_only(opened: Open) -> None:
     reader, owner = opened("a", INSECURE), opened("c", INSECURE)
     reader.connect("b", described("fe80::1%\0", 80))
     with pytest.raises(TransportError, match="b cannot be reached"):
-        reader.post_read(1, "b", ALL)
+        reader.post(1, "b", ALL, Direction.READ)
     reader.connect("c", owner.describe())
     assert read(reader, owner, "c").end is End.DONE
 
@@ -213,7 +245,7 @@ def test_who_does_not_answer_is_given_up(
     reader = opened("a", options_of(lab.files("node", "a")))
     reader.connect("b.node.kvstore", silent.describe())
     for number in (1, 2):
-        reader.post_read(number, "b.node.kvstore", ALL)
+        reader.post(number, "b.node.kvstore", ALL, Direction.READ)
         (outcome,) = reader.poll()
         assert outcome.end is End.FAILED
         assert "it does not answer" in outcome.reason

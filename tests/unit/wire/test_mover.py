@@ -10,12 +10,13 @@ from hypothesis import given, strategies as st
 from kvstore.errors import ProtocolError
 from kvstore.wire import mover as wire
 
+READ, WRITE = wire.Direction.READ, wire.Direction.WRITE
 ARRAY = wire.words(np.array([1, 2**40], np.uint64))
 
 FROM_NODE = [
     wire.Begin("nixl", "a", 4096, {"plugin": "UCX"}, paced=False),
     wire.Connect("b", b"x" * 100),
-    wire.ReadPieces(7, "b", ARRAY, ARRAY, ARRAY, last=False),
+    wire.MovePieces(7, "b", ARRAY, ARRAY, ARRAY, WRITE, last=False),
     wire.Forget("b"),
 ]
 FROM_MOVER = [
@@ -42,11 +43,12 @@ def test_what_a_mover_says_arrives(message: wire.FromMover) -> None:
 
 def test_the_largest_datagram_has_room() -> None:
     full = bytes(8 * wire.PIECES_PER_DATAGRAM_MAX)
-    data = wire.encode(wire.ReadPieces(2**63 - 1, "b" * 255, full, full, full))
+    data = wire.encode(wire.MovePieces(2**63 - 1, "b" * 255, full, full, full, WRITE))
     assert len(data) <= wire.DATAGRAM_BYTES_MAX
-    assert isinstance(wire.decode_from_node(data), wire.ReadPieces)
+    assert isinstance(wire.decode_from_node(data), wire.MovePieces)
+    longer = wire.MovePieces(1, "b", full + bytes(8), full, full, READ)
     with pytest.raises(ProtocolError):
-        wire.decode_from_node(wire.encode(wire.ReadPieces(1, "b", full + bytes(8), full, full)))
+        wire.decode_from_node(wire.encode(longer))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_the_largest_datagram_has_room() -> None:
 )
 def test_arrays_that_do_not_fit_are_refused(arrays: tuple[bytes, bytes, bytes]) -> None:
     with pytest.raises(ProtocolError):
-        wire.decode_from_node(wire.encode(wire.ReadPieces(1, "b", *arrays)))
+        wire.decode_from_node(wire.encode(wire.MovePieces(1, "b", *arrays, READ)))
 
 
 def test_each_side_takes_only_what_the_other_says() -> None:
@@ -92,7 +94,9 @@ def test_arrays_come_back(numbers: list[int]) -> None:
 @pytest.mark.parametrize("count", [0, 1, 4096, 4097, 9000])
 def test_a_transfer_goes_in_parts_of_which_one_is_the_last(count: int) -> None:
     numbers = np.arange(count, dtype=np.uint64)
-    parts = wire.parts_of(7, "b", (numbers, numbers + np.uint64(1), numbers + np.uint64(2)))
+    arrays = (numbers, numbers + np.uint64(1), numbers + np.uint64(2))
+    parts = wire.parts_of(7, "b", arrays, WRITE)
+    assert {part.direction for part in parts} == {WRITE}
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     for at, field in enumerate(("local", "remote", "length")):
         joined = b"".join(getattr(part, field) for part in parts)
