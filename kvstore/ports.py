@@ -10,7 +10,7 @@ IndexStore  who holds which block             stores/redis.py, stores/local.py (
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -21,15 +21,6 @@ from kvstore.index.feed import Event, Verdict
 from kvstore.index.index import Answer, Member, Statistics
 from kvstore.types import Generation, SlotId, SpaceId
 from kvstore.wire.mover import Direction
-
-
-class Capabilities(msgspec.Struct, frozen=True):
-    """What a tier can do, asked of the tier itself, never guessed from its name."""
-
-    shareable: bool
-    """Its memory can be handed to another process as file descriptors."""
-    huge_pages: bool
-    persistent: bool
 
 
 class Clock(Protocol):
@@ -47,11 +38,6 @@ class Memory(Protocol):
     The tier moves no block by itself. `slot` is in pages of PAGE_BYTES. Callers guarantee that
     ranges lie within `capacity_bytes`; implementations assert it.
     """
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What was found when the tier was opened."""
-        ...
 
     @property
     def capacity_bytes(self) -> int:
@@ -125,15 +111,20 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-class TransportCapabilities(msgspec.Struct, frozen=True):
-    """What a back end can do with this memory, found when it was opened."""
+class TransportCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a back end can do, asked of its class: nothing is guessed from its name."""
 
-    one_sided: bool
-    """The owner's program does no work for what others read."""
-    read_only_source: bool
-    """Peers are given a mapping that cannot be written through."""
-    secure: bool
-    """Peers prove who they are, and bytes are encrypted."""
+    takes_writes: bool
+    """It can have landing memory."""
+    ends_forgotten: bool
+    """The reads of a peer that is forgotten end. Where they do not, only the mover's death ends
+    them."""
+    is_secure: bool
+    """Given certificates, peers prove who they are and bytes are encrypted; it takes the address
+    and the files that the node has for its peers."""
+    options: Mapping[str, str]
+    """What an operator may set, and the form of its value; a name that ends in OPTION stands for
+    all that begin like it."""
 
 
 class Transport(Protocol):
@@ -153,7 +144,13 @@ class Transport(Protocol):
 
     @property
     def capabilities(self) -> TransportCapabilities:
-        """What was found when it was opened."""
+        """Of its class."""
+        ...
+
+    @staticmethod
+    def is_at(details: bytes, host: str) -> bool:
+        """Whether the details of a descriptor name no other machine than `host`, as far as they
+        name any."""
         ...
 
     def describe(self) -> bytes:

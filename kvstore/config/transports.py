@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.errors import ConfigError
-from kvstore.transport.backends import NAMES
+from kvstore.transport.backends import BACKENDS
 
 PLAIN: Final = (
     "--transport %s: blocks move unencrypted, without authentication, to everybody that reaches the"
@@ -45,14 +45,16 @@ class TransportConfig:
 def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
     """Raises ConfigError."""
     name, *parts = (text or _default(has_tls=has_tls)).split(",")
-    if name not in NAMES:
-        raise ConfigError(f"transport {name!r} must be one of {', '.join(NAMES)}")
+    if name not in BACKENDS:
+        raise ConfigError(f"transport {name!r} must be one of {', '.join(BACKENDS)}")
+    can = BACKENDS[name].capabilities
+    forms = {**can.options, "pace": "on|off"}
     options: dict[str, str] = {}
     for part in parts:
         key, is_there, value = part.partition("=")
-        if not is_there or not value or not _is_known(name, key) or key in options:
+        if not is_there or not value or not _is_known(forms, key) or key in options:
             raise ConfigError(
-                f"transport {text!r} cannot have {part!r}: write {_forms(name)}, each once"
+                f"transport {text!r} cannot have {part!r}: write {_written(forms)}, each once"
             )
         options[key] = value
     pace = options.pop("pace", "off")
@@ -66,7 +68,7 @@ def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
         port=int(port),
         options=options,
         is_paced=_SWITCH[pace],
-        is_plain=has_tls and name != "tcp",
+        is_plain=has_tls and not can.is_secure,
     )
 
 
@@ -75,12 +77,17 @@ def _default(*, has_tls: bool) -> str:
     return "nixl" if has_nixl and not has_tls else "tcp"
 
 
+<<<<<<< HEAD
 def _is_known(name: str, key: str) -> bool:
     if name == "nixl" and key.startswith("plugin."):
         return len(key) > len("plugin.")
     return key in {"tcp": ("port", "pace"), "nixl": ("plugin", "pace")}.get(name, ("pace",))
+=======
+def _is_known(forms: Mapping[str, str], key: str) -> bool:
+    prefix, dot, rest = key.partition(".")
+    return bool(rest) and f"{prefix}{dot}OPTION" in forms if dot else key in forms
+>>>>>>> dfaf92b (Back ends are asked for capabilities, never compared by name; those that nobody read are gone)
 
 
-def _forms(name: str) -> str:
-    forms = {"tcp": "port=NUMBER, ", "nixl": "plugin=NAME, plugin.OPTION=VALUE, ", "ucx": ""}
-    return f"{forms[name]}pace=on|off"
+def _written(forms: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in forms.items())

@@ -26,8 +26,6 @@ from kvstore.ports import Clock, Pieces
 from kvstore.units import NS_PER_S
 
 IDLE_POLL_S: Final = 1.0
-FORGET_READS: Final = frozenset({"tcp"})
-"""Back ends that know the end of a read of a peer that they forget (ADR 23)."""
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +150,7 @@ class MoverHost:
     def _take(self, event: MoverEvent) -> None:
         match event:
             case Up(registered=registered):
-                self._forgets_reads = registered.backend in FORGET_READS
+                self._forgets_reads = registered.ends_forgotten
                 self._become(registered.descriptor, "")
                 self._connected.clear()
             case Down(reason=reason):

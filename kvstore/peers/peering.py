@@ -34,6 +34,7 @@ from kvstore.ports import Clock
 from kvstore.proto import loans
 from kvstore.proto.peer_pb2_grpc import add_PeersServicer_to_server
 from kvstore.proto.rows import TransferReport
+from kvstore.transport.backends import BACKENDS
 from kvstore.types import SlotId
 from kvstore.units import NS_PER_S
 from kvstore.wire.load import Load
@@ -214,7 +215,7 @@ class Peering:
 def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:
     """Of the back end."""
     options = dict(peers.transport.options)
-    if peers.transport.name != "tcp":
+    if not BACKENDS[peers.transport.name].capabilities.is_secure:
         return options
     host = f"[{peers.host}]" if ":" in peers.host else peers.host
     options["listen"] = f"{host}:{peers.transport.port}"

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvstore.arena import Arena
-from kvstore.ports import Capabilities
 from kvstore.types import PAGE_BYTES, Generation, SlotId
 from kvstore.units import MIB, format_size
 
@@ -72,10 +71,6 @@ class DramTier:
     @property
     def arena(self) -> Arena:
         return self._arena
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(shareable=True, huge_pages=self._arena.huge_pages, persistent=False)
 
     @property
     def capacity_bytes(self) -> int:

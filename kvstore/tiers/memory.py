@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstore.ports import Capabilities
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, Generation, SlotId
 
 
@@ -21,10 +20,6 @@ class MemoryTier:
         self._bytes = np.zeros(capacity_bytes, np.uint8)
         self._generations: dict[int, int] = {}
         self.heartbeat_ns = 0
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(shareable=False, huge_pages=False, persistent=False)
 
     @property
     def capacity_bytes(self) -> int:

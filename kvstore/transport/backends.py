@@ -1,20 +1,21 @@
-"""A back end by its name. Each is loaded only when it is asked for."""
+"""A back end by its name. Its library is loaded only when it is opened."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.ports import Landing, Transport
-from kvstore.transport.tcp_ends import Address
+from kvstore.transport.nixl import Nixl
+from kvstore.transport.tcp import Tcp
+from kvstore.transport.ucx import Ucx
 from kvstore.wire.mover import DESCRIPTOR_BYTES_MAX, decode_descriptor, encode
 
-NAMES: Final = ("nixl", "tcp", "ucx")
+BACKENDS: Final[Mapping[str, type[Nixl | Tcp | Ucx]]] = {"nixl": Nixl, "tcp": Tcp, "ucx": Ucx}
 
 
 def is_at(descriptor: bytes, address: str) -> bool:
@@ -22,16 +23,14 @@ def is_at(descriptor: bytes, address: str) -> bool:
     tells: a peer must not have others dial whom it likes, nor give a mover what none would."""
     try:
         found = decode_descriptor(descriptor)
-        # Read in one way only: a field that comes twice may be read as another by the mover.
-        if len(descriptor) > DESCRIPTOR_BYTES_MAX or encode(found) != descriptor:
-            return False
-        if found.backend != "tcp":
-            return True
-        told = msgspec.msgpack.decode(found.details, type=Address)
-    except (ProtocolError, msgspec.DecodeError, UnicodeDecodeError):
+    except ProtocolError:
         return False
+    # Read in one way only: a field that comes twice may be read as another by the mover.
+    if len(descriptor) > DESCRIPTOR_BYTES_MAX or encode(found) != descriptor:
+        return False
+    backend = BACKENDS.get(found.backend.partition("/")[0])
     host = address.rpartition(":")[0].strip("[]")
-    return msgspec.msgpack.encode(told) == found.details and told.host == host
+    return backend is None or backend.is_at(found.details, host)
 
 
 def open_transport(
@@ -50,18 +49,10 @@ def open_transport(
         ConfigError: no such back end, it is not installed or takes no writes, or its options are
             wrong.
     """
-    match backend:
-        case "nixl":
-            from kvstore.transport.nixl import Nixl
-
-            return Nixl(name, arena=arena, source=source, landing=landing, options=options)
-        case "tcp":
-            from kvstore.transport.tcp import Tcp
-
-            return Tcp(name, arena=arena, source=source, landing=landing, options=options)
-        case "ucx":
-            from kvstore.transport.ucx import Ucx
-
-            return Ucx(name, arena=arena, source=source, landing=landing, options=options)
-        case _:
-            raise ConfigError(f"there is no transport {backend!r}: use {', '.join(NAMES)}")
+    found = BACKENDS.get(backend)
+    if found is None:
+        raise ConfigError(f"there is no transport {backend!r}: use {', '.join(BACKENDS)}")
+    if landing is not None and not found.capabilities.takes_writes:
+        able = [each for each, its in BACKENDS.items() if its.capabilities.takes_writes]
+        raise ConfigError(f"the {backend} transport takes no writes: use {' or '.join(able)}")
+    return found(name, arena=arena, source=source, landing=landing, options=options)

@@ -104,14 +104,11 @@ class MoverLoop:
         """What the node has not taken yet: at most an answer to each message, and a beat."""
         self._next_beat_ns = 0
         self._ended = False
-        can = transport.capabilities
         self._tell(
             wire.Registered(
                 backend=begin.backend,
                 descriptor=transport.describe(),
-                one_sided=can.one_sided,
-                read_only_source=can.read_only_source,
-                secure=can.secure,
+                ends_forgotten=transport.capabilities.ends_forgotten,
             )
         )
 

@@ -64,6 +64,13 @@ class _NixlMove(NamedTuple):
 class Nixl:
     """A `Transport` over NIXL."""
 
+    capabilities = TransportCapabilities(
+        takes_writes=True,
+        ends_forgotten=False,
+        is_secure=False,
+        options={"plugin": "NAME", "plugin.OPTION": "VALUE"},
+    )
+
     def __init__(
         self,
         name: str,
@@ -88,11 +95,10 @@ class Nixl:
         except self._faults as error:
             raise ConfigError(f"NIXL cannot open its plugin {self._plugin}: {error}") from None
         self._register(arena)
-        self._read_only = True
         try:
             self._register(source)
         except self._faults:
-            source, self._read_only = arena, False
+            source = arena
         self._told = [source]
         """Mapped for as long as peers may use them."""
         if landing is not None:
@@ -122,9 +128,9 @@ class Nixl:
     refused_count = 0
     """Its peers are not known here."""
 
-    @property
-    def capabilities(self) -> TransportCapabilities:
-        return TransportCapabilities(one_sided=True, read_only_source=self._read_only, secure=False)
+    @staticmethod
+    def is_at(details: bytes, host: str) -> bool:
+        return True
 
     def describe(self) -> bytes:
         return self._described

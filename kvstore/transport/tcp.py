@@ -60,6 +60,10 @@ LABEL_CHARS_MAX: Final = 63
 class Tcp:
     """A `Transport` over TCP and TLS."""
 
+    capabilities = TransportCapabilities(
+        takes_writes=True, ends_forgotten=True, is_secure=True, options={"port": "NUMBER"}
+    )
+
     def __init__(
         self,
         name: str,
@@ -94,10 +98,13 @@ class Tcp:
         self._outcomes: list[Outcome] = []
         self.refused_count = 0
 
-    @property
-    def capabilities(self) -> TransportCapabilities:
-        secure = self._theirs is not None
-        return TransportCapabilities(one_sided=False, read_only_source=True, secure=secure)
+    @staticmethod
+    def is_at(details: bytes, host: str) -> bool:
+        try:
+            told = msgspec.msgpack.decode(details, type=Address)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        return msgspec.msgpack.encode(told) == details and told.host == host
 
     def describe(self) -> bytes:
         details = msgspec.msgpack.encode(self._address)

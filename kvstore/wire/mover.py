@@ -112,9 +112,8 @@ class Registered(MoverMessage, frozen=True):
     backend: Label
     descriptor: Blob
     """For movers of other nodes."""
-    one_sided: bool
-    read_only_source: bool
-    secure: bool
+    ends_forgotten: bool
+    """The back end ends the reads of a peer that it forgets."""
 
 
 class Unable(MoverMessage, frozen=True):

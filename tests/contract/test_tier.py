@@ -41,7 +41,6 @@ def tier(request: pytest.FixtureRequest) -> Iterator[Memory]:
 def test_it_is_a_tier(tier: Memory) -> None:
     assert isinstance(tier, Memory)
     assert tier.capacity_bytes == tier.ready_bytes == CAPACITY_BYTES
-    assert not tier.capabilities.persistent
 
 
 def test_generations_start_at_one(tier: Memory) -> None:

@@ -370,8 +370,6 @@ _WRITER = """if True:
 def test_a_remote_write_changes_nothing(opened: ExitStack, tls: str) -> None:
     environment = {"UCX_TLS": tls}
     peer = _peer(opened, MoverSettings("nixl", "b", environment=environment))
-    assert peer.registered is not None
-    assert peer.registered.read_only_source
     before = peer.arena.copy()
     done = subprocess.run(
         [sys.executable, "-c", _WRITER, peer.descriptor().hex()],

@@ -33,6 +33,42 @@ SLEEP_ALLOWED = {
 }
 
 
+BACKEND_NAMES = ("nixl", "ucx", "tcp")
+"""Of transports, whose capabilities are asked; the schemes of URLs are compared as `kind`."""
+
+
+def _compared_back_ends(tree: ast.AST) -> Iterator[int]:
+    """Lines that compare something with the name of a back end."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            names = {
+                each.value
+                for side in sides
+                for each in ast.walk(side)
+                if isinstance(each, ast.Constant)
+            }
+            if names & set(BACKEND_NAMES) and "kind" not in map(_dotted, sides):
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "line", ["transport.name != 'tcp'", "found.backend in ('nixl', 'ucx')", "'tcp' == name"]
+)
+def test_a_back_end_compared_by_its_name_is_seen(line: str) -> None:
+    assert list(_compared_back_ends(ast.parse(line))) == [1]
+
+
+def test_back_ends_are_asked_for_capabilities() -> None:
+    compared = [
+        f"{file}:{line}"
+        for file in python_files()
+        if file.parts[0] in ("kvstore", "connector")
+        for line in _compared_back_ends(ast.parse((ROOT / file).read_text()))
+    ]
+    assert compared == []
+
+
 def _dotted(node: ast.expr) -> str:
     match node:
         case ast.Name(name):

@@ -20,7 +20,7 @@ FROM_NODE = [
     wire.Forget("b"),
 ]
 FROM_MOVER = [
-    wire.Registered("nixl", b"d", one_sided=True, read_only_source=True, secure=False),
+    wire.Registered("nixl", b"d", ends_forgotten=True),
     wire.Unable("why"),
     wire.Connected("b"),
     wire.Unreachable("b", "why"),
