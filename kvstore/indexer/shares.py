@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import grpc
 
+from kvstore.net.calls import READ_TIMEOUT_S, Context, Details, RefusedCall, only_message
 from kvstore.net.tls import peer_identities
 from kvstore.proto import index_pb2 as pb
 from kvstore.types import KEY_BYTES
@@ -37,13 +38,9 @@ SMALL_KEYS: Final = 1024
 REST_MAX_S: Final = 0.2
 TOKENS_PER_KEY: Final = 16
 """So many are as much work, at the least."""
-READ_TIMEOUT_S: Final = 5.0
-"""For the message of a call whose turn it is."""
 
 _log = logging.getLogger(__name__)
-Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Any], Any]
-Details = grpc.HandlerCallDetails
 
 
 class _Share:
@@ -137,7 +134,7 @@ class Shares(grpc.aio.ServerInterceptor):
             async with self._place(context) as share:
                 async with share.turn:
                     await share.rest()
-                    request = await _read(context)
+                    request = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
                     keys = _keys_of(request)
                     await share.take(keys)
                 begin_s = asyncio.get_running_loop().time()
@@ -153,7 +150,7 @@ class Shares(grpc.aio.ServerInterceptor):
         async def guarded(_: AsyncIterator[Any], context: Context) -> None:
             async with self._place(context, watches=1) as share:
                 async with share.turn:
-                    request = await _read(context)
+                    request = await only_message(context, asyncio.timeout(READ_TIMEOUT_S))
                 await behavior(request, context)
 
         return guarded
@@ -181,6 +178,8 @@ class Shares(grpc.aio.ServerInterceptor):
         share.watches += watches
         try:
             yield share
+        except RefusedCall as error:
+            await context.abort(error.code, str(error))
         finally:
             share.calls -= 1
             share.watches -= watches
@@ -200,22 +199,6 @@ def caller(context: Context) -> str:
     """Whose share a call is of."""
     names = sorted(map(str, peer_identities(context.auth_context())))
     return "+".join(names) or context.peer()
-
-
-async def _read(context: Context) -> Any:
-    """Not from the iterator that a handler is given: that one is part of a cycle with what it has
-    read, which lasts until garbage is collected."""
-    try:
-        async with asyncio.timeout(READ_TIMEOUT_S):
-            request = await context.read()
-    except TimeoutError:
-        why = f"no message came within {READ_TIMEOUT_S:.0f} s"
-    else:
-        if request is not grpc.aio.EOF:
-            return request
-        why = "a call has one message"
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-    raise AssertionError("abort raises")
 
 
 def _keys_of(request: Any) -> int:

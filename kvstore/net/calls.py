@@ -21,7 +21,7 @@ from typing import Any, Final
 import grpc
 
 READ_TIMEOUT_S: Final = 5.0
-"""For the message of a call."""
+"""For the message of a call, once it may be read."""
 SILENT_MAX: Final = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -29,11 +29,28 @@ Details = grpc.HandlerCallDetails
 
 
 class RefusedCall(Exception):
-    """What a behavior raises to answer with a status and one sentence."""
+    """Raised where a call is answered with a status and one sentence."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)
         self.code = code
+
+
+async def only_message(context: Context, limit: asyncio.Timeout) -> Any:
+    """The message of a call that has one. Not from the iterator that a handler is given: that one
+    is part of a cycle with what it has read, which lasts until garbage is collected.
+
+    Raises:
+        RefusedCall: none came within `limit`, or the call has none.
+    """
+    try:
+        async with limit:
+            request = await context.read()
+    except TimeoutError:
+        raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, "no message came in time") from None
+    if request is grpc.aio.EOF:
+        raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, "a call has one message")
+    return request
 
 
 class Calls(grpc.aio.ServerInterceptor):
@@ -65,16 +82,15 @@ class Calls(grpc.aio.ServerInterceptor):
 
     def _answers(self, behavior: Callable[[Any, Any], Any]) -> Callable[[Any, Context], Any]:
         async def answer(_: object, context: Context) -> Any:
-            request = await self._request(context)
-            if self._count >= self._count_max:
-                text = f"{self._count_max} questions wait already: ask again later"
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-            self._count += 1
-            doing = asyncio.get_running_loop().run_in_executor(
-                self._pool, behavior, request, context
-            )
-            doing.add_done_callback(self._done)
             try:
+                request = await self._request(context)
+                if self._count >= self._count_max:
+                    text = f"{self._count_max} questions wait already: ask again later"
+                    raise RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+                self._count += 1
+                loop = asyncio.get_running_loop()
+                doing = loop.run_in_executor(self._pool, behavior, request, context)
+                doing.add_done_callback(self._done)
                 # What is cancelled stays in the queue of the pool, where nobody would count it.
                 return await asyncio.shield(doing)
             except RefusedCall as error:
@@ -88,23 +104,13 @@ class Calls(grpc.aio.ServerInterceptor):
             doing.exception()  # its caller may be gone, and then nobody asks for it
 
     async def _request(self, context: Context) -> Any:
-        loop = asyncio.get_running_loop()
         if len(self._silent) >= SILENT_MAX:
             oldest = next(iter(self._silent))
             del self._silent[oldest]
-            oldest.reschedule(loop.time())
+            oldest.reschedule(asyncio.get_running_loop().time())
+        limit = asyncio.timeout(READ_TIMEOUT_S)
+        self._silent[limit] = None
         try:
-            async with asyncio.timeout(READ_TIMEOUT_S) as limit:
-                self._silent[limit] = None
-                try:
-                    request = await context.read()
-                finally:
-                    self._silent.pop(limit, None)
-        except TimeoutError:
-            why = "no message came in time"
-        else:
-            if request is not grpc.aio.EOF:
-                return request
-            why = "a call has one message"
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, why)
-        raise AssertionError("abort raises")
+            return await only_message(context, limit)
+        finally:
+            self._silent.pop(limit, None)
