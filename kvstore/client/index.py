@@ -145,16 +145,22 @@ class IndexClient:
         reply = self._ask(lambda stub: stub.Match, request, timeout_s)
         return feeds.answer_of(reply)
 
-    def nodes(self, *, timeout_s: float | None = None) -> Members:
-        """All nodes. Raises IndexUnavailable."""
-        reply = self._ask(lambda stub: stub.Nodes, pb.NodesRequest(), timeout_s)
+    def nodes(self, *, engines: bool = False, timeout_s: float | None = None) -> Members:
+        """All nodes, with the engines that they serve if wanted. Raises IndexUnavailable."""
+        request = pb.NodesRequest(engines=engines)
+        reply = self._ask(lambda stub: stub.Nodes, request, timeout_s)
         trust = feeds.trust_of(reply.trust)
         return Members(Trust.STALE if trust is None else trust, _members(reply.nodes))
 
     def watch(
-        self, *, nodes: bool = True, prefix: tuple[str, bytes, bytes | Tokens] | None = None
+        self,
+        *,
+        nodes: bool = True,
+        engines: bool = False,
+        prefix: tuple[str, bytes, bytes | Tokens] | None = None,
     ) -> Iterator[News]:
-        """News of the nodes, of a prefix (tenant, space, prompt), or both, until it is closed.
+        """News of the nodes, with their engines if wanted, of a prefix (tenant, space, prompt), or
+        both, until it is closed.
 
         Read it steadily: who does not is hung up on. After a fail-over the first news are all there
         is, again, and who went meanwhile.
@@ -165,7 +171,9 @@ class IndexClient:
         """
         self._check_open()
         request = pb.WatchRequest(
-            nodes=nodes, prefix=_match_request(*prefix) if prefix is not None else None
+            nodes=nodes,
+            engines=engines,
+            prefix=_match_request(*prefix) if prefix is not None else None,
         )
         return self._news(request)
 
@@ -276,7 +284,7 @@ def channel_options() -> list[tuple[str, Any]]:
     return [
         # Addresses are not in certificates; that it is an index is.
         ("grpc.ssl_target_name_override", ANY_INDEX),
-        ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
+        ("grpc.max_receive_message_length", feeds.REPLY_BYTES_MAX),
         # A pool that others share would share how long they waited before they try again, too.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.min_reconnect_backoff_ms", RECONNECT_MIN_MS),
@@ -347,6 +355,7 @@ def _members(rows: Sequence[pb.Node]) -> list[Member]:
             feeds.trust_of(row.trust),
             row.sequence,
             feeds.load_of(row),
+            feeds.engines_of(row.engines),
         )
         for row in rows
     ]

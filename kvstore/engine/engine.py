@@ -64,7 +64,7 @@ from kvstore.engine.why.explain import Explain
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.learned import Learned, within_bounds
-from kvstore.wire.load import Load
+from kvstore.wire.load import EngineEntry, Load
 from kvstore.wire.messages import (
     Compared,
     Distrust,
@@ -337,6 +337,10 @@ class Engine:
     def load(self) -> Load:
         """What this node does, without what it does with others."""
         return report.load(self._state)
+
+    def engines(self) -> tuple[EngineEntry, ...]:
+        """The engines that this node serves, for the index."""
+        return report.engines(self._state)
 
     def tiers(self) -> list[report.TierReport]:
         """One row per tier."""

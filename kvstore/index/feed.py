@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from kvstore.types import Incarnation, SpaceId, Tier
-from kvstore.wire.load import Load
+from kvstore.wire.load import EngineEntry, Load
 
 BEAT_MS: Final = 1000
 """A node that has nothing to say repeats itself this often."""
@@ -141,6 +141,15 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="Part"):
     stored: tuple[Stored, ...]
 
 
+class Registry(msgspec.Struct, frozen=True, tag=True):
+    """All engines that the node serves now. What it said of them before is void."""
+
+    node: str
+    incarnation: Incarnation
+    stream: int
+    engines: tuple[EngineEntry, ...]
+
+
 class FeedClosed(msgspec.Struct, frozen=True, tag="Closed"):
     """The stream ended or broke."""
 
@@ -155,7 +164,7 @@ class ConnectRefused(msgspec.Struct, frozen=True, tag="Refused"):
     node: str
 
 
-Word = Delta | FeedBeat | SnapshotPart
+Word = Delta | FeedBeat | SnapshotPart | Registry
 """What comes on an open stream."""
 Event = Hello | Word | FeedClosed | ConnectRefused
 
@@ -221,6 +230,8 @@ class Feed:
         self.sequence = 0
         self.load: Load | None = None
         """What its incarnation told last."""
+        self.engines: tuple[EngineEntry, ...] = ()
+        """The same."""
         self._incarnation = Incarnation(0)
         self._replaced: deque[Incarnation] = deque(maxlen=_REPLACED_MAX)
         self._stream = 0
@@ -275,6 +286,9 @@ class Feed:
                 return self._beat(event.sequence, now_ms)
             case SnapshotPart():
                 return self._part(event, now_ms)
+            case Registry(engines=engines):
+                self.engines = engines
+                return _GO_ON
 
     @property
     def incarnation(self) -> Incarnation:
@@ -334,6 +348,7 @@ class Feed:
         self._spoke(now_ms)
         if is_new:
             self._phase, self.sequence, self.load = _Phase.EXACT, 0, None
+            self.engines = ()
         abandon = self._phase is _Phase.FILLING
         if abandon or self._phase is _Phase.ASKED or hello.sequence != self.sequence:
             self.sequence = hello.sequence

@@ -19,7 +19,7 @@ from kvstore.index.feed import OUT_MS, Event, Feed, Hello, Trust, Verdict
 from kvstore.index.holdings import Holdings
 from kvstore.index.places import Place, Places, Scope
 from kvstore.types import Incarnation, SpaceId, Tier
-from kvstore.wire.load import Load
+from kvstore.wire.load import EngineEntry, Load
 
 SWEEP_ROWS: Final = 25_000
 """Rows that one `tick` looks at, while there is something void: about a millisecond."""
@@ -68,6 +68,8 @@ class Member(msgspec.Struct, frozen=True):
     sequence: int
     load: Load | None = None
     """None: it told none yet."""
+    engines: tuple[EngineEntry, ...] = ()
+    """That it serves."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -201,7 +203,9 @@ class Index:
         """Everybody who is not forgotten, by name."""
         self._review(now_ms)
         return [
-            Member(name, its.incarnation, its.address, node.trust, its.sequence, its.load)
+            Member(
+                name, its.incarnation, its.address, node.trust, its.sequence, its.load, its.engines
+            )
             for name, node in sorted(self.nodes.items())
             for its in (node.feed,)
         ]

@@ -72,7 +72,7 @@ _OPTIONS: Final = (
     # Or a second replica could take the same port, and half of the calls.
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", feeds.MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", feeds.REPLY_BYTES_MAX),
     ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION_MAX),
     # Of what nobody reads yet no more than this is taken in, of each call.
     ("grpc.http2.bdp_probe", 0),

@@ -49,6 +49,7 @@ from kvstore.ports import IndexStore
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexServicer
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId
+from kvstore.wire.load import EngineEntry
 
 FEED_COUNT_MAX: Final = 4096
 WATCHER_COUNT_MAX: Final = 64
@@ -67,7 +68,7 @@ TICK_S: Final = 0.1
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
-News = tuple[Incarnation, str, Trust | None]
+News = tuple[Incarnation, str, Trust | None, tuple[EngineEntry, ...]]
 """What a watcher is told of at once. Sequence numbers and loads move all the time."""
 
 
@@ -88,8 +89,8 @@ class IndexCounters:
 class _Sight:
     """The nodes as watchers see them, taken from the store once a period for all of them."""
 
-    def __init__(self, store: IndexStore) -> None:
-        self._store = store
+    def __init__(self, store: IndexStore, *, engines: bool) -> None:
+        self._store, self._engines = store, engines
         self._due_ms = 0
         self._news: dict[str, News] = {}
         self.members: dict[str, Member] = {}
@@ -100,7 +101,12 @@ class _Sight:
             self._due_ms = now_ms + int(WATCH_PERIOD_S * 1000)
             self.members = {member.node: member for member in self._store.members(now_ms)}
             news = {
-                name: (its.incarnation, its.address, its.trust)
+                name: (
+                    its.incarnation,
+                    its.address,
+                    its.trust,
+                    its.engines if self._engines else (),
+                )
                 for name, its in self.members.items()
             }
             if news != self._news:
@@ -127,8 +133,9 @@ class IndexService(IndexServicer):
         """Keys of long prompts take tens of milliseconds."""
         self._token_questions = 0
         """Of that thread, those included whose callers have hung up."""
-        self._sight = _Sight(store)
-        self._listed = pb.NodesReply()
+        self._sights = {wanted: _Sight(store, engines=wanted) for wanted in (False, True)}
+        self._listed: dict[bool, pb.NodesReply] = {}
+        """Without engines, and with them."""
         self._listed_until_ms = 0
 
     @property
@@ -162,13 +169,18 @@ class IndexService(IndexServicer):
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         # Every node asks each second: a list for each of them would be the square of the nodes.
         if loop_ms() >= self._listed_until_ms:
+            self._listed.clear()
+        if request.engines not in self._listed:
             # What it says of a prompt that nobody has is what it can say of itself.
             trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
             now_ms = loop_ms()
-            rows = [_row(member) for member in self.store.members(now_ms)]
-            self._listed = pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
-            self._listed_until_ms = now_ms + int(WATCH_PERIOD_S * 1000)
-        return self._listed
+            members = self.store.members(now_ms)
+            rows = [_row(member, engines=request.engines) for member in members]
+            if not self._listed:
+                self._listed_until_ms = now_ms + int(WATCH_PERIOD_S * 1000)
+            reply = pb.NodesReply(trust=feeds.trust_number(trust), nodes=rows)
+            self._listed[request.engines] = reply
+        return self._listed[request.engines]
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
         keys = b""
@@ -189,13 +201,16 @@ class IndexService(IndexServicer):
 
     async def _watch(self, request: pb.WatchRequest, keys: bytes, context: Context) -> None:
         told: dict[str, News] = {}
+        sight = self._sights[request.engines]
         answered: pb.MatchReply | None = None
         is_first = True
         while True:
             reply = pb.WatchReply()
-            if request.nodes and (news := self._sight.look(loop_ms())) is not told:
+            if request.nodes and (news := sight.look(loop_ms())) is not told:
                 changed = [name for name, its in news.items() if its != told.get(name)]
-                reply.nodes.extend(_row(self._sight.members[name]) for name in changed)
+                reply.nodes.extend(
+                    _row(sight.members[name], engines=request.engines) for name in changed
+                )
                 reply.gone.extend(told.keys() - news.keys())
                 told = news
             if keys:
@@ -255,7 +270,12 @@ class IndexService(IndexServicer):
             if verdict is Verdict.ASK:
                 yield self._order()
             async for word in words:
-                verdict = await self._hear(word, hello, context)
+                try:
+                    verdict = await self._hear(word, hello, context)
+                except feeds.RegistryRefused as error:
+                    self.counters.words_refused += 1
+                    yield pb.FeedOrder(refused=str(error))
+                    continue
                 if verdict is Verdict.ASK:
                     yield self._order()
                 if (rival := self._rivals.of(hello.node, loop_ms())) is not None:
@@ -297,6 +317,8 @@ class IndexService(IndexServicer):
     async def _hear(self, message: pb.FeedWord, hello: Hello, context: Context) -> Verdict:
         try:
             word = feeds.word_of(message, hello)
+        except feeds.RegistryRefused:
+            raise
         except ProtocolError as error:
             self.counters.words_refused += 1
             await _refuse(context, str(error))
@@ -383,7 +405,7 @@ async def _refuse(context: Context, text: str) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def _row(member: Member) -> pb.Node:
+def _row(member: Member, *, engines: bool) -> pb.Node:
     return pb.Node(
         node=member.node,
         incarnation=member.incarnation,
@@ -391,6 +413,7 @@ def _row(member: Member) -> pb.Node:
         trust=feeds.trust_number(member.trust),
         sequence=member.sequence,
         load=feeds.load_message(member.load) if member.load is not None else None,
+        engines=feeds.engine_rows(member.engines) if engines else (),
     )
 
 

@@ -387,6 +387,7 @@ def _start_member(member: ClusterMember, driver: Driver) -> None:
     member.start(
         lambda row: driver.query(lambda engine: engine.offered(row), timeout_s=HELD_TIMEOUT_S),
         lambda: driver.query(lambda engine: engine.load(), timeout_s=HELD_TIMEOUT_S),
+        lambda: driver.query(lambda engine: engine.engines(), timeout_s=HELD_TIMEOUT_S),
     )
 
 

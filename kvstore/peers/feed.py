@@ -49,7 +49,7 @@ from kvstore.peers.changes import (
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
 from kvstore.types import Incarnation
-from kvstore.wire.load import Load
+from kvstore.wire.load import EngineEntry, Load
 
 MESSAGE_BYTES: Final = feeds.MESSAGE_BYTES_MAX // 4
 """Of one message, but for its last change, which is half of that and two names at most."""
@@ -65,6 +65,7 @@ RETRY_MAX_S: Final = 2.0
 STEADY_S: Final = 30.0
 """A stream that lasted so long was well: what ends the next one is news again."""
 REASONS_MAX: Final = 8
+REASON_CHARS_MAX: Final = 300
 BUSY_RETRY_S: Final = 0.2
 
 Slice = tuple[list[Offered], int]
@@ -108,9 +109,17 @@ class Feeder:
         self._is_woken = False
         self._lock = threading.Lock()
         self._load: pb.Load | None = None
+        self._registry: pb.Registry | None = None
         hello = pb.Hello(node=node, incarnation=incarnation, address=address)
         self._links = [
-            FeedLink(replica, credentials, hello, self.counters, lambda: self._load)
+            FeedLink(
+                replica,
+                credentials,
+                hello,
+                self.counters,
+                lambda: self._load,
+                registry=lambda: self._registry,
+            )
             for replica in replicas
         ]
         self._tasks: list[asyncio.Task[None]] = []
@@ -145,10 +154,15 @@ class Feeder:
 
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
 
-    def start(self, ask: Callable[[int], Slice], load: Callable[[], Load] = Load) -> None:
-        """Begin to dial. `ask` is `Engine.offered`, and `load` what the node does; both are asked
-        on the node's loop, and may raise NodeBusy."""
-        self._loop.loop.call_soon_threadsafe(self._begin, ask, load)
+    def start(
+        self,
+        ask: Callable[[int], Slice],
+        load: Callable[[], Load] = Load,
+        engines: Callable[[], tuple[EngineEntry, ...]] = tuple,
+    ) -> None:
+        """Begin to dial. `ask` is `Engine.offered`, `load` what the node does, and `engines` those
+        that it serves; all are asked on the node's loop, and may raise NodeBusy."""
+        self._loop.loop.call_soon_threadsafe(self._begin, ask, load, engines)
 
     def close(self) -> None:
         """Hang up."""
@@ -184,21 +198,30 @@ class Feeder:
 
     # ── of the asyncio loop ──────────────────────────────────────────────────────────────────────
 
-    def _begin(self, ask: Callable[[int], Slice], load: Callable[[], Load]) -> None:
+    def _begin(
+        self,
+        ask: Callable[[int], Slice],
+        load: Callable[[], Load],
+        engines: Callable[[], tuple[EngineEntry, ...]],
+    ) -> None:
         loop = asyncio.get_running_loop()
         works = [
             persist(f"the feed of {link.replica}", partial(link.run, ask), pause_s=RETRY_MAX_S)
             for link in self._links
         ]
-        asking = partial(self._follow_load, load)
+        asking = partial(self._follow_node, load, engines)
         works.append(persist("asking the node what it does", asking, pause_s=LOAD_S))
         self._tasks = [loop.create_task(work) for work in works]
 
-    async def _follow_load(self, load: Callable[[], Load]) -> None:
-        """Beats repeat the last one: they do not wait for a node that is busy."""
+    async def _follow_node(
+        self, load: Callable[[], Load], engines: Callable[[], tuple[EngineEntry, ...]]
+    ) -> None:
+        """Beats repeat the last load: they do not wait for a node that is busy."""
         while True:
             with contextlib.suppress(NodeBusy):
                 self._load = feeds.load_message(await asyncio.to_thread(load))
+                served = await asyncio.to_thread(engines)
+                self._registry = pb.Registry(engines=feeds.engine_rows(served))
             await asyncio.sleep(LOAD_S)
 
     async def _end(self) -> None:
@@ -228,12 +251,13 @@ class FeedLink:
         counters: FeedCounters,
         load: Callable[[], pb.Load | None],
         *,
+        registry: Callable[[], pb.Registry | None] = lambda: None,
         dial: Dial | None = None,
         jitter: Callable[[], float] | None = None,
     ) -> None:
         """`dial`: what makes a channel; None: gRPC. `jitter`: a random part of 1."""
         self.replica = replica
-        self._load = load
+        self._load, self._registry = load, registry
         self.is_connected = False
         self.twin = Twin()
         self._credentials = credentials
@@ -306,6 +330,12 @@ class FeedLink:
             self._told.append(news)
             _log.warning("the index at %s %s: %s; trying on", self.replica, what, reason)
 
+    def _note_refused(self, reason: str) -> None:
+        reason = " ".join(reason.split())[:REASON_CHARS_MAX]
+        if reason not in self._told:
+            self._told.append(reason)
+            _log.warning("the index at %s lists no new engines: %s", self.replica, reason)
+
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
         async with self._dial(self.replica, self._credentials) as channel:
             await _connect(channel)
@@ -331,6 +361,7 @@ class FeedLink:
             self.is_connected = not call.done()
             loop = asyncio.get_running_loop()
             beat_s = loop.time()
+            told_registry: pb.Registry | None = None
             while not listening.done():
                 self._wake.clear()
                 # First: what waits may be much, and come faster than it goes.
@@ -343,6 +374,10 @@ class FeedLink:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(BEAT_S):
                         await self._wake.wait()
+                registry = self._registry()
+                if registry is not None and registry != told_registry:
+                    await _write(call, pb.FeedWord(registry=registry))
+                    told_registry = registry
                 # Who stores all the time is heard of in deltas, but tells its load in beats only.
                 if not self._queue or loop.time() - beat_s >= BEAT_S:
                     beat = pb.Beat(sequence=self._sequence, load=self._load())
@@ -362,6 +397,9 @@ class FeedLink:
                 if order.another:
                     text = f"another process, at {order.another}, says it is {self._hello.node}"
                     self.twin.told(text, asyncio.get_running_loop().time())
+                    continue
+                if order.refused:
+                    self._note_refused(order.refused)
                     continue
                 self._is_asked = True
                 self._wake.set()
@@ -466,4 +504,4 @@ async def _connect(channel: grpc.aio.Channel) -> None:
 
 def _reason(error: grpc.RpcError) -> str:
     details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-    return " ".join(plain_reason(details).split())[:300]
+    return " ".join(plain_reason(details).split())[:REASON_CHARS_MAX]

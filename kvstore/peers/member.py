@@ -27,7 +27,7 @@ from kvstore.ports import Clock, Memory
 from kvstore.proto.loans import Who
 from kvstore.proto.rows import MemberReport, MemoryReport, TransferReport, member_report
 from kvstore.types import Incarnation, SpaceId
-from kvstore.wire.load import Load
+from kvstore.wire.load import EngineEntry, Load
 
 if TYPE_CHECKING:
     from kvstore.peers.engine_memory import EngineMemory
@@ -103,15 +103,20 @@ class ClusterMember:
             return (self._replica.address,)
         return (f"{'[::1]' if host.version == 6 else '127.0.0.1'}:{self._replica.port}",)
 
-    def start(self, ask: Callable[[int], Slice], load: Callable[[], Load]) -> None:
-        """Tell, lend and borrow. `ask` is `Engine.offered`, `load` is `Engine.load`, both on the
+    def start(
+        self,
+        ask: Callable[[int], Slice],
+        load: Callable[[], Load],
+        engines: Callable[[], tuple[EngineEntry, ...]],
+    ) -> None:
+        """Tell, lend and borrow. `ask` is `Engine.offered`, the others are of its name, all on the
         node's loop."""
         if self.peering is not None:
             self.peering.start(self._client)
         if self.memory is not None:
             self.memory.start()
             ask = self.memory.behind(ask)
-        self.feeder.start(ask, lambda: self.with_peers(load()))
+        self.feeder.start(ask, lambda: self.with_peers(load()), engines)
 
     def close(self) -> None:
         """Hang up and stop."""
@@ -151,7 +156,7 @@ class ClusterMember:
     def members(self) -> list[MemberReport]:
         """The nodes of the cluster, by the first replica that answers; takes a second at most."""
         try:
-            known = self._client.nodes()
+            known = self._client.nodes(engines=True)
         except IndexUnavailable as error:
             return [MemberReport(self._node, str(error), "", "", 0)]
         return [member_report(member, known.trust) for member in known.nodes]

@@ -22,6 +22,7 @@ from kvstore.index.feed import (
     FeedBeat,
     Hello,
     Left,
+    Registry,
     Removed,
     SnapshotPart,
     Stored,
@@ -32,9 +33,14 @@ from kvstore.index.index import Answer, Holder, Match
 from kvstore.proto import index_pb2 as pb
 from kvstore.proto.inspect_pb2 import LoadReply
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
-from kvstore.wire.load import Load
+from kvstore.wire.load import EngineEntry, Load
 
 MESSAGE_BYTES_MAX: Final = 1 << 20
+ENGINES_MAX: Final = 64
+REGISTRY_BYTES_MAX: Final = 4096
+"""Of the engines of one node, as they travel."""
+REPLY_BYTES_MAX: Final = 20 << 20
+"""Of an answer: 4,096 nodes with the largest names and registries."""
 KEYS_MAX: Final = 16_384
 """Of one question, and of one change."""
 CHANGES_MAX: Final = 4096
@@ -50,6 +56,10 @@ _TRUSTS: Final = {
 }
 _Change = TypeVar("_Change", pb.Change, pb.Stored)
 _OF_TRUST: Final[dict[int, Trust]] = {number: trust for trust, number in _TRUSTS.items()}
+
+
+class RegistryRefused(ProtocolError):
+    """The engines that a node names cannot be taken; its blocks can."""
 
 
 # ── what nodes say ───────────────────────────────────────────────────────────────────────────────
@@ -84,8 +94,53 @@ def word_of(word: pb.FeedWord, hello: Hello) -> Word:
             part = word.part
             stored = tuple(_stored(each) for each in _few(part.stored))
             return SnapshotPart(*who, part.sequence, part.number, part.is_last, stored)
+        case "registry":
+            return Registry(*who, _engines(word.registry))
         case _:
-            raise ProtocolError("a feed has one Hello, then deltas, beats and parts of snapshots")
+            raise ProtocolError(
+                "a feed has one Hello, then deltas, beats, parts of snapshots and engines"
+            )
+
+
+def _engines(registry: pb.Registry) -> tuple[EngineEntry, ...]:
+    """Raises RegistryRefused."""
+    count, size = len(registry.engines), registry.ByteSize()
+    if count > ENGINES_MAX or size > REGISTRY_BYTES_MAX:
+        raise RegistryRefused(
+            f"{count} engines in {size} bytes are more than the {ENGINES_MAX} engines and"
+            f" {REGISTRY_BYTES_MAX} bytes that an index takes of one node: serve fewer, or give"
+            " them shorter names"
+        )
+    try:
+        found = engines_of(registry.engines)
+        for each in found:
+            msgspec.convert(msgspec.structs.asdict(each), EngineEntry)
+            _space(each.space)
+    except (msgspec.ValidationError, ProtocolError) as error:
+        raise RegistryRefused(f"an engine that no node serves: {error}") from None
+    return found
+
+
+def engines_of(rows: Sequence[pb.Engine]) -> tuple[EngineEntry, ...]:
+    """As they were told."""
+    return tuple(
+        EngineEntry(
+            engine=row.engine,
+            tenant=row.tenant,
+            space=SpaceId(row.space),
+            model=row.model,
+            rank=row.rank,
+            role=row.role,
+            address=row.address,
+            queue=row.queue if row.HasField("queue") else None,
+        )
+        for row in rows
+    )
+
+
+def engine_rows(engines: Sequence[EngineEntry]) -> list[pb.Engine]:
+    """As they travel."""
+    return [pb.Engine(**msgspec.structs.asdict(each)) for each in engines]
 
 
 def key_count(word: Word) -> int:

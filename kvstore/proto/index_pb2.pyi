@@ -82,24 +82,48 @@ class MatchReply(_message.Message):
     def __init__(self, trust: _Optional[_Union[Trust, str]] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class NodesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("engines",)
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: bool
+    def __init__(self, engines: bool = ...) -> None: ...
+
+class Engine(_message.Message):
+    __slots__ = ("engine", "tenant", "space", "model", "rank", "role", "address", "queue")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPACE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    tenant: str
+    space: bytes
+    model: str
+    rank: int
+    role: str
+    address: str
+    queue: int
+    def __init__(self, engine: _Optional[str] = ..., tenant: _Optional[str] = ..., space: _Optional[bytes] = ..., model: _Optional[str] = ..., rank: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., queue: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("node", "incarnation", "address", "trust", "sequence", "load")
+    __slots__ = ("node", "incarnation", "address", "trust", "sequence", "load", "engines")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TRUST_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: int
     address: str
     trust: Trust
     sequence: int
     load: Load
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., trust: _Optional[_Union[Trust, str]] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., trust: _Optional[_Union[Trust, str]] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...
 
 class NodesReply(_message.Message):
     __slots__ = ("trust", "nodes")
@@ -110,12 +134,14 @@ class NodesReply(_message.Message):
     def __init__(self, trust: _Optional[_Union[Trust, str]] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("nodes", "prefix")
+    __slots__ = ("nodes", "prefix", "engines")
     NODES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     nodes: bool
     prefix: MatchRequest
-    def __init__(self, nodes: bool = ..., prefix: _Optional[_Union[MatchRequest, _Mapping]] = ...) -> None: ...
+    engines: bool
+    def __init__(self, nodes: bool = ..., prefix: _Optional[_Union[MatchRequest, _Mapping]] = ..., engines: bool = ...) -> None: ...
 
 class WatchReply(_message.Message):
     __slots__ = ("nodes", "gone", "prefix")
@@ -259,20 +285,30 @@ class Part(_message.Message):
     stored: _containers.RepeatedCompositeFieldContainer[Stored]
     def __init__(self, sequence: _Optional[int] = ..., number: _Optional[int] = ..., is_last: bool = ..., stored: _Optional[_Iterable[_Union[Stored, _Mapping]]] = ...) -> None: ...
 
+class Registry(_message.Message):
+    __slots__ = ("engines",)
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...
+
 class FeedWord(_message.Message):
-    __slots__ = ("hello", "delta", "beat", "part")
+    __slots__ = ("hello", "delta", "beat", "part", "registry")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    REGISTRY_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     delta: Delta
     beat: Beat
     part: Part
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ...) -> None: ...
+    registry: Registry
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ..., part: _Optional[_Union[Part, _Mapping]] = ..., registry: _Optional[_Union[Registry, _Mapping]] = ...) -> None: ...
 
 class FeedOrder(_message.Message):
-    __slots__ = ("another",)
+    __slots__ = ("another", "refused")
     ANOTHER_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     another: str
-    def __init__(self, another: _Optional[str] = ...) -> None: ...
+    refused: str
+    def __init__(self, another: _Optional[str] = ..., refused: _Optional[str] = ...) -> None: ...

@@ -40,6 +40,10 @@ class MemberReport(msgspec.Struct, frozen=True):
     incarnation: str
     sequence: int
     """Of the last thing that it told the index."""
+    engines: int = 0
+    """That it serves."""
+    models: str = ""
+    """Of these engines."""
 
 
 class TransferReport(msgspec.Struct, frozen=True):
@@ -135,4 +139,6 @@ def member_report(member: Member, index: Trust) -> MemberReport:
         member.address,
         f"{member.incarnation:016x}",
         member.sequence,
+        len(member.engines),
+        ", ".join(sorted({each.model for each in member.engines if each.model})),
     )

@@ -33,12 +33,13 @@ from kvstore.index.feed import (
     Delta,
     Event,
     Feed,
+    FeedBeat,
     FeedClosed,
     Hello,
+    Registry,
     SnapshotPart,
     Trust,
     Verdict,
-    Word,
 )
 from kvstore.index.index import SLOT_COUNT_MAX, Answer, Holder, Match, Member, Statistics
 from kvstore.index.places import Place, Places
@@ -50,6 +51,7 @@ from kvstore.stores.forms import Body, KeptSlots, decode, encode, polled, scope_
 from kvstore.stores.sweeper import Sweeper
 from kvstore.stores.view import View
 from kvstore.types import KEY_BYTES, SpaceId
+from kvstore.wire.load import EngineEntry
 
 IDS_AT_ONCE: Final = 256
 _BYTES_OF_EPOCH: Final = 16
@@ -89,6 +91,8 @@ class _Link:
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
         self.is_open = False
+        self.engines: tuple[EngineEntry, ...] = ()
+        """Not in the store: every replica hears them itself."""
         self.heard: _Heard | None = None
         """None: another replica hears the node, or none can."""
         self.lock = asyncio.Lock()
@@ -134,7 +138,13 @@ class RedisStore:
         return self._sizes
 
     def members(self, now_ms: int) -> list[Member]:
-        return self._view.members(now_ms)
+        found = self._view.members(now_ms)
+        return [msgspec.structs.replace(each, engines=self._engines(each)) for each in found]
+
+    def _engines(self, member: Member) -> tuple[EngineEntry, ...]:
+        link = self._links.get(member.node)
+        is_its = link is not None and link.hello.incarnation == member.incarnation
+        return link.engines if link is not None and is_its else ()
 
     async def verify(self) -> None:
         """Raises ConfigError: the store refuses the credentials."""
@@ -200,6 +210,9 @@ class RedisStore:
                 return await self._closed(link, event, now_ms)
             if not link.is_open:
                 return Verdict.CLOSE
+            if isinstance(event, Registry):
+                link.engines = event.engines
+                return Verdict.GO_ON
             return await self._word(link, event, now_ms)
 
     def _has_room(self, node: str) -> bool:
@@ -218,10 +231,13 @@ class RedisStore:
         if link.heard is None:
             verdict = await self._claim(link, hello, now_ms)
         if verdict is not Verdict.CLOSE:
+            link.engines = link.engines if is_same else ()
             link.hello, link.is_open = hello, True
         return verdict
 
-    async def _word(self, link: _Link, word: Word, now_ms: int) -> Verdict:
+    async def _word(
+        self, link: _Link, word: Delta | FeedBeat | SnapshotPart, now_ms: int
+    ) -> Verdict:
         if self._connection.is_away:
             return Verdict.GO_ON  # and so a gap
         if link.heard is not None:

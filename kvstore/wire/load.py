@@ -1,14 +1,15 @@
-"""What a node does, in numbers: told with its beats, shown by `kvstore top`.
+"""What a node does, in numbers, told with its beats and shown by `kvstore top`; and which engines
+it serves, told when that changes, for routers.
 
 Counts are since the node process began, so that whoever looks makes rates of his own, over as long
-as he likes; `at_ms` is what they are divided by. No names, keys or tenants are in it.
+as he likes; `at_ms` is what they are divided by. No names, keys or tenants are in the numbers.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvstore.wire.bounds import U64
+from kvstore.wire.bounds import U32, U64, Label, Name, Small, Space32
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,3 +41,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     replicas: U64 = 0
     """Of the index, that it is to tell."""
     replicas_reached: U64 = 0
+
+
+class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that a node serves. Empty, or None: not known."""
+
+    engine: Name
+    tenant: Name
+    space: Space32
+    model: Label = ""
+    rank: Small = 0
+    """Data-parallel."""
+    role: Label = ""
+    address: Label = ""
+    """Of its HTTP server."""
+    queue: U32 | None = None
+    """Requests that wait."""

@@ -43,6 +43,7 @@ from tests.unit.index.words import (
     keys,
     part,
     removed,
+    served,
     stored,
 )
 
@@ -168,6 +169,36 @@ def test_an_answer_has_all_holders_with_their_lengths_by_tier(told: Callable[...
         Match(Holder("b"), 0, 1, 1, Trust.EXACT),
     ]
     assert asked.match(4, 1) == asked.match() == Answer(Trust.EXACT, [])
+
+
+def test_engines_are_those_that_the_node_named_last(told: Callable[..., Asked]) -> None:
+    asked = told(1)
+
+    def engines() -> list[str]:
+        asked.tick()
+        (member,) = asked.store.members(NOW)
+        return [each.engine for each in member.engines]
+
+    assert engines() == []
+    assert asked.hear(served("e", "f")) is Verdict.GO_ON
+    assert engines() == ["e", "f"]
+    assert asked.hear(served("g")) is Verdict.GO_ON
+    assert asked.hear(served("late", stream=0)) is Verdict.CLOSE
+    assert engines() == ["g"]
+    assert asked.lengths(1) == {A: 1}
+    asked.hear(hello(stream=2, sequence=1))
+    assert engines() == ["g"]
+    asked.hear(hello(incarnation=2))
+    assert engines() == []
+
+
+def test_engines_go_with_their_node(told: Callable[..., Asked]) -> None:
+    asked = told(1)
+    asked.hear(served("e"))
+    asked.hear(closed())
+    for _ in range(2):  # a shared store forgets in one, and shows it in the next
+        asked.tick(NOW + FORGET_MS)
+    assert asked.store.members(NOW + FORGET_MS) == []
 
 
 def test_tenants_and_spaces_do_not_see_each_other(told: Callable[..., Asked]) -> None:

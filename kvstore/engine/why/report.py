@@ -12,8 +12,8 @@ from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.sessions.askers import ANOTHER_NODE
 from kvstore.types import Tier
 from kvstore.units import NS_PER_MS
-from kvstore.wire.load import Load
-from kvstore.wire.messages import HelloRank
+from kvstore.wire.load import EngineEntry, Load
+from kvstore.wire.messages import HelloRank, HelloScheduler
 
 if TYPE_CHECKING:
     from kvstore.engine.state import State
@@ -145,6 +145,22 @@ def nodes(state: State) -> list[NodeReport]:
             blocks_kept=state.counters.blocks_kept,
         )
     ]
+
+
+def engines(state: State) -> tuple[EngineEntry, ...]:
+    """Those that have a session, for routers."""
+    return tuple(
+        EngineEntry(
+            engine=owner.key[1],
+            tenant=owner.key[0],
+            space=owner.known[1],
+            model=owner.scheduler.hello.label,
+            rank=owner.scheduler.hello.data_rank,
+        )
+        for owner in state.owners.values()
+        if owner.open_session and owner.known is not None and owner.scheduler is not None
+        if isinstance(owner.scheduler.hello, HelloScheduler)
+    )
 
 
 def tiers(

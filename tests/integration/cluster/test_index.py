@@ -99,6 +99,18 @@ def test_a_block_counts_when_all_its_shards_are_there(system: System) -> None:
         assert becomes(system.client, keys, {"n1": 3})
 
 
+def test_the_engines_of_a_node_are_known_while_they_are_attached(system: System) -> None:
+    def engines() -> list[tuple[str, str]]:
+        nodes = system.client.nodes(engines=True).nodes
+        return [(each.tenant, each.engine) for node in nodes for each in node.engines]
+
+    with RawEngine(system.node.socket) as engine:
+        engine.open()
+        mine = (TENANT, "engine")
+        assert eventually(lambda: engines() == [mine], timeout_s=CONVERGES_S)
+    assert eventually(lambda: engines() == [], timeout_s=CONVERGES_S)
+
+
 def test_news_come_to_who_watches(system: System) -> None:
     keys = make_keys(2)
     news = system.client.watch(prefix=(TENANT, SPACE, b"".join(keys)))

@@ -10,13 +10,14 @@ from kvstore.index.feed import (
     FeedBeat,
     FeedClosed,
     Hello,
+    Registry,
     Removed,
     SnapshotPart,
     Stored,
 )
 from kvstore.index.index import Holder, Index
 from kvstore.types import Incarnation, SpaceId, Tier
-from kvstore.wire.load import Load
+from kvstore.wire.load import EngineEntry, Load
 
 SPACE = SpaceId(bytes(32))
 
@@ -51,6 +52,11 @@ def beat(
     load: Load | None = None,
 ) -> FeedBeat:
     return FeedBeat(node, Incarnation(incarnation), stream, sequence, load)
+
+
+def served(*names: str, node: str = NODE, incarnation: int = 1, stream: int = 1) -> Registry:
+    engines = tuple(EngineEntry(engine=name, tenant="t", space=SPACE) for name in names)
+    return Registry(node, Incarnation(incarnation), stream, engines)
 
 
 def part(

@@ -103,9 +103,9 @@ class Crowd:
             self.loop.create_task(watching)
             self.wait(PERIOD_NS // 7)
 
-    def _row(self, member: Member) -> pb.Node:
+    def _row(self, member: Member, *, engines: bool) -> pb.Node:
         self.rows.append(member.node)
-        return self._make_row(member)
+        return self._make_row(member, engines=engines)
 
     def wait(self, duration_ns: int) -> None:
         end_ns = self.now_ns + duration_ns

@@ -22,7 +22,7 @@ from kvstore.peers.feed import Feeder, Slice
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.testing.raw_engine import make_keys
 from kvstore.types import Incarnation, SpaceId, Tier
-from kvstore.wire.load import Load
+from kvstore.wire.load import EngineEntry, Load
 from tests.integration.node.conftest import eventually
 
 SPACE = SpaceId(bytes(32))
@@ -108,6 +108,64 @@ def test_what_was_there_before_the_first_stream_is_told_without_a_snapshot(world
     assert world.is_known()
     world.drop(KEYS[:1])
     assert world.is_known()
+    assert world.feeder.counters.snapshots == 0
+
+
+def test_engines_are_answered_where_they_are_asked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "LOAD_S", 0.01)
+    monkeypatch.setattr(feed, "BEAT_S", 0.01)
+    served = [EngineEntry(engine="e", tenant="t", space=SPACE, model="m", rank=1, queue=0)]
+    world.feeder.start(world.ask, engines=lambda: tuple(served))
+
+    def listed(*, engines: bool = True) -> list[EngineEntry]:
+        return [each for n in world.client.nodes(engines=engines).nodes for each in n.engines]
+
+    assert eventually(lambda: listed() == served, timeout_s=CONVERGES_S)
+    assert listed(engines=False) == []
+    watch = world.client.watch(engines=True)
+    assert list(next(watch).nodes[0].engines) == served
+    served.clear()
+    assert eventually(lambda: listed() == [], timeout_s=CONVERGES_S)
+    assert next(watch).nodes[0].engines == ()
+
+
+@pytest.mark.parametrize(
+    ("served", "why"),
+    [
+        ([{"engine": f"{n}"} for n in range(65)], "65 engines in "),
+        ([{"engine": f"{n}", "model": "m" * 200} for n in range(30)], "30 engines in "),
+        ([{"engine": "e", "address": "a" * 256}], "an engine that no node serves"),
+        ([{"engine": ""}], "an engine that no node serves"),
+        ([{"engine": "e", "space": SpaceId(b"short")}], "a space has 32 bytes"),
+    ],
+)
+def test_engines_that_cannot_be_taken_cost_nothing_else(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    served: list[dict[str, Any]],
+    why: str,
+) -> None:
+    monkeypatch.setattr(feed, "LOAD_S", 0.01)
+    monkeypatch.setattr(feed, "BEAT_S", 0.01)
+    good = EngineEntry(engine="good", tenant="t", space=SPACE)
+    bad = [EngineEntry(**({"tenant": "t", "space": SPACE} | each)) for each in served]
+    named: list[tuple[EngineEntry, ...]] = [(good,)]
+    world.feeder.start(world.ask, engines=lambda: named[-1])
+
+    def listed() -> bool:
+        return [n.engines for n in world.client.nodes(engines=True).nodes] == [(good,)]
+
+    assert eventually(listed, timeout_s=CONVERGES_S)
+    named.append(tuple(bad))
+    assert eventually(lambda: "lists no new engines" in caplog.text, timeout_s=CONVERGES_S)
+    assert why in caplog.text
+    assert listed()
+    world.store(KEYS[:3])
+    assert world.is_known()
+    assert world.feeder.counters.streams == 1
     assert world.feeder.counters.snapshots == 0
 
 
