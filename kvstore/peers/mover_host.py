@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -43,11 +42,10 @@ class MoverHost:
         self._mover = mover
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._ends: dict[int, asyncio.Future[TransferEnded]] = {}
+        self._transfers: dict[int, tuple[str, asyncio.Future[TransferEnded]]] = {}
+        """Under way: the peer, and the end."""
         self._connected: dict[str, bytes] = {}
         """Descriptor of each peer that the mover is connected to."""
-        self._under_way: Counter[str] = Counter()
-        """Reads from each peer."""
         self._to_forget: set[str] = set()
         """When their reads have ended."""
         self._forgets_reads = False
@@ -107,26 +105,18 @@ class MoverHost:
             return TransferEnded(
                 number, good=False, reason=self.trouble or "the transfer worker takes nothing now"
             )
-        end = self._ends[number] = self._loop.create_future()
-        self._under_way[peer] += 1
-        end.add_done_callback(lambda _: self._is_over(peer))
+        end: asyncio.Future[TransferEnded] = self._loop.create_future()
+        self._transfers[number] = peer, end
         self._plan()
         return await asyncio.shield(end)
 
     def forget(self, peer: str) -> None:
         """Nothing more is read from it, as far as is known."""
-        if self._under_way[peer] and not self._forgets_reads:
+        is_read_from = any(name == peer for name, _ in self._transfers.values())
+        if is_read_from and not self._forgets_reads:
             self._to_forget.add(peer)
         elif self._connected.pop(peer, None) is not None:
             self._mover.forget(peer)
-
-    def _is_over(self, peer: str) -> None:
-        self._under_way[peer] -= 1
-        if not self._under_way[peer]:
-            del self._under_way[peer]
-            if peer in self._to_forget:
-                self._to_forget.discard(peer)
-                self.forget(peer)
 
     def _turn(self) -> None:
         for event in self._mover.read():
@@ -172,6 +162,9 @@ class MoverHost:
                     refused,
                 )
             case TransferEnded(transfer=transfer):
-                end = self._ends.pop(transfer, None)
+                peer, end = self._transfers.pop(transfer, ("", None))
                 if end is not None and not end.done():
                     end.set_result(event)
+                if peer in self._to_forget:
+                    self._to_forget.discard(peer)
+                    self.forget(peer)  # or not yet: it may be read from still
