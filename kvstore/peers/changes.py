@@ -22,6 +22,16 @@ _CHANGE_BYTES: Final = 96
 Told = Offered | Left
 
 
+class FeedCounters:
+    """What was told since the start, to all replicas together."""
+
+    def __init__(self) -> None:
+        self.deltas = 0
+        self.snapshots = 0
+        self.keys_lost = 0
+        self.streams = 0
+
+
 def key_count(told: Told) -> int:
     """What it takes of a queue, in keys."""
     return 1 if isinstance(told, Left) else len(told.keys) // KEY_BYTES

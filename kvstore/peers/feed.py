@@ -38,6 +38,7 @@ from kvstore.net import aio
 from kvstore.net.aio import LoopThread, persist
 from kvstore.peers.changes import (
     DELTA_KEYS_MAX,
+    FeedCounters,
     Told,
     head_bytes,
     is_like,
@@ -71,21 +72,14 @@ BUSY_RETRY_S: Final = 0.2
 Slice = tuple[list[Offered], int]
 """What peers can have of some rows, and the next row, -1 after the last."""
 
+Serves = Callable[[], tuple[EngineEntry, ...]]
+"""The engines that a node serves now."""
+
 Dial = Callable[[str, grpc.ChannelCredentials | None], grpc.aio.Channel]
 """(address, credentials) of a replica → a channel to it."""
 
 _DIGITS: Final = re.compile(r"\d+")
 _log = logging.getLogger(__name__)
-
-
-class FeedCounters:
-    """What was told since the start, to all replicas together."""
-
-    def __init__(self) -> None:
-        self.deltas = 0
-        self.snapshots = 0
-        self.keys_lost = 0
-        self.streams = 0
 
 
 class Feeder:
@@ -158,7 +152,7 @@ class Feeder:
         self,
         ask: Callable[[int], Slice],
         load: Callable[[], Load] = Load,
-        engines: Callable[[], tuple[EngineEntry, ...]] = tuple,
+        engines: Serves = tuple,
     ) -> None:
         """Begin to dial. `ask` is `Engine.offered`, `load` what the node does, and `engines` those
         that it serves; all are asked on the node's loop, and may raise NodeBusy."""
@@ -199,10 +193,7 @@ class Feeder:
     # ── of the asyncio loop ──────────────────────────────────────────────────────────────────────
 
     def _begin(
-        self,
-        ask: Callable[[int], Slice],
-        load: Callable[[], Load],
-        engines: Callable[[], tuple[EngineEntry, ...]],
+        self, ask: Callable[[int], Slice], load: Callable[[], Load], engines: Serves
     ) -> None:
         loop = asyncio.get_running_loop()
         works = [
@@ -213,9 +204,7 @@ class Feeder:
         works.append(persist("asking the node what it does", asking, pause_s=LOAD_S))
         self._tasks = [loop.create_task(work) for work in works]
 
-    async def _follow_node(
-        self, load: Callable[[], Load], engines: Callable[[], tuple[EngineEntry, ...]]
-    ) -> None:
+    async def _follow_node(self, load: Callable[[], Load], engines: Serves) -> None:
         """Beats repeat the last load: they do not wait for a node that is busy."""
         while True:
             with contextlib.suppress(NodeBusy):
@@ -317,24 +306,18 @@ class FeedLink:
             if was_connected and loop.time() - begin_s >= STEADY_S:
                 self._told.clear()
             if reason:
-                self._note(reason, was_connected=was_connected)
+                self.why = f" ({reason})"
+                what = "was lost" if was_connected else "is not reached"
+                self._note(what, f"{reason}; trying on")
             retry_s = RETRY_MIN_S if was_connected else min(2 * retry_s, RETRY_MAX_S)
             await asyncio.sleep(retry_s * (0.5 + self._jitter()))
 
-    def _note(self, reason: str, *, was_connected: bool) -> None:
-        self.why = f" ({reason})"
-        what = "was lost" if was_connected else "is not reached"
+    def _note(self, what: str, reason: str) -> None:
         # Sizes and ports differ each time.
         news = f"{what} {_DIGITS.sub('', reason)}"
         if news not in self._told:
             self._told.append(news)
-            _log.warning("the index at %s %s: %s; trying on", self.replica, what, reason)
-
-    def _note_refused(self, reason: str) -> None:
-        reason = " ".join(reason.split())[:REASON_CHARS_MAX]
-        if reason not in self._told:
-            self._told.append(reason)
-            _log.warning("the index at %s lists no new engines: %s", self.replica, reason)
+            _log.warning("the index at %s %s: %s", self.replica, what, reason)
 
     async def _stream(self, ask: Callable[[int], Slice]) -> None:
         async with self._dial(self.replica, self._credentials) as channel:
@@ -399,7 +382,7 @@ class FeedLink:
                     self.twin.told(text, asyncio.get_running_loop().time())
                     continue
                 if order.refused:
-                    self._note_refused(order.refused)
+                    self._note("lists no new engines", _short(order.refused))
                     continue
                 self._is_asked = True
                 self._wake.set()
@@ -504,4 +487,8 @@ async def _connect(channel: grpc.aio.Channel) -> None:
 
 def _reason(error: grpc.RpcError) -> str:
     details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-    return " ".join(plain_reason(details).split())[:REASON_CHARS_MAX]
+    return _short(plain_reason(details))
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:REASON_CHARS_MAX]

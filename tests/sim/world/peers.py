@@ -35,7 +35,8 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.borrower import Borrower
-from kvstore.peers.feed import FeedCounters, FeedLink
+from kvstore.peers.changes import FeedCounters
+from kvstore.peers.feed import FeedLink
 from kvstore.peers.lender import Lender
 from kvstore.proto import index_pb2, loans, peer_pb2
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier

@@ -287,10 +287,10 @@ def test_what_ends_the_feed_again_and_again_is_said_once_in_the_words_of_the_rep
 
 
 def test_reasons_that_differ_in_numbers_are_one(caplog: pytest.LogCaptureFixture) -> None:
-    link = feed.FeedLink("i:1", None, pb.Hello(), feed.FeedCounters(), lambda: None)
+    link = feed.FeedLink("i:1", None, pb.Hello(), changes.FeedCounters(), lambda: None)
     for size in (1, 22, 333):
-        link._note(f"a message of {size}", was_connected=True)
-    link._note("a message of 1", was_connected=False)
+        link._note("was lost", f"a message of {size}; trying on")
+    link._note("is not reached", "a message of 1; trying on")
     assert [record.getMessage() for record in caplog.records] == [
         "the index at i:1 was lost: a message of 1; trying on",
         "the index at i:1 is not reached: a message of 1; trying on",
