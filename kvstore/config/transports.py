@@ -77,16 +77,9 @@ def _default(*, has_tls: bool) -> str:
     return "nixl" if has_nixl and not has_tls else "tcp"
 
 
-<<<<<<< HEAD
-def _is_known(name: str, key: str) -> bool:
-    if name == "nixl" and key.startswith("plugin."):
-        return len(key) > len("plugin.")
-    return key in {"tcp": ("port", "pace"), "nixl": ("plugin", "pace")}.get(name, ("pace",))
-=======
 def _is_known(forms: Mapping[str, str], key: str) -> bool:
     prefix, dot, rest = key.partition(".")
     return bool(rest) and f"{prefix}{dot}OPTION" in forms if dot else key in forms
->>>>>>> dfaf92b (Back ends are asked for capabilities, never compared by name; those that nobody read are gone)
 
 
 def _written(forms: Mapping[str, str]) -> str:

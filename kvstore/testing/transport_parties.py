@@ -26,7 +26,7 @@ from kvstore.wire.mover import Direction
 
 ARENA_BYTES: Final = 32 << 20
 LANDING: Final = slice(8 << 20, 20 << 20)
-"""Of the arena: what peers may write to."""
+"""The part of the arena that peers may write to."""
 LIMIT_S: Final = 90.0
 """For anything to happen: a back end is loaded by a machine that is busy with other tests."""
 ALL: Final = make_pieces([0], [0], [ARENA_BYTES])
@@ -71,7 +71,7 @@ class TransportParty(Protocol):
         ...
 
     def open_files(self) -> int:
-        """Of its process."""
+        """Number of its process."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""What every `ports.Transport` promises, for all back ends, in processes of their own.
+"""The contract of every `ports.Transport`, for all back ends, in processes of their own.
 
     check = TransportChecks(make)      # make(name) → a Party: a transport with an arena
-    check.bytes_are_equal()            # … one method for each promise
+    check.bytes_are_equal()            # … one method for each guarantee
 
 A back end of one's own: give `make` a Party that speaks to it (`transport_parties` has two). Does
 not cover: what windows do (`transport.window`), when a mover is killed (`transport.watch`).
@@ -24,7 +24,7 @@ from kvstore.wire import mover as wire
 
 
 class TransportChecks:
-    """The promises. Every method makes parties of its own and leaves none."""
+    """The guarantees. Every method makes parties of its own and leaves none."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TransportChecks:
 
     @contextlib.contextmanager
     def _parties(self, *names: str) -> Iterator[list[TransportParty]]:
-        """With random bytes in each, and the first connected to the others."""
+        """Parties with random bytes in each, and the first connected to the others."""
         with contextlib.ExitStack() as stack:
             parties = []
             for name in names:
