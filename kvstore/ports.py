@@ -1,7 +1,9 @@
 """What the pure core needs from the world, as Protocols. Mechanisms implement them.
 
 Clock       monotonic time                    net/clock.py, testing/clock.py
-Tier        memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
+Memory      memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
+FileStore   blocks on a disk                  tiers/file/tier.py, tests/kit/memory_store.py
+                                              (reference)
 Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, transport/loopback.py
                                               (reference)
 IndexStore  who holds which block             stores/redis.py, stores/local.py (reference)
@@ -11,14 +13,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.breaker import BreakerState
 from kvstore.index.feed import Event, Verdict
 from kvstore.index.index import Answer, Member, Statistics
+from kvstore.tier_events import FileCommand, FileTierEvent
 from kvstore.types import Generation, SlotId, SpaceId
 from kvstore.wire.mover import Direction
 
@@ -68,6 +73,64 @@ class Memory(Protocol):
 
     def close(self) -> None:
         """Give the memory back. Mappings of other processes stay."""
+        ...
+
+
+class FileStore(Protocol):
+    """Blocks between slots and a disk, found again after any restart. The engine decides what is
+    written, read and kept; orders and events are those of `kvstore.tier_events`.
+
+    Of every WriteFile and ReadFile that was taken exactly one FileWritten or FileRead is told, and
+    its slots are the store's until then, as long as it takes. A block is called good only when it
+    is what was stored. Orders take effect in the order in which they came: a VoidFile covers every
+    WriteFile before it and none after it. Calls come from one thread, and none waits for the disk.
+    """
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        ...
+
+    @property
+    def note(self) -> bytes:
+        """As `keep_note` kept it before this start; empty: nothing."""
+        ...
+
+    @property
+    def taken_bytes(self) -> int:
+        """What it takes of its capacity."""
+        ...
+
+    @property
+    def breakers(self) -> tuple[BreakerState, BreakerState]:
+        """Of reads and of writes."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable while `take_events` has something."""
+        ...
+
+    def take_events(self) -> list[FileTierEvent]:
+        """What happened, in order, up to and with the first event that names many blocks."""
+        ...
+
+    def submit(self, command: FileCommand) -> bool:
+        """Take an order. False: a WriteFile or ReadFile is refused, and nothing was taken: the
+        queue is full, the disk suspended, or the store closed."""
+        ...
+
+    def wait_for_voids(self, timeout_s: float) -> bool:
+        """Whether all voids so far are on the disk, waiting no longer than that. The one call that
+        waits, and the one that may come from any thread."""
+        ...
+
+    def keep_note(self, note: bytes) -> None:
+        """Keep a few pages for the next start. Only the last one counts; may be lost."""
+        ...
+
+    def close(self) -> None:
+        """Orderly end: queued writes are written, reads that have not begun fail, and a disk that
+        hangs is not waited for without end. What happened last can still be taken. Idempotent."""
         ...
 
 

@@ -46,6 +46,7 @@ from kvstore.wire.messages import (
     Quiet,
     Seal,
 )
+from kvstore.wire.record import Scope
 from kvstore.wire.space import Space, fingerprint
 
 BATCH = 512
@@ -148,7 +149,14 @@ class Driven:
             if file_too:
                 places = np.arange(1, len(keys) // KEY_BYTES + 1, dtype="<u8").tobytes()
                 space = fingerprint(SPACE, weights_epoch="")
-                self.step(FileKnown("t", space, WHOLE, keys, places, bytes(len(keys) // 2)))
+                self.step(
+                    FileKnown(
+                        Scope("t", space, WHOLE, SLOT_BYTES_MIN),
+                        keys,
+                        places,
+                        bytes(len(keys) // 2),
+                    )
+                )
         return batches
 
 

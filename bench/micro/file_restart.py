@@ -40,7 +40,8 @@ from kvstore.engine.why.report import TierReport
 from kvstore.net.clock import MonotonicClock
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import RawEngine, make_keys
-from kvstore.tiers.file import FileConfig, FileTier, Known, RecoveryDone
+from kvstore.tier_events import FileKnown, RecoveryDone
+from kvstore.tiers.file import FileConfig, FileTier
 from kvstore.tiers.file.segments.directory import segment_name
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB, TIB
@@ -97,7 +98,7 @@ def recover(store: Path, record_count: int) -> dict[str, float]:
         events = tier.take_events()
         longest = max(longest, time.perf_counter() - before)
         for event in events:
-            if isinstance(event, Known):
+            if isinstance(event, FileKnown):
                 first = first or time.perf_counter() - begin
                 known += len(event.keys) // 32
             done |= isinstance(event, RecoveryDone)

@@ -30,7 +30,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 
 from bench import record
 from kvstore.net.clock import MonotonicClock
-from kvstore.tiers.file import FileConfig, FileTier, Read, RecoveryDone, Written
+from kvstore.tier_events import FileRead, FileWritten, ReadFile, RecoveryDone, WriteFile
+from kvstore.tiers.file import FileConfig, FileTier
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import GIB, MIB
 from kvstore.wire.checksum import checksum_of
@@ -107,10 +108,10 @@ class Timed:
             self.poll.poll(60_000)
             for event in self.tier.take_events():
                 count -= isinstance(event, kind)
-                if isinstance(event, Written):
+                if isinstance(event, FileWritten):
                     begin = event.job * BATCH
                     self.places[begin : begin + BATCH] = np.frombuffer(event.locations, np.uint64)
-                if isinstance(event, Read):
+                if isinstance(event, FileRead):
                     self.good += sum(event.good)
 
     def batch(self, job: int) -> tuple[bytes, NDArray[np.uint32], bytes]:
@@ -124,8 +125,8 @@ class Timed:
         begin = time.perf_counter()
         for job in jobs:
             keys, slots, sums = self.batch(job)
-            assert self.tier.write(job, SCOPE, keys, slots, sums)
-        self.wait(Written, len(jobs))
+            assert self.tier.submit(WriteFile(job, SCOPE, keys, slots, sums, 0))
+        self.wait(FileWritten, len(jobs))
         wrote = time.perf_counter() - begin
         assert self.places.all()
         self.blocks.arena[:] = 0
@@ -133,8 +134,8 @@ class Timed:
         for job in jobs:
             keys, slots, sums = self.batch(job)
             places = self.places[job * BATCH : (job + 1) * BATCH]
-            assert self.tier.read(job, SCOPE, keys, places, slots, sums)
-        self.wait(Read, len(jobs))
+            assert self.tier.submit(ReadFile(job, SCOPE, keys, places.tobytes(), slots, sums, 0))
+        self.wait(FileRead, len(jobs))
         read = time.perf_counter() - begin
         assert self.good == BLOCKS, "every block is verified"
         begin = time.perf_counter()

@@ -50,6 +50,7 @@ from kvstore.wire.messages import (
     Quiet,
     Seal,
 )
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 
 SERVED_AT_ONCE: Final = 8
@@ -58,7 +59,7 @@ CREDITS: Final = 64
 _SLAB_SLOTS: Final = 64
 _SEGMENTS: Final = 16
 """Of a full disk."""
-_SPACE_ID = fingerprint(SPACE, weights_epoch="")
+_SCOPE = Scope("t", fingerprint(SPACE, weights_epoch=""), WHOLE, SLOT_BYTES_MIN)
 SCHEDULER, RANK = ConnectionId(1), ConnectionId(2)
 
 
@@ -109,7 +110,7 @@ class Disk:
                 kept = np.frombuffer(keep, "<u8").tolist()
                 new = self._append([old[place] for place in kept])
                 keys = b"".join(old[place] for place in kept)
-                moved = FileMoved("t", _SPACE_ID, WHOLE, keys, keep, _places(new))
+                moved = FileMoved(_SCOPE, keys, keep, _places(new))
                 return [*([moved] if kept else []), *self._reclaims()]
         raise AssertionError(f"{type(command).__name__} is not expected")
 
@@ -129,7 +130,7 @@ class Disk:
             return []
         oldest = self._segments[0]
         keys, places = b"".join(oldest.values()), _places(list(oldest))
-        part = FilePart("t", _SPACE_ID, WHOLE, SLOT_BYTES_MIN, keys, places)
+        part = FilePart(_SCOPE, keys, places)
         return [FileReclaim(1, (part,))]
 
 

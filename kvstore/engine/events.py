@@ -7,6 +7,23 @@ from typing import Any
 import msgspec
 
 from kvstore.engine.memory.journal import JournalContents
+from kvstore.tier_events import (
+    FileCommand as FileCommand,
+    FileEvent as FileEvent,
+    FileGone as FileGone,
+    FileKnown as FileKnown,
+    FileLate as FileLate,
+    FileMoved as FileMoved,
+    FilePart as FilePart,
+    FileRead as FileRead,
+    FileReclaim as FileReclaim,
+    FileWritten as FileWritten,
+    ReadFile as ReadFile,
+    ReclaimFile as ReclaimFile,
+    Scrubbed as Scrubbed,
+    VoidFile as VoidFile,
+    WriteFile as WriteFile,
+)
 from kvstore.types import ConnectionId, Shard, SpaceId, Tier
 from kvstore.wire.messages import EngineMessage, HelloRank, Message, Welcome
 
@@ -65,100 +82,11 @@ class Tick(msgspec.Struct, frozen=True):
     """State of those of its reads and of its writes."""
 
 
-class Scrubbed(msgspec.Struct, frozen=True):
-    """A background scrub verified so much of a tier since it last said so.
-
-    What is bad on disk is told by FileGone beside it; of dram it is here: `slots` u32 each with
-    their `generations` u64, whose bytes did not match their checksums.
-    """
-
-    tier: Tier
-    blocks: int
-    size_bytes: int
-    bad_blocks: int = 0
-    """On disk."""
-    slots: bytes = b""
-    generations: bytes = b""
-    pass_ended: bool = False
-    """Everything that the tier held was looked at once more."""
-
-
 class Clear(msgspec.Struct, frozen=True):
     """Forget blocks: of one space, one tenant, both, or (None, None) all."""
 
     space: bytes | None
     tenant: str | None
-
-
-class OfScope(msgspec.Struct, frozen=True):
-    """About blocks of one scope."""
-
-    tenant: str
-    space: bytes
-    shard: Shard
-    keys: bytes
-
-
-class FileKnown(OfScope, frozen=True):
-    """The file tier holds these keys at these places (u64 each, not 0)."""
-
-    locations: bytes
-    checksums: bytes
-
-
-class FileMoved(OfScope, frozen=True):
-    """Blocks of a reclaimed segment have other places now; the old ones are void."""
-
-    old_locations: bytes
-    locations: bytes
-
-
-class FileGone(OfScope, frozen=True):
-    """The file tier holds these keys no more: at these places or, without places, anywhere."""
-
-    locations: bytes = b""
-    damaged: bool = False
-    """They were read, and are not what was stored there."""
-
-
-class FileWritten(msgspec.Struct, frozen=True):
-    """A WriteFile ended. `locations`: u64 per block, 0 where it was not written."""
-
-    job: int
-    locations: bytes
-
-
-class FileRead(msgspec.Struct, frozen=True):
-    """A ReadFile has truly ended: nothing writes to its slots any more. `good`: one bool per block,
-    true where its bytes are there and verified. What is false may be as good as before: the tier
-    was busy, slow or suspended; what is damaged is told by FileGone."""
-
-    job: int
-    good: bytes
-
-
-class FileLate(msgspec.Struct, frozen=True):
-    """A ReadFile is not worth waiting for any more. Its FileRead still comes."""
-
-    job: int
-
-
-class FilePart(msgspec.Struct, frozen=True):
-    """Blocks of one scope in a segment."""
-
-    tenant: str
-    space: bytes
-    shard: Shard
-    block_bytes: int
-    keys: bytes
-    locations: bytes
-
-
-class FileReclaim(msgspec.Struct, frozen=True):
-    """The tier needs the room of this segment: ReclaimFile answers."""
-
-    segment: int
-    parts: tuple[FilePart, ...]
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -223,8 +151,7 @@ class PeerGone(msgspec.Struct, frozen=True):
 
 
 PeerEvent = Located | Fetched | Lend | LoanReturned | PeerGone
-FileEvent = FileKnown | FileMoved | FileGone | FileWritten | FileRead | FileLate | FileReclaim
-Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | Scrubbed | PeerEvent | FileEvent
+Event = Received | Ended | Exited | Adopt | Ready | Tick | Clear | PeerEvent | FileEvent
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -270,51 +197,6 @@ class Cleared(msgspec.Struct, frozen=True):
     """Answer to Clear."""
 
     blocks: int
-
-
-class WriteFile(msgspec.Struct, frozen=True):
-    """Append these blocks, whose slots are pinned until FileWritten. `slots` u32 [n]."""
-
-    job: int
-    tenant: str
-    space: bytes
-    shard: Shard
-    block_bytes: int
-    keys: bytes
-    slots: Any
-    checksums: bytes
-    cause: int
-
-
-class ReadFile(msgspec.Struct, frozen=True):
-    """Read these blocks into slots that are the tier's until FileRead, and verify them."""
-
-    job: int
-    tenant: str
-    space: bytes
-    shard: Shard
-    block_bytes: int
-    keys: bytes
-    locations: bytes
-    slots: Any
-    checksums: bytes
-    cause: int
-
-
-class VoidFile(msgspec.Struct, frozen=True):
-    """What was written so far for this tenant, space, both, or (None, None) all is gone."""
-
-    tenant: str | None
-    space: bytes | None
-    cause: int
-
-
-class ReclaimFile(msgspec.Struct, frozen=True):
-    """Give this segment up; the records at `keep` (u64 each) are moved first."""
-
-    segment: int
-    keep: bytes
-    cause: int
 
 
 class SwitchedOff(msgspec.Struct, frozen=True):
@@ -438,7 +320,6 @@ class LoanEnded(msgspec.Struct, frozen=True):
 
 
 PeerCommand = Locate | Fetch | Lent | LoanEnded
-FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
 Command = (
     Send
     | Admit

@@ -1,56 +1,35 @@
 """Between the engine and the file tier: commands one way, events the other.
 
-The tier's words become the engine's, a little at a time: after a start millions of records may be
-known at once, and the loop must serve engines in between. Does not cover: what moves bytes
-(`kvstore.tiers.file`), what is decided (`kvstore.engine.moves.files`).
+Both speak `kvstore.tier_events`; what is seen on the way is what an operator is told. Does not
+cover: what moves bytes (`kvstore.tiers.file`), what is decided (`kvstore.engine.moves.files`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
-from kvstore.engine.events import (
-    Event,
+from kvstore.node.passes import PassLog
+from kvstore.ports import FileStore
+from kvstore.tier_events import (
     FileCommand,
-    FileGone,
+    FileEvent,
     FileKnown,
     FileLate,
-    FileMoved,
-    FilePart,
     FileRead,
-    FileReclaim,
     FileWritten,
     ReadFile,
-    ReclaimFile,
-    Scrubbed,
-    VoidFile,
-    WriteFile,
-)
-from kvstore.node.late import LateTier
-from kvstore.node.passes import PassLog
-from kvstore.tiers.file import (
-    FileEvent,
-    FileScrubbed,
-    FileTier,
-    Gone,
-    Known,
-    Late,
-    Moved,
-    Read,
-    Reclaim,
     RecoveryDone,
     Resumed,
+    Scrubbed,
     Suspended,
-    Written,
+    WriteFile,
 )
-from kvstore.tiers.file.outbox import ring
-from kvstore.types import KEY_BYTES, Tier
+from kvstore.types import KEY_BYTES
 from kvstore.units import KIB, NS_PER_S, format_size
 from kvstore.wire.learned import (
     Learned,
@@ -60,7 +39,6 @@ from kvstore.wire.learned import (
     encode_learned,
     still_spent,
 )
-from kvstore.wire.record import Scope
 
 LOCATION_BYTES = 8
 FILE_ROW_BYTES = 256 * KIB
@@ -85,7 +63,7 @@ class FileEnd:
 
     def __init__(
         self,
-        tier: FileTier | LateTier,
+        tier: FileStore,
         *,
         day_bytes: int = 0,
         wall_s: Callable[[], float] = time.time,
@@ -99,7 +77,6 @@ class FileEnd:
         """Nobody waits for them any more; the disk has not let go of them."""
         self._over_budget_blocks = 0
         self._told_ns: int | None = None
-        self._waiting: deque[FileEvent] = deque()
         self.learned = _learned(tier.note)
         """By an earlier start, as it is kept now."""
         self._trouble: dict[bool, str] = {}
@@ -211,99 +188,50 @@ class FileEnd:
         """Readable while `read` has something."""
         return self._tier.fileno()
 
-    def carry_out(self, command: FileCommand) -> list[Event]:
+    def carry_out(self, command: FileCommand) -> list[FileEvent]:
         """Give the tier its order. What it does not take ends here and now."""
-        match command:
-            case WriteFile():
-                scope = _scope(command)
-                if not self._tier.write(
-                    command.job, scope, command.keys, command.slots, command.checksums
-                ):
-                    count = len(command.keys) // KEY_BYTES
-                    return [FileWritten(command.job, bytes(LOCATION_BYTES * count))]
-            case ReadFile():
-                scope = _scope(command)
-                if not self._tier.read(
-                    *(command.job, scope, command.keys, command.locations, command.slots),
-                    command.checksums,
-                ):
-                    return [FileRead(command.job, bytes(len(command.keys) // KEY_BYTES))]
-            case VoidFile(tenant=tenant, space=space):
-                # What was found at the start and not told yet would come back.
-                self._waiting = deque(e for e in self._waiting if not _covers(command, e))
-                self._tier.void(tenant, space)
-            case ReclaimFile(segment=segment, keep=keep):
-                self._tier.reclaim(segment, keep)
-        return []
+        if self._tier.submit(command):
+            return []
+        assert isinstance(command, WriteFile | ReadFile)
+        count = len(command.keys) // KEY_BYTES
+        if isinstance(command, WriteFile):
+            return [FileWritten(command.job, bytes(LOCATION_BYTES * count))]
+        return [FileRead(command.job, bytes(count))]
 
-    def read(self, _mask: int) -> Iterator[Event]:
-        """What the tier says: one event at a time of those that are long.
+    def read(self, _mask: int) -> Iterator[FileEvent]:
+        """What the tier says to the engine."""
+        for event in self._tier.take_events():
+            match event:
+                case Suspended(reason=reason, writes_only=writes_only):
+                    what = "writes" if writes_only else "reads and writes"
+                    trouble = f"the disk tier in {self.path} takes no {what}: {reason}"
+                    self._trouble[writes_only] = trouble
+                    _log.warning("%s", trouble)
+                case Resumed(writes_only=writes_only):
+                    self._trouble.pop(writes_only, None)
+                    if not self._trouble:
+                        _log.info("the disk tier in %s works again", self.path)
+                case RecoveryDone():
+                    self._is_recovered = True
+                case _:
+                    self._notice(event)
+                    yield event
 
-        More is taken when all is told: recovery goes on at the pace of the engine, and the end of a
-        read waits behind no more of what it found than the tier tells at once.
-        """
-        if not self._waiting:
-            self._waiting.extend(self._tier.take_events())
-            if len(self._waiting) > 1:
-                ring(self._tier.fileno())  # what is not asked for now is there in the next round
-        is_long = False
-        while self._waiting and not is_long:
-            event = self._waiting.popleft()
-            is_long = isinstance(event, Known | Moved | Gone | Reclaim)
-            yield from self._translate(event)
+    def _notice(self, event: FileEvent) -> None:
+        match event:
+            case FileKnown(keys=keys):
+                self._found_blocks += 0 if self._is_recovered else len(keys) // KEY_BYTES
+            case Scrubbed(blocks=blocks, size_bytes=size, bad_key=key, pass_ended=ended):
+                self._scrub_log.add(blocks, size, bad=bool(key), bad_key=key, ended=ended)
+            case FileWritten(job=job) | FileRead(job=job):
+                self._are_late(self._late_jobs - {job})
+            case FileLate(job=job):
+                self._are_late(self._late_jobs | {job})
 
     def _are_late(self, jobs: set[int]) -> None:
         if bool(jobs) != bool(self._late_jobs):
             self._on_hang(bool(jobs))
         self._late_jobs = jobs
-
-    def _translate(self, event: FileEvent) -> list[Event]:
-        match event:
-            case Known(scope=s, keys=keys, locations=locations, checksums=checksums):
-                self._found_blocks += 0 if self._is_recovered else len(keys) // KEY_BYTES
-                return [FileKnown(s.tenant, s.space, s.shard, keys, locations, checksums)]
-            case Moved(scope=s, keys=keys, old_locations=old, locations=locations):
-                return [FileMoved(s.tenant, s.space, s.shard, keys, old, locations)]
-            case Gone(scope=s, keys=keys, locations=locations, damaged=damaged):
-                return [FileGone(s.tenant, s.space, s.shard, keys, locations, damaged)]
-            case FileScrubbed(blocks=blocks, size_bytes=size, bad_key=key, pass_ended=ended):
-                bad = int(key != b"")
-                self._scrub_log.add(blocks, size, bad=bad, bad_key=key, ended=ended)
-                return [Scrubbed(Tier.FILE, blocks, size, bad, pass_ended=ended)]
-            case Written(job=job, locations=locations):
-                self._are_late(self._late_jobs - {job})
-                return [FileWritten(job, locations)]
-            case Read(job=job, good=good):
-                self._are_late(self._late_jobs - {job})
-                return [FileRead(job, good)]
-            case Late(job=job):
-                self._are_late(self._late_jobs | {job})
-                return [FileLate(job)]
-            case Reclaim(segment=segment, records=records):
-                parts = tuple(
-                    FilePart(
-                        r.scope.tenant,
-                        r.scope.space,
-                        r.scope.shard,
-                        r.scope.block_bytes,
-                        r.keys,
-                        r.locations,
-                    )
-                    for r in records
-                )
-                return [FileReclaim(segment, parts)]
-            case Suspended(reason=reason, writes_only=writes_only):
-                what = "writes" if writes_only else "reads and writes"
-                trouble = f"the disk tier in {self.path} takes no {what}: {reason}"
-                self._trouble[writes_only] = trouble
-                _log.warning("%s", trouble)
-            case Resumed(writes_only=writes_only):
-                self._trouble.pop(writes_only, None)
-                if not self._trouble:
-                    _log.info("the disk tier in %s works again", self.path)
-            case RecoveryDone():
-                self._is_recovered = True
-        return []
 
 
 def _learned(note: bytes) -> Learned:
@@ -312,15 +240,3 @@ def _learned(note: bytes) -> Learned:
     except NotLearned as error:
         _log.warning("what an earlier start learned is not used, it is learned anew: %s", error)
         return Learned()
-
-
-def _scope(command: WriteFile | ReadFile) -> Scope:
-    return Scope(command.tenant, command.space, command.shard, command.block_bytes)
-
-
-def _covers(void: VoidFile, event: FileEvent) -> bool:
-    """Whether a Known tells of what is cleared."""
-    if not isinstance(event, Known):
-        return False
-    scope = event.scope
-    return void.tenant in (None, scope.tenant) and void.space in (None, scope.space)

@@ -12,13 +12,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvstore.breaker import BreakerState
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import FileEvent, FileTier, Resumed, Suspended
+from kvstore.tier_events import (
+    FileCommand,
+    FileTierEvent,
+    ReadFile,
+    Resumed,
+    Suspended,
+    VoidFile,
+    WriteFile,
+)
+from kvstore.tiers.file import FileTier
 from kvstore.tiers.file.outbox import Outbox
-from kvstore.wire.record import Scope, Void
+from kvstore.wire.record import Void
 
 RETRY_S: Final = 10.0
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -28,7 +37,7 @@ _ANYTHING_OLDER: Final = (1 << 63) - 1
 
 
 class LateTier:
-    """As much of a `FileTier` as `files.FileEnd` uses. Calls come from one thread."""
+    """A `FileStore` that refuses jobs until it has a `FileTier`."""
 
     def __init__(
         self,
@@ -45,7 +54,7 @@ class LateTier:
         self._tier: FileTier | None = None
         self._outbox = Outbox()
         self._outbox.put([Suspended(f"{why}; it is tried again by itself", writes_only=False)])
-        self._voids: set[tuple[str | None, bytes | None]] = set()
+        self._voids: dict[tuple[str | None, bytes | None], VoidFile] = {}
         self._lock = threading.Lock()
         """Of the tier and of voids: none is lost between its opening and its use."""
         self._leaving = threading.Event()
@@ -59,8 +68,8 @@ class LateTier:
             except (ConfigError, OSError):
                 continue
             with self._lock:
-                for tenant, space in self._voids:
-                    tier.void(tenant, space)
+                for void in self._voids.values():
+                    tier.submit(void)
                 self._tier = tier
             self._outbox.put([Resumed(writes_only=False)])
             return
@@ -76,48 +85,29 @@ class LateTier:
     def fileno(self) -> int:
         return self._outbox.fd
 
-    def take_events(self) -> list[FileEvent]:
+    def take_events(self) -> list[FileTierEvent]:
         return self._outbox.take()
 
-    def write(self, job: int, scope: Scope, keys: bytes, slots: Any, checksums: bytes) -> bool:
-        return bool(self._tier and self._tier.write(job, scope, keys, slots, checksums))
-
-    def read(
-        self,
-        job: int,
-        scope: Scope,
-        keys: bytes,
-        locations: Any,
-        slots: Any,
-        checksums: bytes = b"",
-    ) -> bool:
-        tier = self._tier
-        return bool(tier and tier.read(job, scope, keys, locations, slots, checksums))
-
-    def void(self, tenant: str | None, space: bytes | None) -> None:
+    def submit(self, command: FileCommand) -> bool:
         with self._lock:
             if self._tier is not None:
-                self._tier.void(tenant, space)
-                return
-            self._voids.add((tenant, space))
-            if len(self._voids) > VOIDS_MAX:
-                self._voids = {(None, None)}
-                tenant = space = None
-            self._outbox.void(Void(tenant, space, _ANYTHING_OLDER))
+                return self._tier.submit(command)
+            if isinstance(command, VoidFile):
+                if len(self._voids) >= VOIDS_MAX:
+                    self._voids.clear()
+                    command = VoidFile(None, None, command.cause)
+                self._voids[command.tenant, command.space] = command
+                self._outbox.void(Void(command.tenant, command.space, _ANYTHING_OLDER))
+        return not isinstance(command, WriteFile | ReadFile)
 
     def wait_for_voids(self, timeout_s: float) -> bool:
         return bool(self._tier and self._tier.wait_for_voids(timeout_s))
-
-    def reclaim(self, segment: int, keep: Any) -> None:
-        if self._tier is not None:
-            self._tier.reclaim(segment, keep)
 
     def keep_note(self, note: bytes) -> None:
         if self._tier is not None:
             self._tier.keep_note(note)
 
     def close(self) -> None:
-        """Idempotent."""
         self._leaving.set()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._tier is not None:

@@ -44,7 +44,7 @@ from kvstore.node.priority import ThreadPriority
 from kvstore.node.scrub import DramScrub
 from kvstore.node.warm import NodeMemory, take_memory
 from kvstore.obs import logs
-from kvstore.ports import Clock
+from kvstore.ports import Clock, FileStore
 from kvstore.supervisor import control
 from kvstore.supervisor.control import Addresses, Serving
 from kvstore.supervisor.handover import Handover
@@ -416,7 +416,7 @@ def _open_files(
         handover.keep(control.STORE, tier.lock_fd)
         return tier
 
-    tier: FileTier | LateTier
+    tier: FileStore
     if handover.begin.life == 0:
         warn_of_too_little_room(where)
     try:

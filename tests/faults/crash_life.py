@@ -28,7 +28,15 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.tiers.file import FileConfig, FileTier, Moved, Reclaim, Written, config, outbox, tier
+from kvstore.tier_events import (
+    FileMoved,
+    FileReclaim,
+    FileWritten,
+    ReclaimFile,
+    VoidFile,
+    WriteFile,
+)
+from kvstore.tiers.file import FileConfig, FileTier, config, outbox, tier
 from kvstore.tiers.file.segments.catalog import FIXED_BYTES
 from kvstore.tiers.file.segments.directory import Directory, segment_number
 from kvstore.tiers.file.segments.disk import PosixDisk
@@ -239,22 +247,24 @@ class Life:
     def _settle(self) -> None:
         """Until nobody has anything to do."""
         while self._threads.run_one():
-            for event in self._tier.take_events():
-                self._hear(event)
+            while events := self._tier.take_events():
+                for event in events:
+                    self._hear(event)
 
     def _hear(self, event: object) -> None:
         match event:
-            case Reclaim(segment=segment, records=records):
+            case FileReclaim(segment=segment, parts=parts):
                 held = [
                     ((its.scope, _number(its.keys, row)), place)
-                    for its in records
+                    for its in parts
                     for row, place in enumerate(u64(its.locations))
                     if self._places.get((its.scope, _number(its.keys, row))) == place
                 ]
                 gone = frozenset(address for address, _ in held[1:])
                 self._drop(gone)
-                self._tier.reclaim(segment, [place for _, place in held[:1]])
-            case Moved(scope=scope, keys=keys, locations=locations):
+                keep = np.array([place for _, place in held[:1]], np.uint64)
+                self._tier.submit(ReclaimFile(segment, keep.tobytes(), 0))
+            case FileMoved(scope=scope, keys=keys, locations=locations):
                 moved = {(scope, _number(keys, row)): p for row, p in enumerate(u64(locations))}
                 self._said(moved)
             case _:
@@ -276,13 +286,13 @@ class Life:
         job = next(self._jobs)
         keys = b"".join(map(key, numbers))
         self.steps.append(Asked(frozenset((scope, number) for number in numbers)))
-        assert self._tier.write(job, scope, keys, slots, b"".join(sums))
+        assert self._tier.submit(WriteFile(job, scope, keys, slots, b"".join(sums), 0))
         places: list[int] = []
         while not places:
             assert self._threads.run_one(), "the write never ends"
             for event in self._tier.take_events():
                 self._hear(event)
-                if isinstance(event, Written) and event.job == job:
+                if isinstance(event, FileWritten) and event.job == job:
                     places = u64(event.locations)
         self._said({(scope, n): p for n, p in zip(numbers, places, strict=True) if p})
         self._settle()
@@ -290,7 +300,7 @@ class Life:
     def _clear(self, tenant: str | None) -> None:
         gone = frozenset(a for a in self._places if tenant in (None, a[0].tenant))
         self._drop(gone)
-        self._tier.void(tenant, None)
+        self._tier.submit(VoidFile(tenant, None, 0))
         self._settle()
         assert self._tier._log._writer.voids_are_durable
         self.steps.append(Cleared(gone))

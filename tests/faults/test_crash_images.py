@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kvstore.tiers.file import Known, reader
+from kvstore.tier_events import FileKnown
+from kvstore.tiers.file import reader
 from kvstore.tiers.file.reader import Reader, ReadVerdict, WantedBlock
 from kvstore.tiers.file.segments import disk
 from kvstore.tiers.file.segments.catalog import Segment
@@ -129,7 +130,7 @@ def told(
     if found is None:
         return frozenset(), voids
     good = set()
-    for records, _ in record_sets(found.table, number, own_number=number, voids=voids):
+    for records in record_sets(found.table, number, own_number=number, voids=voids):
         for row, place in enumerate(np.frombuffer(records.locations, np.uint64).tolist()):
             if place & _PAGE_MASK in found.good:
                 block = int.from_bytes(records.keys[row * 32 : row * 32 + 4], "big")
@@ -226,7 +227,7 @@ def opened(directory: Path) -> tuple[set[Address], set[Address]]:
     copies = Counter(
         (event.scope, event.keys[at : at + 32])
         for event in driver.seen
-        if isinstance(event, Known)
+        if isinstance(event, FileKnown)
         for at in range(0, len(event.keys), 32)
     )
     double = {

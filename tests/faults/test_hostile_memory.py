@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from kvstore.arena import MAGIC, Arena
 from kvstore.engine.events import Event, RaiseGenerations, Received, Send, Tick
+from kvstore.tier_events import FileRead, FileWritten, ReadFile, WriteFile
 from kvstore.tiers.dram import DramTier
-from kvstore.tiers.file import Read, Written
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, ConnectionId, Incarnation
 from kvstore.wire.messages import Hint, LeaseAsk, LeaseRelease, encode
 from kvstore.wire.record import Scope
@@ -180,7 +180,7 @@ class Scribbler:
 
 def test_scribbling_while_the_file_tier_works_harms_only_the_scribbler(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "store").recovered()
-    driver.on_reclaim = lambda event: driver.tier.reclaim(event.segment, [])
+    driver.on_reclaim = lambda event: driver.reclaim(event.segment, [])
     scribbler = Scribbler(driver.arena)
     numbers = itertools.count()
     jobs = itertools.count(1)
@@ -217,8 +217,8 @@ def stored(driver: Driver, job: int, scope: Scope, numbers: list[int], first: in
     """Write through, with the checksums of what was meant; the locations."""
     slots = np.arange(first, first + len(numbers), dtype=np.uint32) * PAGES
     sums = b"".join(checksum(scope, key(n), payload(n)) for n in numbers)
-    assert driver.tier.write(job, scope, b"".join(map(key, numbers)), slots, sums)
-    return driver.wait(Written, lambda event: event.job == job).locations
+    assert driver.tier.submit(WriteFile(job, scope, b"".join(map(key, numbers)), slots, sums, 0))
+    return driver.wait(FileWritten, lambda event: event.job == job).locations
 
 
 def fetched(
@@ -226,8 +226,9 @@ def fetched(
 ) -> list[bool]:
     """Read back beside the scribbler; whatever is called good is compared."""
     slots = np.arange(first_slot, first_slot + len(numbers), dtype=np.uint32) * PAGES
-    assert driver.tier.read(job, scope, b"".join(map(key, numbers)), places, slots)
-    good = [bool(b) for b in driver.wait(Read, lambda event: event.job == job).good]
+    names = b"".join(map(key, numbers))
+    assert driver.tier.submit(ReadFile(job, scope, names, places, slots, b"", 0))
+    good = [bool(b) for b in driver.wait(FileRead, lambda event: event.job == job).good]
     for slot, number, is_good in zip(itertools.count(first_slot), numbers, good, strict=False):
         assert not is_good or driver.slot(slot).tobytes() == payload(number), "a wrong byte"
     return good

@@ -43,6 +43,7 @@ from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.units import MIB, NS_PER_MS
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
+from kvstore.wire.record import Scope
 from kvstore.wire.space import Space, fingerprint
 
 TENANT, TOKENS = "t", 128
@@ -154,7 +155,9 @@ class SlowDiskWorld:
         self.now_ns = 10**12
         self.disk = Disk(setting, self.random)
         space = _space(setting.block_bytes)
-        self._space = fingerprint(space, weights_epoch="")
+        self._scope = Scope(
+            TENANT, fingerprint(space, weights_epoch=""), SHARD, setting.block_bytes
+        )
         slab = max(4 * MIB, setting.block_bytes)
         self.node = Engine(
             EngineConfig(
@@ -255,7 +258,7 @@ class SlowDiskWorld:
         places = np.arange(1, blocks + 1, dtype="<u8") + (self._requests << 20)
         sums = bytes(16 * blocks)
         shard_keys = b"".join(keys)
-        self._feed([FileKnown(TENANT, self._space, SHARD, shard_keys, places.tobytes(), sums)])
+        self._feed([FileKnown(self._scope, shard_keys, places.tobytes(), sums)])
         tokens = blocks * TOKENS + 1
         begin_ns, factor = self.now_ns, self.disk.factor
         self.core.new_request(name, keys, prompt_tokens=tokens, now_ns=self.now_ns)

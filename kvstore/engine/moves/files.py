@@ -48,6 +48,7 @@ from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import KEY_BYTES, SpaceId, Tier
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
+from kvstore.wire.record import Scope
 
 BLOCKS_PER_READ = 64
 """A promotion is told piece by piece: a reader whose time is up takes what is there."""
@@ -181,14 +182,10 @@ class Files:
         job = self._reads.begin(read)
         self.pace.begun(job, size_bytes, state.now_ns)
         self._reading[rows] = job
-        tenant, space, shard = state.residency.address(scope)
         state.say(
             ReadFile(
                 job=job,
-                tenant=tenant,
-                space=space,
-                shard=shard,
-                block_bytes=block_bytes,
+                scope=Scope(*state.residency.address(scope), block_bytes),
                 keys=keys.tobytes(),
                 locations=locations.tobytes(),
                 slots=state.slots.slots_of(words),
@@ -228,13 +225,16 @@ class Files:
 
     # ── what the tier tells ──────────────────────────────────────────────────────────────────────
 
+    def _number_of(self, scope: Scope) -> int:
+        return self._state.residency.scope(scope.tenant, SpaceId(scope.space), scope.shard)
+
     def known(self, event: FileKnown) -> None:
         """The tier holds these blocks. Of two places the later written one counts."""
         state = self._state
-        if state.is_off(event.tenant, SpaceId(event.space), Tier.FILE):
+        if state.is_off(event.scope.tenant, SpaceId(event.scope.space), Tier.FILE):
             return
         state.forget_unused_scopes()
-        scope = state.residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        scope = self._number_of(event.scope)
         _, first = np.unique(np.frombuffer(event.keys, dtype="V32"), return_index=True)
         keys = keys_array(event.keys)[first]
         locations = np.frombuffer(event.locations, dtype="<u8")[first]
@@ -259,7 +259,7 @@ class Files:
     def moved(self, event: FileMoved) -> None:
         """What a reclaimed segment kept. A block that has another place by now keeps that."""
         residency = self._state.residency
-        scope = residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        scope = self._number_of(event.scope)
         rows = residency.find(scope, keys_array(event.keys))
         there = rows >= 0
         old = np.frombuffer(event.old_locations, dtype="<u8")
@@ -269,7 +269,7 @@ class Files:
     def gone(self, event: FileGone) -> None:
         """The tier holds these blocks no more, at these places."""
         residency = self._state.residency
-        scope = residency.scope(event.tenant, SpaceId(event.space), event.shard)
+        scope = self._number_of(event.scope)
         rows, locations = residency.find(scope, keys_array(event.keys)), event.locations
         there = rows >= 0
         if locations:
@@ -285,7 +285,7 @@ class Files:
         total = sum(len(part.keys) // KEY_BYTES for part in event.parts)
         room, kept = total // KEEP_SHARE, []
         for part in event.parts:
-            scope = residency.scope(part.tenant, SpaceId(part.space), part.shard)
+            scope = self._number_of(part.scope)
             locations = np.frombuffer(part.locations, dtype="<u8")
             rows = residency.find(scope, keys_array(part.keys))
             live = rows >= 0
@@ -294,7 +294,7 @@ class Files:
             hot = hot[self._asked_for[rows[hot]]][:room]
             if state.is_scope_off(scope, Tier.FILE):
                 hot = hot[:0]  # moved, they would be newer than what makes them void
-            hot = hot[: self.writes.allow(len(hot), block_bytes=part.block_bytes)]
+            hot = hot[: self.writes.allow(len(hot), block_bytes=part.scope.block_bytes)]
             room -= len(hot)
             kept.append(locations[hot])
             live[hot] = False

@@ -29,7 +29,7 @@ from kvstore.engine.moves.jobs import Jobs
 from kvstore.engine.sessions.runs import has_repeats
 from kvstore.engine.state import State
 from kvstore.types import PAGE_BYTES, Tier
-from kvstore.wire.record import payload_pages
+from kvstore.wire.record import Scope, payload_pages
 
 JOB_BYTES_MAX = 64 << 20
 """Of one job, if it has more than one block: jobs of some hundred MiB would fill any queue."""
@@ -113,14 +113,10 @@ class Writes:
         write = _Write(words, generations, len(words) * size, _record_bytes(block_bytes))
         job = self._jobs.begin(write)
         self._job_of_word[words] = job
-        tenant, space, shard = state.residency.address(scope)
         state.say(
             WriteFile(
                 job=job,
-                tenant=tenant,
-                space=space,
-                shard=shard,
-                block_bytes=block_bytes,
+                scope=Scope(*state.residency.address(scope), block_bytes),
                 keys=state.residency.table.keys[rows].tobytes(),
                 slots=state.slots.slots_of(words),
                 checksums=state.residency.checksum[rows].tobytes(),

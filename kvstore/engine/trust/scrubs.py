@@ -103,7 +103,7 @@ class Scrubs:
         state, scrub = self._state, self.tiers[event.tier]
         scrub.blocks += event.blocks
         scrub.size_bytes += event.size_bytes
-        scrub.bad += event.bad_blocks
+        scrub.bad += bool(event.bad_key)
         if event.pass_ended:
             scrub.pass_ended_ns = state.now_ns
         if event.slots:

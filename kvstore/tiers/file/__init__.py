@@ -2,7 +2,7 @@
 
 | module | covers |
 |---|---|
-| `config.py`, `events.py` | what goes in, what comes out |
+| `config.py` | where it lies, and how far it may go; orders and events: `kvstore.tier_events` |
 | `tier.py` | `FileTier`: queues, deadlines, threads; all that others call |
 | `writer.py` | the log's end: append, close, void, copy what a reclaimed segment keeps |
 | `reader.py` | runs of neighbouring records into slots, each block verified |
@@ -13,42 +13,11 @@
 | `log_thread.py`, `reclaim.py` | the thread at the log's end; room made by it |
 
 Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment
-is closed, when the tier is closed and after a void. What was `Written` before that survives the
+is closed, when the tier is closed and after a void. What was `FileWritten` before that survives the
 death of the process, and of the machine only by chance. Nothing is ever served unverified.
 """
 
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.events import (
-    FileEvent,
-    FileScrubbed,
-    Gone,
-    Known,
-    Late,
-    Moved,
-    Read,
-    Reclaim,
-    RecordSet,
-    RecoveryDone,
-    Resumed,
-    Suspended,
-    Written,
-)
 from kvstore.tiers.file.tier import FileTier
 
-__all__ = [
-    "FileConfig",
-    "FileEvent",
-    "FileScrubbed",
-    "FileTier",
-    "Gone",
-    "Known",
-    "Late",
-    "Moved",
-    "Read",
-    "Reclaim",
-    "RecordSet",
-    "RecoveryDone",
-    "Resumed",
-    "Suspended",
-    "Written",
-]
+__all__ = ["FileConfig", "FileTier"]

@@ -18,8 +18,8 @@ from __future__ import annotations
 import errno
 
 from kvstore.breaker import Breaker, BreakerState
+from kvstore.tier_events import FileTierEvent, Resumed, Suspended
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.events import FileEvent, Resumed, Suspended
 
 _FULL = "its file system has no room: make some, or restart with a smaller --file"
 _LOOK = "the kernel's log may say why; it is tried again by itself"
@@ -69,13 +69,13 @@ class Health:
             return False
         return all(breaker.allows(now_ns) for breaker in needed)
 
-    def failed_reading(self, now_ns: int, error: OSError) -> list[FileEvent]:
+    def failed_reading(self, now_ns: int, error: OSError) -> list[FileTierEvent]:
         """A read failed."""
         if error.errno == errno.EFAULT:
             return self._says_nothing(now_ns, self._reads)
         return self._count_read(now_ns, _failing(error))
 
-    def failed_writing(self, now_ns: int, error: OSError) -> list[FileEvent]:
+    def failed_writing(self, now_ns: int, error: OSError) -> list[FileTierEvent]:
         """A write failed."""
         if error.errno == errno.EFAULT:
             return self._says_nothing(now_ns, self._room, self._writes, self._reads)
@@ -84,39 +84,39 @@ class Health:
             return [Suspended(_FULL, writes_only=True)] if self._room.failed(now_ns) else []
         return self._count_write(now_ns, _failing(error))
 
-    def late_reading(self, now_ns: int) -> list[FileEvent]:
+    def late_reading(self, now_ns: int) -> list[FileTierEvent]:
         """A read passed its deadline."""
         return self._count_read(now_ns, f"the disk does not answer in time: {_LOOK}")
 
-    def late_writing(self, now_ns: int) -> list[FileEvent]:
+    def late_writing(self, now_ns: int) -> list[FileTierEvent]:
         """A write passed its deadline."""
         return self._count_write(now_ns, f"the disk does not write in time: {_LOOK}")
 
-    def read(self) -> list[FileEvent]:
+    def read(self) -> list[FileTierEvent]:
         """A read went well."""
         return [Resumed(writes_only=False)] if self._reads.succeeded() else []
 
-    def wrote(self) -> list[FileEvent]:
+    def wrote(self) -> list[FileTierEvent]:
         """A write went well."""
         closed = [breaker.succeeded() for breaker in (self._room, self._writes)]
-        events: list[FileEvent] = [Resumed(writes_only=True)] if any(closed) else []
+        events: list[FileTierEvent] = [Resumed(writes_only=True)] if any(closed) else []
         return events + self.read()
 
-    def room_again(self) -> list[FileEvent]:
+    def room_again(self) -> list[FileTierEvent]:
         """A segment was deleted."""
         if not self._room.succeeded() or self._writes.is_open:
             return []
         return [Resumed(writes_only=True)]
 
-    def _count_read(self, now_ns: int, reason: str) -> list[FileEvent]:
+    def _count_read(self, now_ns: int, reason: str) -> list[FileTierEvent]:
         return [Suspended(reason, writes_only=False)] if self._reads.failed(now_ns) else []
 
-    def _count_write(self, now_ns: int, reason: str) -> list[FileEvent]:
+    def _count_write(self, now_ns: int, reason: str) -> list[FileTierEvent]:
         self._answer_probe_of_reads(now_ns)
         return [Suspended(reason, writes_only=True)] if self._writes.failed(now_ns) else []
 
     @staticmethod
-    def _says_nothing(now_ns: int, *breakers: Breaker) -> list[FileEvent]:
+    def _says_nothing(now_ns: int, *breakers: Breaker) -> list[FileTierEvent]:
         """A probe that did not come to the disk is answered all the same: another will be sent."""
         for breaker in breakers:
             if breaker.is_open:

@@ -10,42 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvstore.tier_events import ReadFile
 from kvstore.tiers.file.reader import RUN_BYTES_MAX, RUN_RECORDS_MAX, WantedBlock
 from kvstore.tiers.file.writer import RecordBatch
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
-from kvstore.wire.record import Scope, Void, record_pages
+from kvstore.wire.record import Void, record_pages
 from kvstore.wire.segment import PAGE_SHIFT
 
 _PAGE_MASK: Final = (1 << PAGE_SHIFT) - 1
-
-
-def u32(values: Any) -> NDArray[np.uint32]:
-    """Slots as an array, from packed bytes, an array, or any sequence of numbers."""
-    if isinstance(values, bytes | bytearray | memoryview):
-        return np.frombuffer(values, np.uint32)
-    return np.asarray(values, np.uint32)
-
-
-def u64(values: Any) -> NDArray[np.uint64]:
-    """Locations as an array, from packed bytes, an array, or any sequence of numbers."""
-    if isinstance(values, bytes | bytearray | memoryview):
-        return np.frombuffer(values, np.uint64)
-    return np.asarray(values, np.uint64)
 
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
     """`good` has a byte per block."""
 
-    job: int
-    scope: Scope
-    keys: bytes
-    locations: NDArray[np.uint64]
+    order: ReadFile
     deadline_ns: int
     taken_bytes: int
     good: bytearray
@@ -77,48 +60,26 @@ class WriteJob:
 
 
 @dataclass(slots=True, eq=False)
-class VoidJob:
-    """A clear, in its turn among the writes."""
-
-    tenant: str | None
-    space: bytes | None
-
-
-@dataclass(slots=True, eq=False)
 class CarryJob:
     """Recovery is over; these voids were found."""
 
     voids: tuple[Void, ...]
 
 
-@dataclass(slots=True, eq=False)
-class NoteJob:
-    """Keep the node's note."""
-
-    note: bytes
-
-
-@dataclass(slots=True, eq=False)
-class ReclaimJob:
-    """The engine's answer: locations to keep."""
-
-    segment: int
-    keep: NDArray[np.uint64]
-
-
-def split(job: ReadJob, slots: NDArray[np.uint32], checksums: bytes) -> Iterator[RecordRun]:
+def split(job: ReadJob) -> Iterator[RecordRun]:
     """Runs of neighbours, in the order in which they lie on disk."""
-    pages = record_pages(job.scope)
+    order = job.order
+    pages, locations = record_pages(order.scope), np.frombuffer(order.locations, np.uint64)
     run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
     run: RecordRun | None = None
     expected = -1
-    for index in np.argsort(job.locations, kind="stable").tolist():
-        location = int(job.locations[index])
+    for index in np.argsort(locations, kind="stable").tolist():
+        location = int(locations[index])
         wanted = WantedBlock(
             location & _PAGE_MASK,
-            int(slots[index]),
-            job.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES],
-            checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] or None,
+            int(order.slots[index]),
+            order.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES],
+            order.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES] or None,
         )
         if run is not None and location == expected and len(run.indices) < run_max:
             run.indices.append(index)

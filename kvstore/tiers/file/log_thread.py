@@ -20,10 +20,10 @@ from typing import Final
 import numpy as np
 
 from kvstore.ports import Clock
+from kvstore.tier_events import FileEvent, FileLate, FileWritten, ReclaimFile, Suspended, VoidFile
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.events import FileEvent, Gone, Late, Suspended, Written
 from kvstore.tiers.file.health import Health
-from kvstore.tiers.file.jobs import CarryJob, NoteJob, ReclaimJob, VoidJob, WriteJob, u64
+from kvstore.tiers.file.jobs import CarryJob, WriteJob
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.reclaim import Reclaimer
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
@@ -38,7 +38,8 @@ from kvstore.wire.segment import Table
 _BUG: Final = "a bug of the node ended its writing: see the log, and restart the node"
 
 FREE_SEGMENTS_MIN: Final = 3
-_Job = WriteJob | VoidJob | ReclaimJob | CarryJob | NoteJob
+_Job = WriteJob | VoidFile | ReclaimFile | CarryJob | bytes
+"""Bytes: the note to keep."""
 
 
 class LogThread:
@@ -76,9 +77,9 @@ class LogThread:
             follows_closed=follows_closed,
         )
         self._reclaimer = Reclaimer(directory, catalog, disk, self._writer)
-        self._queue: deque[WriteJob | VoidJob] = deque()
-        self._control: deque[ReclaimJob | CarryJob] = deque()
-        self._note: NoteJob | None = None
+        self._queue: deque[WriteJob | VoidFile] = deque()
+        self._control: deque[ReclaimFile | CarryJob] = deque()
+        self._note: bytes | None = None
         """The last one given; it waits for nothing but the thread."""
         self._jobs: dict[int, WriteJob] = {}
         self._queued_bytes = 0
@@ -124,7 +125,7 @@ class LogThread:
         thread."""
         return self._writer.table_of(number)
 
-    def void(self, job: VoidJob) -> None:
+    def void(self, job: VoidFile) -> None:
         self._queue.append(job)
         self._voids_waiting += 1
         self._lock.notify_all()
@@ -134,12 +135,12 @@ class LogThread:
         done = self._lock.wait_for(lambda: not self._voids_waiting, timeout_s)
         return done and self._writer.voids_are_durable
 
-    def reclaim(self, job: ReclaimJob) -> None:
+    def reclaim(self, job: ReclaimFile) -> None:
         self._control.append(job)
         self._lock.notify_all()
 
-    def note(self, job: NoteJob) -> None:
-        self._note = job
+    def note(self, note: bytes) -> None:
+        self._note = note
         self._lock.notify_all()
 
     def recovered(self, voids: Sequence[Void]) -> None:
@@ -171,7 +172,7 @@ class LogThread:
         for job in [job for job in self._jobs.values() if job.deadline_ns <= now_ns]:
             if job.running and not job.late:
                 job.late = True
-                self._outbox.put([*self._health.late_writing(now_ns), Late(job.job)])
+                self._outbox.put([*self._health.late_writing(now_ns), FileLate(job.job)])
             elif not job.running:
                 self._queue.remove(job)
                 self._end(job)
@@ -199,15 +200,15 @@ class LogThread:
     def _do(self, job: _Job) -> None:
         if isinstance(job, WriteJob):
             self._write(job)
-        elif isinstance(job, VoidJob):
+        elif isinstance(job, VoidFile):
             self._report(self._writer.void(job.tenant, job.space))
             with self._lock:
                 self._voids_waiting -= 1
                 self._lock.notify_all()
         elif isinstance(job, CarryJob):
             self._carry(job)
-        elif isinstance(job, NoteJob):
-            self._directory.keep_note(job.note)
+        elif isinstance(job, bytes):
+            self._directory.keep_note(job)
         else:
             self._move(job)
 
@@ -230,17 +231,17 @@ class LogThread:
                     return job
                 self._lock.wait()
 
-    def _waits(self, job: WriteJob | VoidJob) -> bool:
+    def _waits(self, job: WriteJob | VoidFile) -> bool:
         """Whether it is a write for which there may be room once a reclaim or recovery is over."""
         is_hidden = self._catalog.hidden_bytes > 0  # until it is deleted, not only due
         room_may_come = self._asked is not None or is_hidden or not self.is_recovered
         return isinstance(job, WriteJob) and room_may_come
 
-    def _drain(self) -> VoidJob | None:
+    def _drain(self) -> VoidFile | None:
         """At the end: writes that cannot be written end, voids still are."""
         while self._queue:
             job = self._queue.popleft()
-            if isinstance(job, VoidJob):
+            if isinstance(job, VoidFile):
                 return job
             self._end(job)
         return None
@@ -248,7 +249,7 @@ class LogThread:
     def _write(self, job: WriteJob) -> None:
         outcome = self._writer.append(job.batch, first=len(job.places))
         # The end of the job comes after the word that these are gone, and would outlive it.
-        lost = {place for gone in outcome.lost for place in u64(gone.locations).tolist()}
+        lost = set(np.frombuffer(b"".join(g.locations for g in outcome.lost), np.uint64).tolist())
         with self._lock:
             job.places += [0 if place in lost else place for place in outcome.places]
             job.running = False
@@ -276,7 +277,7 @@ class LogThread:
             self._is_stalled = False
             self._lock.notify_all()
 
-    def _move(self, job: ReclaimJob) -> None:
+    def _move(self, job: ReclaimFile) -> None:
         with self._lock:
             if job.segment != self._asked:
                 return
@@ -318,7 +319,7 @@ class LogThread:
             except OSError as error:
                 self._report(AppendOutcome([], error))
                 return  # until the next job: what may be good is not deleted unread
-            if asked.records:
+            if asked.parts:
                 self._asked = segment.number
                 self._outbox.put([asked])
                 return
@@ -329,8 +330,7 @@ class LogThread:
         if outcome.error is not None:
             with self._lock:
                 self._outbox.put(self._health.failed_writing(self._clock.now_ns(), outcome.error))
-        for lost in outcome.lost:
-            self._outbox.put([Gone(lost.scope, lost.keys, lost.locations)])
+        self._outbox.put(outcome.lost)
 
     def _end(self, job: WriteJob) -> None:
         """Answer a write: what was written has its place, the rest 0."""
@@ -339,5 +339,5 @@ class LogThread:
         count = len(job.batch.keys) // KEY_BYTES
         locations = np.zeros(count, np.uint64)
         locations[: len(job.places)] = job.places
-        self._outbox.put([Written(job.job, locations.tobytes())])
+        self._outbox.put([FileWritten(job.job, locations.tobytes())])
         self._lock.notify_all()

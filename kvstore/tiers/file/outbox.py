@@ -1,7 +1,7 @@
 """Events on their way to the driver: a list behind a lock, and an eventfd that says "look".
 
 Thread safe. Bounded by what is under way: a job has at most three events, a reclaim one; the flood
-at start, `Known`, waits for the driver (`known`).
+at start, `FileKnown`, waits for the driver (`known`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from kvstore.tiers.file.events import FileEvent, Known
+from kvstore.tier_events import FileGone, FileKnown, FileMoved, FileReclaim, FileTierEvent
 from kvstore.wire.record import Void
 
 KNOWN_MAX: Final = 4
-"""`Known` events that wait for the driver; then recovery waits too. Few, since a driver takes them
-all at once and its step should be short."""
+"""`FileKnown` events that wait for the driver; then recovery waits too. Few, since the end of a
+read waits behind them."""
+_LONG: Final = (FileGone, FileKnown, FileMoved, FileReclaim)
 
 
 class Outbox:
@@ -26,17 +28,17 @@ class Outbox:
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Condition()
-        self._events: list[FileEvent] = []
+        self._events: deque[FileTierEvent] = deque()
         self._known_count = 0
         self._voids: list[Void] = []
         self._is_recovering = True
         self._is_closed = False
 
-    def put(self, events: Iterable[FileEvent]) -> None:
+    def put(self, events: Iterable[FileTierEvent]) -> None:
         with self._lock:
             self._add(list(events))
 
-    def known(self, event: Known, *, own: bool) -> bool:
+    def known(self, event: FileKnown, *, own: bool) -> bool:
         """Hand over, waiting for the driver if need be. False: closed, stop.
 
         Records of this node are left out when a void came after recovery had begun: it covers all
@@ -56,9 +58,12 @@ class Outbox:
         with self._lock:
             if self._is_recovering:
                 self._voids.append(void)
-            kept = [e for e in self._events if not (isinstance(e, Known) and void.covers(e.scope))]
-            self._known_count -= len(self._events) - len(kept)
-            self._events = kept
+            events, self._events = self._events, deque()
+            for event in events:
+                if isinstance(event, FileKnown) and void.covers(event.scope):
+                    self._known_count -= 1
+                else:
+                    self._events.append(event)
             self._lock.notify_all()
 
     def recovered(self) -> None:
@@ -67,16 +72,20 @@ class Outbox:
             self._is_recovering = False
             self._voids.clear()
 
-    def take(self) -> list[FileEvent]:
-        """All events so far, in order. Never blocks."""
+    def take(self) -> list[FileTierEvent]:
+        """What happened, in order, up to the first event that is long for the engine: it must serve
+        others in between. `fd` stays readable while there is more. Never blocks."""
+        taken: list[FileTierEvent] = []
         with self._lock:
-            if not self._is_closed:
+            while self._events and not (taken and isinstance(taken[-1], _LONG)):
+                taken.append(self._events.popleft())
+            if not self._events and not self._is_closed:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self.fd)
-            events, self._events = self._events, []
-            self._known_count = 0
-            self._lock.notify_all()
-            return events
+            if taken and isinstance(taken[-1], FileKnown):
+                self._known_count -= 1
+                self._lock.notify_all()
+        return taken
 
     def stop(self) -> None:
         """Nobody waits in `known` any more."""
@@ -91,18 +100,10 @@ class Outbox:
             os.close(self.fd)
             self.fd = -1
 
-    def _add(self, events: list[FileEvent]) -> None:
+    def _add(self, events: list[FileTierEvent]) -> None:
         self._events += events
-        if events and self.fd >= 0:
-            ring(self.fd)
-
-
-def ring(fd: int) -> None:
-    """Make an eventfd readable. Python tries every call again that a signal interrupted, but not
-    this one."""
-    while True:
-        try:
-            os.eventfd_write(fd, 1)
-        except InterruptedError:
-            continue
-        return
+        while events and self.fd >= 0:
+            # Python tries every call again that a signal interrupted, but not this one.
+            with contextlib.suppress(InterruptedError):
+                os.eventfd_write(self.fd, 1)
+                return

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.tiers.file.events import FileEvent, Gone, Moved, Reclaim, RecordSet
+from kvstore.tier_events import FileEvent, FileGone, FileKnown, FileMoved, FilePart, FileReclaim
 from kvstore.tiers.file.reader import (
     RUN_BYTES_MAX,
     RUN_RECORDS_MAX,
@@ -39,9 +39,9 @@ class Reclaimer:
         self._catalog = catalog
         self._disk = disk
         self._writer = writer
-        self._asked: dict[int, list[tuple[RecordSet, bytes]]] = {}
+        self._asked: dict[int, list[FileKnown]] = {}
 
-    def ask(self, segment: Segment, voids: Sequence[Void]) -> Reclaim:
+    def ask(self, segment: Segment, voids: Sequence[Void]) -> FileReclaim:
         """What to ask the engine. A segment that cannot be read, though the disk can be, holds
         nothing.
 
@@ -49,10 +49,11 @@ class Reclaimer:
             OSError: the disk cannot be read now, so nothing is known of the segment.
         """
         if (table := self._table(segment) or self._table(segment)) is None:  # it may just be back
-            return Reclaim(segment.number, ())
+            return FileReclaim(segment.number, ())
         found = list(record_sets(table, segment.number, own_number=segment.number, voids=voids))
         self._asked = {segment.number: found}
-        return Reclaim(segment.number, tuple(records for records, _ in found))
+        parts = tuple(FilePart(known.scope, known.keys, known.locations) for known in found)
+        return FileReclaim(segment.number, parts)
 
     def _table(self, segment: Segment) -> Table | None:
         """None: it cannot be read, though the disk can be."""
@@ -65,24 +66,24 @@ class Reclaimer:
                 raise
             return None
 
-    def move(self, segment: Segment, keep: NDArray[np.uint64]) -> list[FileEvent]:
+    def move(self, segment: Segment, keep: bytes) -> list[FileEvent]:
         """Copy what is kept to the end of the log."""
         events: list[FileEvent] = []
-        for records, checksums in self._asked.pop(segment.number, []):
+        for records in self._asked.pop(segment.number, []):
             places = np.frombuffer(records.locations, np.uint64)
-            rows = np.flatnonzero(np.isin(places, keep))
+            rows = np.flatnonzero(np.isin(places, np.frombuffer(keep, np.uint64)))
             for chunk in self._chunks(records, rows):
-                events += self._move_chunk(segment, records, checksums, chunk)
+                events += self._move_chunk(segment, records, chunk)
         return events
 
-    def _chunks(self, records: RecordSet, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    def _chunks(self, records: FileKnown, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         pages = payload_pages(records.scope.block_bytes)
         step = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (pages * PAGE_BYTES)))
         for begin in range(0, len(rows), step):
             yield rows[begin : begin + step]
 
     def _move_chunk(
-        self, segment: Segment, records: RecordSet, checksums: bytes, rows: NDArray[np.int64]
+        self, segment: Segment, records: FileKnown, rows: NDArray[np.int64]
     ) -> list[FileEvent]:
         scope = records.scope
         pages = payload_pages(scope.block_bytes)
@@ -90,7 +91,9 @@ class Reclaimer:
         reader = Reader(self._catalog, self._disk, scratch.view, direct=self._directory.direct)
         places = np.frombuffer(records.locations, np.uint64)[rows]
         keys = [records.keys[r * KEY_BYTES : (r + 1) * KEY_BYTES] for r in rows.tolist()]
-        sums = [checksums[r * CHECKSUM_BYTES : (r + 1) * CHECKSUM_BYTES] for r in rows.tolist()]
+        sums = [
+            records.checksums[r * CHECKSUM_BYTES : (r + 1) * CHECKSUM_BYTES] for r in rows.tolist()
+        ]
         good = []
         for index, place in enumerate(places.tolist()):
             wanted = WantedBlock(place & _PAGE_MASK, index * pages, keys[index], sums[index])
@@ -107,9 +110,9 @@ class Reclaimer:
         if done:
             new = np.array(outcome.places, np.uint64).tobytes()
             old = places[good[:done]].tobytes()
-            events.append(Moved(scope, chosen_keys[: done * KEY_BYTES], old, new))
+            events.append(FileMoved(scope, chosen_keys[: done * KEY_BYTES], old, new))
         lost = sorted(set(range(len(rows))) - set(good[:done]))
         if lost:
-            events.append(Gone(scope, b"".join(keys[i] for i in lost), places[lost].tobytes()))
+            events.append(FileGone(scope, b"".join(keys[i] for i in lost), places[lost].tobytes()))
         events += outcome.lost
         return events

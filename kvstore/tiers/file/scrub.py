@@ -6,9 +6,9 @@
 
 The first pass begins when recovery knows all that is there, so that it is a pass over all of it. A
 pass is not remembered across a restart; beginning anywhere serves as well, and a node that is
-restarted often still reads everything in the long run. A bad record is told as `Gone` and counted
-once; it stays on disk until its segment is reclaimed or fsck puts that aside, and is told again
-after a restart, by whoever reads it first. Records of other nodes are for those to scrub.
+restarted often still reads everything in the long run. A bad record is told as `FileGone` and
+counted once; it stays on disk until its segment is reclaimed or fsck puts that aside, and is told
+again after a restart, by whoever reads it first. Records of other nodes are for those to scrub.
 
 Does not cover: how a record is verified (`verify.py`), how fast (`kvstore.tiers.scrub`).
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.ports import Clock
-from kvstore.tiers.file.events import FileScrubbed, Gone
+from kvstore.tier_events import FileGone, Scrubbed
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
@@ -30,7 +30,7 @@ from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached
 from kvstore.tiers.file.segments.recovery import read_footer, scan
 from kvstore.tiers.file.verify import Record, is_intact, record_at
 from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
-from kvstore.types import PAGE_BYTES
+from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
 from kvstore.wire.record import Void
 from kvstore.wire.segment import Table, place_of
@@ -162,13 +162,14 @@ class Scrub:
             if len(self._known_bad) < KNOWN_BAD_MAX:
                 self._known_bad.add(place)
             packed = place.to_bytes(8, "little")
-            self._outbox.put([Gone(record.scope, record.key, packed, damaged=True)])
+            self._outbox.put([FileGone(record.scope, record.key, packed, damaged=True)])
             self._tell(bad_key=record.key)
         elif self._bytes >= TELL_BYTES:
             self._tell()
 
     def _tell(self, *, bad_key: bytes = b"", pass_ended: bool = False) -> None:
-        self._outbox.put([FileScrubbed(self._blocks, self._bytes, bad_key, pass_ended)])
+        done = Tier.FILE, self._blocks, self._bytes
+        self._outbox.put([Scrubbed(*done, bad_key, pass_ended=pass_ended)])
         self._blocks = self._bytes = 0
 
     def _failed(self, error: OSError) -> None:

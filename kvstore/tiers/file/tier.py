@@ -1,16 +1,14 @@
 """`FileTier`: blocks between slots of the arena and a disk. All that others call is here.
 
     tier = FileTier.open(FileConfig(Path("/var/lib/kvstore"), capacity_bytes=2 << 40), arena, clock)
-    tier.write(7, scope, keys, slots, checksums)      # → Written(7, locations)
-    tier.read(8, scope, keys, locations, slots, b"")  # → Read(8, good)
+    tier.submit(WriteFile(7, scope, keys, slots, checksums, cause))      # → FileWritten
+    tier.submit(ReadFile(8, scope, keys, locations, slots, b"", cause))  # → FileRead
 
-The engine decides what is written, read and kept; this moves bytes and finds them again. No call
-blocks. Threads: one writer (`log_thread.py`), some readers, one that recovers and then looks after
-other nodes' segments, one that watches deadlines, one that scrubs (`scrub.py`). One lock guards
-queues and jobs; no I/O happens under it.
+The contract is that of `kvstore.ports.FileStore`. Threads: one writer (`log_thread.py`), some
+readers, one that recovers and then looks after other nodes' segments, one that watches deadlines,
+one that scrubs (`scrub.py`). One lock guards queues and jobs; no I/O happens under it.
 
-Slots belong to the tier from `write` or `read` until the job's `Written` or `Read`. A job that is
-late (`Late`) keeps them: the kernel may still write to them at any time.
+A job that is late keeps its slots: the kernel may still write to them at any time.
 
 Does not cover: what is worth keeping (`kvstore.engine`), the map of the parts (`__init__.py`).
 """
@@ -25,21 +23,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from kvstore.breaker import BreakerState
 from kvstore.ports import Clock
+from kvstore.tier_events import (
+    FileCommand,
+    FileGone,
+    FileLate,
+    FileRead,
+    FileTierEvent,
+    ReadFile,
+    ReclaimFile,
+    RecoveryDone,
+    VoidFile,
+    WriteFile,
+)
 from kvstore.tiers.file.config import FileConfig
-from kvstore.tiers.file.events import FileEvent, Gone, Late, Read, RecoveryDone
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.jobs import (
-    NoteJob,
     ReadJob,
-    ReclaimJob,
     RecordRun,
-    VoidJob,
     WriteJob,
     split,
-    u32,
-    u64,
 )
 from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.outbox import Outbox
@@ -53,7 +59,7 @@ from kvstore.tiers.file.segments.shared import Peers
 from kvstore.tiers.file.writer import Payloads, RecordBatch
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.units import NS_PER_MS, NS_PER_S
-from kvstore.wire.record import Scope, Void, payload_pages
+from kvstore.wire.record import Void, payload_pages
 
 WATCH_S: Final = 0.05
 """How late a deadline is noticed at most."""
@@ -86,7 +92,6 @@ class FileTier:
         self._memory = memoryview(arena).cast("B")
         self._directory = directory
         self.note = directory.note()
-        """As `keep_note` kept it before this start; empty: nothing."""
         self._outbox = outbox or Outbox()
         self._lock = threading.Condition()
         self._health = Health(config)
@@ -173,16 +178,14 @@ class FileTier:
     # ── what the driver calls ────────────────────────────────────────────────────────────────────
 
     def fileno(self) -> int:
-        """An eventfd that is readable while `take_events` has something."""
         return self._outbox.fd
 
-    def take_events(self) -> list[FileEvent]:
-        """Everything that happened since the last call, in order."""
+    def take_events(self) -> list[FileTierEvent]:
         return self._outbox.take()
 
     @property
     def taken_bytes(self) -> int:
-        """What the directory takes of the capacity, the open segment counted whole."""
+        """The open segment is counted whole."""
         return self._catalog.taken_bytes
 
     @property
@@ -192,7 +195,6 @@ class FileTier:
 
     @property
     def path(self) -> Path:
-        """The directory of this node."""
         return self._directory.path
 
     @property
@@ -202,61 +204,41 @@ class FileTier:
 
     @property
     def breakers(self) -> tuple[BreakerState, BreakerState]:
-        """Of reads and of writes."""
         return self._health.reads, self._health.writes
 
-    def write(self, job: int, scope: Scope, keys: bytes, slots: Any, checksums: bytes) -> bool:
-        """Store blocks of one scope.
+    def submit(self, command: FileCommand) -> bool:
+        match command:
+            case WriteFile():
+                return self._write(command)
+            case ReadFile():
+                return self._read(command)
+            case VoidFile(tenant=tenant, space=space):
+                with self._lock:
+                    self._outbox.void(Void(tenant, space, _ANYTHING_OLDER))
+                    self._log.void(command)
+            case ReclaimFile():
+                with self._lock:
+                    self._log.reclaim(command)
+        return True
 
-        Args:
-            job: names the answer; unique among the jobs under way.
-            scope: of all of them; says how long a block is.
-            keys: 32 bytes each.
-            slots: u32, first 4 KiB page of each in the arena; sealed, nobody writes to them.
-            checksums: 16 bytes each, as made by the rank that stored the block.
-
-        Returns: False: refused, nothing was taken: the queue is full or the disk suspended.
-        """
-        which = u32(slots)
-        count = self._check(scope, keys, which)
-        assert len(checksums) == count * CHECKSUM_BYTES
+    def _write(self, order: WriteFile) -> bool:
+        taken = self._check(order)
+        assert len(order.checksums) == len(order.slots) * CHECKSUM_BYTES
+        payloads = Payloads(self._memory, np.array(order.slots, np.uint32))
+        batch = RecordBatch(order.scope, order.keys, order.checksums, payloads)
         now_ns = self._clock.now_ns()
-        batch = RecordBatch(
-            scope, bytes(keys), bytes(checksums), Payloads(self._memory, which.copy())
-        )
         deadline_ns = now_ns + self._config.write_deadline_ms * NS_PER_MS
-        taken = count * payload_pages(scope.block_bytes) * PAGE_BYTES
         with self._lock:
-            return self._log.submit(WriteJob(job, batch, deadline_ns, taken), now_ns)
+            return self._log.submit(WriteJob(order.job, batch, deadline_ns, taken), now_ns)
 
-    def read(
-        self,
-        job: int,
-        scope: Scope,
-        keys: bytes,
-        locations: Any,
-        slots: Any,
-        checksums: bytes = b"",
-    ) -> bool:
-        """Bring blocks of one scope into slots.
-
-        Args:
-            job, scope, keys, slots: as of `write`; the slots are this job's alone.
-            locations: u64, from `Known`, `Written` or `Moved`.
-            checksums: 16 bytes each; empty: those in the records.
-
-        Returns: False: refused, nothing was taken: the queue is full or the disk suspended.
-        """
-        which = u32(slots)
-        count = self._check(scope, keys, which)
-        places = u64(locations).copy()
-        assert len(places) == count
-        assert places.all(), "0 is no location"
-        assert len(checksums) in (0, count * CHECKSUM_BYTES)
+    def _read(self, order: ReadFile) -> bool:
+        taken, count = self._check(order), len(order.slots)
+        assert len(order.locations) == 8 * count
+        assert np.frombuffer(order.locations, np.uint64).all(), "0 is no location"
+        assert len(order.checksums) in (0, count * CHECKSUM_BYTES)
         now_ns = self._clock.now_ns()
-        taken = count * payload_pages(scope.block_bytes) * PAGE_BYTES
         deadline_ns = now_ns + self._config.read_deadline_ms * NS_PER_MS
-        made = ReadJob(job, scope, bytes(keys), places, deadline_ns, taken, bytearray(count))
+        made = ReadJob(order, deadline_ns, taken, bytearray(count))
         with self._lock:
             if self._closing or len(self._reads) >= self._config.queued_jobs_max:
                 return False
@@ -264,45 +246,28 @@ class FileTier:
                 return False
             if not self._health.allows_read(now_ns):
                 return False
-            assert job not in self._reads, "a job's number is unique among those under way"
-            runs = list(split(made, which, bytes(checksums)))
+            assert order.job not in self._reads, "a job's number is unique among those under way"
+            runs = list(split(made))
             made.runs_left = len(runs)
             self._runs.extend(runs)
-            self._reads[job] = made
+            self._reads[order.job] = made
             self._read_bytes += taken
             if not runs:
                 self._end(made)
             self._lock.notify_all()
         return True
 
-    def void(self, tenant: str | None, space: bytes | None) -> None:
-        """Clear: whatever of this tenant and space (None: of any) was written is gone for good."""
-        with self._lock:
-            self._outbox.void(Void(tenant, space, _ANYTHING_OLDER))
-            self._log.void(VoidJob(tenant, space))
-
     def wait_for_voids(self, timeout_s: float) -> bool:
-        """Whether all voids so far are on the disk, waiting no longer than that. The one call that
-        blocks, and the one that may come from any thread."""
         with self._lock:
             return self._log.wait_for_voids(timeout_s)
 
-    def reclaim(self, segment: int, keep: Any) -> None:
-        """Answer `Reclaim`: copy the records at `keep` (u64 locations), then delete the segment."""
-        with self._lock:
-            self._log.reclaim(ReclaimJob(segment, u64(keep).copy()))
-
     def keep_note(self, note: bytes) -> None:
-        """Keep a few pages for the next start. Only the last one counts; may be lost."""
         with self._lock:
-            self._log.note(NoteJob(note))
+            self._log.note(note)
 
     def close(self) -> None:
-        """Orderly end: queued writes are written, the open segment is closed and synced.
-
-        Reads that have not begun fail. A disk that hangs is waited for no longer than
-        `close_deadline_ms`. What happened last can still be taken. Idempotent.
-        """
+        """The open segment is closed and synced. A disk that hangs is waited for no longer than
+        `close_deadline_ms`."""
         with self._lock:
             if self._closing:
                 return
@@ -424,14 +389,14 @@ class FileTier:
                 run = self._runs.popleft()
             result = RunResult([ReadVerdict.UNREAD] * len(run.wanted), _BUG)
             try:
-                result = reader.read(run.number, run.job.scope, run.wanted)
+                result = reader.read(run.number, run.job.order.scope, run.wanted)
             finally:
                 self._account(run, result)  # a bug of ours keeps no slot either
 
     # ── jobs ─────────────────────────────────────────────────────────────────────────────────────
 
     def _account(self, run: RecordRun, result: RunResult) -> None:
-        job = run.job
+        job, order = run.job, run.job.order
         with self._lock:
             lost: dict[ReadVerdict, list[int]] = {ReadVerdict.DAMAGED: []}
             if result.error is None:
@@ -447,10 +412,10 @@ class FileTier:
                 self._outbox.put(self._health.read())
             for verdict, indices in lost.items():
                 if indices:
-                    keys = b"".join(job.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in indices)
-                    places = job.locations[indices].tobytes()
+                    keys = np.frombuffer(order.keys, "V32")[indices].tobytes()
+                    places = np.frombuffer(order.locations, np.uint64)[indices].tobytes()
                     self._outbox.put(
-                        [Gone(job.scope, keys, places, verdict is ReadVerdict.DAMAGED)]
+                        [FileGone(order.scope, keys, places, verdict is ReadVerdict.DAMAGED)]
                     )
             job.runs_left -= 1
             self._end_if_done(job)
@@ -464,7 +429,7 @@ class FileTier:
         job.late = True
         self._outbox.put(self._health.late_reading(now_ns))
         if job.runs_left:
-            self._outbox.put([Late(job.job)])
+            self._outbox.put([FileLate(job.order.job)])
         self._end_if_done(job)
 
     def _end_if_done(self, job: ReadJob) -> None:
@@ -472,16 +437,17 @@ class FileTier:
             self._end(job)
 
     def _end(self, job: ReadJob) -> None:
-        if self._reads.pop(job.job, None) is not None:
+        if self._reads.pop(job.order.job, None) is not None:
             self._read_bytes -= job.taken_bytes
-            self._outbox.put([Read(job.job, bytes(job.good))])
+            self._outbox.put([FileRead(job.order.job, bytes(job.good))])
             self._lock.notify_all()
 
-    def _check(self, scope: Scope, keys: bytes, slots: Any) -> int:
-        count = len(slots)
-        assert len(keys) == count * KEY_BYTES
-        assert scope.block_bytes > 0
-        pages = payload_pages(scope.block_bytes)
-        end = (int(slots.max()) + pages) * PAGE_BYTES if count else 0
+    def _check(self, order: WriteFile | ReadFile) -> int:
+        """Bytes that its slots take."""
+        count = len(order.slots)
+        assert len(order.keys) == count * KEY_BYTES
+        assert order.scope.block_bytes > 0
+        pages = payload_pages(order.scope.block_bytes)
+        end = (int(order.slots.max()) + pages) * PAGE_BYTES if count else 0
         assert end <= len(self._memory), "a slot outside the arena"
-        return count
+        return count * pages * PAGE_BYTES

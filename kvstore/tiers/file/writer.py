@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.tiers.file.events import Gone
+from kvstore.tier_events import FileGone
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory, segment_name
 from kvstore.tiers.file.segments.disk import (
@@ -96,7 +96,7 @@ class AppendOutcome(msgspec.Struct):
     error: OSError | None = None
     is_full: bool = False
     """The capacity is used up until a segment is reclaimed."""
-    lost: list[Gone] = []
+    lost: list[FileGone] = []
     """Blocks that a failed sync lost."""
 
 
@@ -417,7 +417,7 @@ class Writer:
         self._open = None
         close_at_last(opened.fd)
 
-    def abandon(self, error: OSError) -> list[Gone]:
+    def abandon(self, error: OSError) -> list[FileGone]:
         """Stop appending to the open segment, as it is. Returns blocks that are lost.
 
         After a failed sync the kernel may have dropped pages that were written: what was not synced
@@ -438,7 +438,7 @@ class Writer:
         self._release(opened)
         return lost
 
-    def _lost(self, opened: _OpenSegment) -> list[Gone]:
+    def _lost(self, opened: _OpenSegment) -> list[FileGone]:
         """Records since the last good sync that do not read back."""
         with contextlib.suppress(OSError):
             forget_cached(opened.fd)
@@ -457,7 +457,7 @@ class Writer:
                 good = False
             if not good:
                 place = np.uint64(opened.segment.number << PAGE_SHIFT | page)
-                lost.append(Gone(scope, key, place.tobytes()))
+                lost.append(FileGone(scope, key, place.tobytes()))
         return lost
 
 

@@ -28,7 +28,7 @@ from unittest import mock
 
 import numpy as np
 
-from kvstore.engine.events import Event, FileCommand, FileRead, ReadFile
+from kvstore.engine.events import FileCommand, FileEvent, FileRead, ReadFile
 from kvstore.node.files import FileEnd
 from kvstore.tiers.file import FileConfig, FileTier, outbox, tier
 from kvstore.tiers.file.segments.directory import Directory
@@ -262,19 +262,19 @@ class SimFiles:
     def used_bytes(self) -> int:
         return self._end.used_bytes
 
-    def carry_out(self, command: FileCommand) -> list[Event]:
+    def carry_out(self, command: FileCommand) -> list[FileEvent]:
         if isinstance(command, ReadFile):
-            length = payload_pages(command.block_bytes)
+            length = payload_pages(command.scope.block_bytes)
             pages = [slot + page for slot in command.slots.tolist() for page in range(length)]
             self._pages[command.job] = pages
             self.disk.owned_pages.update(pages)
         return self._let_go(self._end.carry_out(command))
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[FileEvent]:
         """What the tier says now."""
         return self._let_go(list(self._end.read(0)))
 
-    def _let_go(self, events: list[Event]) -> list[Event]:
+    def _let_go(self, events: list[FileEvent]) -> list[FileEvent]:
         """After a read's end its slots are the engine's again."""
         for event in events:
             if isinstance(event, FileRead):

@@ -195,7 +195,7 @@ class SimNode:
             if self._steps % self._check_interval == 0:
                 self.engine.check()
 
-    def _carry_out(self, command: Command) -> list[Event]:
+    def _carry_out(self, command: Command) -> Sequence[Event]:
         sockets = self._machine.sockets
         match command:
             case RaiseGenerations(slots=slots, generations=generations):

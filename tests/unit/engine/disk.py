@@ -22,6 +22,7 @@ from kvstore.engine.events import (
 )
 from kvstore.types import PAGE_BYTES, SpaceId
 from kvstore.wire.layout import shard_bytes
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.harness import SMALL, WHOLE, Node, checksum, keys
 
@@ -38,12 +39,16 @@ def places(first: int, count: int) -> bytes:
 def known(*numbers: int, tenant: str = "t", space: SpaceId = SPACE, at: int = 1) -> FileKnown:
     """The disk holds these blocks, at `at` and after."""
     sums = b"".join(checksum(number) for number in numbers)
-    return FileKnown(tenant, space, WHOLE, keys(*numbers), places(at, len(numbers)), sums)
+    return FileKnown(
+        Scope(tenant, space, WHOLE, BLOCK_BYTES), keys(*numbers), places(at, len(numbers)), sums
+    )
 
 
 def moved(number: int, *, old: int, new: int) -> FileMoved:
     """A reclaimed segment kept this block."""
-    return FileMoved("t", SPACE, WHOLE, keys(number), places(old, 1), places(new, 1))
+    return FileMoved(
+        Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(number), places(old, 1), places(new, 1)
+    )
 
 
 class DiskNode(Node):

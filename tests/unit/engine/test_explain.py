@@ -15,6 +15,7 @@ from kvstore.engine.why.findings import RangeReport
 from kvstore.engine.why.reasons import Reason
 from kvstore.proto.rows import decode_rows, encode_rows
 from kvstore.wire.messages import LeaseRelease, Story
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import HALVES, TOKENS, WHOLE, Node, Peer, keys, space
@@ -332,8 +333,10 @@ def test_on_disk_behind_a_gap() -> None:
 def test_reclaimed_or_lost_on_disk() -> None:
     node, peer = on_disk(1)
     node.step(known(2, at=50))
-    node.step(FileGone("t", SPACE, WHOLE, keys(2), places(50, 1)))
-    node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(1), places(1, 1)),)))
+    node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(2), places(50, 1)))
+    node.step(
+        FileReclaim(1, (FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), places(1, 1)),))
+    )
     peer.lease(1, 1, 2)
     told(node, peer, blocks=2)
     assert rows(node) == [(0, 1, "", Reason.RECLAIMED), (1, 1, "", Reason.FILE_LOST)]

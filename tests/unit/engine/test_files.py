@@ -11,7 +11,9 @@ from kvstore.engine.memory.residency import Residency
 from kvstore.engine.memory.table import BlockTable
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import Shard, SpaceId, Tier
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
+from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, checksum, key, keys, pairs
 
 SPACE = fingerprint(SMALL, weights_epoch="")
@@ -20,11 +22,11 @@ SPACE = fingerprint(SMALL, weights_epoch="")
 def known(*numbers: int, tenant: str = "t", space: bytes = SPACE, at: int = 1) -> FileKnown:
     places = np.arange(at, at + len(numbers), dtype="<u8").tobytes()
     sums = b"".join(checksum(number) for number in numbers)
-    return FileKnown(tenant, space, WHOLE, keys(*numbers), places, sums)
+    return FileKnown(Scope(tenant, space, WHOLE, BLOCK_BYTES), keys(*numbers), places, sums)
 
 
 def gone(*numbers: int, tenant: str = "t", shard: Shard = WHOLE) -> FileGone:
-    return FileGone(tenant, SPACE, shard, keys(*numbers))
+    return FileGone(Scope(tenant, SPACE, shard, BLOCK_BYTES), keys(*numbers))
 
 
 def short(number: int) -> str:

@@ -33,6 +33,7 @@ from kvstore.engine.events import (
 from kvstore.engine.moves.files import Files
 from kvstore.engine.moves.writes import Writes
 from kvstore.wire.messages import LeaseMore, LeaseRelease, LeaseReply
+from kvstore.wire.record import Scope
 from tests.amounts import amount
 from tests.steps import CountedMachine
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, moved, places
@@ -146,7 +147,7 @@ class DiskMachine(CountedMachine):
 
     @rule(number=numbers)
     def a_record_is_lost(self, number: int) -> None:
-        self.node.step(FileGone("t", SPACE, WHOLE, keys(number)))
+        self.node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(number)))
 
     @rule(first=st.integers(1, 60))
     def a_segment_is_reclaimed(self, first: int) -> None:
@@ -156,7 +157,7 @@ class DiskMachine(CountedMachine):
         if len(set(names)) < len(names) or not held:
             return
         part = FilePart(
-            "t", SPACE, WHOLE, BLOCK_BYTES, keys(*names), np.array(held, "<u8").tobytes()
+            Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*names), np.array(held, "<u8").tobytes()
         )
         self.node.step(FileReclaim(1, (part,)))
         kept = np.frombuffer(self.node.reclaimed.pop().keep, "<u8").tolist()

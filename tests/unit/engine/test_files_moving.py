@@ -21,6 +21,7 @@ from kvstore.engine.moves.pace import DOUBTFUL_MS, READS
 from kvstore.engine.state import Off
 from kvstore.types import SLOT_BYTES_MIN, SpaceId
 from kvstore.wire.messages import LeaseAsk, LeaseMore, LeaseRelease
+from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, moved, places
 from tests.unit.engine.harness import HALVES, WHOLE, Node, Peer, checksum, key, keys, pairs
 
@@ -65,11 +66,10 @@ def test_what_is_sealed_is_written_once() -> None:
     peer = Peer(node)
     sealed = peer.seal(1, 2)
     (write,) = node.writes
-    assert (write.tenant, write.space, write.shard) == ("t", SPACE, WHOLE)
+    assert write.scope == Scope("t", SPACE, WHOLE, peer.rank_hello(0).block_bytes)
     assert write.keys == keys(1, 2)
     assert write.slots.tolist() == [slot for slot, _ in sealed]
     assert write.checksums == checksum(1) + checksum(2)
-    assert write.block_bytes == peer.rank_hello(0).block_bytes
     node.write_all()
     assert node.blocks() == {short(1): "dram+file", short(2): "dram+file"}
     peer.seal(1)
@@ -324,7 +324,7 @@ def test_every_shard_must_come() -> None:
     peer = Peer(node, shards=HALVES)
     peer.store(1)
     writes = list(node.writes)
-    assert {write.shard for write in writes} == set(HALVES)
+    assert {write.scope.shard for write in writes} == set(HALVES)
     node.write_all()
     for number in range(100, 130):
         peer.store(number)
@@ -395,7 +395,7 @@ def test_a_lease_whose_number_is_used_again_gets_nothing_of_the_old_one() -> Non
 def test_a_block_read_keeps_the_checksum_it_was_verified_against() -> None:
     node, peer = on_disk_only(1)
     peer.lease(1, 1)
-    node.step(FileGone("t", SPACE, WHOLE, keys(1)))
+    node.step(FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1)))
     node.step(msgspec.structs.replace(known(1, at=9), checksums=checksum(99)))
     node.read_all()
     node.hear(peer.scheduler, LeaseRelease([1]))
@@ -418,13 +418,13 @@ def test_a_reclaimed_segment_keeps_what_was_asked_for() -> None:
     node, peer = on_disk_only(*range(1, 9))
     node.hear(peer.scheduler, LeaseAsk(lease=1, keys=keys(3)))
     node.read_all()
-    part = FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(*range(1, 9)), places(1, 8))
+    part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8))
     node.step(FileReclaim(4, (part,)))
     (answer,) = node.reclaimed
     assert (answer.segment, answer.keep) == (4, places(3, 1))
     assert node.blocks() == {short(3): "dram+file"}
     node.step(moved(3, old=3, new=77))
-    part = FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(3), places(77, 1))
+    part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3), places(77, 1))
     node.step(FileReclaim(5, (part,)))
     assert node.reclaimed[-1].keep == b"", "nobody asked again"
     assert node.blocks() == {short(3): "dram"}
@@ -435,7 +435,9 @@ def test_a_record_that_is_not_the_blocks_any_more_is_not_kept() -> None:
     peer.hint(1)
     node.read_all()
     node.step(known(1, at=50), moved(1, old=1, new=60))
-    node.step(FileReclaim(1, (FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(1), places(1, 1)),)))
+    node.step(
+        FileReclaim(1, (FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1), places(1, 1)),))
+    )
     assert node.reclaimed[0].keep == b""
     assert node.blocks() == {short(1): "dram+file"}
 

@@ -14,8 +14,10 @@ from kvstore.engine.memory import journal as journal_module
 from kvstore.engine.memory.journal import Journal, JournalUnusable
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
 from kvstore.wire.messages import Grant, Quiesce, Quiet, Verified
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.sim.world.tape import tape
+from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
@@ -341,7 +343,7 @@ def test_a_block_on_disk_too_is_one_block() -> None:
     reborn(node)
     places = np.array([7, 8], dtype="<u8").tobytes()
     sums = checksum(1) + checksum(9)
-    node.step(FileKnown("t", SPACE, WHOLE, keys(1, 2), places, sums))
+    node.step(FileKnown(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(1, 2), places, sums))
     assert node.blocks() == {key(1)[:4].hex(): "dram+file", key(2)[:4].hex(): "dram"}
 
 

@@ -16,7 +16,9 @@ from kvstore.wire.messages import (
     LeaseRenew,
     encode,
 )
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
+from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
@@ -65,10 +67,17 @@ def test_a_block_that_only_the_file_tier_has_is_known_but_not_leased() -> None:
     node = Node()
     peer = Peer(node)
     space_id = fingerprint(SMALL, weights_epoch="")
-    node.step(FileKnown("t", space_id, WHOLE, keys(1), np.array([9], "<u8").tobytes(), bytes(16)))
+    node.step(
+        FileKnown(
+            Scope("t", space_id, WHOLE, BLOCK_BYTES),
+            keys(1),
+            np.array([9], "<u8").tobytes(),
+            bytes(16),
+        )
+    )
     assert peer.hint(1) == [True]
     assert pairs(peer.lease(1, 1)) == []
-    node.step(FileGone("t", space_id, WHOLE, keys(1)))
+    node.step(FileGone(Scope("t", space_id, WHOLE, BLOCK_BYTES), keys(1)))
     assert peer.hint(1) == [False]
 
 

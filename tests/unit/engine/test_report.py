@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from kvstore.engine.events import Exited, FileKnown
 from kvstore.engine.why import report
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
+from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import HALVES, SMALL, WHOLE, Node, Peer, checksum, key, keys
 
 
@@ -60,7 +62,14 @@ def test_spaces_name_tenant_label_and_size(node: Node) -> None:
     peer.seal(1, 2)
     space_id = fingerprint(SMALL, weights_epoch="")
     sums = checksum(2) + checksum(3)
-    node.step(FileKnown("t", space_id, WHOLE, keys(2, 3), np.array([1, 2], "<u8").tobytes(), sums))
+    node.step(
+        FileKnown(
+            Scope("t", space_id, WHOLE, BLOCK_BYTES),
+            keys(2, 3),
+            np.array([1, 2], "<u8").tobytes(),
+            sums,
+        )
+    )
     hello = peer.scheduler_hello(label="tiny-model")
     peer.scheduler = node.connect(hello)
     peer.be_quiet()

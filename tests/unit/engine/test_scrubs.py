@@ -131,7 +131,7 @@ def test_explain_says_what_the_scrub_dropped() -> None:
 def test_passes_age() -> None:
     node = DiskNode()
     assert [row.scrub_age_ms for row in node.engine.tiers()] == [NO_PASS, NO_PASS]
-    node.step(Scrubbed(Tier.FILE, 3, 300, bad_blocks=1, pass_ended=True))
+    node.step(Scrubbed(Tier.FILE, 3, 300, bad_key=bytes(32), pass_ended=True))
     node.now_ns += 5 * NS_PER_MS
     node.step(Tick())
     dram, file = node.engine.tiers()

@@ -13,7 +13,9 @@ from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.slots import Pool
 from kvstore.types import ConnectionId, Shard
 from kvstore.wire.messages import Grant, LeaseAsk, LeaseRelease, LeaseReply, Quiesce, Quiet, Seal
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
+from tests.unit.engine.disk import BLOCK_BYTES
 from tests.unit.engine.harness import (
     HALVES,
     SMALL,
@@ -75,9 +77,7 @@ def test_a_block_that_only_the_file_tier_has_gets_its_dram_copy() -> None:
 
 def file_knows(node: Node, *numbers: int) -> None:
     known = FileKnown(
-        tenant="t",
-        space=fingerprint(SMALL, weights_epoch=""),
-        shard=WHOLE,
+        Scope("t", fingerprint(SMALL, weights_epoch=""), WHOLE, BLOCK_BYTES),
         keys=keys(*numbers),
         locations=np.arange(1, len(numbers) + 1, dtype="<u8").tobytes(),
         checksums=b"".join(checksum(number) for number in numbers),

@@ -18,6 +18,7 @@ from kvstore.engine.trust import switches
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SpaceId, Tier
 from kvstore.wire.messages import Compared, Grant, LeaseReply, Story
+from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
 from tests.unit.engine.disk import BLOCK_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import SMALL, WHOLE, Node, Peer, key, keys, space
@@ -265,7 +266,7 @@ def test_what_is_off_is_not_kept_when_its_segment_goes(monkeypatch: pytest.Monke
     node.read_all()
     compared(peer, 7, 0)
     assert node.blocks(), "not empty yet"
-    part = FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(*range(1, 9)), places(1, 8))
+    part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*range(1, 9)), places(1, 8))
     node.step(FileReclaim(3, (part,)))
     assert [command.keep for command in node.reclaimed] == [b""]
 

@@ -7,6 +7,7 @@ from typing import Any
 from kvstore.engine.events import Clear, FilePart, FileReclaim, FileWritten
 from kvstore.engine.memory.policy.disk import NS_PER_DAY, AdmissionMode
 from kvstore.engine.why.report import NO_BUDGET, TierReport
+from kvstore.wire.record import Scope
 from tests.unit.engine.disk import BLOCK_BYTES, RECORD_BYTES, SPACE, DiskNode, known, places
 from tests.unit.engine.harness import HALVES, WHOLE, Peer, keys
 
@@ -54,8 +55,8 @@ def test_all_shards_of_a_block_are_written() -> None:
     peer.store(1)
     assert node.writes == []
     peer.hint(1)
-    assert {write.shard for write in node.writes} == set(HALVES)
-    assert {write.block_bytes for write in node.writes} == {BLOCK_BYTES // 2}
+    assert {write.scope.shard for write in node.writes} == set(HALVES)
+    assert {write.scope.block_bytes for write in node.writes} == {BLOCK_BYTES // 2}
 
 
 def test_what_comes_back_after_it_went_is_written_at_once() -> None:
@@ -163,7 +164,7 @@ def test_loads_go_on_when_it_is_used_up() -> None:
 
 def reclaim(node: DiskNode, *numbers: int) -> bytes:
     """What is kept of a segment with these blocks, the first of which lies at 1."""
-    part = FilePart("t", SPACE, WHOLE, BLOCK_BYTES, keys(*numbers), places(1, len(numbers)))
+    part = FilePart(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(*numbers), places(1, len(numbers)))
     node.step(FileReclaim(4, (part,)))
     return node.reclaimed[-1].keep
 

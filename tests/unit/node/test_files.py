@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
+import select
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 
-from kvstore.engine.events import (
+from kvstore.node.files import FileEnd
+from kvstore.ports import FileStore
+from kvstore.tier_events import (
+    FileCommand,
     FileGone,
     FileKnown,
     FileLate,
@@ -19,31 +22,18 @@ from kvstore.engine.events import (
     FilePart,
     FileRead,
     FileReclaim,
+    FileTierEvent,
     FileWritten,
     ReadFile,
     ReclaimFile,
-    Scrubbed as TierScrubbed,
+    RecoveryDone,
+    Resumed,
+    Scrubbed,
+    Suspended,
     VoidFile,
     WriteFile,
 )
-from kvstore.node.files import FileEnd
-from kvstore.tiers.file import (
-    FileEvent,
-    FileScrubbed,
-    FileTier,
-    Gone,
-    Known,
-    Late,
-    Moved,
-    Read,
-    Reclaim,
-    RecordSet,
-    RecoveryDone,
-    Resumed,
-    Suspended,
-    Written,
-)
-from kvstore.tiers.file.outbox import KNOWN_MAX
+from kvstore.tiers.file.outbox import KNOWN_MAX, Outbox
 from kvstore.types import Shard, Tier
 from kvstore.wire.learned import Learned, SpacePace, encode_learned
 from kvstore.wire.record import Scope
@@ -62,163 +52,123 @@ class ScriptedTier:
         self.takes = True
         self.note = b""
         self.path = Path("/var/lib/kvstore")
-        self.calls: list[tuple[Any, ...]] = []
-        self.events: list[FileEvent] = []
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.calls: list[object] = []
+        self.outbox = Outbox()
+
+    def say(self, *events: FileTierEvent) -> None:
+        self.outbox.put(events)
 
     def fileno(self) -> int:
-        return self.fd
+        return self.outbox.fd
 
-    def take_events(self) -> list[FileEvent]:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-        events, self.events = self.events, []
-        return events
+    def take_events(self) -> list[FileTierEvent]:
+        return self.outbox.take()
 
     def keep_note(self, note: bytes) -> None:
-        self.calls.append(("keep_note",))
+        self.calls.append("keep_note")
         self.note = note
 
-    def write(self, *call: Any) -> bool:
-        self.calls.append(("write", *call))
+    def submit(self, command: FileCommand) -> bool:
+        self.calls.append(command)
         return self.takes
-
-    def read(self, *call: Any) -> bool:
-        self.calls.append(("read", *call))
-        return self.takes
-
-    def void(self, *call: Any) -> None:
-        self.calls.append(("void", *call))
-
-    def reclaim(self, *call: Any) -> None:
-        self.calls.append(("reclaim", *call))
 
 
 @pytest.fixture
 def tier() -> Iterator[ScriptedTier]:
     made = ScriptedTier()
     yield made
-    os.close(made.fd)
+    made.outbox.close()
 
 
 @pytest.fixture
 def end(tier: ScriptedTier) -> FileEnd:
-    return FileEnd(cast("FileTier", tier))
+    return FileEnd(cast("FileStore", tier))
 
 
-def known(scope: Scope) -> Known:
-    return Known(scope, KEYS, PLACES, SUMS)
+def known(scope: Scope) -> FileKnown:
+    return FileKnown(scope, KEYS, PLACES, SUMS)
 
 
 def test_jobs_that_are_late_and_do_not_end_are_told_of(tier: ScriptedTier) -> None:
     told: list[bool] = []
-    end = FileEnd(cast("FileTier", tier), on_hang=told.append)
-    for events in ([Late(1), Late(2)], [Written(1, b"")], [Read(2, b"")], [Read(3, b"")]):
-        tier.events += events
+    end = FileEnd(cast("FileStore", tier), on_hang=told.append)
+    for events in (
+        [FileLate(1), FileLate(2)],
+        [FileWritten(1, b"")],
+        [FileRead(2, b"")],
+        [FileRead(3, b"")],
+    ):
+        tier.say(*events)
         list(end.read(0))
     assert told == [True, False]
-    tier.events.append(Late(4))
+    tier.say(FileLate(4))
     list(end.read(0))
     assert told == [True, False, True]
 
 
 def test_orders_reach_the_tier(tier: ScriptedTier, end: FileEnd) -> None:
-    write = WriteFile(7, "t", b"s" * 32, SHARD, 8192, KEYS, SLOTS, SUMS, 1)
-    read = ReadFile(8, "t", b"s" * 32, SHARD, 8192, KEYS, PLACES, SLOTS, SUMS, 1)
-    for command in (write, read, VoidFile("t", None, 1), ReclaimFile(3, PLACES, 1)):
+    write = WriteFile(7, SCOPE, KEYS, SLOTS, SUMS, 1)
+    read = ReadFile(8, SCOPE, KEYS, PLACES, SLOTS, SUMS, 1)
+    commands: list[FileCommand] = [write, read, VoidFile("t", None, 1), ReclaimFile(3, PLACES, 1)]
+    for command in commands:
         assert end.carry_out(command) == []
-    assert tier.calls == [
-        ("write", 7, SCOPE, KEYS, SLOTS, SUMS),
-        ("read", 8, SCOPE, KEYS, PLACES, SLOTS, SUMS),
-        ("void", "t", None),
-        ("reclaim", 3, PLACES),
-    ]
+    assert tier.calls == commands
 
 
 def test_what_is_not_taken_ends_at_once(tier: ScriptedTier, end: FileEnd) -> None:
     tier.takes = False
-    write = WriteFile(7, "t", b"s" * 32, SHARD, 8192, KEYS, SLOTS, SUMS, 1)
-    read = ReadFile(8, "t", b"s" * 32, SHARD, 8192, KEYS, PLACES, SLOTS, SUMS, 1)
+    write = WriteFile(7, SCOPE, KEYS, SLOTS, SUMS, 1)
+    read = ReadFile(8, SCOPE, KEYS, PLACES, SLOTS, SUMS, 1)
     assert end.carry_out(write) == [FileWritten(7, bytes(16))]
     assert end.carry_out(read) == [FileRead(8, bytes(2))]
 
 
-def test_every_word_of_the_tier_becomes_the_engines(tier: ScriptedTier, end: FileEnd) -> None:
-    tier.events = [
-        Written(1, PLACES),
-        Read(2, b"\x01\x00"),
-        Late(3),
-        RecoveryDone(),
-        known(SCOPE),
-        Moved(SCOPE, KEYS, PLACES, b"q" * 16),
-        Gone(SCOPE, KEYS, PLACES),
-        Reclaim(4, (RecordSet(SCOPE, KEYS, PLACES),)),
-    ]
-    address = ("t", b"s" * 32, SHARD)
+def test_the_engine_hears_what_the_tier_says_to_it(tier: ScriptedTier, end: FileEnd) -> None:
+    short: list[FileTierEvent] = [FileWritten(1, PLACES), FileRead(2, b"\x01\x00"), FileLate(3)]
+    moved = FileMoved(SCOPE, KEYS, PLACES, b"q" * 16)
+    gone = FileGone(SCOPE, KEYS, PLACES)
+    reclaim = FileReclaim(4, (FilePart(SCOPE, KEYS, PLACES),))
+    tier.say(*short, RecoveryDone(), known(SCOPE), moved, gone, reclaim)
     said = [list(end.read(0)) for _ in range(5)]
-    assert said == [
-        [
-            FileWritten(1, PLACES),
-            FileRead(2, b"\x01\x00"),
-            FileLate(3),
-            FileKnown(*address, KEYS, PLACES, SUMS),
-        ],
-        [FileMoved(*address, KEYS, PLACES, b"q" * 16)],
-        [FileGone(*address, KEYS, PLACES)],
-        [FileReclaim(4, (FilePart(*address, SCOPE.block_bytes, KEYS, PLACES),))],
-        [],
-    ]
+    assert said == [[*short, known(SCOPE)], [moved], [gone], [reclaim], []]
 
 
 def test_the_loop_is_woken_for_what_is_left(tier: ScriptedTier, end: FileEnd) -> None:
-    tier.events = [known(SCOPE), known(SCOPE)]
+    tier.say(known(SCOPE), known(SCOPE))
     list(end.read(0))
-    assert os.eventfd_read(tier.fd) == 1, "there is more"
+    assert select.select([tier.fileno()], [], [], 0)[0], "there is more"
     list(end.read(0))
-    with pytest.raises(BlockingIOError):
-        os.eventfd_read(tier.fd)
+    assert not select.select([tier.fileno()], [], [], 0)[0]
 
 
-class Recovering(ScriptedTier):
-    """Tells as much as its outbox lets it, whenever it is asked."""
-
-    def take_events(self) -> list[FileEvent]:
-        return [*super().take_events(), *[known(SCOPE)] * KNOWN_MAX]
-
-
-def test_what_is_found_is_taken_no_faster_than_it_is_told_and_no_read_waits_behind_it() -> None:
-    tier = Recovering()
-    end = FileEnd(cast("FileTier", tier))
-    for _ in range(100):
-        list(end.read(0))
-        assert len(end._waiting) <= KNOWN_MAX
-    tier.events = [Read(2, b"")]
-    said = [list(end.read(0)) for _ in range(1 + KNOWN_MAX)]
-    assert [FileRead(2, b"") in events for events in said].count(True) == 1
-    os.close(tier.fd)
-
-
-def test_what_is_cleared_before_it_was_told_is_not_told(tier: ScriptedTier, end: FileEnd) -> None:
-    tier.events = [known(OTHER), known(SCOPE), Written(1, PLACES), known(OTHER)]
-    assert len(list(end.read(0))) == 1
-    end.carry_out(VoidFile("t", None, 1))
-    said = list(end.read(0))
-    assert [type(event) for event in said] == [FileWritten, FileKnown]
-    assert said[1] == FileKnown("u", b"s" * 32, SHARD, KEYS, PLACES, SUMS)
+def test_what_is_found_is_taken_no_faster_than_it_is_told_and_no_read_waits_behind_it(
+    tier: ScriptedTier, end: FileEnd
+) -> None:
+    for _ in range(KNOWN_MAX):
+        assert tier.outbox.known(known(SCOPE), own=True)
+    recovering = threading.Thread(
+        target=tier.outbox.known, args=(known(SCOPE),), kwargs={"own": True}
+    )
+    recovering.start()
+    tier.say(FileRead(2, b""))
+    said = [list(end.read(0))]
+    recovering.join()
+    said += [list(end.read(0)) for _ in range(KNOWN_MAX)]
+    assert said == [[known(SCOPE)]] * KNOWN_MAX + [[FileRead(2, b""), known(SCOPE)]]
 
 
 def test_trouble_is_told_with_the_place_until_it_is_over(
     tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier.events = [RecoveryDone(), Suspended("the disk fails", writes_only=False)]
+    tier.say(RecoveryDone(), Suspended("the disk fails", writes_only=False))
     list(end.read(0))
     sentence = "the disk tier in /var/lib/kvstore takes no reads and writes: the disk fails"
     assert end.trouble == sentence
     assert caplog.messages == [sentence]
-    tier.events = [Suspended("no room", writes_only=True), Resumed(writes_only=False)]
+    tier.say(Suspended("no room", writes_only=True), Resumed(writes_only=False))
     list(end.read(0))
     assert end.trouble == "the disk tier in /var/lib/kvstore takes no writes: no room"
-    tier.events = [Resumed(writes_only=True)]
+    tier.say(Resumed(writes_only=True))
     list(end.read(0))
     assert end.trouble == ""
 
@@ -251,7 +201,7 @@ def test_the_end_of_recovery_tells_how_much_is_known(
     expected: str,
 ) -> None:
     caplog.set_level("INFO")
-    tier.events = [known(SCOPE), known(SCOPE)]
+    tier.say(known(SCOPE), known(SCOPE))
     list(end.read(0))
     list(end.read(0))
     end.tell_table(left_out_blocks=0, crowded_blocks=0)
@@ -259,7 +209,7 @@ def test_the_end_of_recovery_tells_how_much_is_known(
     assert end.trouble == (
         "the disk tier in /var/lib/kvstore is still looked through: 4 blocks are found so far"
     )
-    tier.events = [RecoveryDone(), known(OTHER)]
+    tier.say(RecoveryDone(), known(OTHER))
     list(end.read(0))
     assert end.trouble == ""
     for _ in range(2):
@@ -271,18 +221,12 @@ def test_the_end_of_recovery_tells_how_much_is_known(
 def test_what_the_scrub_found_is_told_to_the_engine_and_the_log(
     tier: ScriptedTier, end: FileEnd, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier.events = [
-        Gone(SCOPE, KEYS[:32], PLACES[:8], damaged=True),
-        FileScrubbed(3, 300, KEYS[:32], pass_ended=False),
-        FileScrubbed(2, 200, b"", pass_ended=True),
-    ]
-    assert list(end.read(0)) == [
-        FileGone("t", b"s" * 32, SHARD, KEYS[:32], PLACES[:8], damaged=True)
-    ]
-    assert list(end.read(0)) == [
-        TierScrubbed(Tier.FILE, 3, 300, bad_blocks=1),
-        TierScrubbed(Tier.FILE, 2, 200, pass_ended=True),
-    ]
+    gone = FileGone(SCOPE, KEYS[:32], PLACES[:8], damaged=True)
+    bad = Scrubbed(Tier.FILE, 3, 300, KEYS[:32])
+    ended = Scrubbed(Tier.FILE, 2, 200, pass_ended=True)
+    tier.say(gone, bad, ended)
+    assert list(end.read(0)) == [gone]
+    assert list(end.read(0)) == [bad, ended]
     assert "a pass over 5 blocks" in caplog.text
     assert "dropped 1 (first: 6b6b6b6b)" in caplog.text
 
@@ -293,19 +237,19 @@ LEARNED = Learned(500_000, (SpacePace("t", "ab" * 32, 50_000, 900),))
 
 
 def test_what_was_learned_is_kept_once_and_found_at_the_next_start(tier: ScriptedTier) -> None:
-    end = FileEnd(cast("FileTier", tier))
+    end = FileEnd(cast("FileStore", tier))
     assert end.learned == Learned()
     for _ in range(2):
         end.remember(LEARNED, 0)
-    assert tier.calls == [("keep_note",)]
-    assert FileEnd(cast("FileTier", tier)).learned == LEARNED
+    assert tier.calls == ["keep_note"]
+    assert FileEnd(cast("FileStore", tier)).learned == LEARNED
 
 
 def test_what_is_damaged_is_not_learned_and_one_line_says_so(
     tier: ScriptedTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier.note = encode_learned(LEARNED).replace(b"900", b"901")
-    assert FileEnd(cast("FileTier", tier)).learned == Learned()
+    assert FileEnd(cast("FileStore", tier)).learned == Learned()
     (line,) = caplog.messages
     assert line == "what an earlier start learned is not used, it is learned anew: it is damaged"
 
@@ -323,7 +267,7 @@ class Wall:
 
 
 def budgeted(tier: ScriptedTier, wall: Wall) -> FileEnd:
-    return FileEnd(cast("FileTier", tier), day_bytes=DAY_BYTES, wall_s=lambda: wall.s)
+    return FileEnd(cast("FileStore", tier), day_bytes=DAY_BYTES, wall_s=lambda: wall.s)
 
 
 @pytest.mark.parametrize(
@@ -353,9 +297,9 @@ def test_a_budget_that_was_changed_counts_what_was_written(tier: ScriptedTier) -
     wall = Wall()
     budgeted(tier, wall).remember(LEARNED, 48_000)
     assert FileEnd(
-        cast("FileTier", tier), day_bytes=10_000, wall_s=lambda: wall.s
+        cast("FileStore", tier), day_bytes=10_000, wall_s=lambda: wall.s
     ).spent_bytes() == (10_000), "no more than there is"
-    assert FileEnd(cast("FileTier", tier)).spent_bytes() == 0, "without a budget nothing is spent"
+    assert FileEnd(cast("FileStore", tier)).spent_bytes() == 0, "without a budget nothing is spent"
 
 
 def test_what_a_kill_would_forget_is_a_small_part_of_a_day(tier: ScriptedTier) -> None:
@@ -366,9 +310,9 @@ def test_what_a_kill_would_forget_is_a_small_part_of_a_day(tier: ScriptedTier) -
     end.remember(LEARNED, 1001)
     assert not end.should_remember(2001)
     assert not end.should_remember(0)
-    assert not FileEnd(cast("FileTier", tier)).should_remember(0), "without a budget never"
+    assert not FileEnd(cast("FileStore", tier)).should_remember(0), "without a budget never"
     end.remember(LEARNED, 1001)
-    assert tier.calls == [("keep_note",)], "only what is news"
+    assert tier.calls == ["keep_note"], "only what is news"
 
 
 def test_a_budget_that_is_used_up_is_told_once_a_day(

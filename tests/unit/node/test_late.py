@@ -13,13 +13,25 @@ import pytest
 from kvstore.errors import ConfigError
 from kvstore.node import late
 from kvstore.node.late import LateTier
-from kvstore.tiers.file import FileConfig, FileTier, Known, RecoveryDone, Resumed, Suspended
-from kvstore.tiers.file.events import FileEvent
+from kvstore.tier_events import (
+    FileKnown,
+    FileTierEvent,
+    ReadFile,
+    RecoveryDone,
+    Resumed,
+    Suspended,
+    VoidFile,
+    WriteFile,
+)
+from kvstore.tiers.file import FileConfig, FileTier
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.units import MIB
 from tests.unit.tiers.file.kit import SCOPE, SEGMENT_BYTES, Driver, FakeClock
 
 WHY = "a file lies there"
+WRITE = WriteFile(1, SCOPE, b"", np.zeros(0, "<u4"), b"", 0)
+READ = ReadFile(1, SCOPE, b"", b"", np.zeros(0, "<u4"), b"", 0)
+CLEAR = VoidFile(SCOPE.tenant, SCOPE.space, 0)
 
 
 class Opening:
@@ -59,15 +71,17 @@ def tier(opening: Opening) -> Iterator[LateTier]:
     made.close()
 
 
-def events_until(tier: LateTier, is_last: Callable[[list[FileEvent]], bool]) -> list[FileEvent]:
-    seen: list[FileEvent] = []
+def events_until(
+    tier: LateTier, is_last: Callable[[list[FileTierEvent]], bool]
+) -> list[FileTierEvent]:
+    seen: list[FileTierEvent] = []
     while not is_last(seen):
         assert select.select([tier.fileno()], [], [], 60)[0]
         seen += tier.take_events()
     return seen
 
 
-def is_open(seen: list[FileEvent]) -> bool:
+def is_open(seen: list[FileTierEvent]) -> bool:
     return Resumed(writes_only=False) in seen and RecoveryDone() in seen
 
 
@@ -75,19 +89,19 @@ def test_until_then_all_is_refused_and_it_is_tried_again(opening: Opening, tier:
     for _ in range(3):
         opening.tried.acquire()
     assert tier.take_events() == [Suspended(f"{WHY}; it is tried again by itself", False)]
-    assert not tier.write(1, SCOPE, b"", np.zeros(0, "<u4"), b"")
-    assert not tier.read(1, SCOPE, b"", np.zeros(0, "<u8"), np.zeros(0, "<u4"))
+    assert not tier.submit(WRITE)
+    assert not tier.submit(READ)
     assert not tier.wait_for_voids(0)
     opening.may.set()
     events_until(tier, is_open)
     assert tier.wait_for_voids(60)
-    assert tier.read(1, SCOPE, b"", np.zeros(0, "<u8"), np.zeros(0, "<u4"))
+    assert tier.submit(READ)
 
 
 def test_what_is_there_is_told_when_it_opens(opening: Opening, tier: LateTier) -> None:
     written(opening.config.directory)
     opening.may.set()
-    assert any(isinstance(event, Known) for event in events_until(tier, is_open))
+    assert any(isinstance(event, FileKnown) for event in events_until(tier, is_open))
 
 
 @pytest.mark.parametrize("voids_max", [late.VOIDS_MAX, 1])
@@ -96,10 +110,10 @@ def test_what_is_cleared_before_it_opens_stays_so(
 ) -> None:
     monkeypatch.setattr(late, "VOIDS_MAX", voids_max)
     written(opening.config.directory)
-    tier.void(SCOPE.tenant, SCOPE.space)
-    tier.void("another", None)
+    tier.submit(CLEAR)
+    tier.submit(VoidFile("another", None, 0))
     opening.may.set()
-    assert not any(isinstance(event, Known) for event in events_until(tier, is_open))
+    assert not any(isinstance(event, FileKnown) for event in events_until(tier, is_open))
     assert tier.wait_for_voids(60)
     tier.close()
     again = Driver(opening.config.directory).recovered()
@@ -112,13 +126,13 @@ def test_a_disk_that_hangs_while_it_opens_delays_no_clear(opening: Opening, tier
     written(opening.config.directory)
     opening.may.set()
     assert opening.is_hanging.wait(60)
-    clearing = threading.Thread(target=tier.void, args=(SCOPE.tenant, SCOPE.space))
+    clearing = threading.Thread(target=tier.submit, args=(CLEAR,))
     clearing.start()
     clearing.join(30)
     is_waiting = clearing.is_alive()
     opening.hangs.set()
     assert not is_waiting
-    assert not any(isinstance(event, Known) for event in events_until(tier, is_open))
+    assert not any(isinstance(event, FileKnown) for event in events_until(tier, is_open))
 
 
 def test_what_passes_while_it_opens_is_tried_again(opening: Opening, tier: LateTier) -> None:

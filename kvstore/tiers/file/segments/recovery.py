@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from kvstore.tiers.file.events import RecordSet
+from kvstore.tier_events import FileKnown
 from kvstore.tiers.file.segments.disk import Disk, read_bytes
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import PAGE_MAGIC, Scope, Void, parse_page, record_pages
@@ -154,8 +154,8 @@ def _next_record(disk: Disk, fd: int, head: SegmentHead, page: int, end: int) ->
 
 def record_sets(
     table: Table, number: int, *, own_number: int, voids: Sequence[Void], first_page: int = 0
-) -> Iterator[tuple[RecordSet, bytes]]:
-    """The living records with their checksums, per scope, at most BATCH_KEYS at a time.
+) -> Iterator[FileKnown]:
+    """The living records, per scope, at most BATCH_KEYS at a time.
 
     Args:
         table: what the segment holds.
@@ -170,5 +170,5 @@ def record_sets(
         for begin in range(0, len(chosen), BATCH_KEYS):
             rows = chosen[begin : begin + BATCH_KEYS]
             places = table.pages[rows].astype(np.uint64) | np.uint64(number << PAGE_SHIFT)
-            records = RecordSet(scope, table.keys[rows].tobytes(), places.tobytes())
-            yield records, table.checksums[rows].tobytes()
+            keys, checksums = table.keys[rows].tobytes(), table.checksums[rows].tobytes()
+            yield FileKnown(scope, keys, places.tobytes(), checksums)

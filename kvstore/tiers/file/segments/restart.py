@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.tiers.file.events import Known
+from kvstore.tier_events import FileKnown
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory, segment_name
 from kvstore.tiers.file.segments.disk import Disk, open_regular
@@ -33,6 +33,7 @@ PAUSES_S: Final = (0.1, 0.4, 1.5)
 DISK_PAUSE_S: Final = 5.0
 """Between attempts to read anything at all."""
 
+_Announce = Callable[[FileKnown], bool]
 _log = logging.getLogger(__name__)
 
 
@@ -88,7 +89,7 @@ class Restart:
                 self._directory.path / "quarantine",
             )
 
-    def recover(self, announce: Callable[[Known], bool], leaving: Callable[[float], bool]) -> bool:
+    def recover(self, announce: _Announce, leaving: Callable[[float], bool]) -> bool:
         """Announce what every segment holds. False: told to stop.
 
         Args:
@@ -101,7 +102,7 @@ class Restart:
         )
 
     def _recover_patiently(
-        self, number: int, announce: Callable[[Known], bool], leaving: Callable[[float], bool]
+        self, number: int, announce: _Announce, leaving: Callable[[float], bool]
     ) -> bool:
         pauses_s = iter(PAUSES_S)
         while True:
@@ -130,7 +131,7 @@ class Restart:
             if leaving(pause_s):
                 return False
 
-    def _recover_one(self, number: int, announce: Callable[[Known], bool]) -> bool:
+    def _recover_one(self, number: int, announce: _Announce) -> bool:
         head = self._head_of(number)
         if head is None:
             return True
@@ -145,11 +146,8 @@ class Restart:
             self._forget(number)
             return True
         self._catalog.add(Segment(number, head, name, self._directory.fd, size))
-        sets = record_sets(table, number, own_number=number, voids=self.voids)
-        for records, checksums in sets:
-            known = Known(records.scope, records.keys, records.locations, checksums)
-            if not announce(known):
-                return False
+        if not all(map(announce, record_sets(table, number, own_number=number, voids=self.voids))):
+            return False
         self.voids += [void for void in table.voids if void not in self.voids]
         return True
 

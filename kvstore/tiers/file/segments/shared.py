@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvstore.tiers.file.events import Gone, Known
+from kvstore.tier_events import FileGone, FileKnown
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE, Catalog, Segment
 from kvstore.tiers.file.segments.directory import segment_number
 from kvstore.tiers.file.segments.disk import Disk, close_at_last, open_regular
@@ -34,8 +34,8 @@ from kvstore.tiers.file.segments.recovery import read_footer, read_head, record_
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
 
-_Announce = Callable[[Known], bool]
-_Vanished = Callable[[list[Gone]], None]
+_Announce = Callable[[FileKnown], bool]
+_Vanished = Callable[[list[FileGone]], None]
 _AT_CWD: Final = -100
 """As openat(2) has it: a path as any other."""
 
@@ -47,7 +47,7 @@ class _Seen:
     segment: Segment
     end_page: int = 1
     size_and_time: tuple[int, int] = (0, 0)
-    announced: list[Gone] = field(default_factory=list)
+    announced: list[FileGone] = field(default_factory=list)
     """What to take back when it vanishes."""
 
 
@@ -200,10 +200,9 @@ class Peers:
         sets = record_sets(
             table, seen.segment.number, own_number=head.number, voids=(), first_page=first
         )
-        for records, checksums in sets:
-            known = Known(records.scope, records.keys, records.locations, checksums)
+        for known in sets:
             if not announce(known):
                 return False
-            seen.announced.append(Gone(records.scope, records.keys, records.locations))
+            seen.announced.append(FileGone(known.scope, known.keys, known.locations))
         seen.end_page = end
         return True

@@ -14,17 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.kernels import reference
-from kvstore.tiers.file import (
-    FileConfig,
-    FileEvent,
-    FileTier,
-    Known,
-    Moved,
-    Read,
-    Reclaim,
+from kvstore.tier_events import (
+    FileKnown,
+    FileMoved,
+    FileRead,
+    FileReclaim,
+    FileTierEvent,
+    FileWritten,
+    ReadFile,
+    ReclaimFile,
     RecoveryDone,
-    Written,
+    VoidFile,
+    WriteFile,
 )
+from kvstore.tiers.file import FileConfig, FileTier
 from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.units import KIB, MIB
@@ -142,29 +145,37 @@ class Driver:
         self.tier = FileTier.open(self.config, self.arena, self.clock, disk=disk, look=look)
         self.known: dict[tuple[Scope, bytes], int] = {}
         self.checksums: dict[int, bytes] = {}
-        self.seen: list[FileEvent] = []
-        self.on_reclaim: Callable[[Reclaim], None] | None = None
+        self.seen: list[FileTierEvent] = []
+        self.on_reclaim: Callable[[FileReclaim], None] | None = None
         """Answers for the engine, if a test wants it at once."""
         self._job = 0
 
     def slot(self, index: int) -> NDArray[np.uint8]:
         return self.arena[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
 
-    def take(self) -> list[FileEvent]:
-        events = self.tier.take_events()
-        for event in events:
-            self._note(event)
-        self.seen += events
-        return events
+    def take(self) -> list[FileTierEvent]:
+        taken: list[FileTierEvent] = []
+        while events := self.tier.take_events():
+            for event in events:
+                self._note(event)
+            self.seen += events
+            taken += events
+        return taken
 
-    def _note(self, event: FileEvent) -> None:
-        if isinstance(event, Reclaim) and self.on_reclaim is not None:
+    def void(self, tenant: str | None, space: bytes | None) -> None:
+        self.tier.submit(VoidFile(tenant, space, 0))
+
+    def reclaim(self, segment: int, keep: Sequence[int]) -> None:
+        self.tier.submit(ReclaimFile(segment, np.array(keep, np.uint64).tobytes(), 0))
+
+    def _note(self, event: FileTierEvent) -> None:
+        if isinstance(event, FileReclaim) and self.on_reclaim is not None:
             self.on_reclaim(event)
-        if isinstance(event, Known | Moved):
+        if isinstance(event, FileKnown | FileMoved):
             for index, place in enumerate(u64(event.locations)):
                 name = (event.scope, event.keys[index * 32 : (index + 1) * 32])
                 self.known[name] = max(place, self.known.get(name, 0))
-                if isinstance(event, Known):
+                if isinstance(event, FileKnown):
                     self.checksums[place] = event.checksums[index * 16 : (index + 1) * 16]
 
     def wait(self, kind: type[E], condition: Callable[[E], bool] = lambda _: True) -> E:
@@ -194,7 +205,7 @@ class Driver:
             sums.append(checksum(scope, key(number), data))
         slots = np.arange(len(numbers), dtype=np.uint32) * (BLOCK_BYTES // PAGE_BYTES)
         keys = b"".join(map(key, numbers))
-        accepted = self.tier.write(self._job, scope, keys, slots, b"".join(sums))
+        accepted = self.tier.submit(WriteFile(self._job, scope, keys, slots, b"".join(sums), 0))
         return self._job if accepted else 0
 
     def write(self, numbers: Sequence[int], scope: Scope = SCOPE) -> list[int]:
@@ -202,7 +213,7 @@ class Driver:
         job = self.start_write(numbers, scope)
         if not job:
             return [0] * len(numbers)
-        places = u64(self.wait(Written, lambda e: e.job == job).locations)
+        places = u64(self.wait(FileWritten, lambda e: e.job == job).locations)
         for number, place in zip(numbers, places, strict=True):
             if place:
                 self.known[scope, key(number)] = place
@@ -221,8 +232,8 @@ class Driver:
         where = [self.known[scope, key(n)] for n in numbers] if places is None else list(places)
         slots = np.arange(len(numbers), dtype=np.uint32) * (BLOCK_BYTES // PAGE_BYTES)
         keys = b"".join(map(key, numbers))
-        locations = np.array(where, np.uint64)
-        accepted = self.tier.read(self._job, scope, keys, locations, slots, sums)
+        locations = np.array(where, np.uint64).tobytes()
+        accepted = self.tier.submit(ReadFile(self._job, scope, keys, locations, slots, sums, 0))
         return self._job if accepted else 0
 
     def read(self, numbers: Sequence[int], scope: Scope = SCOPE, **more: Any) -> list[bool]:
@@ -230,7 +241,7 @@ class Driver:
         job = self.start_read(numbers, scope, **more)
         if not job:
             return [False] * len(numbers)
-        good = [bool(b) for b in self.wait(Read, lambda e: e.job == job).good]
+        good = [bool(b) for b in self.wait(FileRead, lambda e: e.job == job).good]
         for index, (number, is_good) in enumerate(zip(numbers, good, strict=True)):
             data = payload(number, scope.block_bytes)
             if is_good:

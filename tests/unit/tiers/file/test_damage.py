@@ -17,6 +17,7 @@ import pytest
 
 from kvstore.cli.fsck import fsck
 from kvstore.errors import ConfigError
+from kvstore.tier_events import FileGone
 from kvstore.tiers.file.segments.directory import Directory, segment_name
 from kvstore.tiers.file.segments.disk import PosixDisk
 from kvstore.types import PAGE_BYTES
@@ -130,15 +131,15 @@ def test_damage_is_gone_after_it_was_seen_once(store: Path) -> None:
     restore(store, files | {segment_name(1): bytes(data)})
     driver = Driver(store).recovered()
     assert driver.read([0, 1]) == [False, True]
-    gone = [event for event in driver.seen if type(event).__name__ == "Gone"]
-    assert [event.keys for event in gone] == [key(0)]  # type: ignore[union-attr]
+    gone = [event for event in driver.seen if isinstance(event, FileGone)]
+    assert [event.keys for event in gone] == [key(0)]
     driver.close()
 
 
 def test_a_clear_survives_a_crash(store: Path) -> None:
     stored(store)
     driver = Driver(store).recovered()
-    driver.tier.void(None, None)
+    driver.void(None, None)
     driver.write([50])
     files = images(store)
     driver.close()
@@ -438,7 +439,7 @@ def test_fsck_does_not_bring_back_what_was_cleared(store: Path) -> None:
     driver = Driver(store).recovered()
     for number in range(COUNT):
         driver.write([number])
-    driver.tier.void(SCOPE.tenant, None)
+    driver.void(SCOPE.tenant, None)
     driver.write([50])
     driver.close()
     for name in (segment_name(1), segment_name(3)):

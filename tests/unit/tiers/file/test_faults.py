@@ -13,7 +13,8 @@ import pytest
 
 from kvstore.breaker import Breaker
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import FileConfig, Gone, Late, Read, Resumed, Suspended, Written
+from kvstore.tier_events import FileGone, FileLate, FileRead, FileWritten, Resumed, Suspended
+from kvstore.tiers.file import FileConfig
 from kvstore.tiers.file.health import Health
 from kvstore.units import NS_PER_MS
 from tests.unit.tiers.file.kit import (
@@ -77,7 +78,7 @@ def test_memory_that_is_not_there_says_nothing_against_the_disk(
     disk.fail.clear()
     assert all(driver.write([9])), "it was never given up"
     assert driver.read([1, 2, 9]) == [True] * 3, "and no record was called damaged"
-    assert not [event for event in driver.seen if isinstance(event, Suspended | Gone)]
+    assert not [event for event in driver.seen if isinstance(event, Suspended | FileGone)]
 
 
 def test_what_was_read_is_verified_without_a_touch_of_the_arena(tmp_path: Path) -> None:
@@ -121,9 +122,9 @@ def test_a_failed_sync_is_read_back(start: Start, disk: FaultyDisk) -> None:
     with data.open("r+b") as file:  # what a kernel that dropped a dirty page leaves
         file.seek(3 * 4096)
         file.write(b"lost")
-    driver.tier.void("nobody", None)
-    driver.wait(Gone)
-    gone = [event for event in driver.seen if isinstance(event, Gone)]
+    driver.void("nobody", None)
+    driver.wait(FileGone)
+    gone = [event for event in driver.seen if isinstance(event, FileGone)]
     assert [event.keys for event in gone] == [key(1)]
     assert driver.read([2]) == [True]
     assert 0 not in driver.write([3])
@@ -136,7 +137,7 @@ def test_what_a_failed_sync_lost_is_not_named_by_the_write_that_filled_the_segme
     disk.fail["fsync"] = failing(errno.EIO, times=1)
     disk.fail["preadv"] = failing(errno.EIO, times=1)
     places = driver.write(range(1, 9))  # one more than a segment holds
-    gone = [event for event in driver.seen if isinstance(event, Gone)]
+    gone = [event for event in driver.seen if isinstance(event, FileGone)]
     assert [event.keys for event in gone] == [key(1)]
     assert places[0] == 0, "it would be there again, after it was said to be gone"
     assert 0 not in places[1:7]
@@ -203,12 +204,12 @@ def test_a_hung_read_is_late_and_ends_when_it_ends(start: Start, disk: FaultyDis
     waiting = driver.start_read([2])
     driver.clock.advance_ms(2_001)
     driver.tier.expire()
-    assert driver.wait(Late).job == hung
-    assert driver.wait(Read).job == waiting, "what had not begun ends at once"
-    assert not any(isinstance(e, Read) and e.job == hung for e in driver.seen)
+    assert driver.wait(FileLate).job == hung
+    assert driver.wait(FileRead).job == waiting, "what had not begun ends at once"
+    assert not any(isinstance(e, FileRead) and e.job == hung for e in driver.seen)
     disk.hang.clear()
     disk.release.set()
-    assert driver.wait(Read, lambda e: e.job == hung).good == b"\1"
+    assert driver.wait(FileRead, lambda e: e.job == hung).good == b"\1"
 
 
 def test_a_hung_write_is_late_and_those_behind_it_end(start: Start, disk: FaultyDisk) -> None:
@@ -219,12 +220,12 @@ def test_a_hung_write_is_late_and_those_behind_it_end(start: Start, disk: Faulty
     waiting = driver.start_write([1])
     driver.clock.advance_ms(10_001)
     driver.tier.expire()
-    assert driver.wait(Late).job == hung
-    ended = driver.wait(Written)
+    assert driver.wait(FileLate).job == hung
+    ended = driver.wait(FileWritten)
     assert (ended.job, u64(ended.locations)) == (waiting, [0])
     disk.hang.clear()
     disk.release.set()
-    assert u64(driver.wait(Written, lambda e: e.job == hung).locations) != [0]
+    assert u64(driver.wait(FileWritten, lambda e: e.job == hung).locations) != [0]
 
 
 def test_the_end_waits_for_a_hung_disk_no_longer_than_told(start: Start, disk: FaultyDisk) -> None:
@@ -270,7 +271,7 @@ def test_every_failing_call_in_turn(tmp_path: Path) -> None:
             disk.fail = dict.fromkeys(("open", "preadv", "pwritev", "fsync"), fail)
             for numbers in ([1, 2], [3], range(10, 16)):
                 driver.write(numbers)
-            driver.tier.void("nobody", None)
+            driver.void("nobody", None)
             driver.read([n for n in (1, 2, 3, 10) if (SCOPE, key(n)) in driver.known])
             driver.close()
             is_over = len(disk.calls) <= begin + turn
@@ -421,13 +422,13 @@ def test_reads_are_bounded_by_bytes_and_count_and_those_waiting_at_the_end_are_m
     assert not driver.start_read([3]), "too many jobs"
     closing = threading.Thread(target=driver.tier.close)
     closing.start()
-    assert driver.wait(Read).job == waiting
-    assert driver.wait(Read).good == b"\0"
+    assert driver.wait(FileRead).job == waiting
+    assert driver.wait(FileRead).good == b"\0"
     disk.hang.clear()
     disk.release.set()
     closing.join(PATIENCE_S)
     driver.take()
-    assert [e.job for e in driver.seen if isinstance(e, Read)] == [waiting, hung]
+    assert [e.job for e in driver.seen if isinstance(e, FileRead)] == [waiting, hung]
 
 
 def test_what_waits_behind_a_hung_write_is_done_before_the_end(
@@ -439,7 +440,7 @@ def test_what_waits_behind_a_hung_write_is_done_before_the_end(
     driver.start_write([2])
     assert disk.hanging.acquire(timeout=PATIENCE_S)
     behind = driver.start_write([3])
-    driver.tier.void(None, None)
+    driver.void(None, None)
     closing = threading.Thread(target=driver.tier.close)
     closing.start()
     pause = threading.Event()
@@ -449,7 +450,7 @@ def test_what_waits_behind_a_hung_write_is_done_before_the_end(
     disk.release.set()
     closing.join(PATIENCE_S)
     driver.take()
-    (written,) = [e for e in driver.seen if isinstance(e, Written) and e.job == behind]
+    (written,) = [e for e in driver.seen if isinstance(e, FileWritten) and e.job == behind]
     assert u64(written.locations) != [0]
     again = Driver(tmp_path / "store").recovered()
     assert again.known == {}
@@ -461,9 +462,9 @@ def test_what_can_neither_be_synced_nor_read_back_is_gone(start: Start, disk: Fa
     driver.write([1, 2])
     disk.fail["fsync"] = failing(errno.EIO, times=1)
     disk.fail["preadv"] = failing(errno.EIO, times=2)
-    driver.tier.void("nobody", None)
-    driver.wait(Gone, lambda e: e.keys == key(2))
-    assert [e.keys for e in driver.seen if isinstance(e, Gone)] == [key(1), key(2)]
+    driver.void("nobody", None)
+    driver.wait(FileGone, lambda e: e.keys == key(2))
+    assert [e.keys for e in driver.seen if isinstance(e, FileGone)] == [key(1), key(2)]
 
 
 def test_a_tier_that_cannot_be_made_gives_its_directory_back(

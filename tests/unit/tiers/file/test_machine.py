@@ -18,7 +18,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
-from kvstore.tiers.file import Gone, Reclaim
+from kvstore.tier_events import FileGone, FileReclaim
 from kvstore.units import MIB
 from kvstore.wire.record import Scope
 from tests.steps import CountedMachine
@@ -51,9 +51,9 @@ class FileMachine(CountedMachine):
         self.driver.on_reclaim = self._answer
         self.driver.recovered()
 
-    def _answer(self, event: Reclaim) -> None:
+    def _answer(self, event: FileReclaim) -> None:
         kept = []
-        for records in event.records:
+        for records in event.parts:
             for row, place in enumerate(u64(records.locations)):
                 name = (records.scope, records.keys[row * 32 : (row + 1) * 32])
                 if self.model.get(name) != place:
@@ -63,7 +63,7 @@ class FileMachine(CountedMachine):
                 else:
                     del self.model[name]
                     self.open.known.pop(name, None)
-        self.open.tier.reclaim(event.segment, kept)
+        self.open.reclaim(event.segment, kept)
 
     @property
     def open(self) -> Driver:
@@ -104,7 +104,7 @@ class FileMachine(CountedMachine):
 
     @rule(tenant=st.sampled_from([None, "other"]))
     def clear(self, tenant: str | None) -> None:
-        self.open.tier.void(tenant, None)
+        self.open.void(tenant, None)
         for name in [name for name in self.model if tenant in (None, name[0].tenant)]:
             del self.model[name]
             self.open.known.pop(name, None)
@@ -168,7 +168,7 @@ class FileMachine(CountedMachine):
         assert self.driver.tier.taken_bytes <= CAPACITY_BYTES
         self._learn()
         for event in self.driver.seen:
-            if isinstance(event, Gone):
+            if isinstance(event, FileGone):
                 for row, place in enumerate(u64(event.locations)):
                     name = (event.scope, event.keys[row * 32 : (row + 1) * 32])
                     assert self.model.get(name) != place, "a good record was called gone"

@@ -30,10 +30,10 @@ def test_a_clear_that_the_disk_cannot_note_is_known_not_to_be_durable(
     driver = Driver(tmp_path / "store", disk=disk).recovered()
     driver.write([1])
     disk.fail[call] = lambda _: NO_ROOM
-    driver.tier.void(None, None)
+    driver.void(None, None)
     assert not driver.tier.wait_for_voids(20)
     del disk.fail[call]
-    driver.tier.void(None, None)
+    driver.void(None, None)
     assert driver.tier.wait_for_voids(20), "asked again with the disk mended"
     driver.close()
     again = Driver(tmp_path / "store").recovered()
@@ -46,7 +46,7 @@ def test_a_void_that_failed_is_written_with_the_next_segment(tmp_path: Path) -> 
     driver = Driver(tmp_path / "store", disk=disk).recovered()
     driver.write([1])
     disk.fail["pwritev"] = lambda _: NO_ROOM
-    driver.tier.void(None, None)
+    driver.void(None, None)
     assert not driver.tier.wait_for_voids(20)
     del disk.fail["pwritev"]
     driver.clock.advance_ms(100_000)
@@ -61,7 +61,7 @@ def test_a_void_that_failed_is_written_with_the_next_segment(tmp_path: Path) -> 
 def test_a_clear_is_durable_when_it_says_so(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "store").recovered()
     driver.write([1])
-    driver.tier.void(None, None)
+    driver.void(None, None)
     assert driver.tier.wait_for_voids(20)
     driver.close()
 
@@ -73,7 +73,7 @@ def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     disk.hang.add("pwritev")
     driver.start_write([2])
     assert disk.hanging.acquire(timeout=20)
-    driver.tier.void(None, None)  # waits behind a write
+    driver.void(None, None)  # waits behind a write
     assert not driver.tier.wait_for_voids(0.01)
     disk.release.set()
     assert driver.tier.wait_for_voids(20)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.tiers.file.events import FileEvent, Known
-from kvstore.tiers.file.outbox import Outbox
-from kvstore.wire.record import Void
+from kvstore.tier_events import FileKnown, FileTierEvent, FileWritten
+from kvstore.tiers.file.outbox import KNOWN_MAX, Outbox
+from kvstore.wire.record import Scope, Void
 from tests.unit.tiers.file.kit import SCOPE, key
 
-KNOWN = Known(SCOPE, key(1), b"\1" * 8, bytes(16))
+KNOWN = FileKnown(SCOPE, key(1), b"\1" * 8, bytes(16))
 CLEARED = Void(SCOPE.tenant, None, 1)
 
 
@@ -28,7 +28,7 @@ def outbox() -> Iterator[Outbox]:
     ("own", "told"), [(True, []), (False, [KNOWN])], ids=["own", "of another node"]
 )
 def test_what_was_cleared_during_recovery_is_not_announced(
-    outbox: Outbox, *, own: bool, told: list[FileEvent]
+    outbox: Outbox, *, own: bool, told: list[FileTierEvent]
 ) -> None:
     outbox.void(CLEARED)
     assert outbox.known(KNOWN, own=own)
@@ -53,3 +53,16 @@ def test_a_signal_does_not_silence_the_bell(
     outbox.put([KNOWN])
     assert len(tries) == 2
     assert select.select([outbox.fd], [], [], 0)[0]
+
+
+def test_what_waits_when_it_is_cleared_is_not_told(outbox: Outbox) -> None:
+    kept = FileKnown(Scope("another", SCOPE.space, SCOPE.shard, 1), key(2), b"\2" * 8, bytes(16))
+    written = FileWritten(1, b"")
+    outbox.put([written])
+    for event in [KNOWN] * (KNOWN_MAX - 1) + [kept]:
+        assert outbox.known(event, own=False)
+    outbox.void(CLEARED)
+    assert outbox.take() == [written, kept]
+    assert not select.select([outbox.fd], [], [], 0)[0]
+    for _ in range(KNOWN_MAX):  # none waits: there is room again
+        assert outbox.known(KNOWN, own=False)

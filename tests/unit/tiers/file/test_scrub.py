@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.tiers.file import (
-    FileScrubbed,
-    Gone,
-    Known,
-    Reclaim,
-    RecoveryDone,
-    scrub as scrub_module,
-)
+from kvstore.tier_events import FileGone, FileKnown, FileReclaim, RecoveryDone, Scrubbed
+from kvstore.tiers.file import scrub as scrub_module
 from kvstore.tiers.scrub import ScrubRate
 from kvstore.types import PAGE_BYTES
 from kvstore.units import KIB
@@ -62,20 +56,20 @@ def flip(driver: Driver, place: int, *, at: int = PAGE_BYTES + 99) -> None:
 
 
 def gone(driver: Driver) -> list[tuple[bytes, list[int], bool]]:
-    return [(e.keys, u64(e.locations), e.damaged) for e in driver.seen if isinstance(e, Gone)]
+    return [(e.keys, u64(e.locations), e.damaged) for e in driver.seen if isinstance(e, FileGone)]
 
 
-def whole_passes(driver: Driver, count: int) -> list[FileScrubbed]:
+def whole_passes(driver: Driver, count: int) -> list[Scrubbed]:
     """Wait for so many passes that begin from now on; what was said until then."""
     driver.take()
-    said = sum(isinstance(e, FileScrubbed) and e.pass_ended for e in driver.seen)
+    said = sum(isinstance(e, Scrubbed) and e.pass_ended for e in driver.seen)
 
     def ended() -> int:
-        return sum(isinstance(e, FileScrubbed) and e.pass_ended for e in driver.seen)
+        return sum(isinstance(e, Scrubbed) and e.pass_ended for e in driver.seen)
 
     # The pass under way may have gone past what a test just did.
-    driver.wait(FileScrubbed, lambda e: e.pass_ended and ended() > said + count)
-    return [e for e in driver.seen if isinstance(e, FileScrubbed)]
+    driver.wait(Scrubbed, lambda e: e.pass_ended and ended() > said + count)
+    return [e for e in driver.seen if isinstance(e, Scrubbed)]
 
 
 @pytest.mark.parametrize("at", [5, 60, PAGE_BYTES, PAGE_BYTES + BLOCK_BYTES - 1])
@@ -85,7 +79,7 @@ def test_a_flipped_bit_is_found_without_anybody_asking(start: Start, count: int,
     driver = start()
     places = driver.write(range(count))
     flip(driver, places[1], at=at)
-    bad = driver.wait(FileScrubbed, lambda e: e.bad_key != b"")
+    bad = driver.wait(Scrubbed, lambda e: e.bad_key != b"")
     assert bad.bad_key == key(1)
     said = whole_passes(driver, 2)
     assert gone(driver) == [(key(1), [places[1]], True)], "once, however often it is seen"
@@ -116,14 +110,12 @@ def test_a_pass_counts_only_if_all_was_known_when_it_began(
         threading.Event().wait(0.3)  # passes over nothing would have ended
         disk.release.set()
         driver.wait(RecoveryDone)
-        driver.wait(FileScrubbed, lambda e: e.pass_ended)
+        driver.wait(Scrubbed, lambda e: e.pass_ended)
         kinds = [type(event) for event in driver.seen]
-        last_known = len(kinds) - 1 - kinds[::-1].index(Known)
-        ended = [
-            n for n, e in enumerate(driver.seen) if isinstance(e, FileScrubbed) and e.pass_ended
-        ]
+        last_known = len(kinds) - 1 - kinds[::-1].index(FileKnown)
+        ended = [n for n, e in enumerate(driver.seen) if isinstance(e, Scrubbed) and e.pass_ended]
         assert ended[0] > last_known
-        said = [e for e in driver.seen[: ended[0] + 1] if isinstance(e, FileScrubbed)]
+        said = [e for e in driver.seen[: ended[0] + 1] if isinstance(e, Scrubbed)]
         assert sum(e.blocks for e in said) == 20
     finally:
         driver.close()
@@ -131,11 +123,11 @@ def test_a_pass_counts_only_if_all_was_known_when_it_began(
 
 def test_what_is_good_is_left_alone(start: Start) -> None:
     driver = start(capacity_bytes=2 * 1024 * KIB, segment_bytes=256 * KIB)
-    driver.on_reclaim = lambda event: driver.tier.reclaim(event.segment, [])
+    driver.on_reclaim = lambda event: driver.reclaim(event.segment, [])
     for begin in range(0, 60, 5):  # segments are closed and reclaimed all the while
         driver.write(range(begin, begin + 5))
     said = whole_passes(driver, 2)
-    assert any(isinstance(event, Reclaim) for event in driver.seen)
+    assert any(isinstance(event, FileReclaim) for event in driver.seen)
     assert gone(driver) == []
     assert all(e.bad_key == b"" for e in said)
     assert sum(e.blocks for e in said) > 0
@@ -144,7 +136,7 @@ def test_what_is_good_is_left_alone(start: Start) -> None:
 def test_what_was_cleared_is_nobodys_loss(start: Start) -> None:
     driver = start()
     (place,) = driver.write([1])
-    driver.tier.void(None, None)
+    driver.void(None, None)
     assert driver.tier.wait_for_voids(PATIENCE_S)
     whole_passes(driver, 1)
     flip(driver, place)
@@ -161,7 +153,7 @@ def test_a_bad_sector_is_a_bad_record_and_no_more(start: Start, disk: FaultyDisk
         return OSError(errno.EIO, "EIO") if offset == bad_begin else None
 
     disk.fail["preadv"] = fail
-    driver.wait(FileScrubbed, lambda e: e.bad_key != b"")
+    driver.wait(Scrubbed, lambda e: e.bad_key != b"")
     assert gone(driver) == [(key(2), [places[1]], True)]
 
 
@@ -171,7 +163,7 @@ def test_a_failing_disk_is_not_scrubbed_and_loses_nothing_more(
     driver = start(failures_max=2)
     driver.write(range(10))
     disk.fail["preadv"] = lambda _: OSError(errno.EIO, "EIO")
-    driver.wait(FileScrubbed, lambda e: e.bad_key != b"")
+    driver.wait(Scrubbed, lambda e: e.bad_key != b"")
     pause = threading.Event()
     while driver.tier.breakers[0].value == "closed":
         pause.wait(0.01)
@@ -278,7 +270,7 @@ def test_it_tells_as_it_goes(start: Start, monkeypatch: pytest.MonkeyPatch) -> N
     driver.write(range(5))
     _by_hand(driver, FaultyDisk(), lambda: None).run_pass()
     driver.take()
-    said = [e for e in driver.seen if isinstance(e, FileScrubbed)]
+    said = [e for e in driver.seen if isinstance(e, Scrubbed)]
     assert [(e.blocks, e.pass_ended) for e in said] == [(2, False), (2, False), (1, True)]
 
 
@@ -288,7 +280,7 @@ def test_a_segment_that_somebody_took_away_is_passed_over(start: Start) -> None:
     min(driver.config.directory.glob("seg-*.kv")).unlink()
     _by_hand(driver, FaultyDisk(), lambda: None).run_pass()
     driver.take()
-    assert [e.blocks for e in driver.seen if isinstance(e, FileScrubbed)] == [3]
+    assert [e.blocks for e in driver.seen if isinstance(e, Scrubbed)] == [3]
     assert gone(driver) == []
     assert driver.tier.breakers[0].value == "closed"
 

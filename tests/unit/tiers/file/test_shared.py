@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import Gone, Known, Reclaim
+from kvstore.tier_events import FileGone, FileKnown, FileReclaim
 from kvstore.tiers.file.jobs import WriteJob
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE
 from kvstore.tiers.file.segments.directory import Directory
@@ -43,8 +43,8 @@ def test_an_unfinished_segment_is_read_as_it_grows(nodes: list[Driver]) -> None:
     assert b.known[SCOPE, key(1)] >> 32 >= FOREIGN_BASE
     a.write(range(3, 12))
     b.tier.look_at_peers()
-    new = [event for event in b.take() if type(event).__name__ == "Known"]
-    keys = b"".join(event.keys for event in new)  # type: ignore[union-attr]
+    new = [event for event in b.take() if isinstance(event, FileKnown)]
+    keys = b"".join(event.keys for event in new)
     assert sorted(keys[i : i + 32] for i in range(0, len(keys), 32)) == list(map(key, range(3, 12)))
     assert b.read(range(1, 12)) == [True] * 11
 
@@ -73,7 +73,7 @@ def test_a_segment_that_vanishes_is_gone_and_a_read_of_it_a_miss(nodes: list[Dri
     assert b.read([1]) == [False]
     b.seen.clear()
     b.tier.look_at_peers()
-    (gone,) = [event for event in b.take() if isinstance(event, Gone)]
+    (gone,) = [event for event in b.take() if isinstance(event, FileGone)]
     assert u64(gone.locations) == [b.known[SCOPE, key(1)]]
 
 
@@ -100,7 +100,7 @@ def test_a_node_that_begins_again_is_seen_anew(tmp_path: Path, what: str) -> Non
     b.seen.clear()
     b.tier.look_at_peers()
     b.take()
-    assert [u64(event.locations) for event in b.seen if isinstance(event, Gone)] == [
+    assert [u64(event.locations) for event in b.seen if isinstance(event, FileGone)] == [
         [b.known[SCOPE, key(1)], b.known[SCOPE, key(2)]]
     ]
     assert b.read([3, 4]) == [True, True]
@@ -117,7 +117,7 @@ def test_a_node_that_leaves_is_forgotten(nodes: list[Driver], tmp_path: Path) ->
     (tmp_path / "a").rename(tmp_path.parent / f"{tmp_path.name}-a")
     b.seen.clear()
     b.tier.look_at_peers()
-    assert [type(event) for event in b.take()] == [Gone]
+    assert [type(event) for event in b.take()] == [FileGone]
     assert not [name for name in open_files() if name.endswith("-a")]
 
 
@@ -141,7 +141,7 @@ def test_a_node_whose_open_directory_cannot_be_looked_at_ends_no_looking(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", fail)
         b.tier.look_at_peers()
-    assert [type(event) for event in b.take()] == ([Gone, Known] if is_gone else [])
+    assert [type(event) for event in b.take()] == ([FileGone, FileKnown] if is_gone else [])
     assert b.read([1]) == [True], "it was met again, or never left"
 
 
@@ -178,7 +178,7 @@ def test_a_reclaimed_segment_can_be_read_until_its_grace_is_over(tmp_path: Path)
     b.tier.look_at_peers()
     b.take()
     assert b.read([0]) == [True]
-    a.on_reclaim = lambda event: a.tier.reclaim(event.segment, [])
+    a.on_reclaim = lambda event: a.reclaim(event.segment, [])
     number = 7
     while not list((tmp_path / "a").glob("dead-*")):
         a.write([number])
@@ -201,10 +201,10 @@ def test_a_slow_delete_keeps_neither_writes_nor_reads_waiting(
     a = Driver(tmp_path, node="a", capacity_bytes=4 * MIB, **more).recovered()
     asked: list[int] = []
 
-    def let_one_go(event: Reclaim) -> None:
+    def let_one_go(event: FileReclaim) -> None:
         asked.append(event.segment)
         if len(asked) == 1:
-            a.tier.reclaim(event.segment, [])
+            a.reclaim(event.segment, [])
 
     a.on_reclaim = let_one_go
     number = 0

@@ -16,17 +16,16 @@ import numpy as np
 import pytest
 
 from kvstore.breaker import Breaker, BreakerState
-from kvstore.tiers.file import (
-    FileConfig,
-    FileTier,
-    Late,
-    Read,
+from kvstore.tier_events import (
+    FileLate,
+    FileRead,
+    FileWritten,
+    ReadFile,
     Resumed,
     Suspended,
-    Written,
-    outbox as outbox_module,
-    tier as tier_module,
+    WriteFile,
 )
+from kvstore.tiers.file import FileConfig, FileTier, outbox as outbox_module, tier as tier_module
 from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import PosixDisk
@@ -106,7 +105,8 @@ class VirtualTier:
         while True:
             while self.threads.run_one():
                 pass
-            said += self.tier.take_events()
+            while events := self.tier.take_events():
+                said += events
             waits = [due_ns for due_ns in self.disk.due if due_ns > self.clock.ns]
             self.clock.ns = min([*waits, end_ns, self.clock.ns + 10 * NS_PER_MS])
             if self.clock.ns >= end_ns:
@@ -132,11 +132,11 @@ class VirtualTier:
                 data, np.uint8
             )
             sums += checksum(SCOPE, key(number), data)
-        return self.tier.write(job, SCOPE, names, self.slots(0, len(numbers)), sums)
+        return self.tier.submit(WriteFile(job, SCOPE, names, self.slots(0, len(numbers)), sums, 0))
 
     def read(self, job: int, number: int, place: int) -> bool:
-        places = np.array([place], np.uint64)
-        return self.tier.read(job, SCOPE, key(number), places, self.slots(40 + job % 20, 1))
+        places, slots = np.array([place], np.uint64).tobytes(), self.slots(40 + job % 20, 1)
+        return self.tier.submit(ReadFile(job, SCOPE, key(number), places, slots, b"", 0))
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_disk_a_thousand_times_slower_drops_stores_while_loads_go_through(
 ) -> None:
     assert virtual.write(1, [1, 2, 3, 4])
     said = virtual.run_until(virtual.clock.ns + NS_PER_S)
-    (written,) = [e for e in said if isinstance(e, Written)]
+    (written,) = [e for e in said if isinstance(e, FileWritten)]
     places = u64(written.locations)
     assert all(places)
 
@@ -168,11 +168,11 @@ def test_a_disk_a_thousand_times_slower_drops_stores_while_loads_go_through(
         refused += not virtual.write(job, [1, 2, 3, 4])
         said += virtual.run_until(begin_ns + (turn + 1) * 20 * NS_PER_MS)
     said += virtual.run_until(virtual.clock.ns + 3 * NS_PER_S)
-    read = {e.job: e.good for e in said if isinstance(e, Read)}
+    read = {e.job: e.good for e in said if isinstance(e, FileRead)}
     assert [read[job] for job in loads] == [b"\1"] * len(loads)
-    assert not any(isinstance(e, Late) and e.job in loads for e in said)
+    assert not any(isinstance(e, FileLate) and e.job in loads for e in said)
     assert refused > stores // 2, "the queue of stores is full"
-    ended = [e for e in said if isinstance(e, Written)]
+    ended = [e for e in said if isinstance(e, FileWritten)]
     assert len(ended) == stores - refused, "each that was taken ends"
     assert any(all(u64(e.locations)) for e in ended), "some are written all the same"
     assert virtual.tier.breakers[0] is BreakerState.CLOSED
@@ -181,7 +181,7 @@ def test_a_disk_a_thousand_times_slower_drops_stores_while_loads_go_through(
     virtual.run_until(virtual.clock.ns + 60 * NS_PER_S)
     assert virtual.write(9999, [1, 2, 3, 4])
     said = virtual.run_until(virtual.clock.ns + NS_PER_S)
-    assert any(isinstance(e, Written) and e.job == 9999 and all(u64(e.locations)) for e in said)
+    assert any(isinstance(e, FileWritten) and e.job == 9999 and all(u64(e.locations)) for e in said)
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_stuck_write_with_a_full_queue_costs_stores_only(start: Callable[..., 
     assert driver.read([1, 2, 3]) == [True, True, True]
     disk.hang.clear()
     disk.release.set()
-    driver.wait(Written, lambda e: any(u64(e.locations)))
+    driver.wait(FileWritten, lambda e: any(u64(e.locations)))
     driver.clock.advance_ms(1_001)
     assert 0 not in driver.write([4])
     assert driver.wait(Resumed).writes_only

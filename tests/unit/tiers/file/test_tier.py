@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.tiers.file import Gone, Known, Moved, Reclaim, RecoveryDone, Written
+from kvstore.tier_events import (
+    FileGone,
+    FileKnown,
+    FileMoved,
+    FileReclaim,
+    FileWritten,
+    RecoveryDone,
+    WriteFile,
+)
 from kvstore.types import Shard
 from kvstore.units import MIB
 from kvstore.wire.record import Scope
@@ -66,7 +74,7 @@ def test_an_orderly_end_loses_nothing(start: Open, tmp_path: Path, *, direct: bo
     assert len(again.known) == 41
     assert again.read(range(40)) == [True] * 40
     assert again.read([3], OTHER) == [True]
-    known = [event for event in again.seen if isinstance(event, Known)]
+    known = [event for event in again.seen if isinstance(event, FileKnown)]
     firsts = [u64(event.locations)[0] for event in known if event.scope == SCOPE]
     assert firsts == sorted(firsts, reverse=True), "newest segment first"
 
@@ -88,7 +96,7 @@ def test_a_record_is_no_other_key_scope_or_place(start: Open) -> None:
     assert driver.read([1], OTHER, places=[first]) == [False]
     assert driver.read([1], places=[first + 1]) == [False]
     assert driver.read([1, 2], places=[first, second]) == [True, True]
-    gone = [event for event in driver.seen if isinstance(event, Gone)]
+    gone = [event for event in driver.seen if isinstance(event, FileGone)]
     assert [u64(event.locations) for event in gone] == [[first], [first], [first + 1]]
 
 
@@ -102,12 +110,12 @@ def test_a_new_location_is_greater_and_supersedes_the_old(start: Open) -> None:
     driver.close()
 
 
-def keeping(driver: Driver, keep: Callable[[int], bool]) -> Callable[[Reclaim], None]:
+def keeping(driver: Driver, keep: Callable[[int], bool]) -> Callable[[FileReclaim], None]:
     """Answers Reclaims as an engine does: keeps those that are current and wanted."""
 
-    def answer(event: Reclaim) -> None:
+    def answer(event: FileReclaim) -> None:
         kept = []
-        for records in event.records:
+        for records in event.parts:
             for index, place in enumerate(u64(records.locations)):
                 name = (records.scope, records.keys[index * 32 : (index + 1) * 32])
                 if driver.known.get(name) != place:
@@ -116,7 +124,7 @@ def keeping(driver: Driver, keep: Callable[[int], bool]) -> Callable[[Reclaim], 
                     kept.append(place)
                 else:
                     del driver.known[name]
-        driver.tier.reclaim(event.segment, kept)
+        driver.reclaim(event.segment, kept)
 
     return answer
 
@@ -135,7 +143,7 @@ def test_the_oldest_segment_makes_room_and_what_is_kept_moves(start: Open) -> No
     assert driver.has(0)
     assert driver.has(2)
     assert (SCOPE, key(1)) not in driver.known
-    assert any(isinstance(event, Moved) for event in driver.seen)
+    assert any(isinstance(event, FileMoved) for event in driver.seen)
     assert driver.has(199)
     used = sum(p.stat().st_blocks * 512 for p in driver.config.directory.rglob("*"))
     assert used <= 4 * MIB
@@ -145,9 +153,9 @@ def test_without_an_answer_nothing_is_written_beyond_the_capacity(start: Open) -
     driver = start(capacity_bytes=4 * MIB)
     jobs = [driver.start_write([number]) for number in range(100)]
     assert all(jobs)
-    event = driver.wait(Reclaim)
+    event = driver.wait(FileReclaim)
     driver.close()
-    written = [e for e in driver.seen if isinstance(e, Written)]
+    written = [e for e in driver.seen if isinstance(e, FileWritten)]
     assert len(written) == 100
     assert any(u64(e.locations) == [0] for e in written)
     assert event.segment == 1
@@ -164,7 +172,7 @@ def test_a_clear_survives_a_restart(
     driver = start()
     driver.write(range(20))
     driver.write([7], OTHER)
-    driver.tier.void(tenant, space)
+    driver.void(tenant, space)
     driver.write([50])
     driver = reopen(driver)
     assert len(driver.known) == left + 1
@@ -179,7 +187,7 @@ def test_a_clear_during_recovery_covers_what_is_still_unknown(start: Open, tmp_p
     driver.write(range(20))
     driver.close()
     again = Driver(tmp_path / "store")
-    again.tier.void(None, None)
+    again.void(None, None)
     again.recovered()
     assert not again.known
     again = reopen(again)
@@ -191,7 +199,7 @@ def test_a_clear_outlives_its_segment(start: Open) -> None:
     """The segment with the void is the only newer one, and is reclaimed while older ones live."""
     driver = start(capacity_bytes=4 * MIB)
     driver.write(range(7))
-    driver.tier.void("t", None)
+    driver.void("t", None)
     driver.known.clear()
     driver.on_reclaim = keeping(driver, lambda number: number % 16 == 0)
     for number in range(100, 300):
@@ -215,7 +223,7 @@ def test_an_idle_tier_makes_no_file(start: Open) -> None:
 def test_a_block_too_large_for_a_segment_is_not_written(start: Open) -> None:
     driver = start()
     large = Scope("t", b"l" * 32, SCOPE.shard, SEGMENT_BYTES)
-    job = driver.tier.write(1, large, key(1), np.zeros(1, np.uint32), bytes(16))
+    job = driver.tier.submit(WriteFile(1, large, key(1), np.zeros(1, np.uint32), bytes(16), 0))
     assert job
-    written = driver.wait(Written)
+    written = driver.wait(FileWritten)
     assert u64(written.locations) == [0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.file import Reclaim, Suspended
+from kvstore.tier_events import FileReclaim, Suspended
 from kvstore.tiers.file.segments import restart
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import PosixDisk
@@ -230,9 +230,9 @@ def test_a_segment_that_is_to_go_is_not_deleted_unread_while_the_disk_is_away(
     driver = Driver(store, disk=disk, capacity_bytes=4 * MIB).recovered()
     asked = []
 
-    def let_go(event: Reclaim) -> None:
+    def let_go(event: FileReclaim) -> None:
         asked.append(f"seg-{event.segment:08}.kv")
-        driver.tier.reclaim(event.segment, [])
+        driver.reclaim(event.segment, [])
 
     driver.on_reclaim = let_go
     oldest = segments(store)[0]
@@ -255,9 +255,9 @@ def test_a_disk_that_comes_back_in_the_middle_of_the_reading_costs_no_segment(st
     driver = Driver(store, disk=disk, capacity_bytes=4 * MIB).recovered()
     asked = []
 
-    def let_go(event: Reclaim) -> None:
+    def let_go(event: FileReclaim) -> None:
         asked.append(event.segment)
-        driver.tier.reclaim(event.segment, [])
+        driver.reclaim(event.segment, [])
 
     driver.on_reclaim = let_go
     oldest = segments(store)[0]
@@ -271,7 +271,7 @@ def test_a_disk_that_comes_back_in_the_middle_of_the_reading_costs_no_segment(st
 
 def test_what_was_cleared_stays_away_when_the_note_of_it_is_read_late(store: Path) -> None:
     driver = Driver(store).recovered()
-    driver.tier.void(None, None)
+    driver.void(None, None)
     assert driver.tier.wait_for_voids(PATIENCE_S)
     driver.close()
     newest = segments(store)[-1]

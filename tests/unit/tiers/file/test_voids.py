@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore.tiers.file import RecoveryDone
+from kvstore.tier_events import RecoveryDone
 from tests.unit.tiers.file.kit import PATIENCE_S, SCOPE, Driver, FaultyDisk, key
 
 
@@ -17,8 +17,8 @@ def test_a_clear_that_does_not_fit_any_more_begins_a_segment(tmp_path: Path) -> 
         driver = Driver(tmp_path / str(before)).recovered()
         driver.write(range(7))
         for _ in range(before):
-            driver.tier.void("nobody", None)
-        driver.tier.void(SCOPE.tenant, None)
+            driver.void("nobody", None)
+        driver.void(SCOPE.tenant, None)
         assert driver.tier.wait_for_voids(PATIENCE_S)
         driver.close()
         segments = len(list((tmp_path / str(before)).glob("seg-*.kv")))
@@ -35,7 +35,7 @@ def test_many_clears_become_one_of_everything_older(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "store").recovered()
     driver.write([1])
     for number in range(9):
-        driver.tier.void(f"nobody-{number}", None)
+        driver.void(f"nobody-{number}", None)
     assert driver.tier.wait_for_voids(PATIENCE_S)
     (void,) = driver.tier._log.voids
     assert (void.tenant, void.space) == (None, None)
@@ -62,7 +62,7 @@ class HeldRecovery(FaultyDisk):
 def test_a_clear_found_late_is_repeated_though_a_segment_was_begun(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "store").recovered()
     driver.write([1])
-    driver.tier.void(SCOPE.tenant, None)
+    driver.void(SCOPE.tenant, None)
     assert driver.tier.wait_for_voids(PATIENCE_S)
     (void,) = driver.tier._log.voids
     driver.close()

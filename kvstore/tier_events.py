@@ -1,0 +1,181 @@
+"""What the engine and the tiers say to each other of blocks on a disk: orders one way, events the
+other, and what scrubs find in any tier.
+
+One vocabulary: `kvstore.engine.events` names the events among its own, the tier makes them, and the
+shell between the two translates nothing. Lists are packed bytes, one entry per block:
+
+keys 32 bytes each · checksums 16 bytes each · locations u64 native · good one byte, 0 or 1
+
+A location is never 0, names a record for as long as its segment lives, and is opaque but for one
+thing: of two locations below 2^63 the greater was written later, so it supersedes the other. One at
+or above 2^63 is a record of another node; any of them is as good as another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvstore.types import Tier
+from kvstore.wire.record import Scope
+
+
+class WriteFile(msgspec.Struct, frozen=True):
+    """Append these blocks, whose slots are pinned until FileWritten. `slots` u32 [n]: the first
+    4 KiB page of each in the arena. `cause` is the number of the event that led to it, here and
+    below."""
+
+    job: int
+    """Unique among the jobs under way."""
+    scope: Scope
+    keys: bytes
+    slots: Any
+    checksums: bytes
+    """As made by the rank that stored the block."""
+    cause: int
+
+
+class ReadFile(msgspec.Struct, frozen=True):
+    """Read these blocks into slots that are the tier's until FileRead, and verify them."""
+
+    job: int
+    scope: Scope
+    keys: bytes
+    locations: bytes
+    slots: Any
+    checksums: bytes
+    """Empty: those in the records."""
+    cause: int
+
+
+class VoidFile(msgspec.Struct, frozen=True):
+    """What was written so far for this tenant, space, both, or (None, None) all is gone for
+    good."""
+
+    tenant: str | None
+    space: bytes | None
+    cause: int
+
+
+class ReclaimFile(msgspec.Struct, frozen=True):
+    """Give this segment up; the records at `keep` (u64 each) are moved first."""
+
+    segment: int
+    keep: bytes
+    cause: int
+
+
+FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
+
+
+class FileKnown(msgspec.Struct, frozen=True):
+    """The file tier holds these blocks: found at start, newest segment first, or stored by another
+    node."""
+
+    scope: Scope
+    keys: bytes
+    locations: bytes
+    checksums: bytes
+
+
+class FileMoved(msgspec.Struct, frozen=True):
+    """Blocks that a reclaimed segment kept have other places now; the old ones are void."""
+
+    scope: Scope
+    keys: bytes
+    old_locations: bytes
+    locations: bytes
+
+
+class FileGone(msgspec.Struct, frozen=True):
+    """The file tier holds these blocks no more, at these places or, without places, anywhere:
+    damaged, a segment lost, a foreign one deleted by its owner."""
+
+    scope: Scope
+    keys: bytes
+    locations: bytes = b""
+    damaged: bool = False
+    """They were read, and are not what was stored there."""
+
+
+class FileWritten(msgspec.Struct, frozen=True):
+    """A WriteFile ended: a location per block, 0 = not written. Its slots are free to be reused."""
+
+    job: int
+    locations: bytes
+
+
+class FileRead(msgspec.Struct, frozen=True):
+    """A ReadFile has truly ended: nothing writes to its slots any more. `good`: 1 where the slot
+    holds the verified block. What is 0 may be as good as before: the tier was busy, slow or
+    suspended; what is damaged is told by FileGone."""
+
+    job: int
+    good: bytes
+
+
+class FileLate(msgspec.Struct, frozen=True):
+    """A job is not worth waiting for any more. Its slots are in use until its FileRead or
+    FileWritten comes, which may be never."""
+
+    job: int
+
+
+class FilePart(msgspec.Struct, frozen=True):
+    """Blocks of one scope in a segment."""
+
+    scope: Scope
+    keys: bytes
+    locations: bytes
+
+
+class FileReclaim(msgspec.Struct, frozen=True):
+    """The tier needs the room of this segment: ReclaimFile answers. `parts` lists what no void
+    covers; whether a location is still the one in use for its key, the engine knows."""
+
+    segment: int
+    parts: tuple[FilePart, ...]
+
+
+class Scrubbed(msgspec.Struct, frozen=True):
+    """A background scrub verified so much of a tier since it last said so.
+
+    What is bad on disk is told by FileGone beside it; of dram it is here: `slots` u32 each with
+    their `generations` u64, whose bytes did not match their checksums.
+    """
+
+    tier: Tier
+    blocks: int
+    size_bytes: int
+    bad_key: bytes = b""
+    """Of the one block on disk that is not what was stored there; empty: all are good."""
+    slots: bytes = b""
+    generations: bytes = b""
+    pass_ended: bool = False
+    """Everything that the tier held was looked at once more."""
+
+
+class RecoveryDone(msgspec.Struct, frozen=True):
+    """Every segment that was there at start has been looked at."""
+
+
+class Suspended(msgspec.Struct, frozen=True):
+    """Orders are refused at once from now on, but for one probe at a time: keep asking."""
+
+    reason: str
+    writes_only: bool
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """A probe succeeded: what a `Suspended` with the same `writes_only` said is over."""
+
+    writes_only: bool
+
+
+FileEvent = (
+    FileKnown | FileMoved | FileGone | FileWritten | FileRead | FileLate | FileReclaim | Scrubbed
+)
+"""For the engine."""
+FileTierEvent = FileEvent | RecoveryDone | Suspended | Resumed
+"""All that a file tier says; the rest is for whoever runs it."""
