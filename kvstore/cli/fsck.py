@@ -19,7 +19,6 @@ directories of its nodes, each a store of its own.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import threading
@@ -33,7 +32,8 @@ import numpy as np
 from kvstore.cli.commands import as_json
 from kvstore.errors import ConfigError
 from kvstore.tiers.file.config import SEGMENT_BYTES_MAX
-from kvstore.tiers.file.segments.catalog import Catalog
+from kvstore.tiers.file.reclaim import Reclaimer
+from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import (
     Directory,
     InUse,
@@ -43,9 +43,9 @@ from kvstore.tiers.file.segments.directory import (
     segments_identity,
 )
 from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, open_regular, read_bytes
-from kvstore.tiers.file.segments.recovery import read_footer, read_head, scan
-from kvstore.tiers.file.verify import Record, is_intact, records
-from kvstore.tiers.file.writer import Payloads, RecordBatch, Writer
+from kvstore.tiers.file.segments.recovery import Contents, read_contents, read_head
+from kvstore.tiers.file.verify import walk
+from kvstore.tiers.file.writer import Writer
 from kvstore.types import PAGE_BYTES
 from kvstore.units import MIB, format_size
 from kvstore.wire.record import Void
@@ -356,17 +356,13 @@ def _check(
         return None
     report.segments += 1
     report.file_bytes += size
-    table, skipped = read_footer(disk, fd, size, head), 0
-    closed = table is not None
-    if table is not None:
-        bad = _bad_rows(disk, fd, head, table)
-    else:
-        table, skipped, bad = _check_open(disk, fd, size, head)
-        for _ in range(_LOOKS_MAX if report.node_runs else 0):
-            if not (bad or skipped):
-                break
-            threading.Event().wait(_LOOK_PAUSE_S)
-            table, skipped, bad = _check_open(disk, fd, size, head)
+    found, bad = _read(disk, fd, size, head)
+    for _ in range(_LOOKS_MAX if report.node_runs and not found.is_closed else 0):
+        if not (bad or found.skipped_pages):
+            break
+        threading.Event().wait(_LOOK_PAUSE_S)
+        found, bad = _read(disk, fd, size, head)
+    table, skipped = found.table, found.skipped_pages
     report.records += len(table.pages) - len(bad)
     lengths = np.array([scope.block_bytes for scope in table.scopes], np.int64)
     if len(table.pages):
@@ -376,33 +372,14 @@ def _check(
         report.blame(name, _DAMAGED, len(bad))
     if skipped:
         report.blame(name, _GAPS, skipped)
-    return _Checked(number, size, head, table, bad, skipped, closed)
+    return _Checked(number, size, head, table, bad, skipped, found.is_closed)
 
 
-def _check_open(disk: Disk, fd: int, size: int, head: SegmentHead) -> tuple[Table, int, list[int]]:
-    """A segment without a footer: what it holds, pages that are no record, bad rows."""
-    found = scan(disk, fd, size, head)
-    table = found.table()
-    return table, found.skipped_pages, _bad_rows(disk, fd, head, table)
-
-
-def _bad_rows(disk: Disk, fd: int, head: SegmentHead, table: Table) -> list[int]:
-    buffer = Pages(_PIECE_BYTES)
-    return [
-        row
-        for row, record in enumerate(records(table))
-        if not _is_readable(disk, fd, head, record, buffer)
-    ]
-
-
-def _is_readable(disk: Disk, fd: int, head: SegmentHead, record: Record, buffer: Pages) -> bool:
-    """One bad sector is one bad record."""
-    try:
-        return is_intact(disk, fd, head, record, buffer)
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        return False
+def _read(disk: Disk, fd: int, size: int, head: SegmentHead) -> tuple[Contents, list[int]]:
+    """What it holds, and which rows of that are bad."""
+    found = read_contents(disk, fd, size, head)
+    walked = walk(disk, fd, head, found.table, Pages(_PIECE_BYTES))
+    return found, [row for row, (_, good) in enumerate(walked) if not good]
 
 
 def _move_aside(
@@ -423,35 +400,19 @@ def _move_aside(
     number = max(numbers) + 1
     writer = Writer(locked, catalog, disk, segment_bytes=SEGMENT_BYTES_MAX, number=number)
     writer.carry(voids)
-    for checked in damaged:
-        name = segment_name(checked.number)
-        with _opened(disk, name, locked.fd) as (fd, _):
-            error = _save(disk, fd, checked, writer, voids)
-        error = error or writer.close_segment().error
-        if error is not None:
-            raise ConfigError(
-                f"{locked.path}: {error.strerror} while saving records of {name}: "
-                "make room, then run fsck again; that segment stays"
-            )
-        locked.put_aside(name, "fsck", keep_bytes=_QUARANTINE_BYTES_MAX)
-        report.moved += 1
-
-
-def _save(
-    disk: Disk, fd: int, checked: _Checked, writer: Writer, voids: list[Void]
-) -> OSError | None:
-    """Append the good records of a segment; the failure, if there was one."""
-    table, bad = checked.table, set(checked.bad)
-    alive = table.living(checked.number, voids)
-    for row, record in enumerate(records(table)):
-        if row in bad or not alive[row]:
-            continue
-        whole = Pages(record.size_bytes)
-        if not _is_readable(disk, fd, checked.head, record, whole):
-            continue
-        payloads = Payloads(whole.view, np.ones(1, np.uint32))
-        batch = RecordBatch(record.scope, record.key, record.checksum, payloads)
-        outcome = writer.append(batch)
-        if outcome.error is not None:
-            return outcome.error
-    return None
+    reclaimer = Reclaimer(locked, catalog, disk, writer)
+    with contextlib.closing(catalog):
+        for checked in damaged:
+            name = segment_name(checked.number)
+            segment = Segment(checked.number, checked.head, name, locked.fd, checked.size)
+            catalog.add(segment)
+            parts = reclaimer.ask(segment, voids).parts
+            _, error = reclaimer.move(segment, b"".join(part.locations for part in parts))
+            error = error or writer.close_segment().error
+            if error is not None:
+                raise ConfigError(
+                    f"{locked.path}: {error.strerror} while saving records of {name}: "
+                    "make room, then run fsck again; that segment stays"
+                )
+            locked.put_aside(name, "fsck", keep_bytes=_QUARANTINE_BYTES_MAX)
+            report.moved += 1

@@ -284,7 +284,7 @@ class LogThread:
         segment = self._catalog.get(job.segment)
         events: list[FileEvent] = []
         if segment is not None:
-            events = self._reclaimer.move(segment, job.keep)
+            events, _ = self._reclaimer.move(segment, job.keep)
         self._outbox.put(events)
         if segment is not None:
             self._delete(segment)

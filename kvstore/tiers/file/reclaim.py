@@ -22,7 +22,7 @@ from kvstore.tiers.file.reader import (
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import Disk, Pages
-from kvstore.tiers.file.segments.recovery import read_footer, record_sets, scan
+from kvstore.tiers.file.segments.recovery import read_contents, record_sets
 from kvstore.tiers.file.writer import Payloads, RecordBatch, Writer
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
 from kvstore.wire.record import Void, payload_pages
@@ -59,22 +59,22 @@ class Reclaimer:
         """None: it cannot be read, though the disk can be."""
         try:
             with self._catalog.reading(segment) as fd:
-                file = (self._disk, fd, segment.taken_bytes, segment.head)
-                return read_footer(*file) or scan(*file).table()
+                return read_contents(self._disk, fd, segment.taken_bytes, segment.head).table
         except OSError:
             if not self._directory.is_readable():
                 raise
             return None
 
-    def move(self, segment: Segment, keep: bytes) -> list[FileEvent]:
-        """Copy what is kept to the end of the log."""
+    def move(self, segment: Segment, keep: bytes) -> tuple[list[FileEvent], OSError | None]:
+        """Copy what is kept to the end of the log; the writer's first failure, if there was one."""
         events: list[FileEvent] = []
+        errors: list[OSError] = []
         for records in self._asked.pop(segment.number, []):
             places = np.frombuffer(records.locations, np.uint64)
             rows = np.flatnonzero(np.isin(places, np.frombuffer(keep, np.uint64)))
             for chunk in self._chunks(records, rows):
-                events += self._move_chunk(segment, records, chunk)
-        return events
+                events += self._move_chunk(segment, records, chunk, errors)
+        return events, next(iter(errors), None)
 
     def _chunks(self, records: FileKnown, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         pages = payload_pages(records.scope.block_bytes)
@@ -83,7 +83,11 @@ class Reclaimer:
             yield rows[begin : begin + step]
 
     def _move_chunk(
-        self, segment: Segment, records: FileKnown, rows: NDArray[np.int64]
+        self,
+        segment: Segment,
+        records: FileKnown,
+        rows: NDArray[np.int64],
+        errors: list[OSError],
     ) -> list[FileEvent]:
         scope = records.scope
         pages = payload_pages(scope.block_bytes)
@@ -105,6 +109,7 @@ class Reclaimer:
             scope, chosen_keys, b"".join(sums[i] for i in good), Payloads(scratch.view, slots)
         )
         outcome = self._writer.append(batch, spare=True)
+        errors += [outcome.error] if outcome.error is not None else []
         done = len(outcome.places)
         events: list[FileEvent] = []
         if done:

@@ -27,8 +27,8 @@ from kvstore.tiers.file.health import Health
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached
-from kvstore.tiers.file.segments.recovery import read_footer, scan
-from kvstore.tiers.file.verify import Record, is_intact, record_at
+from kvstore.tiers.file.segments.recovery import read_contents
+from kvstore.tiers.file.verify import Record, walk
 from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
 from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
@@ -124,10 +124,15 @@ class Scrub:
                 if table is None:
                     return
                 alive = table.living(segment.number, self._voids())
-                for row in alive.nonzero()[0].tolist():
+                for record, good in walk(
+                    *(self._disk, fd, segment.head, table, self._buffer),
+                    rows=alive.nonzero()[0].tolist(),
+                    before_read=self._take_turn,
+                    failed=self._failed,
+                ):
+                    self._verified(segment, fd, record, good=good)
                     if self._catalog.get(segment.number) is not segment:
                         return  # reclaimed meanwhile
-                    self._verify(segment, fd, record_at(table, row))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -138,20 +143,9 @@ class Scrub:
         if segment.appending:
             return self._table_of(segment.number)
         self._take_turn(PIECE_BYTES)
-        size = segment.taken_bytes
-        table = read_footer(self._disk, fd, size, segment.head)
-        return scan(self._disk, fd, size, segment.head).table() if table is None else table
+        return read_contents(self._disk, fd, segment.taken_bytes, segment.head).table
 
-    def _verify(self, segment: Segment, fd: int, record: Record) -> None:
-        try:
-            good = is_intact(
-                self._disk, fd, segment.head, record, self._buffer, before_read=self._take_turn
-            )
-        except OSError as error:
-            self._failed(error)
-            if error.errno != errno.EIO:
-                return  # not this record's fault
-            good = False
+    def _verified(self, segment: Segment, fd: int, record: Record, *, good: bool) -> None:
         if not self._direct:
             forget_cached(fd, record.page * PAGE_BYTES, record.size_bytes)
         self._blocks += 1
@@ -172,9 +166,11 @@ class Scrub:
         self._outbox.put([Scrubbed(*done, bad_key, pass_ended=pass_ended)])
         self._blocks = self._bytes = 0
 
-    def _failed(self, error: OSError) -> None:
+    def _failed(self, error: OSError) -> bool:
+        """Whether it is the record's fault."""
         with self._lock:
             self._outbox.put(self._health.failed_reading(self._clock.now_ns(), error))
+        return error.errno == errno.EIO
 
     # ── turns ────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,5 @@
-"""Whether a record on disk is what was stored there: the one answer for scrub and fsck.
+"""Whether a record on disk is what was stored there: the one answer for scrub, fsck, and a sync
+that failed.
 
 Read piece by piece, so that whoever else wants the disk waits for one piece at most, and a block of
 any size is verified in little memory. Does not cover: reading for use (`reader.py`, which verifies
@@ -7,8 +8,9 @@ by the same checksums), what becomes of a bad record.
 
 from __future__ import annotations
 
+import errno
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -43,9 +45,41 @@ def record_at(table: Table, row: int) -> Record:
     )
 
 
-def records(table: Table) -> Iterator[Record]:
-    """All of them, in the order in which they lie."""
-    return (record_at(table, row) for row in range(len(table.pages)))
+def is_bad_sector(error: OSError) -> bool:
+    """True: the record is bad, and the next one can be read. Raises the error otherwise."""
+    if error.errno != errno.EIO:
+        raise error
+    return True
+
+
+def walk(
+    disk: Disk,
+    fd: int,
+    head: SegmentHead,
+    table: Table,
+    buffer: Pages,
+    *,
+    rows: Iterable[int] | None = None,
+    before_read: Callable[[int], None] = lambda _: None,
+    failed: Callable[[OSError], bool] = is_bad_sector,
+) -> Iterator[tuple[Record, bool]]:
+    """Records in the order in which they lie, each with whether it is intact (`is_intact`).
+
+    Args:
+        disk, fd, head, buffer, before_read: as of `is_intact`.
+        table: what the segment holds.
+        rows: of the table; None: all.
+        failed: called when the medium failed; whether the record is bad, else it is left out.
+    """
+    for row in range(len(table.pages)) if rows is None else rows:
+        record = record_at(table, row)
+        try:
+            good = is_intact(disk, fd, head, record, buffer, before_read=before_read)
+        except OSError as error:
+            if not failed(error):
+                continue
+            good = False
+        yield record, good
 
 
 def is_intact(

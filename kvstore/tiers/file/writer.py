@@ -35,24 +35,21 @@ from kvstore.tiers.file.segments.disk import (
     close_at_last,
     forget_cached,
     open_regular,
-    read_all,
     write_all,
 )
 from kvstore.tiers.file.segments.recovery import Gathered
+from kvstore.tiers.file.verify import walk
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, Shard
 from kvstore.units import MIB
-from kvstore.wire.checksum import checksum_of
 from kvstore.wire.record import (
     Scope,
     Void,
-    payload_pages,
     record_pages,
     void_page,
     write_block_page,
 )
 from kvstore.wire.segment import (
     ID_BYTES,
-    PAGE_SHIFT,
     SegmentHead,
     Table,
     footer,
@@ -442,23 +439,17 @@ class Writer:
         """Records since the last good sync that do not read back."""
         with contextlib.suppress(OSError):
             forget_cached(opened.fd)
-        found, lost = opened.found, []
-        scopes = list(found.scopes)
-        for row in range(opened.synced_records, len(found.pages)):
-            scope, page = scopes[found.scope_of[row]], found.pages[row]
-            key = bytes(found.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
-            checksum = found.checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES]
-            buffer = Pages(payload_pages(scope.block_bytes) * PAGE_BYTES).view
-            try:
-                read_all(self._disk, opened.fd, [buffer], (page + 1) * PAGE_BYTES)
-                payload = buffer[: scope.block_bytes]
-                good = checksum_of(scope.prefix() + key, [payload]) == checksum
-            except OSError:
-                good = False
-            if not good:
-                place = np.uint64(opened.segment.number << PAGE_SHIFT | page)
-                lost.append(FileGone(scope, key, place.tobytes()))
-        return lost
+        number, found = opened.segment.number, opened.found
+        walked = walk(
+            *(self._disk, opened.fd, opened.segment.head, found.table(), Pages(MIB)),
+            rows=range(opened.synced_records, len(found.pages)),
+            failed=lambda _: True,
+        )
+        return [
+            FileGone(record.scope, record.key, np.uint64(place_of(number, record.page)).tobytes())
+            for record, good in walked
+            if not good
+        ]
 
 
 _NO_SCOPE: Final = Scope("", bytes(32), Shard(0, 0, 0, 0), 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -150,6 +150,40 @@ def _next_record(disk: Disk, fd: int, head: SegmentHead, page: int, end: int) ->
                 return page + at
         page += _SEARCH_PAGES
     return end
+
+
+class Contents(NamedTuple):
+    """What a segment holds, and how that is known."""
+
+    table: Table
+    end_page: int
+    """Behind the last record."""
+    is_closed: bool = True
+    skipped_pages: int = 0
+    """Pages between records that are none."""
+
+
+def read_contents(
+    disk: Disk,
+    fd: int,
+    file_bytes: int,
+    head: SegmentHead,
+    *,
+    first_page: int = 1,
+    search: bool = True,
+) -> Contents:
+    """By the footer, if there is one that can be trusted, else record by record as `scan` does.
+
+    Raises:
+        OSError: the medium failed.
+    """
+    table = read_footer(disk, fd, file_bytes, head)
+    if table is not None:
+        return Contents(table, file_bytes // PAGE_BYTES)
+    found = scan(disk, fd, file_bytes, head, first_page=first_page, search=search)
+    return Contents(
+        found.table(), found.end_page, is_closed=False, skipped_pages=found.skipped_pages
+    )
 
 
 def record_sets(

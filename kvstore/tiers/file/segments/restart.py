@@ -22,7 +22,7 @@ from kvstore.tier_events import FileKnown
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory, segment_name
 from kvstore.tiers.file.segments.disk import Disk, open_regular
-from kvstore.tiers.file.segments.recovery import read_footer, read_head, record_sets, scan
+from kvstore.tiers.file.segments.recovery import read_contents, read_footer, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
 from kvstore.wire.record import Void
@@ -138,7 +138,7 @@ class Restart:
         name = segment_name(number)
         fd, size = open_regular(self._disk, name, self._flags(), self._directory.fd)
         try:
-            table = self._table(fd, size, head)
+            table = read_contents(self._disk, fd, size, head).table
         finally:
             os.close(fd)
         if not len(table.pages) and not table.voids:
@@ -157,10 +157,6 @@ class Restart:
             return read_footer(self._disk, fd, size, head)
         finally:
             os.close(fd)
-
-    def _table(self, fd: int, size: int, head: SegmentHead) -> Table:
-        table = read_footer(self._disk, fd, size, head)
-        return scan(self._disk, fd, size, head).table() if table is None else table
 
     def _head_of(self, number: int) -> SegmentHead | None:
         """The header, if the file is a segment of this store under its own name; else it is put

@@ -30,7 +30,7 @@ from kvstore.tier_events import FileGone, FileKnown
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE, Catalog, Segment
 from kvstore.tiers.file.segments.directory import segment_number
 from kvstore.tiers.file.segments.disk import Disk, close_at_last, open_regular
-from kvstore.tiers.file.segments.recovery import read_footer, read_head, record_sets, scan
+from kvstore.tiers.file.segments.recovery import read_contents, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
 
@@ -190,19 +190,12 @@ class Peers:
         return peer.segments[name]
 
     def _announce_new(self, seen: _Seen, fd: int, size: int, announce: _Announce) -> bool:
-        head, first, end = seen.segment.head, seen.end_page, seen.end_page
-        table = read_footer(self._disk, fd, size, head)
-        if table is None:
-            found = scan(self._disk, fd, size, head, first_page=first, search=False)
-            table, end = found.table(), found.end_page
-        elif len(table.pages):
-            end = size // PAGE_BYTES
-        sets = record_sets(
-            table, seen.segment.number, own_number=head.number, voids=(), first_page=first
-        )
+        head, first, number = seen.segment.head, seen.end_page, seen.segment.number
+        found = read_contents(self._disk, fd, size, head, first_page=first, search=False)
+        sets = record_sets(found.table, number, own_number=head.number, voids=(), first_page=first)
         for known in sets:
             if not announce(known):
                 return False
             seen.announced.append(FileGone(known.scope, known.keys, known.locations))
-        seen.end_page = end
+        seen.end_page = found.end_page
         return True

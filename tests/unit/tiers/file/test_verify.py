@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.tiers.file.segments.disk import Pages, PosixDisk, open_regular
 from kvstore.tiers.file.segments.recovery import read_head, scan
-from kvstore.tiers.file.verify import Record, is_intact, records
+from kvstore.tiers.file.verify import Record, is_intact, record_at
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import write_block_page
 from kvstore.wire.segment import SegmentHead, place_of
@@ -33,7 +33,8 @@ class Stored:
         head = read_head(DISK, self.fd)
         assert head is not None
         self.head: SegmentHead = head
-        self.records: list[Record] = list(records(scan(DISK, self.fd, size, head).table()))
+        table = scan(DISK, self.fd, size, head).table()
+        self.records = [record_at(table, row) for row in range(len(table.pages))]
 
     def is_intact(self, record: Record, piece_bytes: int = 1 << 20) -> bool:
         return is_intact(DISK, self.fd, self.head, record, Pages(piece_bytes))
