@@ -49,7 +49,6 @@ class LateTier:
     ) -> None:
         """`open_tier` raises ConfigError while the directory cannot be had; `why` it could not."""
         self.path = path
-        self.note = b""
         self._open, self._retry_s = open_tier, retry_s
         self._tier: FileTier | None = None
         self._outbox = Outbox()
@@ -73,6 +72,10 @@ class LateTier:
                 self._tier = tier
             self._outbox.put([Resumed(writes_only=False)])
             return
+
+    @property
+    def note(self) -> bytes:
+        return self._tier.note if self._tier else b""
 
     @property
     def taken_bytes(self) -> int:

@@ -49,7 +49,6 @@ class Outbox:
             if self._is_closed:
                 return False
             if not (own and any(void.covers(event.scope) for void in self._voids)):
-                self._known_count += 1
                 self._add([event])
             return True
 
@@ -102,6 +101,7 @@ class Outbox:
 
     def _add(self, events: list[FileTierEvent]) -> None:
         self._events += events
+        self._known_count += sum(isinstance(event, FileKnown) for event in events)
         while events and self.fd >= 0:
             # Python tries every call again that a signal interrupted, but not this one.
             with contextlib.suppress(InterruptedError):

@@ -8,12 +8,13 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.kernels import reference
+from kvstore.ports import FileStore
 from kvstore.tier_events import (
     FileKnown,
     FileMoved,
@@ -124,25 +125,16 @@ class OpenFails(FaultyDisk):
         return super().open(name, flags, dir_fd)
 
 
-class Driver:
-    """A tier with an arena, driven the way a node does it: by its eventfd."""
+class StoreDriver:
+    """A store with an arena, driven the way a node does it: by its eventfd."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        disk: PosixDisk | None = None,
-        **settings: Any,
-    ) -> None:
-        """`settings`: of the tier, and `look` (`FileTier.open`)."""
-        look = settings.pop("look", None)
-        values = {"capacity_bytes": 8 * MIB, "segment_bytes": SEGMENT_BYTES, **settings}
-        self.config = FileConfig(directory, **values)
+    tier: FileStore
+
+    def __init__(self) -> None:
+        """`tier` is still to be set."""
         self.arena: NDArray[np.uint8] = np.frombuffer(
             mmap.mmap(-1, ARENA_SLOTS * BLOCK_BYTES), np.uint8
         )
-        self.clock = FakeClock()
-        self.tier = FileTier.open(self.config, self.arena, self.clock, disk=disk, look=look)
         self.known: dict[tuple[Scope, bytes], int] = {}
         self.checksums: dict[int, bytes] = {}
         self.seen: list[FileTierEvent] = []
@@ -191,19 +183,22 @@ class Driver:
             if not self.take():
                 assert poll.poll(PATIENCE_S * 1000), f"no {kind.__name__}: {self.seen[-5:]}"
 
-    def recovered(self) -> Driver:
+    def recovered(self) -> Self:
         self.wait(RecoveryDone)
         return self
 
-    def start_write(self, numbers: Sequence[int], scope: Scope = SCOPE) -> int:
-        """Begin to store blocks of known content; slots 0 … are theirs."""
+    def start_write(
+        self, numbers: Sequence[int], scope: Scope = SCOPE, *, first_slot: int = 0
+    ) -> int:
+        """Begin to store blocks of known content; slots from the first one on are theirs."""
         self._job += 1
         sums = []
-        for index, number in enumerate(numbers):
+        for index, number in enumerate(numbers, start=first_slot):
             data = payload(number, scope.block_bytes)
             self.slot(index)[: len(data)] = np.frombuffer(data, np.uint8)
             sums.append(checksum(scope, key(number), data))
-        slots = np.arange(len(numbers), dtype=np.uint32) * (BLOCK_BYTES // PAGE_BYTES)
+        slots = np.arange(len(numbers), dtype=np.uint32) + np.uint32(first_slot)
+        slots *= np.uint32(BLOCK_BYTES // PAGE_BYTES)
         keys = b"".join(map(key, numbers))
         accepted = self.tier.submit(WriteFile(self._job, scope, keys, slots, b"".join(sums), 0))
         return self._job if accepted else 0
@@ -254,6 +249,27 @@ class Driver:
     def close(self) -> None:
         self.tier.close()
         self.take()
+
+
+class Driver(StoreDriver):
+    """A file tier."""
+
+    tier: FileTier
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        disk: PosixDisk | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings`: of the tier, and `look` (`FileTier.open`)."""
+        super().__init__()
+        look = settings.pop("look", None)
+        values = {"capacity_bytes": 8 * MIB, "segment_bytes": SEGMENT_BYTES, **settings}
+        self.config = FileConfig(directory, **values)
+        self.clock = FakeClock()
+        self.tier = FileTier.open(self.config, self.arena, self.clock, disk=disk, look=look)
 
 
 def reopen(driver: Driver, **more: Any) -> Driver:
