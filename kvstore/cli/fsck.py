@@ -23,7 +23,7 @@ import fcntl
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from kvstore.tiers.file.segments.directory import (
     segment_number,
     segments_identity,
 )
-from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, open_regular, read_bytes
+from kvstore.tiers.file.segments.disk import Disk, Pages, PosixDisk, opened, read_bytes
 from kvstore.tiers.file.segments.recovery import Contents, read_contents, read_head
 from kvstore.tiers.file.verify import walk
 from kvstore.tiers.file.writer import Writer
@@ -262,19 +262,9 @@ def _aside(directory: Path) -> tuple[int, int]:
 
 
 def _store_id(disk: Disk, dir_fd: int) -> bytes | None:
-    with contextlib.suppress(OSError), _opened(disk, "store", dir_fd) as (fd, _):
+    with contextlib.suppress(OSError), opened(disk, "store", os.O_RDONLY, dir_fd) as (fd, _):
         return parse_store_page(read_bytes(disk, fd, PAGE_BYTES, 0))
     return None
-
-
-@contextlib.contextmanager
-def _opened(disk: Disk, name: str, dir_fd: int) -> Iterator[tuple[int, int]]:
-    """(descriptor, size) of a file that is only read."""
-    fd, size = open_regular(disk, name, os.O_RDONLY, dir_fd)
-    try:
-        yield fd, size
-    finally:
-        os.close(fd)
 
 
 def _lost_store_id(report: Report, disk: Disk, dir_fd: int) -> bytes | None:
@@ -316,7 +306,7 @@ def _check_all(
     for number in numbers:
         name = segment_name(number)
         try:
-            with _opened(disk, name, dir_fd) as (fd, size):
+            with opened(disk, name, os.O_RDONLY, dir_fd) as (fd, size):
                 checked = _check(report, disk, fd, size, number, store_id)
         except FileNotFoundError:
             continue  # a running node reclaimed it

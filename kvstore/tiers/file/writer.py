@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -187,26 +187,29 @@ class Writer:
             first: blocks before this one are done already.
             spare: may use the segment that is kept free for reclaiming.
         """
-        outcome = AppendOutcome([])
-        if not self.may_hold(batch.scope):
-            return outcome
-        count = len(batch.payloads.slots)
+        count = len(batch.payloads.slots) if self.may_hold(batch.scope) else 0
         run_max = max(1, min(RUN_RECORDS_MAX, RUN_BYTES_MAX // (record_pages(batch.scope) << 12)))
-        while (begin := first + len(outcome.places)) < count:
-            end = min(begin + run_max, count)
-            try:
+        with self._attempt() as outcome:
+            while (begin := first + len(outcome.places)) < count:
+                end = min(begin + run_max, count)
                 opened = self._opened_for(batch.scope, spare=spare)
                 if opened is None:
                     outcome.is_full = True
-                    return outcome
+                    break
                 while not opened.fits(batch.scope, end - begin):
                     end -= 1
                 outcome.places += self._write_run(opened, batch, begin, end)
-            except OSError as error:
-                outcome.error = error
-                outcome.lost += self.abandon(error)
-                return outcome
         return outcome
+
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[AppendOutcome]:
+        """What the block comes to; after a failure the open segment is left as it is."""
+        outcome = AppendOutcome([])
+        try:
+            yield outcome
+        except OSError as error:
+            outcome.error = error
+            outcome.lost = self.abandon(error)
 
     def _opened_for(self, scope: Scope, *, spare: bool) -> _OpenSegment | None:
         """A segment with room for one more record of this scope; None: no room for a new one.
@@ -262,10 +265,9 @@ class Writer:
         if len(prefix) < self._prefix_bytes:
             self._headers.array[:] = 0
         self._prefix_bytes = len(prefix)
-        buffers, places = [], []
+        buffers, written = [], []
         for row, index in enumerate(range(begin, end)):
-            place = place_of(head.number, first_page + row * pages)
-            header = self._headers.page(row)
+            page, header = first_page + row * pages, self._headers.page(row)
             key = batch.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
             checksum = batch.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
             write_block_page(
@@ -274,17 +276,15 @@ class Writer:
                 key=key,
                 checksum=checksum,
                 segment_id=head.segment_id,
-                place=place,
+                place=place_of(head.number, page),
             )
             buffers += [header, *self._payload(batch, index, row)]
-            places.append(place)
+            written.append((page, key, checksum))
         write_all(self._disk, opened.fd, buffers, first_page * PAGE_BYTES)
-        for row, index in enumerate(range(begin, end)):
-            key = batch.keys[index * KEY_BYTES : (index + 1) * KEY_BYTES]
-            checksum = batch.checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
-            found.add(first_page + row * pages, scope, key, checksum)
+        for page, key, checksum in written:
+            found.add(page, scope, key, checksum)
         found.end_page = first_page + (end - begin) * pages
-        return places
+        return [place_of(head.number, page) for page, _, _ in written]
 
     def _payload(self, batch: RecordBatch, index: int, row: int) -> list[memoryview]:
         """The block's pages; a last one that it does not fill comes zero-padded from `_tails`."""
@@ -312,8 +312,7 @@ class Writer:
         void = Void(tenant, space, before)
         self.carry([void])
         self.voids_are_durable = False
-        outcome = AppendOutcome([])
-        try:
+        with self._attempt() as outcome:
             opened = self._open
             if opened is not None and not opened.fits(_NO_SCOPE, 0, spare_voids=1):
                 self._close_open()
@@ -330,9 +329,6 @@ class Writer:
                 opened.found.end_page = page + 1
                 self._sync(opened)
                 self.voids_are_durable = True
-        except OSError as error:
-            outcome.error = error
-            outcome.lost = self.abandon(error)
         return outcome
 
     def carry(self, voids: Sequence[Void]) -> None:
@@ -353,16 +349,12 @@ class Writer:
 
     def write_carried(self) -> AppendOutcome:
         """Repeat the carried voids in the open segment, which was begun before they were known."""
-        opened, outcome = self._open, AppendOutcome([])
-        if opened is None or all(void in opened.found.voids for void in self._voids):
-            return outcome
-        try:
-            self._close_open()
-            if self._has_room(spare=True):
-                self._begin()
-        except OSError as error:
-            outcome.error = error
-            outcome.lost = self.abandon(error)
+        opened = self._open
+        with self._attempt() as outcome:
+            if opened is not None and any(v not in opened.found.voids for v in self._voids):
+                self._close_open()
+                if self._has_room(spare=True):
+                    self._begin()
         return outcome
 
     def _forget_idle_voids(self) -> None:
@@ -373,13 +365,9 @@ class Writer:
 
     def close_segment(self) -> AppendOutcome:
         """Close the open segment with its footer, synced; the next write begins a new one."""
-        outcome = AppendOutcome([])
-        try:
+        with self._attempt() as outcome:
             self._close_open()
             self._directory.sync()
-        except OSError as error:
-            outcome.error = error
-            outcome.lost = self.abandon(error)
         return outcome
 
     def _close_open(self) -> None:

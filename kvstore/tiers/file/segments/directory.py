@@ -28,6 +28,7 @@ from kvstore.tiers.file.segments.disk import (
     FULL,
     Disk,
     open_regular,
+    opened,
     read_bytes,
     works_direct,
     write_all,
@@ -75,15 +76,10 @@ def segments_identity(disk: Disk, dir_fd: int) -> bytes | None:
     found: set[bytes] = set()
     for name in filter(segment_number, os.listdir(dir_fd)):
         try:
-            fd, _ = open_regular(disk, name, os.O_RDONLY, dir_fd)
+            with opened(disk, name, os.O_RDONLY, dir_fd) as (fd, _):
+                head = parse_segment_page(read_bytes(disk, fd, PAGE_BYTES, 0))
         except OSError:
             continue
-        try:
-            head = parse_segment_page(read_bytes(disk, fd, PAGE_BYTES, 0))
-        except OSError:
-            continue
-        finally:
-            os.close(fd)
         found.update([head.store_id] if head is not None else ())
     return found.pop() if len(found) == 1 else None
 
@@ -277,12 +273,9 @@ class Directory:
             )
         store_id = found or secrets.token_bytes(ID_BYTES)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        fd, _ = open_regular(self._disk, _STORE_NEW, flags, self.fd)
-        try:
+        with opened(self._disk, _STORE_NEW, flags, self.fd) as (fd, _):
             write_all(self._disk, fd, [memoryview(store_page(store_id))], 0)
             self._disk.fsync(fd)
-        finally:
-            os.close(fd)
         if reason:
             self.put_aside(_STORE, reason, keep_bytes=keep_bytes)
         os.rename(_STORE_NEW, _STORE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -292,27 +285,19 @@ class Directory:
     def note(self) -> bytes:
         """What `keep_note` kept last; empty if there is none or it cannot be read."""
         try:
-            fd, size = open_regular(self._disk, _NOTE, os.O_RDONLY, self.fd)
+            with opened(self._disk, _NOTE, os.O_RDONLY, self.fd) as (fd, size):
+                return read_bytes(self._disk, fd, min(size, NOTE_BYTES_MAX), 0)
         except OSError:
             return b""
-        try:
-            return read_bytes(self._disk, fd, min(size, NOTE_BYTES_MAX), 0)
-        except OSError:
-            return b""
-        finally:
-            os.close(fd)
 
     def keep_note(self, note: bytes) -> None:
         """Keep these bytes, whole pages, until the next ones: all of them or the old ones."""
         assert len(note) <= NOTE_BYTES_MAX
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            fd, _ = open_regular(self._disk, _NOTE_NEW, flags, self.fd)
-            try:
+            with opened(self._disk, _NOTE_NEW, flags, self.fd) as (fd, _):
                 write_all(self._disk, fd, [memoryview(note)], 0)
                 self._disk.fsync(fd)
-            finally:
-                os.close(fd)
             os.rename(_NOTE_NEW, _NOTE, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except OSError as error:
             _log.info("%s is not brought up to date: %s", self.path / _NOTE, error.strerror)
@@ -348,11 +333,8 @@ class Directory:
         """Whether the page that says whose this store is can be read from the disk now."""
         try:
             flags = os.O_RDONLY | (os.O_DIRECT if self.direct else 0)
-            fd, _ = open_regular(self._disk, _STORE, flags, self.fd)
-            try:
+            with opened(self._disk, _STORE, flags, self.fd) as (fd, _):
                 return len(read_bytes(self._disk, fd, PAGE_BYTES, 0)) == PAGE_BYTES
-            finally:
-                os.close(fd)
         except OSError:
             return False
 

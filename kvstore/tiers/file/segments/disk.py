@@ -11,7 +11,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -80,6 +80,16 @@ def open_regular(disk: Disk, name: str, flags: int, dir_fd: int) -> tuple[int, i
         os.close(fd)
         raise
     return fd, info.st_size
+
+
+@contextlib.contextmanager
+def opened(disk: Disk, name: str, flags: int, dir_fd: int) -> Iterator[tuple[int, int]]:
+    """The same as long as the block runs."""
+    fd, size = open_regular(disk, name, flags, dir_fd)
+    try:
+        yield fd, size
+    finally:
+        os.close(fd)
 
 
 def read_all(disk: Disk, fd: int, buffers: Sequence[memoryview], offset: int) -> int:

@@ -21,7 +21,7 @@ from typing import Final
 from kvstore.tier_events import FileKnown
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.directory import Directory, segment_name
-from kvstore.tiers.file.segments.disk import Disk, open_regular
+from kvstore.tiers.file.segments.disk import Disk, opened
 from kvstore.tiers.file.segments.recovery import read_contents, read_footer, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.units import format_size
@@ -136,11 +136,8 @@ class Restart:
         if head is None:
             return True
         name = segment_name(number)
-        fd, size = open_regular(self._disk, name, self._flags(), self._directory.fd)
-        try:
+        with opened(self._disk, name, self._flags(), self._directory.fd) as (fd, size):
             table = read_contents(self._disk, fd, size, head).table
-        finally:
-            os.close(fd)
         if not len(table.pages) and not table.voids:
             self._directory.remove(name)
             self._forget(number)
@@ -152,11 +149,9 @@ class Restart:
         return True
 
     def _footer_of(self, number: int, head: SegmentHead) -> Table | None:
-        fd, size = open_regular(self._disk, segment_name(number), self._flags(), self._directory.fd)
-        try:
+        name = segment_name(number)
+        with opened(self._disk, name, self._flags(), self._directory.fd) as (fd, size):
             return read_footer(self._disk, fd, size, head)
-        finally:
-            os.close(fd)
 
     def _head_of(self, number: int) -> SegmentHead | None:
         """The header, if the file is a segment of this store under its own name; else it is put
@@ -167,14 +162,11 @@ class Restart:
         """
         name = segment_name(number)
         try:
-            fd, size = open_regular(self._disk, name, self._flags(), self._directory.fd)
+            with opened(self._disk, name, self._flags(), self._directory.fd) as (fd, size):
+                head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
         except FileNotFoundError:
             self._forget(number)
             return None
-        try:
-            head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
-        finally:
-            os.close(fd)
         if head is None and size <= PAGE_BYTES:
             self._directory.remove(name)
             self._forget(number)

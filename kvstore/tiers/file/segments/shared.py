@@ -29,7 +29,7 @@ from typing import Final
 from kvstore.tier_events import FileGone, FileKnown
 from kvstore.tiers.file.segments.catalog import FOREIGN_BASE, Catalog, Segment
 from kvstore.tiers.file.segments.directory import segment_number
-from kvstore.tiers.file.segments.disk import Disk, close_at_last, open_regular
+from kvstore.tiers.file.segments.disk import Disk, close_at_last, opened
 from kvstore.tiers.file.segments.recovery import read_contents, read_head, record_sets
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.segment import SEGMENT_BYTES_LIMIT, SegmentHead
@@ -165,8 +165,7 @@ class Peers:
             return True
         if not stat.S_ISREG(info.st_mode) or info.st_size > SEGMENT_BYTES_LIMIT:
             return True
-        fd, size = open_regular(self._disk, name, self._flags, peer.fd)
-        try:
+        with opened(self._disk, name, self._flags, peer.fd) as (fd, size):
             head = read_head(self._disk, fd) if size >= PAGE_BYTES else None
             if head is None or head.number != segment_number(name):
                 return True
@@ -178,8 +177,6 @@ class Peers:
                 return False
             seen.size_and_time = size_and_time
             return True
-        finally:
-            os.close(fd)
 
     def _begin(self, peer: _OtherNode, name: str, head: SegmentHead) -> _Seen:
         segment = Segment(self._next_number, head, name, peer.fd, 0)
