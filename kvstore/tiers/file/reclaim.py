@@ -24,7 +24,7 @@ from kvstore.tiers.file.segments.directory import Directory
 from kvstore.tiers.file.segments.disk import Disk, Pages
 from kvstore.tiers.file.segments.recovery import read_contents, record_sets
 from kvstore.tiers.file.writer import Payloads, RecordBatch, Writer
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES
+from kvstore.types import PAGE_BYTES
 from kvstore.wire.record import Void, payload_pages
 from kvstore.wire.segment import PAGE_SHIFT, Table
 
@@ -94,30 +94,23 @@ class Reclaimer:
         scratch = Pages(len(rows) * pages * PAGE_BYTES)
         reader = Reader(self._catalog, self._disk, scratch.view, direct=self._directory.direct)
         places = np.frombuffer(records.locations, np.uint64)[rows]
-        keys = [records.keys[r * KEY_BYTES : (r + 1) * KEY_BYTES] for r in rows.tolist()]
-        sums = [
-            records.checksums[r * CHECKSUM_BYTES : (r + 1) * CHECKSUM_BYTES] for r in rows.tolist()
-        ]
+        keys, sums = np.frombuffer(records.keys, "V32"), np.frombuffer(records.checksums, "V16")
+        keys, sums = keys[rows], sums[rows]
         good = []
-        for index, place in enumerate(places.tolist()):
-            wanted = WantedBlock(place & _PAGE_MASK, index * pages, keys[index], sums[index])
+        for row, place in enumerate(places.tolist()):
+            page, slot = place & _PAGE_MASK, row * pages
+            wanted = WantedBlock(page, slot, keys[row].tobytes(), sums[row].tobytes())
             if reader.read(segment.number, scope, [wanted]).verdicts == [ReadVerdict.GOOD]:
-                good.append(index)
-        slots = np.array(good, np.uint32) * np.uint32(pages)
-        chosen_keys = b"".join(keys[i] for i in good)
-        batch = RecordBatch(
-            scope, chosen_keys, b"".join(sums[i] for i in good), Payloads(scratch.view, slots)
-        )
+                good.append(row)
+        payloads = Payloads(scratch.view, np.array(good, np.uint32) * np.uint32(pages))
+        batch = RecordBatch(scope, keys[good].tobytes(), sums[good].tobytes(), payloads)
         outcome = self._writer.append(batch, spare=True)
         errors += [outcome.error] if outcome.error is not None else []
-        done = len(outcome.places)
+        done = good[: len(outcome.places)]
         events: list[FileEvent] = []
         if done:
             new = np.array(outcome.places, np.uint64).tobytes()
-            old = places[good[:done]].tobytes()
-            events.append(FileMoved(scope, chosen_keys[: done * KEY_BYTES], old, new))
-        lost = sorted(set(range(len(rows))) - set(good[:done]))
-        if lost:
-            events.append(FileGone(scope, b"".join(keys[i] for i in lost), places[lost].tobytes()))
-        events += outcome.lost
-        return events
+            events.append(FileMoved(scope, keys[done].tobytes(), places[done].tobytes(), new))
+        if len(lost := np.delete(np.arange(len(rows)), done)):
+            events.append(FileGone(scope, keys[lost].tobytes(), places[lost].tobytes()))
+        return events + outcome.lost

@@ -18,12 +18,13 @@ from __future__ import annotations
 import errno
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from kvstore.ports import Clock
 from kvstore.tier_events import FileGone, Scrubbed
 from kvstore.tiers.file.health import Health
+from kvstore.tiers.file.log_thread import LogThread
 from kvstore.tiers.file.outbox import Outbox
 from kvstore.tiers.file.segments.catalog import Catalog, Segment
 from kvstore.tiers.file.segments.disk import Disk, Pages, forget_cached
@@ -32,7 +33,6 @@ from kvstore.tiers.file.verify import Record, walk
 from kvstore.tiers.scrub import PASS_PAUSE_S, ScrubRate
 from kvstore.types import PAGE_BYTES, Tier
 from kvstore.units import MIB
-from kvstore.wire.record import Void
 from kvstore.wire.segment import Table, place_of
 
 PIECE_BYTES: Final = MIB
@@ -57,25 +57,21 @@ class Scrub:
         catalog: Catalog,
         disk: Disk,
         clock: Clock,
+        log: LogThread,
         *,
         outbox: Outbox,
         health: Health,
         lock: threading.Condition,
         leaving: threading.Event,
         is_wanted: Callable[[], bool],
-        is_recovered: Callable[[], bool],
-        voids: Callable[[], Sequence[Void]],
-        table_of: Callable[[int], Table | None],
         direct: bool,
     ) -> None:
         """Args:
         rate, catalog, disk, clock: how fast, what, with what.
+        log: what it appends to, what was cleared, whether all that was there at the start is known.
         outbox, health, lock: of the tier.
         leaving: set when the tier is being closed.
         is_wanted: whether a read or write waits or runs; asked with the lock held.
-        is_recovered: whether all that was there at the start is known; asked with the lock held.
-        voids: what was cleared, which may lie there in whatever state.
-        table_of: what has been written to a segment, if that is the one appended to.
         direct: the segments are opened so that the page cache is no part of it.
         """
         self._rate = rate
@@ -87,9 +83,7 @@ class Scrub:
         self._lock = lock
         self._leaving = leaving
         self._is_wanted = is_wanted
-        self._is_recovered = is_recovered
-        self._voids = voids
-        self._table_of = table_of
+        self._log = log
         self._direct = direct
         self._buffer = Pages(PIECE_BYTES)
         self._known_bad: set[int] = set()
@@ -100,7 +94,7 @@ class Scrub:
         """Pass after pass until the tier is closed."""
         try:
             with self._lock:
-                self._lock.wait_for(lambda: self._is_recovered() or self._leaving.is_set())
+                self._lock.wait_for(lambda: self._log.is_recovered or self._leaving.is_set())
             while True:
                 self.run_pass()
                 self._wait(PASS_PAUSE_S)
@@ -123,7 +117,7 @@ class Scrub:
                 table = self._table(segment, fd)
                 if table is None:
                     return
-                alive = table.living(segment.number, self._voids())
+                alive = table.living(segment.number, self._log.voids)
                 for record, good in walk(
                     *(self._disk, fd, segment.head, table, self._buffer),
                     rows=alive.nonzero()[0].tolist(),
@@ -141,7 +135,7 @@ class Scrub:
     def _table(self, segment: Segment, fd: int) -> Table | None:
         """What the segment holds; None: it is being closed, and looked at in the next pass."""
         if segment.appending:
-            return self._table_of(segment.number)
+            return self._log.table_of(segment.number)
         self._take_turn(PIECE_BYTES)
         return read_contents(self._disk, fd, segment.taken_bytes, segment.head).table
 

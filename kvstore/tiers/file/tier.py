@@ -317,14 +317,12 @@ class FileTier:
             self._catalog,
             disk,
             self._clock,
+            self._log,
             outbox=self._outbox,
             health=self._health,
             lock=self._lock,
             leaving=self._leaving,
             is_wanted=lambda: bool(self._reads) or self._log.is_wanted,
-            is_recovered=lambda: self._log.is_recovered,
-            voids=lambda: self._log.voids,
-            table_of=self._log.table_of,
             direct=self._directory.direct,
         )
 

@@ -216,14 +216,12 @@ def _by_hand(driver: Driver, disk: FaultyDisk, on_read: Callable[[], None]) -> s
         tier._catalog,
         Watched(),
         driver.clock,
+        tier._log,
         outbox=tier._outbox,
         health=tier._health,
         lock=tier._lock,
         leaving=threading.Event(),
         is_wanted=lambda: bool(tier._reads) or tier._log.is_wanted,
-        is_recovered=lambda: True,
-        voids=lambda: (),
-        table_of=tier._log.table_of,
         direct=True,
     )
 
