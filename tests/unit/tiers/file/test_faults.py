@@ -124,8 +124,7 @@ def test_a_failed_sync_is_read_back(start: Start, disk: FaultyDisk) -> None:
         file.write(b"lost")
     driver.void("nobody", None)
     driver.wait(FileGone)
-    gone = [event for event in driver.seen if isinstance(event, FileGone)]
-    assert [event.keys for event in gone] == [key(1)]
+    assert [e.keys for e in driver.seen if isinstance(e, FileGone)] == [key(1)]
     assert driver.read([2]) == [True]
     assert 0 not in driver.write([3])
 
@@ -137,8 +136,7 @@ def test_what_a_failed_sync_lost_is_not_named_by_the_write_that_filled_the_segme
     disk.fail["fsync"] = failing(errno.EIO, times=1)
     disk.fail["preadv"] = failing(errno.EIO, times=1)
     places = driver.write(range(1, 9))  # one more than a segment holds
-    gone = [event for event in driver.seen if isinstance(event, FileGone)]
-    assert [event.keys for event in gone] == [key(1)]
+    assert [e.keys for e in driver.seen if isinstance(e, FileGone)] == [key(1)]
     assert places[0] == 0, "it would be there again, after it was said to be gone"
     assert 0 not in places[1:7]
     assert driver.read([2]) == [True]
