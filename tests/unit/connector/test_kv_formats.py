@@ -62,7 +62,7 @@ def test_a_version_that_was_not_compared_stands_alone(version: str) -> None:
         {"quantization": "awq"},
         {"model_impl": "transformers"},
         {"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
-        {"lora": object()},
+        {"lora": True},
         {"isa": "amx/AVX512/x86_64"},
     ],
     ids=str,
