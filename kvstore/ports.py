@@ -12,7 +12,7 @@ IndexStore  who holds which block             stores/redis.py, stores/local.py (
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -110,8 +110,9 @@ class FileStore(Protocol):
         """Readable while `take_events` has something."""
         ...
 
-    def take_events(self) -> list[FileTierEvent]:
-        """What happened, in order, up to and with the first event that names many blocks."""
+    def take_events(self) -> Iterator[FileTierEvent]:
+        """Events in order, up to and with the first that names many blocks. Each is taken when it
+        is asked for; those that are not stay."""
         ...
 
     def submit(self, command: FileCommand) -> bool:

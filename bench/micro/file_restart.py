@@ -95,7 +95,7 @@ def recover(store: Path, record_count: int) -> dict[str, float]:
     while not done:
         assert poll.poll(60_000)
         before = time.perf_counter()
-        events = tier.take_events()
+        events = list(tier.take_events())
         longest = max(longest, time.perf_counter() - before)
         for event in events:
             if isinstance(event, FileKnown):

@@ -10,7 +10,7 @@ Does not cover: what the node says of it (`files`), the tier (`kvstore.tiers.fil
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -88,7 +88,7 @@ class LateTier:
     def fileno(self) -> int:
         return self._outbox.fd
 
-    def take_events(self) -> list[FileTierEvent]:
+    def take_events(self) -> Iterator[FileTierEvent]:
         return self._outbox.take()
 
     def submit(self, command: FileCommand) -> bool:

@@ -376,10 +376,10 @@ def test_events_come_up_to_one_that_is_long(
     seen: list[FileTierEvent] = []
     while RecoveryDone() not in seen:
         assert select.select([again.tier.fileno()], [], [], PATIENCE_S)[0]
-        taken = again.tier.take_events()
+        taken = list(again.tier.take_events())
         assert not any(isinstance(event, LONG) for event in taken[:-1])
         seen += taken
     seen += again.tier.take_events()
     assert sum(isinstance(event, FileKnown) for event in seen + again.seen) == 2
-    assert again.tier.take_events() == []
+    assert list(again.tier.take_events()) == []
     assert not select.select([again.tier.fileno()], [], [], 0)[0]

@@ -247,7 +247,7 @@ class Life:
     def _settle(self) -> None:
         """Until nobody has anything to do."""
         while self._threads.run_one():
-            while events := self._tier.take_events():
+            while events := list(self._tier.take_events()):
                 for event in events:
                     self._hear(event)
 

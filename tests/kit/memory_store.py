@@ -93,7 +93,7 @@ class MemoryStore:
     def fileno(self) -> int:
         return self._outbox.fd
 
-    def take_events(self) -> list[FileTierEvent]:
+    def take_events(self) -> Iterator[FileTierEvent]:
         return self._outbox.take()
 
     def submit(self, command: FileCommand) -> bool:

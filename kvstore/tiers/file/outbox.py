@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kvstore.tier_events import FileGone, FileKnown, FileMoved, FileReclaim, FileTierEvent
@@ -71,20 +71,23 @@ class Outbox:
             self._is_recovering = False
             self._voids.clear()
 
-    def take(self) -> list[FileTierEvent]:
-        """What happened, in order, up to the first event that is long for the engine: it must serve
-        others in between. `fd` stays readable while there is more. Never blocks."""
-        taken: list[FileTierEvent] = []
-        with self._lock:
-            while self._events and not (taken and isinstance(taken[-1], _LONG)):
-                taken.append(self._events.popleft())
-            if not self._events and not self._is_closed:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self.fd)
-            if taken and isinstance(taken[-1], FileKnown):
-                self._known_count -= 1
-                self._lock.notify_all()
-        return taken
+    def take(self) -> Iterator[FileTierEvent]:
+        """Events in order, up to the first that is long for the engine: it must serve others in
+        between. Each is taken when it is asked for, and `fd` stays readable while there is more:
+        neither a caller that stops early nor a call that fails loses one. Never blocks."""
+        event: FileTierEvent | None = None
+        while not isinstance(event, _LONG):
+            with self._lock:
+                if len(self._events) <= 1 and not self._is_closed:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self.fd)
+                if not self._events:
+                    return
+                event = self._events.popleft()
+                if isinstance(event, FileKnown):
+                    self._known_count -= 1
+                    self._lock.notify_all()
+            yield event
 
     def stop(self) -> None:
         """Nobody waits in `known` any more."""

@@ -19,7 +19,7 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -180,7 +180,7 @@ class FileTier:
     def fileno(self) -> int:
         return self._outbox.fd
 
-    def take_events(self) -> list[FileTierEvent]:
+    def take_events(self) -> Iterator[FileTierEvent]:
         return self._outbox.take()
 
     @property

@@ -61,7 +61,7 @@ class ScriptedTier:
     def fileno(self) -> int:
         return self.outbox.fd
 
-    def take_events(self) -> list[FileTierEvent]:
+    def take_events(self) -> Iterator[FileTierEvent]:
         return self.outbox.take()
 
     def keep_note(self, note: bytes) -> None:

@@ -88,7 +88,7 @@ def is_open(seen: list[FileTierEvent]) -> bool:
 def test_until_then_all_is_refused_and_it_is_tried_again(opening: Opening, tier: LateTier) -> None:
     for _ in range(3):
         opening.tried.acquire()
-    assert tier.take_events() == [Suspended(f"{WHY}; it is tried again by itself", False)]
+    assert list(tier.take_events()) == [Suspended(f"{WHY}; it is tried again by itself", False)]
     assert not tier.submit(WRITE)
     assert not tier.submit(READ)
     assert not tier.wait_for_voids(0)

@@ -147,7 +147,7 @@ class StoreDriver:
 
     def take(self) -> list[FileTierEvent]:
         taken: list[FileTierEvent] = []
-        while events := self.tier.take_events():
+        while events := list(self.tier.take_events()):
             for event in events:
                 self._note(event)
             self.seen += events

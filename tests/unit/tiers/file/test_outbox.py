@@ -32,10 +32,10 @@ def test_what_was_cleared_during_recovery_is_not_announced(
 ) -> None:
     outbox.void(CLEARED)
     assert outbox.known(KNOWN, own=own)
-    assert outbox.take() == told
+    assert list(outbox.take()) == told
     outbox.recovered()
     assert outbox.known(KNOWN, own=True)
-    assert outbox.take() == [KNOWN], "found later, so written later"
+    assert list(outbox.take()) == [KNOWN], "found later, so written later"
 
 
 def test_a_signal_does_not_silence_the_bell(
@@ -62,7 +62,31 @@ def test_what_waits_when_it_is_cleared_is_not_told(outbox: Outbox) -> None:
     for event in [KNOWN] * (KNOWN_MAX - 1) + [kept]:
         assert outbox.known(event, own=False)
     outbox.void(CLEARED)
-    assert outbox.take() == [written, kept]
+    assert list(outbox.take()) == [written, kept]
     assert not select.select([outbox.fd], [], [], 0)[0]
     for _ in range(KNOWN_MAX):  # none waits: there is room again
         assert outbox.known(KNOWN, own=False)
+
+
+def test_events_that_are_not_asked_for_stay(outbox: Outbox) -> None:
+    events = [FileWritten(job, b"") for job in range(3)]
+    outbox.put(events)
+    assert next(outbox.take()) == events[0]
+    assert select.select([outbox.fd], [], [], 0)[0]
+    assert list(outbox.take()) == events[1:]
+    assert not select.select([outbox.fd], [], [], 0)[0]
+
+
+def test_a_call_that_fails_loses_no_event(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(fd: int) -> int:
+        raise InterruptedError
+
+    events = [FileWritten(job, b"") for job in range(2)]
+    outbox.put(events)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "eventfd_read", interrupted)
+        taken = outbox.take()
+        assert next(taken) == events[0]
+        with pytest.raises(InterruptedError):
+            next(taken)
+    assert list(outbox.take()) == events[1:]

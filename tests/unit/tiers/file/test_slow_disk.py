@@ -105,7 +105,7 @@ class VirtualTier:
         while True:
             while self.threads.run_one():
                 pass
-            while events := self.tier.take_events():
+            while events := list(self.tier.take_events()):
                 said += events
             waits = [due_ns for due_ns in self.disk.due if due_ns > self.clock.ns]
             self.clock.ns = min([*waits, end_ns, self.clock.ns + 10 * NS_PER_MS])
