@@ -60,10 +60,13 @@ def has_all_its_memory(node: NodeProcess) -> bool:
 
 
 def attached(engine: VllmServer, node: NodeProcess) -> bool:
-    """Whether the node serves an engine, which is asked for something meanwhile."""
+    """Whether the node serves an engine, which is asked for something meanwhile, and once more: by
+    then it has taken the credits that come with a session."""
     engine.warm_up()
     with suppress(OSError):  # it is being replaced
-        return look(node).sessions > 0
+        if look(node).sessions > 0:
+            engine.warm_up()
+            return True
     return False
 
 
