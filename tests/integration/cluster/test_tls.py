@@ -310,11 +310,13 @@ def test_who_asks_a_dead_replica_is_told_so_at_once(site: Site, index: IndexProc
 
 def test_the_wire_and_the_logs_hold_no_token_and_no_whole_key(site: Site) -> None:
     words = (pb.Hello, pb.Delta, pb.Change, pb.Stored, pb.Removed, pb.Left, pb.Part, pb.Beat)
-    told = {field.name for word in (pb.FeedWord, *words) for field in word.DESCRIPTOR.fields}
+    more = (pb.FeedWord, pb.Registry, pb.Engine)
+    told = {field.name for word in (*words, *more) for field in word.DESCRIPTOR.fields}
     assert told == {
         *("hello", "delta", "beat", "part", "node", "incarnation", "stream", "sequence", "address"),
         *("changes", "stored", "removed", "left", "tenant", "space", "tier", "keys"),
         *("engine", "rank", "number", "is_last", "load"),
+        *("registry", "engines", "model", "role", "queue"),
     }
     figures = {field.type for field in pb.Load.DESCRIPTOR.fields}
     assert figures == {pb.Load.DESCRIPTOR.fields[0].TYPE_UINT64}, "a node's load is numbers"

@@ -25,6 +25,7 @@ from kvstore.testing.raw_engine import BLOCK_BYTES, EngineGone, RawEngine, make_
 from kvstore.types import Shard
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
+    PROTOCOL_VERSION,
     Distrust,
     HelloRank,
     HelloScheduler,
@@ -44,10 +45,10 @@ from tests.integration.node.conftest import eventually, peer_descriptors, reside
 pytestmark = pytest.mark.slow
 
 HELLO = HelloScheduler(
-    protocol=1, engine_id="raw", nonce="n", tenant="t", rank_count=1, process="p"
+    protocol=PROTOCOL_VERSION, engine_id="raw", nonce="n", tenant="t", rank_count=1, process="p"
 )
 HELLO_RANK = HelloRank(
-    protocol=1,
+    protocol=PROTOCOL_VERSION,
     engine_id="raw",
     nonce="n",
     tenant="t",
@@ -170,9 +171,9 @@ def test_a_forked_grandchild_delays_nothing(node: NodeProcess, bystander: RawEng
 HOLDER = """
 import os, socket, sys
 from kvstore.types import Shard
-from kvstore.wire.messages import HelloScheduler, encode
+from kvstore.wire.messages import PROTOCOL_VERSION, HelloScheduler, encode
 hello = HelloScheduler(
-    protocol=1, engine_id="h", nonce="n", tenant="t", rank_count=1, process="p")
+    protocol=PROTOCOL_VERSION, engine_id="h", nonce="n", tenant="t", rank_count=1, process="p")
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 sock.connect(sys.argv[1])
 socket.send_fds(sock, [encode(hello)], [os.pidfd_open(os.getpid())])
@@ -347,7 +348,7 @@ def test_three_hundred_connections(node: NodeProcess, bystander: RawEngine) -> N
         for number in range(300):
             sock = stack.enter_context(raw_socket(node))
             hello = HelloScheduler(
-                protocol=1,
+                protocol=PROTOCOL_VERSION,
                 engine_id=f"e{number}",
                 nonce="n",
                 tenant="t",
