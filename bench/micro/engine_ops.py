@@ -35,6 +35,7 @@ from kvstore.engine.events import Event, FileKnown, Ready, Received, Send
 from kvstore.engine.memory.policy.choose import POLICIES, maker
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import (
+    PROTOCOL_VERSION,
     Grant,
     HelloRank,
     HelloScheduler,
@@ -114,7 +115,12 @@ class Driven:
         return sent
 
     def _attach(self) -> int:
-        name: dict[str, Any] = {"protocol": 1, "engine_id": "e", "nonce": "n", "tenant": "t"}
+        name: dict[str, Any] = {
+            "protocol": PROTOCOL_VERSION,
+            "engine_id": "e",
+            "nonce": "n",
+            "tenant": "t",
+        }
         self.step(Received(SCHEDULER, HelloScheduler(rank_count=1, process="s", **name)))
         rank = HelloRank(
             rank=0, process="r", space=SPACE, shard=WHOLE, block_bytes=SLOT_BYTES_MIN, **name

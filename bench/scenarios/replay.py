@@ -36,6 +36,7 @@ from kvstore.engine.events import (
 from kvstore.engine.memory.policy.disk import AdmissionMode
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId
 from kvstore.wire.messages import (
+    PROTOCOL_VERSION,
     Grant,
     HelloRank,
     HelloScheduler,
@@ -168,7 +169,12 @@ class CachedNode:
         self._slots, self._generations = b"", b""
         self._leases = 0
         self.step(Ready(arena))
-        name: dict[str, Any] = {"protocol": 1, "engine_id": "e", "nonce": "n", "tenant": "t"}
+        name: dict[str, Any] = {
+            "protocol": PROTOCOL_VERSION,
+            "engine_id": "e",
+            "nonce": "n",
+            "tenant": "t",
+        }
         self.step(Received(SCHEDULER, HelloScheduler(rank_count=1, process="s", **name)))
         rank = HelloRank(
             rank=0, process="r", space=SPACE, shard=WHOLE, block_bytes=SLOT_BYTES_MIN, **name

@@ -9,6 +9,7 @@ import pytest
 from kvstore.engine.events import Admit, Exited, Hangup, Ready, Received, Send
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import (
+    PROTOCOL_VERSION,
     EngineMessage,
     Grant,
     Hint,
@@ -73,7 +74,7 @@ def test_welcome_says_what_the_node_is_and_only_ranks_get_the_arena() -> None:
     admits = [c for c in commands if isinstance(c, Admit)]
     assert [a.with_arena for a in admits] == [False, True]
     assert admits[0].welcome == Welcome(
-        protocol=1,
+        protocol=PROTOCOL_VERSION,
         incarnation=7,
         now_ns=node.now_ns,
         arena_bytes=32 * SLOT_BYTES_MIN,
@@ -337,13 +338,14 @@ def refusal(node: Node, connection: int) -> Refused:
 def test_another_protocol_is_refused_before_anything_else() -> None:
     node = Node()
     peer = Hellos()
-    for hello in (peer.scheduler_hello(protocol=2), peer.rank_hello(0, protocol=2)):
+    other = PROTOCOL_VERSION + 1
+    for hello in (peer.scheduler_hello(protocol=other), peer.rank_hello(0, protocol=other)):
         connection = node.connect(hello)
         refused = refusal(node, connection)
         assert refused.permanent
         assert refused.reason == (
-            "this node speaks attach protocol 1, the engine 2: install the same kvstore version "
-            "on both"
+            f"this node speaks attach protocol {PROTOCOL_VERSION}, the engine {other}: install the"
+            " same kvstore version on both"
         )
         assert connection in node.released
     assert node.engine.nodes()[0].owners == 0
