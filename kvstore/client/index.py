@@ -37,6 +37,8 @@ from kvstore.types import Incarnation
 DEFAULT_TIMEOUT_S: Final = 1.0
 RECONNECT_MIN_MS: Final = 100
 RECONNECT_MAX_MS: Final = 1000
+CONNECT_TIMEOUT_MS: Final = 2000
+"""A busy machine takes half a second to shake hands, and is there all the same."""
 PING_MS: Final = 2000
 """A replica that is silent for so long is asked whether it is there; it allows once a second."""
 PING_TIMEOUT_MS: Final = 2000
@@ -287,7 +289,8 @@ def channel_options() -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", feeds.REPLY_BYTES_MAX),
         # A pool that others share would share how long they waited before they try again, too.
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.min_reconnect_backoff_ms", RECONNECT_MIN_MS),
+        # By its name a pause; what gRPC makes of it is the least time that a connection may take.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.initial_reconnect_backoff_ms", RECONNECT_MIN_MS),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
         ("grpc.keepalive_time_ms", PING_MS),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import select
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +103,37 @@ def test_a_replica_that_refuses_a_question_did_answer() -> None:
         for ask in (client.nodes, lambda: next(client.watch())):
             with pytest.raises(ValueError, match=r"^name a prompt$"):
                 ask()
+
+
+def relay_once(listener: socket.socket, address: str, delay_s: float) -> None:
+    """Carry one connection; the server's first word comes late, as from a busy machine."""
+    host, port = address.split(":")
+    client, _ = listener.accept()
+    with client, socket.create_connection((host, int(port))) as server:
+        ends = {server: client, client: server}
+        is_late = False
+        while True:
+            for end in select.select(list(ends), [], [])[0]:
+                if end is server and not is_late:
+                    threading.Event().wait(delay_s)
+                    is_late = True
+                data = end.recv(1 << 16)
+                if not data:
+                    return
+                ends[end].sendall(data)
+
+
+def test_a_replica_whose_handshake_is_slow_is_there() -> None:
+    with (
+        served(Busy(0)) as address,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        name = "{}:{}".format(*listener.getsockname())
+        relayed = pool.submit(relay_once, listener, address, 5 * index.RECONNECT_MIN_MS / 1000)
+        with IndexClient([name], insecure=True, timeout_s=30) as client:
+            assert [each.node for each in client.nodes().nodes] == ["n1"]
+        relayed.result(timeout=30)
 
 
 class Busy(IndexServicer):
