@@ -7,7 +7,7 @@
 | `scheduler_side.py` | requests and steps → `client.core.scheduler`         | scheduler process |
 | `worker_side.py`    | the step's hooks → jobs, fences, results             | each worker       |
 | `copier.py`         | the copy thread: attaching, copying, heartbeat       | each worker       |
-| `handoff.py`        | what passes between the worker's two threads         | each worker       |
+| `handoff.py`        | plans and results between the worker's two threads   | each worker       |
 | `mapping.py`        | engine configuration → space, shard, geometry (pure) | each worker       |
 | `kv_formats.py`     | engine versions whose caches have the same bytes     | each worker       |
 | `weights.py`        | the digest of the weights on disk                    | each worker       |

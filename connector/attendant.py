@@ -20,7 +20,7 @@ from typing import Final
 TICK_S: Final = 0.1
 END_S_MAX: Final = 1.0
 TURN: Final = threading.RLock()
-"""Of all connectors of this process, which work on one thread anyway."""
+"""One lock for all connectors of this process: they work on one thread anyway."""
 os.register_at_fork(before=TURN.acquire, after_in_parent=TURN.release, after_in_child=TURN.release)
 
 

@@ -1,7 +1,6 @@
-"""Which engine configurations this connector serves. Everything else stops the start with the flag.
+"""Which engine configurations this connector serves. All others stop the start and name the flag.
 
-These are mistakes of configuration, not of the node: they raise. What is learned from the node
-never does.
+Mistakes of configuration raise here; failures of the node never do.
 """
 
 from __future__ import annotations

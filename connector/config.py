@@ -1,4 +1,4 @@
-"""What an operator may write into `kv_connector_extra_config`: one frozen tree, no unknown keys."""
+"""The keys of `kv_connector_extra_config`: one frozen tree, unknown keys are refused."""
 
 from __future__ import annotations
 

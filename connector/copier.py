@@ -2,9 +2,9 @@
 
     DOWN ──connect──▶ GREETED ──Welcome──▶ ATTACHED ──socket ended, no heartbeat for long──▶ DOWN
 
-It attaches by itself, again and again, and never raises for what the node says or fails to say.
-Copies run without the GIL (`kvstore.kernels`). With nothing to do it wakes ten times a second, to
-look at the node's heartbeat.
+The thread attaches by itself, reconnects without end, and raises for no message or silence of the
+node. Copies run without the GIL (`kvstore.kernels`). An idle thread wakes ten times a second to
+check the node's heartbeat.
 
 A copy is valid when the slot's generation is the granted one before and after it. Between the two
 reads and the copy lie calls that release and take the GIL, which are full memory barriers.
@@ -88,7 +88,7 @@ class Copier:
         values: str = "",
     ) -> None:
         """Args:
-        handoff, cache: whose jobs, whose blocks.
+        handoff, cache: source of jobs, and the blocks to copy.
         socket: the node's.
         heartbeat_timeout_ms: a node silent for GONE_TIMES as long is left.
         values: type of the numbers in the cache, for comparing; empty: they cannot be compared.
@@ -112,7 +112,7 @@ class Copier:
         self._thread = threading.Thread(target=self._run, name="kvstore-copy", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. It ends after `Handoff.stop`."""
+        """Start the thread; `Handoff.stop` ends it."""
         self._thread.start()
 
     def join(self, timeout_s: float) -> bool:

@@ -17,8 +17,8 @@ _ANY_HOST = ("*", "0.0.0.0", "[::]")  # noqa: S104 - what an engine listens on, 
 
 
 def event_endpoints(config: KVEventsConfig | None, data_rank: int) -> tuple[str, str]:
-    """(events, replay) of this data-parallel rank; the second may be empty, both are when the node
-    cannot read them. Says so when that is a matter of configuration."""
+    """(events, replay) of this data-parallel rank; replay may be empty, both are if the node cannot
+    read the events. A warning is logged if a setting is the cause."""
     if config is None or not config.enable_kv_cache_events or config.publisher != "zmq":
         return "", ""
     from vllm.distributed.kv_events import ZmqEventPublisher
@@ -41,7 +41,7 @@ def event_endpoints(config: KVEventsConfig | None, data_rank: int) -> tuple[str,
 
 
 def _reached(endpoint: str) -> str:
-    """Of an address that is listened on: where it is reached on this machine."""
+    """The address that reaches a listening `endpoint` from this machine."""
     kind, separator, place = endpoint.partition("://")
     host, colon, port = place.rpartition(":")
     if kind == "tcp" and host in _ANY_HOST:

@@ -1,10 +1,10 @@
-"""What passes between a worker's two threads: plans one way, results the other.
+"""The exchange between a worker's two threads: plans one way, results the other.
 
     engine's thread ── submit, keep_off, wait_for_load, take_report ──▶ Handoff ◀── copy thread
                                                                  (one lock, one RankCore, one wake)
 
 The lock is held for bookkeeping only, never while bytes move. Covers: locking, waiting, waking.
-Does not cover: what is decided (`kvstore.client.core.rank`), copying (`copier.py`).
+Does not cover: decisions (`kvstore.client.core.rank`), copying (`copier.py`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Handoff:
         self._wake()
 
     def keep_off(self, block_ids: Sequence[int], *, timeout_s: float) -> bool:
-        """These engine blocks are about to be overwritten. Returns when no store reads them, or
-        after `timeout_s`; then such stores are abandoned and the answer is False.
+        """Wait until no store reads these engine blocks, which are about to be overwritten. After
+        `timeout_s` such stores are abandoned and the answer is False.
 
-        Right in both cases: what is read too late is thrown away.
+        Right in both cases: bytes read too late are discarded.
         """
         with self._changed:
             if not self._core.fence(block_ids):
@@ -53,14 +53,14 @@ class Handoff:
             return False
 
     def wait_for_load(self, timeout_s: float) -> None:
-        """Wait until a load has ended, if one runs at all, and not longer than that."""
+        """Wait until a load has ended, at most `timeout_s`; no wait if none runs."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._core.has_ended_loads or not self._core.has_loads, timeout_s
             )
 
     def take_report(self) -> RankReport:
-        """What happened since the last call."""
+        """Results since the last call."""
         with self._lock:
             return self._core.take_report()
 
@@ -73,7 +73,7 @@ class Handoff:
 
     @contextmanager
     def core(self) -> Iterator[RankCore]:
-        """The core, locked; whoever waits looks again afterwards."""
+        """The core, locked; waiting threads wake and look again afterwards."""
         with self._changed:
             yield self._core
             self._changed.notify_all()
@@ -93,7 +93,7 @@ class Handoff:
             os.eventfd_read(self._wake_fd)
 
     def close(self) -> None:
-        """After the copy thread's end, by whoever saw it end."""
+        """After the copy thread's end, called by the thread that saw it end."""
         with self._lock:
             if self._wake_fd >= 0:
                 os.close(self._wake_fd)

@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 FORMATS: Final = {"0.31.0": "vllm-cpu-1", "0.32.0": "vllm-cpu-1"}
-"""Versions of vllm as it tells them, with what a build adds: such a build was not compared."""
+"""vLLM version → KV format. A version with a build suffix is another one: not compared."""
 ARCHITECTURES: Final = frozenset(
     {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 )
-"""Of which all versions of a format were compared."""
+"""Architectures that were compared in all versions of a format."""
 _ROPES: Final = frozenset({"default", "llama3"})
 _DTYPES: Final = frozenset({"torch.float32", "torch.bfloat16", "torch.float16"})
 _ISA: Final = "vec/"
 
 
 def kv_format(version: str, vllm_config: VllmConfig, *, isa: str) -> str:
-    """What an engine of this version calls the form of its cache.
+    """KV format of an engine of this version.
 
     Args:
         version: of vllm.
         vllm_config: of the engine.
-        isa: in whose order its pages are packed, as in `Space`.
+        isa: page order and processor, as in `Space`.
     """
     model = vllm_config.model_config
     config = model.hf_config.to_dict()

@@ -1,8 +1,8 @@
-"""What a vllm engine's configuration and cache mean in kvstore's terms: space, shard, geometry.
+"""A vllm engine's configuration and cache in kvstore's terms: space, shard, geometry.
 
-Pure: reads objects, opens no file (the weights' digest comes in). What cannot be told apart for
-certain is not served: a cold cache is cheap, a wrong one is not. The engine's version-dependent
-corners are here, in `kv_formats.py` and in `vllm.py` alone.
+Pure: reads objects, opens no file (the weights' digest is an argument). Models that cannot be
+distinguished for certain are not served: a cold cache is cheap, a wrong one is not. Code that
+depends on the engine's version is here, in `kv_formats.py` and in `vllm.py` alone.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class RankPart(msgspec.Struct, frozen=True):
 
     shard: Shard
     layer_count: int
-    """Of the whole model."""
+    """Layers of the whole model."""
     head_count: int
-    """Of the whole model."""
+    """KV heads of the whole model."""
 
 
 class RankModel(msgspec.Struct, frozen=True):
@@ -204,7 +204,7 @@ def part_of(
 
     Ranks are numbered stage by stage, and within a stage by the heads they hold. With fewer KV
     heads than ranks, consecutive ones hold the same head; so they do with MLA, whose latent vector
-    counts as one head. What does not add up to the model is not served.
+    counts as one head. Parts that do not add up to the model are not served.
 
     Args:
         vllm_config: of this rank.
@@ -288,10 +288,10 @@ def _why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: lis
 
 
 def _isa(layer: Any) -> str | None:
-    """In which order a CPU backend packs a page, and for which processor; None if it hides it.
+    """Page order of a CPU backend, and its processor; None if the layer hides the order.
 
-    MLA layers hide it. That is as well: vllm's reference MLA for CPUs turns prefix caching off,
-    because it cannot go on from a prefix that it did not compute.
+    MLA layers hide it, which costs nothing: vllm's reference MLA for CPUs turns prefix caching
+    off, because it cannot continue a prefix that it did not compute.
     """
     import torch
 

@@ -1,14 +1,14 @@
 """Which images, videos and sounds a key can be trusted to name.
 
-A key holds each item's `identifier`, by which vllm's processor, encoder and prefix caches know it,
-too. It is a digest of the content (`MultiModalHasher`, hex), unless the client gave a `uuid`: that
-is taken as it is, and nothing keeps two images from having one. (With both of vllm's caches off it
-is a number of the request.) The request does not say which it was, so its form decides.
+A key holds each item's `identifier`, which is also the item's key in vllm's processor, encoder and
+prefix caches. An identifier is a digest of the content (`MultiModalHasher`, hex) or, if the client
+supplied one, its `uuid` verbatim, which two images may share. (With both of vllm's caches off it
+is a number of the request.) The request does not say which kind it is, so the form decides.
 
-Not told apart: a uuid that looks like a digest, be it chosen so or hashed by vllm together with the
-request's own processor settings. The item's content is no help: the caches above are keyed by the
-same name, so what is computed need not be what came. Against clients that do so the front door
-drops `uuid`, or `images` is "none" (threats.md, T1).
+Not detected: a uuid that looks like a digest, whether chosen so or hashed by vllm together with the
+request's own processor settings. The item's content is no help: vllm's caches use the same
+identifier, so the computed item need not be the one that arrived. Against clients that forge
+uuids, drop `uuid` at the front door or set `images` to "none" (threats.md, T1).
 """
 
 from __future__ import annotations

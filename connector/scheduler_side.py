@@ -69,7 +69,7 @@ class SchedulerSide:
         """Whether the last step had anything to compute."""
         self._keys_left = _KEYS_ASKED_PER_STEP
         self._unsent: deque[Message] = deque()
-        """What a full socket did not take yet; bounded, since nothing is asked meanwhile."""
+        """Messages that a full socket did not take yet; bounded: no lookup begins meanwhile."""
         self._unsent_since_ns = 0
         self._pool: BlockPool | None = None
         self._promised: LoadJob | None = None
@@ -83,7 +83,7 @@ class SchedulerSide:
     # ── the socket ───────────────────────────────────────────────────────────────────────────────
 
     def attend(self) -> None:
-        """What steps do otherwise, while the engine makes none."""
+        """Poll the socket in place of steps while the engine makes none."""
         if time.monotonic_ns() - self._polled_ns >= _IDLE_NS:
             self.poll()
 
@@ -251,7 +251,7 @@ class SchedulerSide:
         self._promised = None
 
     def file_tokens(self, request: Request) -> int:
-        """Of the tokens that the request loads, those that came from disk for it."""
+        """Tokens of the request's load that came from disk for it."""
         return self._core.file_tokens(request.request_id)
 
     def request_finished(self, request: Request) -> None:
@@ -317,7 +317,7 @@ class SchedulerSide:
             self._due_tokens[request_id] = (done + 1) * self._block_tokens
 
     def rescue_plan(self) -> StepPlan:
-        """After an error of ours: loads already promised must still reach the ranks."""
+        """After an error of ours: loads that the engine waits for must still reach the ranks."""
         plan = self._unreturned or self._core.rescue_plan()
         if self._promised is not None:
             plan = msgspec.structs.replace(plan, loads=(*plan.loads, self._promised))
@@ -325,7 +325,7 @@ class SchedulerSide:
         return plan
 
     def reported(self, reports: Iterable[RankReport]) -> None:
-        """What the ranks did."""
+        """Take the ranks' reports."""
         now_ns = time.monotonic_ns()
         for report in reports:
             self._core.reported(report, now_ns)
@@ -372,8 +372,8 @@ class SchedulerSide:
 
 
 def _new_blocks(output: SchedulerOutput, block_tokens: int) -> list[int]:
-    """Engine blocks that the forward or a copy of this step will overwrite. What was computed
-    before, such as the engine's own hits, is only read; a load's targets are the core's to name."""
+    """Engine blocks that the forward or a copy of this step will overwrite. Blocks computed before,
+    such as prefix-cache hits, are only read; the core names a load's targets."""
     blocks: list[int] = []
     for new in output.scheduled_new_reqs:
         for group in new.block_ids:

@@ -62,7 +62,7 @@ class KVStoreStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the periodic log line shows."""
+        """Values of the periodic log line."""
         data = self.data
         load_s = data.get("load_ns", 0) / 1e9
         store_s = data.get("store_ns", 0) / 1e9

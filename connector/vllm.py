@@ -2,8 +2,8 @@
 
 Knows vllm's interface (0.32) and nothing else: every method hands over to the scheduler's or the
 rank's half. One guard stands around each of them, because nothing of ours may raise into the engine
-(promise P2): after an error of our own the cache is off for the life of this process, with one log
-line, and promised loads still end.
+(guarantee P2): after an error of our own the cache is off for the life of this process, with one
+log line, and loads that the engine waits for still end.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class KVStoreHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass
 class KVStoreWorkerMetadata(KVConnectorWorkerMetadata):
-    """What ranks did, on its way to the scheduler."""
+    """Reports of ranks, on their way to the scheduler."""
 
     reports: list[RankReport] = field(default_factory=list)
 
@@ -90,8 +90,8 @@ def _guarded(
 ) -> Callable[[F], F]:
     """No error of ours leaves the method: it counts, the cache goes off, `fallback` answers.
 
-    `also_when_off`: what was promised to the engine must still end, so the method goes on being
-    called; after a shutdown the rank's half fails every load, once each.
+    `also_when_off`: the method is called even when the cache is off, since loads that the engine
+    waits for must still end; after a shutdown the rank's half fails every load, once each.
     """
 
     def wrap(method: F) -> F:
@@ -182,7 +182,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens beyond the engine's own hit; loads are always asynchronous."""
+        """Tokens beyond the prefix-cache hit; loads are always asynchronous."""
         assert self._scheduler is not None
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -226,7 +226,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Of ranks whose caches cannot be served, once at the start."""
+        """Take the reasons of ranks whose caches cannot be served; once, at the start."""
         assert self._scheduler is not None
         for _, found in sorted(metadata.items(), key=lambda item: item[0]):
             if isinstance(found, KVStoreHandshake):
@@ -235,7 +235,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the ranks did in the step."""
+        """Take the ranks' reports of the step."""
         assert self._scheduler is not None
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVStoreWorkerMetadata):
@@ -287,7 +287,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: KVStoreHandshake(BROKEN))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Why this rank is not served, for the scheduler, which has a way to say it to the node."""
+        """Why this rank is not served, for the scheduler, which can pass it on to the node."""
         assert self._worker is not None
         return KVStoreHandshake(self._worker.unserved) if self._worker.unserved else None
 
@@ -336,13 +336,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_guarded(lambda self: set(), also_when_off=True)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Target blocks that do not hold what was promised; they are recomputed."""
+        """Target blocks whose load failed; the engine recomputes them."""
         assert self._worker is not None
         return self._worker.block_ids_with_load_errors()
 
     @_guarded(lambda self: None, also_when_off=True)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """This rank's report, if there is something to tell."""
+        """This rank's report, if there is one."""
         assert self._worker is not None
         report = self._worker.build_worker_meta()
         return None if report is None else KVStoreWorkerMetadata([report])

@@ -3,7 +3,7 @@
 Covers: the configuration files; of every weight file its name, size and sampled pieces; of a
 safetensors file also the header, and pieces of each tensor, small ones whole. So a tensor that is
 replaced, by a fine-tune or a merge, is seen. A few bytes changed by hand in the middle of a large
-tensor may not be: what changes weights in place calls the engine's `reset_cache`.
+tensor may not be: a program that changes weights in place calls the engine's `reset_cache`.
 Does not cover: adapters (LoRA requests are not stored). Reads pieces, never unpickles.
 """
 
@@ -24,7 +24,7 @@ WHOLE_BYTES_MAX = 4 * PIECE_BYTES
 """Tensors up to this size are read whole: norms, biases, scales."""
 PIECES_PER_TENSOR_MAX = 8
 PIECES_MAX = 16384
-"""Of one file, until one per tensor is more: 64 MiB."""
+"""Limit per file, unless one piece per tensor is more: 64 MiB."""
 HEADER_BYTES_MAX = 100_000_000
 """The limit of the safetensors format itself."""
 
@@ -58,7 +58,7 @@ _FILE_FORMATS = frozenset(
 
 
 class WeightsDigest(msgspec.Struct, frozen=True):
-    """What was found, and what it cost."""
+    """A digest, and the cost of making it."""
 
     digest: str
     file_count: int
@@ -66,7 +66,7 @@ class WeightsDigest(msgspec.Struct, frozen=True):
 
 
 class NoDigest(msgspec.Struct, frozen=True):
-    """Nobody can tell these weights from others: the cache must stay off."""
+    """These weights cannot be distinguished from others: the cache must stay off."""
 
     reason: str
 
@@ -80,11 +80,11 @@ _tensor_decoder = msgspec.json.Decoder(_Tensor)
 
 
 class _Unreadable(Exception):
-    """Of this module alone: turned into NoDigest at its edge."""
+    """Internal: the module's public functions turn it into NoDigest."""
 
 
 def digest_weights(vllm_config: VllmConfig) -> WeightsDigest | NoDigest:
-    """The digest of the weights that the engine was told to load."""
+    """The digest of the weights that the engine is configured to load."""
     model, load = vllm_config.model_config, vllm_config.load_config
     load_format = str(load.load_format)
     if load_format == "dummy":

@@ -55,10 +55,10 @@ class WorkerSide:
         self._refused: RankReport | None = None
         """Plans that came while there was no handoff."""
         self._report: RankReport | None = None
-        """Told to `get_finished`'s caller, not yet to the scheduler."""
+        """Returned by `get_finished`, not yet reported to the scheduler."""
         self._load_errors: set[int] = set()
         self._unsaved = StepPlan()
-        """Of a step that began: `wait_for_save` was not called yet."""
+        """Plan of a step that began, until `wait_for_save` is called."""
         _sides.add(self)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -172,7 +172,7 @@ class WorkerSide:
         return errors
 
     def build_worker_meta(self) -> RankReport | None:
-        """What happened up to the last `get_finished`; None when there is nothing to tell."""
+        """Results up to the last `get_finished`; None if there are none."""
         report, self._report = self._report, None
         if report is None or report == RankReport(rank=report.rank, session=report.session):
             return None

@@ -1,14 +1,14 @@
 """How far the values of a block lie from those in a slot: numbers, not bytes.
 
 The same tokens computed twice do not give the same bytes: batches of another composition add in
-another order. The same tokens under another model, or other tokens, give other numbers altogether.
-`error_of` is the distance of two blocks over the size of the larger, per layer, and of the layers
-the worst: 0 for equal blocks, about 1.4 for blocks that have nothing to do with each other.
+another order. Another model, or other tokens, give entirely different numbers. `error_of` is the
+distance of two blocks over the norm of the larger, the maximum over layers: 0 for equal blocks,
+about 1.4 for unrelated ones.
 
     error = max over layers of   ‖ computed - cached ‖ / max(‖ computed ‖, ‖ cached ‖)
 
 Both sides have the layout of one space, so they are compared element by element, in whatever order
-a page is packed. Not a number in one of them and a number in the other is no equality at all.
+a page is packed. A value that is finite on one side only makes the error infinite.
 
 Does not cover: whether the bytes of the slot are those that were stored (checksums).
 """
@@ -56,7 +56,7 @@ def error_of(computed: list[Bytes], cached: list[Bytes], *, values: str) -> floa
 
 
 def _error(one: _Floats, other: _Floats) -> float:
-    """Of one layer. Infinite where numbers stand against none."""
+    """The error of one layer; infinite if a value is finite in one of the two only."""
     numbers = np.isfinite(one)
     if not np.array_equal(numbers, np.isfinite(other)):
         return math.inf

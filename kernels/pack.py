@@ -5,16 +5,16 @@
     …
 
 The checksum is made piece by piece, while the piece is still in the core's own cache: over
-uncached memory it would cost as much as the copy. It is made of the engine's side of the copy,
-which no other process can write: what the slot held a moment before or after does not count. Layers
-that lie at equal distances, as vLLM lays them, are copied together; any other strides, orders,
-paddings and allocations work too.
+uncached memory it would cost as much as the copy. Its input is the engine's side of the copy, which
+no other process can write, so a concurrent change of the slot does not matter. Layers at equal
+distances, as in vLLM, are copied together; any other strides, orders, paddings and allocations work
+too.
 
 Measured (bench/micro/pack_speed.py, share of plain memcpy): pieces of 128 KiB 0.82, 256 KiB 0.83,
 512 KiB 0.78, whole blocks of 2 MiB 0.69; libc's memcpy through ctypes is no faster than numpy's
-copy, torch's strided `copy_` is slower. Both calls run without the GIL. Larger pieces would hand it
-over less often, which counts where another thread keeps it busy with pure Python, as no forward
-pass does.
+copy, torch's strided `copy_` is slower. Copy and checksum run without the GIL. Larger pieces would
+take it less often, which matters only beside a thread that is busy with pure Python, unlike a
+forward pass.
 
 Does not cover: other devices, other shards than the engine's own, generations.
 """
