@@ -1,7 +1,7 @@
 """The shared memory of a node: the arena that holds slots, and the generation page beside it.
 
     Arena            node side    makes both memfds, seals them, writes generations and heartbeat;
-                                  and the pipe that tells which processes may write to the arena
+                                  and the pipe held by all processes that may write to the arena
     GenerationView   engine side  read-only: what a slot's generation is, whether the node lives
     ArenaView        engine side  the arena, writable, as one array of bytes
 
@@ -111,10 +111,10 @@ def _raise_errno() -> NoReturn:
 class Arena:
     """Node side: makes, maps and seals both memories. Not thread safe, but for `set_ready`.
 
-    `array` is the arena, shape [arena_bytes] u8; nobody may touch bytes that are not populated.
+    `array` is the arena, shape [arena_bytes] u8; bytes not populated must not be touched.
     Engines can give pages back to the kernel (FALLOC_FL_PUNCH_HOLE): no seal forbids that and still
-    lets them map the arena writable. Whoever touches such a page takes another, or dies of SIGBUS
-    where there is none, so this process looks at blocks by `read` alone.
+    lets them map the arena writable. A touch of such a page takes another, or is a SIGBUS where
+    there is none, so this process looks at blocks by `read` alone.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class Arena:
             os.posix_fallocate(self.arena_fd, begin, end - begin)
 
     def read(self, begin: int, into: memoryview) -> None:
-        """Copy bytes of the arena. It takes no page and never faults: what is not there, or cannot
-        be read, is 0."""
+        """Copy bytes of the arena without taking a page and without a fault: bytes that are not
+        there, or cannot be read, are 0."""
         try:
             done = os.preadv(self.arena_fd, [into], begin)
         except OSError:  # memory that failed

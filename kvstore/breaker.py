@@ -1,4 +1,4 @@
-"""A breaker: after repeated failures a disk, or a node, is left alone for a while, then probed.
+"""A circuit breaker: repeated failures stop requests to a disk or node; a probe follows later.
 
     CLOSED ──failures_max failures in a row──▶ OPEN ──cool-down──▶ HALF_OPEN (one probe is out)
        ▲                                        ▲                     │ failed: cool-down doubles
@@ -19,7 +19,7 @@ _DOUBLINGS_MAX = 5
 
 
 class BreakerState(enum.Enum):
-    """What may be tried."""
+    """Requests allowed: all, none, or one probe."""
 
     CLOSED = "closed"
     HALF_OPEN = "half-open"
@@ -30,7 +30,7 @@ class Breaker:
     """See the module. Each failed probe doubles the cool-down, up to 32 times the first.
 
     While it is closed, `allows` costs one comparison. One probe is out at a time, until it failed
-    or succeeded. A probe that says neither (what it wanted had gone by then) is given up after
+    or succeeded. A probe without a result (its target had gone by then) is given up after
     `patience_ms`, which no I/O outlasts unnoticed.
     """
 
@@ -55,11 +55,11 @@ class Breaker:
         return BreakerState.HALF_OPEN if self._probe_is_out else BreakerState.OPEN
 
     def may_allow(self, now_ns: int) -> bool:
-        """What `allows` would answer; takes no probe."""
+        """As `allows`, but takes no probe."""
         return not self.is_open or now_ns >= self._probe_due_ns
 
     def allows(self, now_ns: int) -> bool:
-        """Whether it may be tried now. While open, this grants one probe after each cool-down."""
+        """Whether a request is allowed now; an open breaker grants one probe after a cool-down."""
         if not self.is_open:
             return True
         if now_ns < self._probe_due_ns:
@@ -71,7 +71,7 @@ class Breaker:
     def failed(self, now_ns: int) -> bool:
         """Count a failure. True when this one opened the breaker.
 
-        While it is open only the probe counts: a hiccup fails all that was under way at once.
+        While it is open only the probe counts: a hiccup fails all requests under way at once.
         """
         if self.is_open:
             if self._probe_is_out:
@@ -85,7 +85,7 @@ class Breaker:
         return self.is_open
 
     def unused(self) -> None:
-        """The probe came to nothing that could fail or succeed: the next may be tried at once."""
+        """The probe neither failed nor succeeded: the next one is allowed at once."""
         if self._probe_is_out:
             self._probe_is_out = False
             self._probe_due_ns = 0

@@ -4,7 +4,7 @@
     ├── ConfigError      the operator: a flag, key or size; the text says how to mend it
     ├── ProtocolError    the peer: a datagram that is malformed, too long or out of turn
     ├── AttachError      the surroundings: no node, another version, refused
-    ├── TransportError   a peer or its back end: cannot be reached, or said what cannot be
+    ├── TransportError   a peer or its back end: unreachable, or an invalid answer
     └── NodeBusy         the node's loop: it has other things to do
 
 A bug of our own is an AssertionError. Full, late, busy and absent are not errors but outcomes.

@@ -1,4 +1,4 @@
-"""What the pure core needs from the world, as Protocols. Mechanisms implement them.
+"""The pure core's needs from the world, as Protocols. Mechanisms implement them.
 
 Clock       monotonic time                    net/clock.py, testing/clock.py
 Memory      memory that holds slots           tiers/dram.py, tiers/memory.py (reference)
@@ -6,7 +6,7 @@ FileStore   blocks on a disk                  tiers/file/tier.py, tests/kit/memo
                                               (reference)
 Transport   from and to arenas of others      transport/{nixl,tcp,ucx}.py, transport/loopback.py
                                               (reference)
-IndexStore  who holds which block             stores/redis.py, stores/local.py (reference)
+IndexStore  locations of blocks               stores/redis.py, stores/local.py (reference)
 """
 
 from __future__ import annotations
@@ -80,30 +80,30 @@ class FileStore(Protocol):
     """Blocks between slots and a disk, found again after any restart. The engine decides what is
     written, read and kept; orders and events are those of `kvstore.tier_events`.
 
-    Of every WriteFile and ReadFile that was taken exactly one FileWritten or FileRead is told, and
-    its slots are the store's until then, as long as it takes. A block is called good only when it
-    is what was stored. Orders take effect in the order in which they came: a VoidFile covers every
-    WriteFile before it and none after it. Calls come from one thread, and none waits for the disk.
+    Every accepted WriteFile and ReadFile gives exactly one FileWritten or FileRead, and its slots
+    are the store's until then, as long as it takes. A block is good only if it is the stored one.
+    Orders take effect in the order in which they came: a VoidFile covers every WriteFile before it
+    and none after it. Calls come from one thread, and none waits for the disk.
     """
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """Directory of the store."""
         ...
 
     @property
     def note(self) -> bytes:
-        """As `keep_note` kept it before this start; empty: nothing."""
+        """The note that `keep_note` kept before this start; empty: none."""
         ...
 
     @property
     def taken_bytes(self) -> int:
-        """What it takes of its capacity."""
+        """Bytes in use, of the capacity."""
         ...
 
     @property
     def breakers(self) -> tuple[BreakerState, BreakerState]:
-        """Of reads and of writes."""
+        """States of the breakers for reads and for writes."""
         ...
 
     def fileno(self) -> int:
@@ -130,13 +130,13 @@ class FileStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Orderly end: queued writes are written, reads that have not begun fail, and a disk that
-        hangs is not waited for without end. What happened last can still be taken. Idempotent."""
+        """Orderly end: queued writes are written, reads that have not begun fail, and the wait for
+        a disk that hangs is bounded. The last events can still be taken. Idempotent."""
         ...
 
 
 class Pieces(NamedTuple):
-    """What to move: byte ranges of the peer's arena, and those of ours. Equally long arrays of u64;
+    """Bytes to move: ranges of the peer's arena, and those of ours. Equally long arrays of u64;
     piece i is `length[i]` bytes between `remote[i]` and `local[i]`."""
 
     local: NDArray[np.uint64]
@@ -146,7 +146,7 @@ class Pieces(NamedTuple):
 
 class Landing(NamedTuple):
     """The only memory that peers may write to. A peer that may write to a part of it may write to
-    all of it: what it grants is the owner's to check, by the bytes that came."""
+    all of it: the owner checks its grants by the bytes that arrived."""
 
     begin: int
     """Offset in the arena."""
@@ -155,16 +155,16 @@ class Landing(NamedTuple):
 
 
 class End(enum.Enum):
-    """How a transfer ended, for the places in this process's arena. Of a write that did not end
-    well, more may reach the peer's landing memory, until the peer or its mover is gone."""
+    """How a transfer ended, for the places in this process's arena. A failed write may still reach
+    the peer's landing memory, until the peer or its transfer worker is gone."""
 
     DONE = "done"
     """All bytes are there, and nothing touches their places any more."""
     FAILED = "failed"
     """Some bytes may be missing, but nothing touches their places any more."""
     UNKNOWN = "unknown"
-    """It came to nothing, and their places may still be in use: only the end of this process proves
-    that they are not. No other outcome of this transfer follows."""
+    """No result, and the places may still be in use: only the end of this process proves that they
+    are not. No other outcome of this transfer follows."""
 
 
 class Outcome(NamedTuple):
@@ -176,39 +176,39 @@ class Outcome(NamedTuple):
 
 
 class TransportCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a back end can do, asked of its class: nothing is guessed from its name."""
+    """Capabilities of a back end, asked of its class: nothing is guessed from its name."""
 
     takes_writes: bool
-    """It can have landing memory."""
+    """Landing memory is supported."""
     ends_forgotten: bool
-    """The reads of a peer that is forgotten end. Where they do not, only the mover's death ends
+    """Reads of a forgotten peer end. Without this, only the death of the transfer worker ends
     them."""
     is_secure: bool
-    """Given certificates, peers prove who they are and bytes are encrypted; it takes the address
-    and the files that the node has for its peers."""
+    """With certificates, peers are authenticated and bytes encrypted; the back end takes the
+    address and the files that the node has for its peers."""
     options: Mapping[str, str]
-    """What an operator may set, and the form of its value; a name that ends in OPTION stands for
-    all that begin like it."""
+    """Options of an operator, and the form of each value; a name that ends in OPTION stands for all
+    that begin like it."""
 
 
 class Transport(Protocol):
     """Moves bytes between arenas: reads all of a peer's, writes to its landing memory, if it has
     any. One thread; no verb waits for a peer.
 
-    Of every transfer that was posted exactly one outcome is told, if ever. A peer that stopped
-    gives none: deadlines are the caller's. Which peers, and when, is the caller's too. A back end
-    that takes no writes refuses landing memory when it is opened, and describes none: writes to it
-    are refused like those to any peer without.
+    Every posted transfer has at most one outcome. A peer that stopped gives none: deadlines are the
+    caller's, and so is the choice of peers and times. A back end that takes no writes refuses
+    landing memory when it is opened, and describes none: writes to it are refused like those to any
+    peer without.
     """
 
     @property
     def refused_count(self) -> int:
-        """Peers that were turned away since it was opened, because others are here."""
+        """Peers refused since the transport was opened, for want of room."""
         ...
 
     @property
     def capabilities(self) -> TransportCapabilities:
-        """Of its class."""
+        """Capabilities of the class."""
         ...
 
     @staticmethod
@@ -218,7 +218,7 @@ class Transport(Protocol):
         ...
 
     def describe(self) -> bytes:
-        """What a peer needs to read and write here; to be passed on over a trusted channel."""
+        """Descriptor that a peer needs to read and write here; for a trusted channel only."""
         ...
 
     def connect(self, peer: str, descriptor: bytes) -> None:
@@ -230,8 +230,8 @@ class Transport(Protocol):
         ...
 
     def post(self, number: int, peer: str, pieces: Pieces, direction: Direction) -> None:
-        """Begin a transfer. Callers choose numbers that are not under way, and places that nobody
-        else writes to meanwhile.
+        """Begin a transfer. Callers choose numbers that are not under way, and places without
+        another writer meanwhile.
 
         Raises:
             TransportError: the peer is not connected or takes no writes, or a piece lies outside of
@@ -254,39 +254,39 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give all back. What is under way has no outcome: as good as UNKNOWN. Idempotent."""
+        """Give all back. Transfers under way get no outcome: as good as UNKNOWN. Idempotent."""
         ...
 
 
 class IndexStore(Protocol):
-    """What a replica of the index knows, wherever it is kept.
+    """State of a replica of the index, in its own memory or in a shared store.
 
-    Of one asyncio loop; any number of calls at once, those about one node in the order in which
-    they were made. `now_ms` is of a clock that does not go back. Nothing here raises because the
-    store is away, nor waits longer than a fraction of a second for an answer: `match` is then
-    `STALE` and names nobody, and `trouble` says why.
+    Used on one asyncio loop; any number of calls at once, those about one node in the order in
+    which they were made. `now_ms` is of a clock that does not go back. An unreachable store raises
+    nothing, and no call waits longer than a fraction of a second for its answer: `match` is then
+    `STALE` without locations, and `trouble` says why.
     """
 
     @property
     def trouble(self) -> str:
-        """What it lacks; empty while all is well."""
+        """Why the store is not healthy; empty while it is."""
         ...
 
     @property
     def failure_count(self) -> int:
-        """How often it was away, since the start."""
+        """How often the store was unreachable, since the start."""
         ...
 
     async def hear(self, event: Event, now_ms: int) -> Verdict:
-        """Take in what a node said, or what happened to its stream."""
+        """Apply a message of a node, or the end of its stream."""
         ...
 
     async def match(self, tenant: str, space: SpaceId, keys: bytes, now_ms: int) -> Answer:
-        """The longest prefix of `keys` (32 bytes each) that each holder has."""
+        """Prefix length of `keys` (32 bytes each) at each location."""
         ...
 
     def members(self, now_ms: int) -> list[Member]:
-        """Everybody who is not forgotten, by name."""
+        """Nodes that are not forgotten, by name."""
         ...
 
     async def tick(self, now_ms: int) -> None:
@@ -298,5 +298,5 @@ class IndexStore(Protocol):
         ...
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close connections."""
         ...

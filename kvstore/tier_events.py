@@ -1,5 +1,5 @@
-"""What the engine and the tiers say to each other of blocks on a disk: orders one way, events the
-other, and what scrubs find in any tier.
+"""Messages between the engine core and the tiers about blocks on a disk: orders one way, events the
+other; and results of scrubs of any tier.
 
 One vocabulary: `kvstore.engine.events` names the events among its own, the tier makes them, and the
 shell between the two translates nothing. Lists are packed bytes, one entry per block:
@@ -7,8 +7,8 @@ shell between the two translates nothing. Lists are packed bytes, one entry per 
 keys 32 bytes each · checksums 16 bytes each · locations u64 native · good one byte, 0 or 1
 
 A location is never 0, names a record for as long as its segment lives, and is opaque but for one
-thing: of two locations below 2^63 the greater was written later, so it supersedes the other. One at
-or above 2^63 is a record of another node; any of them is as good as another.
+thing: of two locations below 2^63 the greater was written later and supersedes the other. Locations
+at or above 2^63 are records of other nodes, without an order.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ReadFile(msgspec.Struct, frozen=True):
 
 
 class VoidFile(msgspec.Struct, frozen=True):
-    """What was written so far for this tenant, space, both, or (None, None) all is gone for
-    good."""
+    """Blocks written so far for this tenant, space or both, with (None, None) all blocks, are gone
+    for good."""
 
     tenant: str | None
     space: bytes | None
@@ -70,7 +70,7 @@ FileCommand = WriteFile | ReadFile | VoidFile | ReclaimFile
 
 
 class FileKnown(msgspec.Struct, frozen=True):
-    """The file tier holds these blocks: found at start, newest segment first, or stored by another
+    """The disk tier holds these blocks: found at start, newest segment first, or stored by another
     node."""
 
     scope: Scope
@@ -89,7 +89,7 @@ class FileMoved(msgspec.Struct, frozen=True):
 
 
 class FileGone(msgspec.Struct, frozen=True):
-    """The file tier holds these blocks no more, at these places or, without places, anywhere:
+    """The disk tier holds these blocks no more, at these places or, without places, anywhere:
     damaged, a segment lost, a foreign one deleted by its owner."""
 
     scope: Scope
@@ -108,8 +108,8 @@ class FileWritten(msgspec.Struct, frozen=True):
 
 class FileRead(msgspec.Struct, frozen=True):
     """A ReadFile has truly ended: nothing writes to its slots any more. `good`: 1 where the slot
-    holds the verified block. What is 0 may be as good as before: the tier was busy, slow or
-    suspended; what is damaged is told by FileGone."""
+    holds the verified block. A block with 0 may still be good on disk (the tier was busy, slow or
+    suspended): FileGone reports damage."""
 
     job: int
     good: bytes
@@ -131,25 +131,25 @@ class FilePart(msgspec.Struct, frozen=True):
 
 
 class FileReclaim(msgspec.Struct, frozen=True):
-    """The tier needs the room of this segment: ReclaimFile answers. `parts` lists what no void
-    covers; whether a location is still the one in use for its key, the engine knows."""
+    """The tier needs the room of this segment: ReclaimFile answers. `parts` lists the records that
+    no void covers; the engine knows whether a location is still in use for its key."""
 
     segment: int
     parts: tuple[FilePart, ...]
 
 
 class Scrubbed(msgspec.Struct, frozen=True):
-    """A background scrub verified so much of a tier since it last said so.
+    """Blocks and bytes of a tier that a background scrub verified since its last report.
 
-    What is bad on disk is told by FileGone beside it; of dram it is here: `slots` u32 each with
-    their `generations` u64, whose bytes did not match their checksums.
+    FileGone beside it reports damage on disk. Damage in dram is here: `slots` u32 each, with their
+    `generations` u64, whose bytes did not match their checksums.
     """
 
     tier: Tier
     blocks: int
     size_bytes: int
     bad_key: bytes = b""
-    """Of the one block on disk that is not what was stored there; empty: all are good."""
+    """Key of the one damaged block on disk; empty: all are good."""
     slots: bytes = b""
     generations: bytes = b""
     pass_ended: bool = False
@@ -178,4 +178,4 @@ FileEvent = (
 )
 """For the engine."""
 FileTierEvent = FileEvent | RecoveryDone | Suspended | Resumed
-"""All that a file tier says; the rest is for whoever runs it."""
+"""All events of a disk tier; those beyond FileEvent are for its driver."""

@@ -1,4 +1,4 @@
-"""What msgspec says of settings that do not fit, in an operator's words.
+"""Validation errors of msgspec about settings, in an operator's words.
 
 Covers: unknown keys with the nearest known one, kinds of values, ranges, choices.
 """
@@ -56,7 +56,7 @@ def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
 
 
 def _choices(kind: Any) -> list[str]:
-    """Of a Literal, or of one that may be empty."""
+    """Values of a Literal, also of an optional one."""
     is_literal = typing.get_origin(kind) is typing.Literal
     kinds = typing.get_args(kind)
     return sorted(kinds) if is_literal else [each for kind in kinds for each in _choices(kind)]

@@ -28,7 +28,7 @@ FOLDERS = [
         *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
         *("obs", "stores", "supervisor", "testing", "tiers"),
     )
-] + ["connector", "kernels"]
+] + ["connector", "kernels", "kvstore"]
 """Folders with clean docstrings of modules, classes, functions and attributes."""
 RETIRED = {
     "own hit": r"own(?: cache)? hits?",
