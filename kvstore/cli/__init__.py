@@ -1,13 +1,13 @@
-"""What is typed: commands, what they ask, and how answers look. Decides nothing about blocks.
+"""Commands: their flags, their queries, and how answers look. Decides nothing about blocks.
 
 main              the command line: node, index, certs, upgrade, clear, fsck
 reasons           words and sentences of reasons
-look_commands     inspect, explain, top: flags to questions
+look_commands     inspect, explain, top: flags to queries
 commands          flags of settings, options that several commands share
-look, ask         what is asked, of whom; the client of the inspect service
-prefix, tell      where a prompt's blocks are; facts and tables of an answer
-top, top_screen, top_view   figures, the terminal, what it looks like
-certs, fsck       a CA for a lab; a file tier's directory, read whole
+look, ask         queries to nodes and the index; the client of the inspect service
+prefix, `tell`    locations of a prompt's blocks; facts and tables of an answer
+top, top_screen, top_view   figures, the terminal, the layout
+certs, fsck       a CA for a lab; a full read of a disk tier's directory
 """
 
 import kvstore.net  # noqa: F401 -- it makes gRPC quiet, before anything imports it

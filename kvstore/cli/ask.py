@@ -28,13 +28,13 @@ from kvstore.wire.load import Load
 _R = TypeVar("_R", bound=Row)
 TIMEOUT_S: Final = 5.0
 LOAD_TIMEOUT_S: Final = 1.0
-"""Of what is asked again and again."""
+"""Timeout of queries that are repeated."""
 WITH_NODES: Final = ("nodes", "unserved", "members", "engines")
 SUMMARY: Final = (*WITH_NODES, "tiers", "quotas", "spaces", "leases", "jobs")
-"""What comes with nodes, and quotas with tiers, is left out where there is none."""
+"""Topics of the summary; those of OPTIONAL are left out when empty."""
 OPTIONAL: Final = ("unserved", "members", "engines", "quotas")
 WIDE_COLUMNS: Final = 240
-"""Of output that is no terminal: scripts must not see a line break in a row."""
+"""Width of output that is no terminal: scripts must not see a line break in a row."""
 
 
 class NodeClient:
@@ -63,7 +63,7 @@ class NodeClient:
             raise AttachError(f"{error}: use the command that is installed with the node") from None
 
     def load(self) -> tuple[str, int, Load | None]:
-        """What it does: its name in the cluster, its incarnation, the figures. Raises
+        """Load of the node: its name in the cluster, its incarnation, the figures. Raises
         AttachError."""
         reply = _call(self._stub.Load, pb.LoadRequest(), timeout_s=LOAD_TIMEOUT_S)
         return reply.node, reply.incarnation, feeds.load_of(reply)
@@ -73,12 +73,12 @@ class NodeClient:
         return int(_call(self._stub.Clear, pb.ClearRequest(space=space)).blocks)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._channel.close()
 
 
 def _probe(path: Path, node_socket: Path) -> None:
-    """Say precisely why nobody answers: gRPC would only say that nobody does."""
+    """Raise with the precise reason why no node answers: gRPC has only the fact."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -110,7 +110,7 @@ MS_PER_HOUR: Final = 3_600_000
 _OF_DRAM = ("slots_sealed", "slots_granted", "slots_quarantined", "slots_leased")
 _OF_FILE = ("not_admitted", "over_budget", "budget_left_bytes", "reads", "writes")
 _BREAKERS = {"closed": "ok", "half-open": "being tried again", "open": "off: errors"}
-"""Of a disk, after failures."""
+"""Circuit breaker of a disk → text."""
 
 
 def show(found: dict[str, list[Row]]) -> None:

@@ -3,8 +3,8 @@
     ca.crt  ca.key  node-NAME.crt  node-NAME.key  index-NAME.crt  …
 
 The CA is made once and used again. Nothing is ever overwritten; keys can be read by their owner
-only. Whoever has ca.key can be every component: a site with a CA of its own issues certificates
-with the same names (`kvstore.client.tls`) and keeps its key where it keeps such keys.
+only. The owner of ca.key can impersonate every component: a site with a CA of its own issues
+certificates with the same names (`kvstore.client.tls`) and keeps its key where it keeps such keys.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def make_certificates(
         identities: one certificate each.
         hosts: DNS names and IP addresses that the certificates have besides, for programs that
             know nothing of our names.
-        days: that the certificates are valid; ends with the CA at the latest.
-        nodes_are_indexes: those of nodes also serve for a replica of the index inside them.
+        days: validity of the certificates; ends with the CA at the latest.
+        nodes_are_indexes: certificates of nodes are also those of an index replica inside them.
 
     Raises:
         ConfigError: a name cannot be one, a file is there already, or cannot be made.

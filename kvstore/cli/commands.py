@@ -1,8 +1,8 @@
-"""What several commands share: flags of settings, the node and the index that are meant, clients of
-both, one way to fail.
+"""Shared by commands: flags of settings, options for the node and the index, clients of both, one
+way to fail.
 
-Modules of commands import click and defaults only, and functions what they need: `--help` answers
-at once, and so do commands that need neither gRPC nor certificates.
+Modules of commands import click and defaults only, functions import the rest: `--help` answers at
+once, and so do commands that need neither gRPC nor certificates.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _list(_context: click.Context, _option: click.Parameter, given: Any) -> list
 
 
 def _mapping(_context: click.Context, option: click.Parameter, given: Any) -> Any:
-    """Of NAME=SHARE; a name may have an = of its own."""
+    """Parse NAME=SHARE; a name may contain an =."""
     pairs = [(text.rpartition("=") if "=" in text else (text, "", ""))[::2] for text in given]
     names = [name for name, _ in pairs]
     for name in names:
@@ -87,8 +87,8 @@ def _mapping(_context: click.Context, option: click.Parameter, given: Any) -> An
 
 
 def index_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of a command that may ask the index instead of one node; it is told `asked`: None,
-    the index is not meant."""
+    """Options of a command that may ask the index instead of one node; its argument `asked` is None
+    for the node."""
 
     @functools.wraps(command)
     def with_index(**flags: Any) -> None:
@@ -138,6 +138,6 @@ def as_json(**found: object) -> str:
 
 
 def fail(sentence: str, *, code: int) -> NoReturn:
-    """Say what is wrong and leave."""
+    """Print the error and exit."""
     click.echo(f"kvstore: {sentence}", err=True)
     sys.exit(code)

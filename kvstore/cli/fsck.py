@@ -1,19 +1,19 @@
-"""`kvstore fsck DIR`: reads every byte of a file tier's directory and says what is wrong with it.
+"""`kvstore fsck DIR`: reads every byte of a disk tier's directory and reports damage.
 
     report = fsck(Path("/var/lib/kvstore"))
     print(report.text())
     sys.exit(report.status)          # 0 clean, 1 damage found, 2 not a store
 
 Without `quarantine` nothing is written, and a node may be running: the segment it appends to counts
-as not closed, and what looks wrong there is looked at again before it is called so. With it the
-directory's lock is needed: the good records of a damaged segment are appended to a new one, then
-the damaged one is moved to `quarantine/`.
+as not closed, and apparent damage there is read again before it is reported. `quarantine` needs the
+directory's lock: the good records of a damaged segment are appended to a new one, then the damaged
+one is moved to `quarantine/`.
 
 A segment that is not closed is no damage: a process or machine stopped before it was, and the
-records in it are whole. If the next one says that it was closed once, it was cut short later.
-A store file that is lost is known again from the segments, if they agree. Records are verified by
-the code of the background scrub (`tiers.file.verify`). Of a shared parent, `stores_in` names the
-directories of its nodes, each a store of its own.
+records in it are whole. If the next segment records that this one was closed, it was cut short
+later. A lost store file is restored from the segments, if they agree. Records are verified by the
+code of the background scrub (`tiers.file.verify`). For the parent of a shared store, `stores_in`
+lists the directories of its nodes, each a store of its own.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from kvstore.wire.segment import SegmentHead, Table, parse_store_page
 
 _PIECE_BYTES = 4 * MIB
 _LOOKS_MAX, _LOOK_PAUSE_S = 5, 0.2
-"""At a segment that a node appends to: a run of records takes a moment to be whole."""
+"""Reads of a segment that a node appends to: a run of records takes a moment to be whole."""
 _QUARANTINE_BYTES_MAX = 1 << 62
 """Here a person asked for it: nothing is deleted for want of room."""
 
 
 @dataclass
 class Report:
-    """What was found. `problems` counts by reason; `files` has a line per file with a problem."""
+    """The findings. `problems` counts by reason; `files` has a line per file with a problem."""
 
     directory: Path
     is_store: bool = True
@@ -99,7 +99,7 @@ class Report:
         return "\n".join([*self.files, summary, *self._advice()])
 
     def _advice(self) -> list[str]:
-        """What an operator should know of that, a sentence each."""
+        """Advice for the operator, a sentence each."""
         said = []
         if self.torn and self.node_runs:
             said.append(
@@ -133,7 +133,7 @@ class Report:
         return said
 
     def blame(self, name: str, reason: str, count: int = 1) -> None:
-        """One file has something wrong."""
+        """Count a problem of one file."""
         self.problems[reason] += count
         self.files.append(f"{name}: {_counted(count, reason)}")
 
@@ -187,7 +187,7 @@ class _Checked:
     skipped_pages: int
     closed: bool
     cut_short: bool = False
-    """It was closed, and has no footer any more."""
+    """The segment was closed, and has no footer any more."""
 
     @property
     def is_damaged(self) -> bool:
@@ -252,7 +252,7 @@ def _is_in_use(dir_fd: int) -> bool:
 
 
 def _aside(directory: Path) -> tuple[int, int]:
-    """How many files are in quarantine, and what they take."""
+    """(files in quarantine, their bytes)."""
     try:
         with os.scandir(directory / "quarantine") as entries:
             sizes = [entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries]
@@ -268,8 +268,8 @@ def _store_id(disk: Disk, dir_fd: int) -> bytes | None:
 
 
 def _lost_store_id(report: Report, disk: Disk, dir_fd: int) -> bytes | None:
-    """That of a directory whose store file does not tell it; None: nobody knows, and the report
-    says what there is."""
+    """The id of a store whose store file lacks it, from its segments; None: not known. Adds the
+    findings to the report."""
     count = sum(segment_number(name) is not None for name in os.listdir(dir_fd))
     directory = report.directory
     how = "missing"
@@ -326,7 +326,7 @@ def _check_all(
 
 
 def _blame_what_was_closed(report: Report, found: list[_Checked]) -> None:
-    """A segment without a footer was left like that, unless the next one knows better."""
+    """A segment without a footer was never closed, unless the next one records that it was."""
     once_closed = {checked.number - 1 for checked in found if checked.head.follows_closed}
     for checked in found:
         checked.cut_short = not checked.closed and checked.number in once_closed
@@ -366,7 +366,7 @@ def _check(
 
 
 def _read(disk: Disk, fd: int, size: int, head: SegmentHead) -> tuple[Contents, list[int]]:
-    """What it holds, and which rows of that are bad."""
+    """The contents of a segment, and which rows of them are bad."""
     found = read_contents(disk, fd, size, head)
     walked = walk(disk, fd, head, found.table, Pages(_PIECE_BYTES))
     return found, [row for row, (_, good) in enumerate(walked) if not good]
@@ -380,10 +380,10 @@ def _move_aside(
     voids: list[Void],
     numbers: list[int],
 ) -> None:
-    """Save what is good of damaged segments at the end of the log, then put them aside.
+    """Save the good records of damaged segments at the end of the log, then move the segments.
 
-    What a void covers is not saved: at the end of the log it would be newer than the void. The
-    voids are repeated there too, since theirs may be among the segments that go.
+    Records that a void covers are not saved: at the end of the log they would be newer than the
+    void. The voids are repeated there too, since theirs may be among the segments that go.
     """
     catalog = Catalog(disk, capacity_bytes=_QUARANTINE_BYTES_MAX, direct=False)
     catalog.expect(dict.fromkeys(numbers, 0))

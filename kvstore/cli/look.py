@@ -1,7 +1,7 @@
-"""What `kvstore inspect`, `explain` and `top` do once it is clear what is meant: ask, and print.
+"""The work of `kvstore inspect`, `explain` and `top` after their flags are read: ask, and print.
 
-Apart from the commands themselves, because this needs gRPC, the tables and what rows are made of.
-Does not cover: what is asked and how it looks (`ask`, `prefix`, `tell`, `top`).
+Separate from the commands, because it imports gRPC, tables and the types of rows.
+Does not cover: queries and layout (`ask`, `prefix`, `tell`, `top`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def inspect_members(asked: AskSettings, *, json_: bool) -> None:
 def inspect_node(
     socket: Path, topic: str | None, *, limit: int | None, space: str | None, json_: bool
 ) -> None:
-    """What one node holds. `topic` None: everything but single blocks."""
+    """State of one node. `topic` None: everything but single blocks."""
     both = {"tiers": ("tiers", "quotas"), "nodes": WITH_NODES}
     topics = SUMMARY if topic is None else both.get(topic, (topic,))
     shown = limit or BLOCKS_LISTED
@@ -88,7 +88,7 @@ def inspect_prefix(
     tokenizer: str | None,
     cache_salt: str | None,
 ) -> None:
-    """Where the blocks of one prompt are. `asked` None: at the node of `socket` only."""
+    """Locations of the blocks of one prompt. `asked` None: on the node of `socket` only."""
     if sum(given is not None for given in (tokens_file, keys_file, text)) != 1:
         raise click.UsageError(
             "name one prompt: --tokens-file FILE, --keys-file FILE or --text TEXT"
@@ -163,7 +163,7 @@ def explain_request(socket: Path, request_id: str | None, last: int | None, *, j
 def watch_nodes(
     socket: Path, asked: AskSettings | None, interval_s: float, *, once: bool, json_: bool
 ) -> None:
-    """What nodes do, once or until q. `asked` None: the node at `socket` only."""
+    """Load of nodes, once or until q. `asked` None: the node at `socket` only."""
     out = console()
     with contextlib.ExitStack() as stack:
         source: TopSource = OneNode(socket)

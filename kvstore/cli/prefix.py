@@ -1,7 +1,7 @@
-"""`kvstore inspect prefix`: where the blocks of a prompt are, on one node or on all of a cluster.
+"""`kvstore inspect prefix`: locations of a prompt's blocks, on one node or on all of a cluster.
 
-Tokens become keys here, in the CLI's own process, as a node says that its engines make them; node
-and index are sent keys only. Does not cover: what it looks like (`tell`).
+Tokens become keys here, in the CLI's own process, with the hash settings of a node's engines; node
+and index receive keys only. Does not cover: the layout (`tell`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOKENIZER_TIMEOUT_S: Final = 60.0
 
 
 class PrefixReport(msgspec.Struct, frozen=True):
-    """A prompt's blocks, now."""
+    """A prompt's blocks on one node, now."""
 
     space: str
     tenant: str
@@ -42,29 +42,29 @@ class PrefixReport(msgspec.Struct, frozen=True):
     block_tokens: int
     prompt_tokens: int
     held_tokens: int
-    """From the front: what a request would find."""
+    """Tokens from the start of the prompt that a request would find."""
     ranges: list[RangeReport]
     engines: list[MemoryReport]
-    """Whose own memory holds how many of the leading blocks."""
+    """Leading blocks in each engine's own memory."""
 
 
 class HolderReport(msgspec.Struct, frozen=True):
-    """How far one holder goes: leading blocks that it has in a tier or in a faster one."""
+    """Prefix length at one node or engine: leading blocks in each tier or in a faster one."""
 
     node: str
     engine: str
-    """Whose own memory it is; empty: the node's."""
+    """The engine with the blocks in its own memory; empty: the node."""
     rank: int
     """Data-parallel."""
     trust: str
     hbm_blocks: int
     dram_blocks: int
     file_blocks: int
-    """All that it has."""
+    """Leading blocks in any tier."""
 
 
 class ClusterPrefix(msgspec.Struct, frozen=True):
-    """A prompt's blocks on all nodes, by what they told the index."""
+    """A prompt's blocks on all nodes, according to the index."""
 
     space: str
     tenant: str
@@ -74,19 +74,19 @@ class ClusterPrefix(msgspec.Struct, frozen=True):
     prompt_tokens: int | None
     asked_blocks: int
     held_blocks: int
-    """Of whoever goes furthest."""
+    """Longest prefix length."""
     held_tokens: int | None
     trust: str
-    """exact: nobody else holds the first block; catching-up: somebody may; stale: not known."""
+    """exact: no other node has the first block; catching-up: another may; stale: not known."""
     holders: list[HolderReport]
-    """Furthest first."""
+    """Longest prefix first."""
 
 
 class Prompt(NamedTuple):
-    """What is looked for."""
+    """The prompt to look up."""
 
     keys: Sequence[bytes]
-    """Of its full blocks."""
+    """Keys of its full blocks."""
     tokens: int
 
 
@@ -180,10 +180,10 @@ def tokenize(text: str, tokenizer: str) -> list[int]:
 
 
 def choose(known: Sequence[HashingReport], *, space: str, tenant: str) -> HashingReport:
-    """The one space that is meant.
+    """The one space that fits.
 
     Raises:
-        ConfigError: none or several are.
+        ConfigError: none or several do.
     """
     found = [
         row
@@ -209,19 +209,19 @@ def is_whole(space: str) -> bool:
 
 
 def hashing_of_keys(space: str, tenant: str) -> HashingReport:
-    """Of keys that are made already: no node says how, nor how many tokens a block has (0)."""
+    """For keys given by the user: neither hash settings nor tokens per block are known (0)."""
     return HashingReport(space.lower(), tenant, "", 0, ALGORITHM, "")
 
 
 def prompt_of_tokens(tokens: Sequence[int], hashing: HashingReport, *, cache_salt: str) -> Prompt:
-    """Tokens as the engines of a space name their blocks."""
+    """Tokens → keys, as the engines of a space make them."""
     size, seed = hashing.block_tokens, hashing.hash_seed
     keys = block_keys(tokens, block_tokens=size, seed=seed, cache_salt=cache_salt)
     return Prompt(keys, len(tokens))
 
 
 def prompt_of_keys(keys: Sequence[bytes], hashing: HashingReport) -> Prompt:
-    """Blocks whose names are known."""
+    """A prompt whose keys are known."""
     return Prompt(keys, len(keys) * hashing.block_tokens)
 
 
@@ -261,7 +261,7 @@ def _about(hashing: HashingReport, keys: bytes) -> pb.Filter:
 def _in_engines(
     client: NodeClient, hashing: HashingReport, keys: Sequence[bytes]
 ) -> list[MemoryReport]:
-    """By the events of the node's engines, batch after batch as long as somebody has all of it."""
+    """By the events of the node's engines, batch after batch while some engine has all of one."""
     found: dict[tuple[str, int], MemoryReport] = {}
     for begin in range(0, len(keys), PREFIX_KEYS_MAX):
         batch = keys[begin : begin + PREFIX_KEYS_MAX]

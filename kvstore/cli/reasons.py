@@ -1,4 +1,4 @@
-"""How reasons read: the one table of their words and sentences (`kvstore.engine.why.reasons`).
+"""Text of reasons: the one table of their words and sentences (`kvstore.engine.why.reasons`).
 
 Words are for scripts and stay; several reasons share one. In a sentence, {name} is an engine or a
 space, {node} another node, and other braces are numbers. docs/reference/reasons.md is made of it.
@@ -65,7 +65,7 @@ TEXTS: Final = {
     Reason.FETCHED: "{fetched} of {wanted} blocks came from node {node} in {took}",
     Reason.FETCH_FAILED: "{fetched} of {wanted} blocks came from node {node} in {took}",
 }
-"""The sentence of each."""
+"""Reason → sentence."""
 _SHARED: Final = {
     "evicted": "EVICTED_FOR_STORES EVICTED_FOR_READS RECLAIMED CROWDED_OUT",
     "failed check": "FILE_LOST FAILED_SCRUB",
@@ -78,7 +78,7 @@ _SHARED: Final = {
     "not asked": "BEYOND_THE_QUESTION",
 }
 _WORDS: Final = {Reason[name]: word for word, names in _SHARED.items() for name in names.split()}
-"""Of the others it is their name."""
+"""Reason → word, where it is not the reason's name."""
 _LOADED: Final = {
     "engine": "in the engine's own cache",
     "dram": "loaded from dram",
@@ -89,12 +89,12 @@ _HELD: Final = {"dram": "in dram", "file": "on disk"}
 
 
 def word(reason: Reason) -> str:
-    """For scripts and the column of a table; empty: there is none."""
+    """The word for scripts and the column of a table; empty: there is none."""
     return _WORDS.get(reason, reason.name.lower().replace("_", " ")) if reason else ""
 
 
 def of_request(row: RequestReport) -> str:
-    """Why it loaded nothing, or nothing more."""
+    """Why the request loaded nothing, or nothing more."""
     text = TEXTS[row.outcome] if row.outcome else ""
     return _printable(f"{text}: {row.detail}" if row.detail else text)
 
@@ -136,7 +136,7 @@ def request_as_dict(row: RequestReport) -> dict[str, object]:
 
 
 def _elsewhere(row: RangeReport) -> str:
-    """Why no other node gave it."""
+    """Why no block came from another node."""
     search = row.search
     assert search is not None
     if search.known and not row.node:

@@ -1,4 +1,4 @@
-"""What `kvstore explain` and `kvstore inspect prefix` look like: facts, then a table of blocks."""
+"""Output of `kvstore explain` and `kvstore inspect prefix`: facts, then a table of blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prefix_as_dict(prefix: PrefixReport | ClusterPrefix) -> dict[str, Any]:
 
 
 def story_as_dict(request: RequestReport, ranges: Sequence[RangeReport] | None) -> dict[str, Any]:
-    """For programs; `ranges` None: nobody asked for them."""
+    """For programs; `ranges` None: not asked for."""
     row = request_as_dict(request)
     if ranges is not None:
         row["ranges"] = [range_as_dict(each, request) for each in ranges]
@@ -78,7 +78,7 @@ def show_stories(requests: Sequence[RequestReport]) -> None:
 
 
 def show_prefix(prefix: PrefixReport) -> None:
-    """Where a prompt's blocks are, to stdout."""
+    """Locations of a prompt's blocks on one node, to stdout."""
     out = console()
     space = f"{prefix.space} ({prefix.label})" if prefix.label else prefix.space
     lines = {
@@ -95,7 +95,7 @@ def show_prefix(prefix: PrefixReport) -> None:
 
 
 def show_cluster_prefix(prefix: ClusterPrefix) -> None:
-    """Who holds a prompt's blocks, and how many from the front, to stdout."""
+    """Locations of a prompt's blocks, each with its prefix length, to stdout."""
     out, size = console(), prefix.block_tokens
     space = f"{prefix.space} ({prefix.label})" if prefix.label else prefix.space
     prompt = f"{prefix.asked_blocks} blocks asked for; at most {prefix.held_blocks} of them"

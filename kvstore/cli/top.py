@@ -1,11 +1,11 @@
-"""`kvstore top`: what nodes say of themselves, made into figures. Who is asked, and the arithmetic.
+"""`kvstore top`: loads of nodes made into figures. Covers sources and arithmetic.
 
     a node's socket ─┐
     the index ───────┴▶ Sample per node ─▶ Tally (the sample before) ─▶ Figures
 
-Loads of other nodes come from the index, which they tell with their beats: a node that is silent
-is seen there, and nobody waits for it. Rates are of what was counted between two samples, over the
-node's own clock. Does not cover: what it looks like (`top_view`), the terminal (`top_screen`).
+Loads of other nodes come from the index, to which nodes publish them with their heartbeats: a
+silent node is seen there and delays nothing. Rates are differences of two samples over the node's
+own clock. Does not cover: the layout (`top_view`), the terminal (`top_screen`).
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ UP, SILENT, GONE = "up", "silent", "gone"
 _STATES: Final = {Trust.EXACT: UP, Trust.CATCHING_UP: UP, Trust.STALE: SILENT, None: GONE}
 THIS_NODE: Final = "(this node)"
 WAITS: Final = 3
-"""Nodes tell their load every two seconds, and looks may be closer."""
+"""Nodes publish their load every two seconds; the interval between samples may be shorter."""
 
 
 class Sample(NamedTuple):
-    """What is known of a node at one moment."""
+    """State and load of a node at one moment."""
 
     node: str
     state: str
     trust: str
-    """How the index believes it; empty: nobody asked."""
+    """Trust of the index in the node; empty: the index was not asked."""
     incarnation: int
     load: Load | None
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What is shown of a node. None: not known, or not yet."""
+    """Figures of a node on the screen. None: not known, or not yet."""
 
     node: str
     state: str
-    """up, silent (does not answer, or its beats are late), gone; unknown: the index is stale."""
+    """up, silent (no answer, or late heartbeats), gone; unknown: the index is stale."""
     index: str
-    """exact, catching-up, stale, out: how the index believes it; or unknown."""
+    """Trust of the index in the node: exact, catching-up, stale, out; or unknown."""
     replicas: int | None = None
-    """Of the index, that it is to tell …"""
+    """Index replicas that the node is configured to feed …"""
     replicas_reached: int | None = None
-    """… and reaches."""
+    """… and those that it reaches."""
     dram_bytes: int | None = None
     dram_used_bytes: int | None = None
     file_bytes: int | None = None
@@ -66,7 +66,7 @@ class Figures(msgspec.Struct, frozen=True):
     fetch_p50_us: int | None = None
     fetch_p99_us: int | None = None
     hit_percent: float | None = None
-    """Of the blocks that were looked up between two samples; the rates below, too."""
+    """Share of the blocks looked up between two samples; the rates below cover the same time."""
     stored_bytes_per_s: float | None = None
     leased_bytes_per_s: float | None = None
     fetched_bytes_per_s: float | None = None
@@ -74,19 +74,19 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class TopView(NamedTuple):
-    """What is shown."""
+    """Contents of the screen."""
 
     figures: list[Figures]
     trouble: str
-    """Why it may be wrong; empty: it is not."""
+    """Why the figures may be wrong; empty: they are right."""
 
 
 class TopSource(Protocol):
-    """Whom to ask."""
+    """Source of samples."""
 
     name: str
     doubt: str
-    """Why the last sample cannot be believed; empty: it can."""
+    """Why the last sample may be wrong; empty: it is right."""
 
     def sample(self) -> list[Sample]:
         """All nodes, now. Raises KVStoreError."""
@@ -103,14 +103,14 @@ class OneNode:
         self._socket = socket
 
     def sample(self) -> list[Sample]:
-        """That node. Raises AttachError."""
+        """A sample of the node. Raises AttachError."""
         with contextlib.closing(NodeClient(self._socket)) as client:
             node, incarnation, load = client.load()
         return [Sample(node or THIS_NODE, UP, "", incarnation, load)]
 
 
 class AllNodes:
-    """Those that the index knows."""
+    """The nodes that the index knows."""
 
     def __init__(self, client: IndexClient, name: str) -> None:
         self.name = f"by the index {name}"
@@ -118,7 +118,7 @@ class AllNodes:
         self._client = client
 
     def sample(self) -> list[Sample]:
-        """All of them. Raises IndexUnavailable."""
+        """A sample of each. Raises IndexUnavailable."""
         known = self._client.nodes(timeout_s=LOAD_TIMEOUT_S)
         if known.trust is Trust.STALE:
             self.doubt = INDEX_IS_STALE
@@ -132,15 +132,15 @@ class AllNodes:
 
 
 class Tally:
-    """Two samples of each node, and what lies between them."""
+    """Two samples of each node, and the rates between them."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[Sample, Figures]] = {}
         self.trouble = ""
-        """Why nobody answered the last time, or who did cannot be believed; empty: all is well."""
+        """Why the last query failed, or its answer may be wrong; empty: all is well."""
 
     def ask(self, source: TopSource) -> list[Figures]:
-        """Of all nodes that answered now, or else of those that did the last time, as silent."""
+        """Figures of all nodes in the answer; if there is none, of the last ones, as silent."""
         try:
             samples = source.sample()
             self.trouble = source.doubt
@@ -158,7 +158,7 @@ class Tally:
 
     @property
     def has_rates(self) -> bool:
-        """Whether all that can be known of nodes that are up is known."""
+        """Whether every node that is up, and publishes a load, has rates."""
         return all(
             figures.stored_bytes_per_s is not None or figures.state != UP or sample.load is None
             for sample, figures in self._last.values()

@@ -1,7 +1,7 @@
 """The terminal of `kvstore top`: drawn again and again, and left as it was.
 
-Whatever ends it (q, ctrl-C, SIGTERM, SIGHUP, an error), the screen that was there before comes
-back, and so do the settings of the keyboard. Does not cover: what is drawn (`top_view`).
+Every end (q, ctrl-C, SIGTERM, SIGHUP, an error) restores the previous screen and the settings of
+the keyboard. Does not cover: contents (`top_view`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUITS: Final = frozenset(b"qQ")
 
 
 def watch(source: TopSource, console: Console, *, interval_s: float) -> None:
-    """Draw until somebody has seen enough."""
+    """Draw until a key or a signal ends it."""
     tally = Tally()
     with (
         contextlib.suppress(KeyboardInterrupt),

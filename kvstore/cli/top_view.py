@@ -1,4 +1,4 @@
-"""What `kvstore top` looks like: one line a node; two short tables where one is too wide.
+"""Layout of `kvstore top`: one line a node; two short tables where one is too wide.
 
 Pure: figures in, something to print out. Does not cover: where figures come from (`top`).
 """
