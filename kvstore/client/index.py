@@ -5,14 +5,13 @@
         answer = index.match("tenant", space, keys)
         best = max(answer.matches, key=lambda match: match.dram_blocks, default=None)
 
-Every replica knows everything, so any of them answers: the one that answered last is asked first,
-and when it refuses, breaks or is silent, the next, all within one deadline; when all refuse because
-this client has too many calls, they are asked again after a back-off. A call either answers or
-raises `IndexUnavailable`; it never waits longer than `timeout_s`. A question that makes no sense
-is a ValueError or TypeError. Any number of threads.
+Every replica has all locations, so any of them answers: the replica that answered last is asked
+first, and when it refuses, breaks or is silent, the next, all within one deadline; when all refuse
+because this client has too many calls, the client retries after a back-off. A call either answers
+or raises `IndexUnavailable`, within `timeout_s`. An invalid question is a ValueError or TypeError.
+Any number of threads.
 
-Covers: Match, Nodes, Watch. Does not cover: what to make of an answer; how far it can be believed
-is in it.
+Covers: Match, Nodes, Watch. Does not cover: decisions by an answer; its trust is part of it.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ DEFAULT_TIMEOUT_S: Final = 1.0
 RECONNECT_MIN_MS: Final = 100
 RECONNECT_MAX_MS: Final = 1000
 CONNECT_TIMEOUT_MS: Final = 2000
-"""A busy machine takes half a second to shake hands, and is there all the same."""
+"""A handshake with a busy machine takes half a second."""
 PING_MS: Final = 2000
-"""A replica that is silent for so long is asked whether it is there; it allows once a second."""
+"""Silence of a replica before a ping; a replica allows one a second."""
 PING_TIMEOUT_MS: Final = 2000
-"""One that does not answer in that time is away: no watcher or feed waits for it."""
+"""A replica without an answer for so long is unreachable: no watcher or feed waits for it."""
 PAUSE_MIN_S: Final = 0.01
-"""After every replica has refused, which means that this client asks too much at a time …"""
+"""First back-off after every replica has refused: this client has too many calls at a time …"""
 PAUSE_MAX_S: Final = 0.2
-"""… and twice as long each time, up to this."""
+"""… and the longest; each is twice the one before."""
 PORT_MAX: Final = 65535
 _ELSEWHERE: Final = frozenset(
     {
@@ -58,13 +57,13 @@ _ELSEWHERE: Final = frozenset(
         grpc.StatusCode.UNKNOWN,
     }
 )
-"""What another replica may do better. Anything else is about the question."""
+"""Errors after which another replica is asked. All others are about the question."""
 
 _R = TypeVar("_R")
 
 
 class IndexUnavailable(KVStoreError):
-    """No replica answered in time, or none would. The text says what the last one said."""
+    """No replica answered in time, or all refused. The text has the last one's reason."""
 
 
 class Members(NamedTuple):
@@ -76,12 +75,12 @@ class Members(NamedTuple):
 
 
 class News(NamedTuple):
-    """What changed since the news before; the first are all there is."""
+    """Changes since the previous news; the first news have the whole state."""
 
     nodes: list[Member]
     """New or changed."""
     gone: list[str]
-    """Names of those that are not known any more."""
+    """Names of nodes that the replica forgot."""
     answer: Answer | None
     """About the prefix, if that changed."""
 
@@ -129,19 +128,19 @@ class IndexClient:
         self._channels = [channel(endpoint, credentials) for endpoint in endpoints]
         self._stubs = [IndexStub(each) for each in self._channels]
         self._first = 0
-        """Whom to ask first."""
+        """Number of the replica to ask first."""
         self._closed = threading.Event()
 
     def match(
         self, tenant: str, space: bytes, prompt: bytes | Tokens, *, timeout_s: float | None = None
     ) -> Answer:
-        """Who holds the first block of a prompt, and how far each of them goes.
+        """Locations of the first block of a prompt, each with its prefix length.
 
         `prompt`: keys of 32 bytes each in chain order, or the tokens that they are made from.
 
         Raises:
-            IndexUnavailable: nobody answered.
-            TypeError, ValueError: the question is none, or the client is closed.
+            IndexUnavailable: no replica answered.
+            TypeError, ValueError: the question is invalid, or the client is closed.
         """
         request = _match_request(tenant, space, prompt)
         reply = self._ask(lambda stub: stub.Match, request, timeout_s)
@@ -162,14 +161,14 @@ class IndexClient:
         prefix: tuple[str, bytes, bytes | Tokens] | None = None,
     ) -> Iterator[News]:
         """News of the nodes, with their engines if wanted, of a prefix (tenant, space, prompt), or
-        both, until it is closed.
+        both, until the iterator is closed.
 
-        Read it steadily: who does not is hung up on. After a fail-over the first news are all there
-        is, again, and who went meanwhile.
+        Read it steadily: a replica disconnects slow readers. After a fail-over the first news have
+        the whole state again, and the nodes that went meanwhile.
 
         Raises:
-            IndexUnavailable: no replica would begin, or the last one ended it.
-            TypeError, ValueError: the question is none, or the client is closed.
+            IndexUnavailable: no replica would begin, or the last one ended the stream.
+            TypeError, ValueError: the question is invalid, or the client is closed.
         """
         self._check_open()
         request = pb.WatchRequest(
@@ -210,7 +209,7 @@ class IndexClient:
                 call.cancel()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         self._closed.set()
         for each in self._channels:
             each.close()
@@ -274,7 +273,7 @@ class IndexClient:
 
 
 def channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    """To one replica. Raises ConfigError."""
+    """A channel to one replica. Raises ConfigError."""
     address_parts(endpoint)
     if credentials is None:
         return grpc.insecure_channel(endpoint, options=channel_options())
@@ -282,7 +281,7 @@ def channel(endpoint: str, credentials: grpc.ChannelCredentials | None) -> grpc.
 
 
 def channel_options() -> list[tuple[str, Any]]:
-    """Of every channel to the index."""
+    """Options of every channel to the index."""
     return [
         # Addresses are not in certificates; that it is an index is.
         ("grpc.ssl_target_name_override", ANY_INDEX),
@@ -344,7 +343,7 @@ def _kind(value: object) -> str:
 
 
 def _check_understood(error: grpc.RpcError) -> None:
-    """Raises ValueError: a replica answered, and it is the question that is wrong."""
+    """Raises ValueError: a replica answered that the question is invalid."""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         raise ValueError(error.details()) from None
 

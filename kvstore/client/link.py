@@ -2,10 +2,10 @@
 
 Covers: connecting, the Hello with the own pidfd, datagrams both ways without ever blocking, the
 descriptors that come with Welcome, and forks (the child keeps neither socket nor memory). Does not
-cover: what to say and when, heartbeat age, back-off (`kvstore.client.core`).
+cover: messages and their times, heartbeat age, back-off (`kvstore.client.core`).
 
-One thread at a time. Nothing here raises after `connect`: what goes wrong with the node arrives as
-one `Lost` from `receive`.
+One thread at a time. Nothing here raises after `connect`: a failure of the node arrives as one
+`Lost` from `receive`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NON_BLOCKING = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """The link is over; told once, as the last thing that `receive` returns."""
+    """The link has ended: the last message that `receive` returns, once."""
 
     reason: str
     """One clear sentence for the log."""
@@ -52,7 +52,7 @@ class Link:
     """One attached socket of a scheduler or rank.
 
     `generations` is there once Welcome has been received, `arena` too on a rank. Both were
-    checked; both stay usable after `close` as long as somebody holds them.
+    checked; both stay usable after `close` as long as there is a reference to them.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -68,7 +68,7 @@ class Link:
         """Connect to the node at `path` and introduce this process, without blocking.
 
         Raises:
-            AttachError: nobody answers at `path`; the text says why.
+            AttachError: no answer at `path`; the text says why.
         """
         sock = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -111,7 +111,7 @@ class Link:
         return True
 
     def receive(self) -> Sequence[NodeMessage | Lost]:
-        """What has arrived, oldest first; empty when nothing has. Never blocks.
+        """The messages that have arrived, oldest first; may be empty. Never blocks.
 
         A `Lost` is always last, and the link is closed when it is returned.
         """
@@ -138,7 +138,7 @@ class Link:
         return got
 
     def close(self) -> None:
-        """End the connection. Idempotent; the memory is given back when nobody holds it."""
+        """End the connection. Idempotent; the memory is unmapped with the last reference to it."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

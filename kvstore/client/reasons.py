@@ -1,6 +1,6 @@
-"""Why a connection failed, in words that name a flag: gRPC's are those of its TLS library.
+"""Why a connection failed, in a clause that names a flag: gRPC has only its TLS library's text.
 
-Covers: channels to an index or a peer. Does not cover: what a server answers (its own sentences).
+Covers: channels to an index or a peer. Does not cover: a server's answers (its own sentences).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CAUSES: Final = (
     ("Connection refused", "nothing listens there (connection refused)"),
     ("No route to host", "there is no way there (no route to host)"),
 )
-"""Parts of what gRPC says, the more exact before the more general."""
+"""Parts of gRPC's texts, specific ones before general ones."""
 _FAILED: Final = "failed to connect to all addresses; last error: "
 
 
 def plain_reason(details: str | None) -> str:
-    """One clause about what gRPC calls the details of an error."""
+    """One clause for gRPC's details of an error."""
     text = details or "no reason is known"
     if not text.startswith(_FAILED) and "handshake failed" not in text:
         return text

@@ -5,7 +5,7 @@
     NAME.client.kvstore     a router or script; it may ask
 
 These are DNS names among the certificate's subject alternative names. A client demands the name of
-whom it means to reach, so that addresses need not be in certificates.
+its server, so that addresses need not be in certificates.
 
 Covers: reading and judging the files, credentials of a channel. Does not cover: servers
 (`kvstore.net.tls`), making certificates (`kvstore.cli.certs`).
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 ANY_INDEX: Final = "index.kvstore"
-"""What every replica of the index is called."""
+"""Name in the certificate of every replica of the index."""
 PEM_BYTES_MAX: Final = 1 << 20
 
 
@@ -64,28 +64,28 @@ class TlsFiles:
 
 
 class Tls(NamedTuple):
-    """What the files hold, judged to be in order."""
+    """Contents of the files, checked."""
 
     ca: bytes
     cert: bytes
     key: bytes
     identities: frozenset[Identity]
     ends_s: int
-    """When the certificate does, in Unix time."""
+    """End of the certificate, in Unix time."""
 
     def name_as(self, role: Role) -> str:
         """The name of this component in a role; empty when it has none."""
         return next((name for its_role, name in sorted(self.identities) if its_role == role), "")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of a client that shows its certificate and demands one of the same CA."""
+        """Credentials of a client that shows its certificate and demands one of the same CA."""
         import grpc  # only here: `kvstore certs` needs none
 
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
 
 def load(files: TlsFiles) -> Tls:
-    """Read and judge. Raises ConfigError."""
+    """Read and check. Raises ConfigError."""
     ca, cert, key = (
         _read(f"--{name}", path)
         for name, path in (("ca", files.ca), ("cert", files.cert), ("key", files.key))

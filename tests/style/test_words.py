@@ -25,7 +25,7 @@ PAGES = [
 FOLDERS = [
     f"kvstore/{name}"
     for name in (
-        "cli",
+        *("cli", "client", "client/core"),
         *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
         *("obs", "stores", "supervisor", "testing", "tiers"),
     )

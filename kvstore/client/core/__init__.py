@@ -7,13 +7,13 @@
 | `attachment.py` | the connection, session, credits, heartbeat  | datagrams → state, credits    |
 | `lookup.py`     | the state of one request's lookup            | –                             |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |
-| `checksums.py`  | what can be verified                         | replies → bytes               |
+| `checksums.py`  | checksums of leased slots                    | replies → bytes               |
 | `stores.py`     | which filled blocks go where, fences         | full blocks, credits → StoreJob |
 | `stats.py`      | counters                                     | –                             |
 | `scheduler.py`  | joins them for one engine                    | requests → StepPlan           |
 | `costs.py`      | load or compute                              | times → worth it or not       |
-| `pace.py`       | what computing and copying cost here         | times → estimates             |
-| `shadow.py`     | hits that are computed all the same          | hits → some of them           |
+| `pace.py`       | cost of computing and copying on this engine | times → estimates             |
+| `shadow.py`     | shadow checks                                | hits → some of them           |
 | `copies.py`     | one running job of a rank                    | arrays → block copies         |
 | `rank.py`       | the jobs of one rank                         | StepPlan, datagrams → copies  |
 """

@@ -7,9 +7,9 @@
 Rules. 1: only this class changes the state. 2: credits exist only while OPEN and die with the
 session. 3: every change worth knowing leaves one notice, never one per request.
 
-A heartbeat older than its limit turns the cache off; the next beat turns it on again. What was lent
-stays lent meanwhile: the memory is there, and generations say what is void. Only a node that stays
-silent GONE_TIMES as long loses its connection, since forming a session again takes long.
+A heartbeat older than its limit turns the cache off; the next beat turns it on again. Leases and
+credits stay meanwhile: the memory is there, and generations show which slots are void. The
+connection ends only after GONE_TIMES that silence, since forming a session again takes long.
 Pure: the caller owns the socket and reads the heartbeat word.
 """
 
@@ -42,11 +42,11 @@ _RETRY_MS_MAX = 1000
 _REFUSED_RETRY_MS = 10_000
 _GREETING_MS_MAX = 10_000
 _SILENCE_NOTICES_MS = 10_000
-"""A node that comes and goes is told of once in so long."""
+"""Shortest time between two notices about a node that comes and goes."""
 GONE_TIMES = 8
-"""So many times the heartbeat's limit without a beat, and the connection is given up."""
+"""The connection is given up after so many times the heartbeat's limit without a beat."""
 CREDITS_MAX = 16_384
-"""Far more than a node lends one engine; more is not remembered."""
+"""Far more than a node grants one engine; further credits are ignored."""
 
 
 class AttachState(enum.Enum):
@@ -73,7 +73,7 @@ class Attachment:
         self.incarnation = 0
         self.weights_epoch = ""
         self.unserved = ""
-        """Why no session can open, as the ranks told the scheduler."""
+        """Why no session can open, as reported by the ranks."""
         self.credits: deque[Credit] = deque()
         self.outbox: list[Message] = []
         self.notices: list[str] = []
@@ -97,8 +97,8 @@ class Attachment:
         return self._silent_since_ns > 0
 
     def is_coming(self, now_ns: int, within_ns: int) -> bool:
-        """Whether the node was last there, or first heard of, so recently that it may be back at
-        any moment."""
+        """Whether the node's silence, or its handshake, began so recently that it may answer at any
+        moment."""
         match self.state:
             case AttachState.DOWN:
                 return False
@@ -117,7 +117,7 @@ class Attachment:
         self._notice_away(reason)
 
     def hello(self) -> HelloScheduler:
-        """What the caller sends first on a new socket."""
+        """The first message on a new socket."""
         return HelloScheduler(
             protocol=PROTOCOL_VERSION,
             engine_id=self._config.engine_id,
@@ -138,7 +138,7 @@ class Attachment:
         self._enter(AttachState.GREETED, now_ns)
 
     def disconnected(self, now_ns: int, reason: str) -> None:
-        """The socket ended, or the caller closed it on our word. Safe to call when down."""
+        """The socket ended, or the caller closed it on request. Safe to call when down."""
         if self.state is AttachState.DOWN:
             return
         self._end_session()
@@ -158,8 +158,8 @@ class Attachment:
         self.notices.append("the engine's cache was reset: moving to a space of its own")
 
     def cannot_be_served(self, reason: str) -> None:
-        """The ranks will not attach. The node is told on this connection and on later ones, so that
-        its operator sees it."""
+        """The ranks will not attach. The node gets the reason on this connection and on later ones,
+        so that its operator sees it."""
         self.unserved = reason[:UNSERVED_LENGTH_MAX]
         self.notices.append(f"the cache is off: {reason}")
         self._tell_unserved()

@@ -1,4 +1,4 @@
-"""Checksums as replies bring them: 16 bytes a slot, zeros where nothing is to verify, or none."""
+"""Checksums in replies: 16 bytes a slot, zeros where there is nothing to verify, or none at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.wire.messages import LeaseMore, LeaseReply
 
 
 def all_sent(replies: Sequence[LeaseReply]) -> bool:
-    """Whether every slot of these came with a checksum."""
+    """Whether every slot of these replies has a checksum."""
     for reply in replies:
         checksums = np.frombuffer(reply.checksums, np.uint8).reshape(-1, CHECKSUM_BYTES)
         if 4 * len(checksums) != len(reply.slots) or not checksums.any(axis=1).all():
@@ -20,7 +20,7 @@ def all_sent(replies: Sequence[LeaseReply]) -> bool:
 
 
 def joined_checksums(replies: Sequence[LeaseReply | LeaseMore]) -> bytes:
-    """Those of all, one for each slot, if any of them has some: 0 where nothing is to verify."""
+    """Checksums of all slots, if any reply has some: 0 where there is nothing to verify."""
     if not any(reply.checksums for reply in replies):
         return b""
     return b"".join(

@@ -1,4 +1,4 @@
-"""What the scheduler's core must be told. One frozen value; the connector builds it."""
+"""Configuration of the scheduler's core: one frozen value; the connector builds it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_rank: int = 0
     """Data-parallel."""
     events: str = ""
-    """Where the node reads the engine's KV events; empty: nowhere."""
+    """Endpoint at which the node reads the engine's KV events; empty: none."""
     events_replay: str = ""
     lookup_deadline_ms: int = 20
     """From the first question for a request to the answer 0; longer where computing takes long
     (`kvstore.client.core.costs`)."""
     heartbeat_timeout_ms: int = 250
     promotion_deadline_ms: int = 2000
-    """Longest wait for blocks from disk; `kvstore.client.core.costs` has what else limits it."""
+    """Longest wait for blocks from disk; `kvstore.client.core.costs` has the other limits."""
     prefill_ns_per_token: int = 10_000
-    """What computing a token costs, until a step was measured or the node told: a quick engine's,
-    so that nothing is waited for that this one may compute in less."""
+    """Cost of computing a token, until a step was measured or the node has a value: a quick
+    engine's, so that no request waits for blocks that this one may compute in less time."""
     min_load_tokens: int = 128
     """Cost gate: shorter hits are computed, since two engine steps and a lookup cost more."""
     store: Store = "all"

@@ -4,8 +4,8 @@
     StoreJob ────────▶ RunningStore ──copy()──▶ StoreBlock      Copied | Void
       with `compare` ▶ RunningCheck ──copy()──▶ CompareBlock    Compared | Void | Mismatch
 
-Covers: unpacking a plan's arrays, which block is next, what the driver answers, the datagrams that
-say so. Does not cover: which job runs when and what is said about it (`kvstore.client.core.rank`).
+Covers: unpacking a plan's arrays, which block is next, the driver's answers, the datagrams about
+them. Does not cover: order and reports of jobs (`kvstore.client.core.rank`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LoadBlock(msgspec.Struct, frozen=True):
     generation: Generation
     key: BlockKey
     header: bytes
-    """What the checksum covers before the payload (`kvstore.wire.record`)."""
+    """Bytes before the payload that the checksum covers (`kvstore.wire.record`)."""
     checksum: bytes | None
     """16 bytes to compare with, or None: the bytes crossed no medium and no restart of the node,
     do not verify."""
@@ -76,7 +76,7 @@ class Copied(msgspec.Struct, frozen=True):
 
 
 class CopyVoid(msgspec.Struct, frozen=True):
-    """The slot no longer holds what the plan says, or cannot be reached; nothing may be used."""
+    """The slot no longer holds the planned block, or cannot be read; nothing may be used."""
 
     reason: str = "the slot was given to another block"
 
@@ -91,7 +91,7 @@ class CopyCompared(msgspec.Struct, frozen=True):
     error: float
     """Relative distance of the values in the two."""
     diverged: bool
-    """More than the way of computing explains: another block, model or prompt."""
+    """Error beyond that of another order of computing: another block, model or prompt."""
 
 
 Copy = LoadBlock | StoreBlock | CompareBlock
@@ -126,7 +126,7 @@ class Job:
         step, first = shards * CHECKSUM_BYTES, column * CHECKSUM_BYTES
         every = [checksums[at : at + CHECKSUM_BYTES] for at in range(first, len(checksums), step)]
         self.checksums = [checksum if any(checksum) else None for checksum in every]
-        """Of each block, None where nothing is to verify; empty when that is so for all."""
+        """One per block, None where there is nothing to verify; empty if that is so for all."""
 
     @property
     def remaining(self) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class Job:
 
 
 class RunningLoad(Job):
-    """Slots → engine blocks; ends at the first block that cannot be had."""
+    """Slots → engine blocks; ends at the first block that cannot be loaded."""
 
     __slots__ = ("duration_ns",)
     plan: LoadJob
@@ -215,7 +215,7 @@ class RunningCheck(Job):
         )
 
     def take(self, outcome: Outcome) -> None:
-        """What became of the block at `index`."""
+        """Take the outcome of the block at `index`."""
         if isinstance(outcome, CopyCompared):
             self.compared += 1
             self.worst = max(self.worst, outcome.error)
@@ -249,7 +249,7 @@ def drops(job: RunningStore, indexes: list[int]) -> Iterator[Drop]:
 
 
 def verified(job: RunningLoad) -> Iterator[Verified]:
-    """The bytes of these blocks are what was stored."""
+    """The bytes of these blocks are those that were stored."""
     for batch in _batches(job.verified()):
         yield Verified(*job.places(batch))
 

@@ -1,13 +1,13 @@
-"""Load or compute: what a load saves beside what it costs, by what was measured (ADR 17).
+"""Load or compute: savings of a load compared with its cost, from measurements (ADR 17).
 
-    loads_pay     a copy from dram takes less than computing: else nothing is asked for
+    loads_pay     a copy from dram takes less than computing: otherwise no lookup is sent
     answer_ns     how long to wait for the node's answer
-    patience_ns   how long to wait for blocks from disk: what comes within it is loaded, the rest
-                  is computed
+    patience_ns   how long to wait for blocks from disk: blocks that come within it are loaded, the
+                  rest is computed
 
-A wait is worth it if the node estimates a quarter of what it saves at most, and ends at twice the
-estimate, or at RISK_SHARE of what it saves if that is longer. So an estimate may be wrong by a
-factor of two and nothing is lost; one that is wholly wrong costs half of what was to be saved.
+A wait is worth it if the node's estimate is at most a quarter of the time saved. The wait ends at
+twice the estimate, or at 1 / RISK_SHARE of the time saved if that is longer. So an estimate may be
+wrong by a factor of two at no loss; a wholly wrong one costs half of the time to be saved.
 Pure. Does not cover: the disk's side of it (`kvstore.engine.moves.pace`).
 """
 
@@ -20,18 +20,18 @@ from kvstore.wire.learned import COMPUTE_NS_MAX, COMPUTE_NS_MIN, LOAD_NS_MAX, LO
 from kvstore.wire.messages import Measured, SessionOpen
 
 WAIT_SHARE = 4
-"""A wait that is begun is estimated at one part in so many of what it saves at most."""
+"""A wait begins only if its estimate is at most one part in so many of the time saved."""
 RISK_SHARE = 25
-"""One part in so many may be lost without further thought: 4 %, which leaves the rest of 5 % to
-everything else that a question costs."""
+"""One part in so many of the time saved may always be risked: 4 %, which leaves the rest of 5 % to
+all other costs of a lookup."""
 PROBE_EVERY = 16
-"""While loads do not pay, one request in so many loads a little, to see whether they do now."""
+"""While loads do not pay, one request in so many loads a little, to measure again."""
 TELL_EVERY = 32
-"""Steps measured between two words to the node."""
+"""Steps measured between two reports to the node."""
 
 
 class Costs:
-    """What one engine measured."""
+    """Measurements of one engine."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -41,7 +41,7 @@ class Costs:
         self._untold = 0
 
     def opened(self, message: SessionOpen) -> None:
-        """A session begins: what the node knows of this space is a better guess than ours."""
+        """A session begins: the node's values for this space are a better guess than ours."""
         if message.compute_ns_per_token:
             self.compute.told(clamp(message.compute_ns_per_token, COMPUTE_NS_MIN, COMPUTE_NS_MAX))
         if message.load_ns_per_token:
@@ -53,7 +53,7 @@ class Costs:
         self._untold += self.compute.reported(now_ns)
 
     def take_news(self) -> Measured | None:
-        """What to tell the node now, if anything: at the start of a session, then rarely."""
+        """The report to send to the node now, if any: at the start of a session, then rarely."""
         if self._untold < TELL_EVERY or not self.compute.measured_ns:
             return None
         self._untold = 0
@@ -67,8 +67,8 @@ class Costs:
         return self.load.ns_per_token <= self.compute.ns_per_token
 
     def may_probe(self, wanted_tokens: int) -> bool:
-        """Loads do not pay: whether this request, which wants so many tokens, is one to load the
-        least there is, where that costs next to nothing of what it computes."""
+        """Loads do not pay: whether this request, which wants so many tokens, makes the shortest
+        load, if that costs next to nothing beside its computing."""
         self._refusals += 1
         cost_ns = self.load.ns_per_token * self.least_tokens
         return (
@@ -85,9 +85,9 @@ class Costs:
     def answer_ns(self, wanted_tokens: int) -> int:
         """How long a request that wants so many tokens waits for the node, or for its answer.
 
-        A share of what computing them takes: twenty milliseconds saved are not worth seconds of
-        computing on a machine whose node did not get to run just then. Never longer than a node may
-        be silent before it is away.
+        A share of the time to compute them: twenty milliseconds saved are not worth seconds of
+        computing on a machine whose node did not get to run just then. At most the heartbeat
+        timeout.
         """
         least_ns = self._config.lookup_deadline_ms * NS_PER_MS
         most_ns = max(least_ns, self._config.heartbeat_timeout_ms * NS_PER_MS)
@@ -95,8 +95,8 @@ class Costs:
         return max(least_ns, min(share_ns, most_ns))
 
     def patience_ns(self, coming_tokens: int, estimate_ns: int) -> int:
-        """How long to wait for so many tokens from disk, of which the node estimates that they take
-        so long; 0: not at all."""
+        """How long to wait for so many tokens from disk, given the node's estimate; 0: not at
+        all."""
         saved_ns = coming_tokens * (self.compute.ns_per_token - self.load.ns_per_token)
         if estimate_ns * WAIT_SHARE > saved_ns:
             return 0

@@ -1,4 +1,4 @@
-"""What is known of one request's lookup: how far it is, and the questions it consists of.
+"""State of one request's lookup: its stage, and the questions it consists of.
 
 State only; `lookups.py` has the rules and a picture of the stages.
 """
@@ -45,7 +45,7 @@ class LookupPart:
         self.promoting = 0
         """Blocks behind those of the reply that are on their way to dram."""
         self.file_blocks = 0
-        """Of those found: came from disk for this request."""
+        """Blocks found that came from disk for this request."""
         self.peer_blocks = 0
         """The same from another node."""
         self.reply: LeaseReply | None = None
@@ -82,9 +82,9 @@ class Lookup:
     def __init__(self) -> None:
         self.stage = LookupStage.NONE
         self.detail = ""
-        """What a rank said of a load that failed."""
+        """A rank's reason for a load that failed."""
         self.asked_leases: list[int] = []
-        """Of the last question, in chain order; kept after they were released."""
+        """Leases of the last question, in chain order; kept after their release."""
         self.replied_at_ns = 0
         """When the last question was answered in full; 0 while it is not."""
         self.waited_for_disk = False
@@ -94,17 +94,17 @@ class Lookup:
         self.first_block = 0
         self.found_blocks = 0
         self.is_probe = False
-        """Loads do not pay: this one loads the least there is, to see."""
+        """Loads do not pay: this is the shortest load, to measure."""
         self.is_shadow = False
         """If it is a hit, it may be computed and compared."""
         self.is_trial = False
-        """Loads failed: whether they do still is seen by the load of this one, if it has any."""
+        """Loads failed: the load of this request, if it has any, is the probe."""
         self.is_verified = False
-        """If it is loaded, every block is compared with its checksum."""
+        """Every block of its load is compared with its checksum."""
         self.asked_at_ns = 0
         self.waiting_since_ns = 0
-        """Since when the engine has been told to ask again, whatever it waited for; 0: it was not
-        told so last."""
+        """Since when the engine has got the answer to ask again, for any reason; 0: its last answer
+        was another."""
         self.parts: list[LookupPart] = []
         self.promoted_until_ns = 0
         self.load_reports = 0

@@ -1,4 +1,4 @@
-"""Leases and loads of requests: what is asked, how long it is waited for, how each load ends.
+"""Leases and loads of requests: questions to the node, waits, ends of loads.
 
     NONE ──ask──▶ ASKED ──reply──▶ HELD ──allocated──▶ LOADING ──every rank reported──▶ NONE
                     │   │            ▲ │ not loaded, finished
@@ -10,9 +10,9 @@
 
 Rules. 1: a lease that was asked for is released exactly once, or dies with its session. 2: a
 request whose load failed is answered 0 for ever; so is one whose hit is computed to be compared.
-3: nothing here waits, and no request is told to ask again for ever, whatever the node says. 4: of
-the loads that begin, every n-th is verified, whatever lookups come between; hits are chosen for a
-shadow check in the same way.
+3: nothing here waits, and no request gets the answer to ask again for ever, whatever the node does.
+4: of the loads that begin, every n-th is verified, whatever lookups come between; hits are chosen
+for a shadow check in the same way.
 Does not cover: a request's state (`lookup.py`), comparing (`shadow.py`), stores (`stores.py`), the
 connection (`attachment.py`).
 """
@@ -51,7 +51,7 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Hit(msgspec.Struct, frozen=True):
-    """So many tokens beyond the engine's own hit can be loaded."""
+    """So many tokens beyond the prefix-cache hit can be loaded."""
 
     tokens: int
 
@@ -84,17 +84,17 @@ class EngineLookups:
         self._config = config
         self._attachment = attachment
         self._breaker = breaker
-        """Of the node's answers."""
+        """Circuit breaker for lookups."""
         self._copies = Breaker(
             failures_max=config.breaker_failures_max, cooldown_ms=config.breaker_cooldown_ms
         )
-        """Of loads: a node that answers well may lend what cannot be had."""
+        """Circuit breaker for loads: a node that answers may lease blocks that cannot be loaded."""
         self._stats = stats
         self._next_lease = 1
         self._loads_unverified = 0
-        """Begun since the last one that is verified."""
+        """Loads begun since the last one that is verified."""
         self._hits_unchecked = 0
-        """Since the last one that is computed to be compared."""
+        """Hits since the last one with a shadow check."""
         self._costs = costs
         self._by_lease: dict[int, tuple[Lookup, LookupPart]] = {}
 
@@ -174,8 +174,8 @@ class EngineLookups:
         return Hit(min(tokens, self._costs.least_tokens) if lookup.is_probe else tokens)
 
     def _has_waited_long(self, lookup: Lookup, wanted_tokens: int, now_ns: int) -> bool:
-        """Whether a request whose question came to nothing may not ask another one. Each wait has
-        its own end; this ends a row of them, as of a node whose sessions come and go."""
+        """Whether a request without an answer so far may ask no more. Each wait has its own end;
+        this ends a row of them, as with a node whose sessions come and go."""
         limit_ns = self._costs.answer_ns(wanted_tokens) + NS_PER_MS * (
             self._config.heartbeat_timeout_ms + self._config.promotion_deadline_ms
         )
@@ -252,7 +252,7 @@ class EngineLookups:
                 break
 
     def _coming(self, lookup: Lookup) -> int:
-        """Blocks on their way that would lengthen what was found."""
+        """Blocks on their way that would lengthen the prefix found."""
         coming = 0
         for part in lookup.parts:
             coming += part.promoting
@@ -261,7 +261,7 @@ class EngineLookups:
         return coming
 
     def _worth_waiting_ns(self, lookup: Lookup) -> int:
-        """How long to wait for what comes from disk."""
+        """How long to wait for blocks from disk."""
         coming = self._coming(lookup)
         if not coming:
             return 0
@@ -405,7 +405,7 @@ class EngineLookups:
 
     @property
     def is_breaker_open(self) -> bool:
-        """Whether lookups are left alone for a moment, after failures of either kind."""
+        """Whether lookups are off for a while, after failures of lookups or loads."""
         return self._breaker.is_open or self._copies.is_open
 
     def _count_failure(self, breaker: Breaker, now_ns: int) -> None:
@@ -418,7 +418,7 @@ class EngineLookups:
         return 0 < every <= since + 1
 
     def found_blocks(self, part: LookupPart) -> int:
-        """Blocks that the answer to one question lends."""
+        """Blocks that the answer to one question leases."""
         assert part.reply is not None
         return min(len(part.reply.slots) // (4 * self._attachment.shard_count), part.count)
 

@@ -1,9 +1,9 @@
-"""What computing a token and copying one from dram cost on this engine, learned as it runs.
+"""Cost of computing a token and of copying one from dram on this engine, measured as it runs.
 
 A step that computes many tokens is timed from its plan to the ranks' report. An engine that plans
-a step before the last one has reported (async scheduling) looks faster than it is: then less is
-loaded than could be, never more. Copies are timed by the ranks. Of either the median of the last
-few counts, so that one slow step says nothing.
+a step before the last one has reported (async scheduling) looks faster than it is: then fewer
+tokens are loaded than could be, never more. Ranks time their copies. Both estimates are medians of
+the last few values, so that one slow step does not count.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Pace:
         self._tokens, self._begin_ns = tokens, now_ns
 
     def reported(self, now_ns: int) -> bool:
-        """The ranks have run it. Whether that said something."""
+        """The ranks have run the step. True if it gave a measurement."""
         tokens, self._tokens = self._tokens, 0
         if tokens >= STEP_TOKENS_MIN:
             self._samples.append((now_ns - self._begin_ns) / tokens)
         return tokens >= STEP_TOKENS_MIN
 
     def told(self, guess_ns: int) -> None:
-        """What another engine measured: a better guess."""
+        """Take another engine's measurement: a better guess."""
         self._guess_ns = guess_ns
 
     @property
@@ -61,12 +61,12 @@ class LoadPace:
         self._guess_ns = 0
 
     def loaded(self, tokens: int, duration_ns: int) -> None:
-        """A rank copied so many."""
+        """A rank copied so many tokens."""
         if tokens > 0:
             self._samples.append(duration_ns / tokens)
 
     def told(self, guess_ns: int) -> None:
-        """What another engine measured: a better guess."""
+        """Take another engine's measurement: a better guess."""
         self._guess_ns = guess_ns
 
     @property

@@ -1,8 +1,8 @@
-"""What the scheduler side tells the ranks each step, and what they report back.
+"""Plans of the scheduler side for the ranks, one each step, and reports of the ranks.
 
 Plans travel inside the engine's own step metadata, to every rank the same. Arrays are bytes as on
 the attach socket (`kvstore.wire.messages`): [n][S] over the session's distinct shards, shard minor.
-Every rank reads its column; of the ranks that share one, the lowest alone writes it.
+Every rank reads its column; the lowest of the ranks that share a column alone writes it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class StoreJob(msgspec.Struct, frozen=True):
     slots: bytes
     generations: bytes
     compare: bool = False
-    """Write nothing: compare the blocks with what lies in the slots. Every rank does."""
+    """Write nothing: compare the blocks with the slots. Every rank does."""
     checksums: bytes = b""
-    """To compare: [n][S] of 16 bytes, so that what is damaged is not taken for another block."""
+    """To compare: [n][S] of 16 bytes, so that damaged bytes are not taken for another block."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 
 class CompareResult(msgspec.Struct, frozen=True):
-    """What one rank found in a StoreJob with `compare`."""
+    """One rank's result of a StoreJob with `compare`."""
 
     job: int
     compared: int
@@ -85,7 +85,7 @@ class CompareResult(msgspec.Struct, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What one rank did since its last report."""
+    """Results of one rank since its last report."""
 
     rank: int
     session: int
@@ -98,4 +98,4 @@ class RankReport(msgspec.Struct, frozen=True):
     store_bytes: int = 0
     store_ns: int = 0
     compared: tuple[CompareResult, ...] = ()
-    """Of some of the store jobs that are done."""
+    """Results of comparisons among `store_jobs_done`."""

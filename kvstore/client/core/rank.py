@@ -1,17 +1,17 @@
-"""The state machine of one rank: which block is copied next, and what the node and scheduler hear.
+"""The state machine of one rank: order of copies, and messages to the node and the scheduler.
 
 Rules:
 1. One copy is in flight at most. Between two copies everything can change: session, plans, socket.
 2. A job of a session that this rank does not serve is not begun: its load fails, its store is
    dropped without a word to the node, because the session's end already voided its credits.
-3. A job ends only after its copy in flight has ended, so that nobody reuses memory which is still
+3. A job ends only after its copy in flight has ended, so that memory is not reused while it is
    being read or written. Every LoadJob ends in exactly one LoadResult, every StoreJob in exactly
    one entry of `store_jobs_done`, on every path.
-4. Quiet is said when no copy is in flight and no job is left; so is Hello.
+4. Quiet is sent when no copy is in flight and no job is left; so is Hello.
 5. Loads need the mapping, not the node: they go on when the socket is gone, until the rank attaches
    again (the arena may be another one then).
-6. Which column of a plan is this rank's, and whether it writes, is the node's word in Quiesce and
-   holds for that session. A replica that does not write begins no store and never seals or drops.
+6. Quiesce from the node sets this rank's column of a plan, and whether it writes, for one session.
+   A rank that does not write begins no store and never seals or drops.
 7. A store that only compares is a store in all but its end: it reads engine blocks, and is fenced.
 
 Covers: order of copies, seals, drops, reports, fences. Does not cover: one job's arrays
@@ -71,7 +71,7 @@ ATTACHED_ANEW = "the rank attached to the node anew"
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this rank is. Fixed for the life of its process."""
+    """Identity of this rank. Fixed for the life of its process."""
 
     engine_id: str
     nonce: str
@@ -93,7 +93,7 @@ class RankCore:
         self._column = 0
         self._writes = False
         self._quiesce: Quiesce | None = None
-        """Said by the node while a copy was in flight; answered when that ends."""
+        """Received while a copy was in flight; answered when that ends."""
         self._prefix = b""
         self._loads: deque[RunningLoad] = deque()
         self._stores: deque[RunningStore | RunningCheck] = deque()
@@ -102,7 +102,7 @@ class RankCore:
         """Engine blocks that a queued or running store has yet to read."""
         self._fenced: frozenset[int] = frozenset()
         self._spoiled = False
-        """The copy in flight reads a block that is being overwritten: what it makes is void."""
+        """The copy in flight reads a block that is being overwritten: its result is void."""
         self._outbox: list[Message] = []
         self._refused: Refused | None = None
         self._load_results: list[LoadResult] = []
@@ -124,11 +124,11 @@ class RankCore:
 
     @property
     def refused(self) -> Refused | None:
-        """Why the node last turned this rank away; None once it is welcome."""
+        """The node's last refusal of this rank; None once it is welcome."""
         return self._refused
 
     def hello(self) -> HelloRank:
-        """The first datagram of a connection. It promises that no copy is in flight."""
+        """The first datagram of a connection; asserts that no copy is in flight."""
         assert self._current is None, "Hello while a copy is in flight"
         c = self._config
         return HelloRank(
@@ -259,7 +259,7 @@ class RankCore:
 
     def give_up(self, block_ids: Collection[int]) -> None:
         """End the stores that have yet to read one of these blocks, which may be overwritten from
-        now on: of a copy in flight that reads one, the result is not used."""
+        now on: the result of a copy in flight that reads one is discarded."""
         fenced = frozenset(block_ids)
         if self._current is not None and isinstance(self._current[1], StoreBlock | CompareBlock):
             self._spoiled = self._spoiled or self._current[1].block_id in fenced
@@ -273,7 +273,7 @@ class RankCore:
     # ── the report ───────────────────────────────────────────────────────────────────────────────
 
     def take_report(self) -> RankReport:
-        """What happened since the last call."""
+        """Results since the last call."""
         report = RankReport(
             rank=self._config.rank,
             session=self._session if self._attached else 0,
@@ -383,7 +383,7 @@ class RankCore:
             self._close_store(job)
 
     def _close_store(self, job: RunningStore | RunningCheck) -> None:
-        """Seal what was copied, drop the rest; of another session neither is said."""
+        """Seal the blocks copied, drop the rest; for another session send neither."""
         self._stores.remove(job)
         self._unread(job.remaining)
         self._stores_done.append(job.plan.job)

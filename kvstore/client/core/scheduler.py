@@ -4,7 +4,7 @@
     attach socket      ── connected, received, disconnected ─────────────▶ core ──▶ outbox
 
 Joins `attachment` (connection), `lookups` (leases, loads) and `stores` (credits, fences); holds
-what belongs to a request. Pure: no engine types, no clock, no socket.
+the state of requests. Pure: no engine types, no clock, no socket.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvstore.wire.messages import (
 )
 
 STORIES_KEPT_MAX = 64
-"""Of requests that ended while the node was away: told when it is back."""
+"""Stories of requests that ended while the node was unreachable; sent when it is back."""
 DETAIL_LENGTH_MAX = 255
 
 
@@ -103,9 +103,9 @@ class SchedulerCore:
         self._engine_holds_old = False
         """Blocks of before the last reset may still be in the engine's own cache."""
         self._now_ns = 0
-        """The latest time that a caller told."""
+        """The latest time that a caller gave."""
         self._untold: deque[tuple[int, Story]] = deque(maxlen=STORIES_KEPT_MAX)
-        """With the time of each request's end."""
+        """Stories not sent yet, with the time of each request's end."""
 
     # ── connection ───────────────────────────────────────────────────────────────────────────────
 
@@ -213,7 +213,7 @@ class SchedulerCore:
         return outcome
 
     def awaits_answer(self, request: str) -> bool:
-        """Whether the node has been asked about it and has not said yet what it has."""
+        """Whether the node has been asked about the request and has not answered yet."""
         entry = self._requests.get(request)
         return entry is not None and entry.lookup.stage is LookupStage.ASKED
 
@@ -314,12 +314,12 @@ class SchedulerCore:
         return self._requests[request].progress.next_block
 
     def file_tokens(self, request: str) -> int:
-        """Of the tokens that the request loads, those that came from disk for it."""
+        """Tokens of the request's load that came from disk for it."""
         entry = self._requests.get(request)
         return entry.file_tokens if entry is not None else 0
 
     def left_out(self, request: str, *, prompt_tokens: int, reason: str, now_ns: int) -> None:
-        """A request that the cache has nothing to do with, and why: only its story is told."""
+        """A request that bypasses the cache, and why: only its story is sent."""
         self._now_ns = now_ns
         self._tell(Story(request=_cut(request), prompt_tokens=prompt_tokens, outcome=reason))
 
@@ -381,8 +381,8 @@ class SchedulerCore:
         return StepPlan(loads=self._take_loads(), stores=stores, fence_blocks=fence)
 
     def rescue_plan(self) -> StepPlan:
-        """The loads already promised, for a caller that can go on no longer. It can fence nothing
-        later: every copy that may still run is waited for, or abandoned, now."""
+        """The loads that the engine waits for, for a caller that can go on no longer. No later plan
+        can fence: every copy that may still run is waited for, or abandoned, now."""
         return StepPlan(loads=self._take_loads(), fence_blocks=self._stores.source_blocks())
 
     def _take_loads(self) -> tuple[LoadJob, ...]:
@@ -391,7 +391,7 @@ class SchedulerCore:
         return loads
 
     def reported(self, report: RankReport, now_ns: int) -> None:
-        """Take what one rank did."""
+        """Take one rank's report."""
         self.costs.reported(now_ns)
         if self.attachment.is_open and (news := self.costs.take_news()) is not None:
             self.attachment.outbox.append(news)

@@ -1,12 +1,12 @@
-"""Shadow checks: some hits are computed all the same, and compared with what the cache holds.
+"""Shadow checks: some hits are computed all the same, and compared with the cached blocks.
 
     a hit that was chosen ──▶ answered as a miss, its lease kept
     a step completes some of its blocks ──▶ a StoreJob that compares them on every rank
     all ranks have compared ──▶ Compared to the node; after the last one the lease goes back
 
-A checksum says that bytes are those which were stored under a key; only computing them again says
-that they belong to it. What it costs is the hit. Does not cover: which hits (`lookups`), comparing
-(`kvstore.kernels.compare`), what follows from a difference (`kvstore.engine.trust.switches`).
+A checksum proves that bytes are those which were stored under a key; only computing them again
+proves that they belong to it. The price is the hit. Does not cover: which hits (`lookups`),
+comparing (`kvstore.kernels.compare`), effects of a difference (`kvstore.engine.trust.switches`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvstore.types import CHECKSUM_BYTES
 from kvstore.wire.messages import Compared, LeaseReply
 
 BLOCKS_MAX: Final = 64
-"""Compared of one hit, spread over all of it: what is wrong with a prefix is wrong with most."""
+"""Compared per hit, spread over all of it: an error in a prefix affects most of its blocks."""
 PPM: Final = 1_000_000
 
 
@@ -46,7 +46,7 @@ class _Check:
 
 
 class _Job:
-    """Some of its blocks, under comparison. `blocks` are indices in the lease."""
+    """Some blocks of a hit, under comparison. `blocks` are indices in the lease."""
 
     __slots__ = ("blocks", "check", "compared", "diverged", "lease", "session", "worst")
 
@@ -77,7 +77,7 @@ class Shadows:
         self._stores = stores
         self._stats = stats
         self._checks: dict[int, _Check] = {}
-        """By lease."""
+        """Lease → check."""
         self._jobs: dict[int, _Job] = {}
 
     def has_work(self, lookup: Lookup, full_blocks: int) -> bool:
@@ -121,14 +121,14 @@ class Shadows:
         self._end_if_done(part.lease, check)
 
     def _rows(self, array: bytes, rows: list[int], size: int) -> bytes:
-        """Of an array [n][S] these rows; empty if it is."""
+        """Rows of an array [n][S]; empty if the array is."""
         if not array:
             return b""
         shape = (-1, self._attachment.shard_count * size)
         return np.frombuffer(array, np.uint8).reshape(shape)[rows].tobytes()
 
     def reported(self, result: CompareResult) -> None:
-        """What one rank found."""
+        """Take one rank's result."""
         job = self._jobs.get(result.job)
         if job is not None:
             job.compared = min(job.compared, result.compared)
@@ -158,7 +158,7 @@ class Shadows:
         self._end_if_done(job.lease, check)
 
     def ended(self, lookup: Lookup) -> None:
-        """The request is over: what is being compared still ends, under generations alone."""
+        """The request is over: running comparisons still end, under generations alone."""
         if lookup.stage is LookupStage.SHADOW:
             self._end(lookup)
 

@@ -5,7 +5,7 @@ stored, and a credit is at hand. Source blocks are not pinned: the engine may fr
 once, so a block that is handed out again while its copy may still run goes into the step's fence.
 
 Rules. 1: a credit is bound to one key, once. 2: keys are taken in chain order; without credits the
-rest waits for a later step of the same request. 3: outstanding blocks leave only by a rank's word.
+rest waits for a later step of the same request. 3: only a rank's report ends an outstanding block.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class EngineStores:
             keys: of the request, at least `full_blocks`.
             block_ids: the request's whole block table, at least `full_blocks`.
             full_blocks: blocks complete once this step's forward has run.
-            local_blocks: leading blocks that the engine had in its own cache; without the node's
-                word they count as stored.
+            local_blocks: leading blocks that the engine had in its own cache; without an answer to
+                the hint they count as stored.
         """
         credits = self._attachment.credits
         self._sequence += 1
@@ -111,7 +111,7 @@ class EngineStores:
             progress.next_block = i + 1
 
     def take_jobs(self, now_ns: int) -> tuple[StoreJob, ...]:
-        """The step's jobs: what was bound, what is to be compared."""
+        """The step's jobs: blocks that were bound, blocks to compare."""
         comparing, self._comparing = tuple(self._comparing), []
         for job in comparing:
             self._begin(job)
