@@ -1,9 +1,9 @@
-"""From flags and YAML to frozen settings, checked: one sentence for what cannot work.
+"""From flags and YAML to frozen settings, checked: one sentence for each error.
 
-settings        the table of all that can be set; reading: from flags and YAML to it
-node            of `kvstore node`; cluster: what of it reaches beyond one machine
-index           of `kvstore index`
+settings        the table of all settings; reading: flags and YAML to values of the table
+node            settings of `kvstore node`; cluster: the part that reaches beyond one machine
+index           settings of `kvstore index`
 addresses, transports, engine_sources   HOST:PORT; --transport; --engine-events
 machine, disk_room   memory and file systems there are; whether --file fits
-defaults        what help texts name; imports nothing
+defaults        defaults in help texts; imports nothing
 """

@@ -22,7 +22,7 @@ class HttpConfig:
 
     host: str
     port: int
-    """0: the kernel chooses; the ready line tells."""
+    """0: the kernel chooses; the ready line has the port."""
 
 
 def tcp_endpoints(place: str, *, insecure: bool) -> tuple[tuple[str, str], bool]:
@@ -42,7 +42,7 @@ def tcp_endpoints(place: str, *, insecure: bool) -> tuple[tuple[str, str], bool]
 
 
 def no_events_address(text: object) -> str:
-    """The sentence about what cannot be an address of KV events."""
+    """The sentence about an invalid address of KV events."""
     return (
         f"events {text!r} must be ipc:///PATH or tcp://ADDRESS:PORT, such as {EXAMPLE_EVENTS},"
         " or off"
@@ -68,12 +68,12 @@ def address_of(text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def joined(host: str, port: int) -> str:
-    """HOST:PORT, for people and for whoever parses it again."""
+    """HOST:PORT, for people and for parsers."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def http_config(text: str | int | bool, *, beyond_loopback: bool) -> HttpConfig | None:
-    """Where pages are; None: nowhere. Raises ConfigError."""
+    """Address of the pages; None: no pages. Raises ConfigError."""
     if text is False or text == "off":  # YAML reads a bare off as false
         return None
     found = address_of(str(text))

@@ -1,11 +1,11 @@
-"""The configuration of what reaches beyond one machine: index, feed, certificates.
+"""The configuration of everything beyond one machine: index, feed, certificates.
 
-Covers: what a replica is, and the part of a node's settings that is about the cluster. Does not
-cover: the rest of a node (`node`), what files of certificates must be (`kvstore.client.tls`).
+Covers: replicas, and the part of a node's settings that is about the cluster. Does not cover: the
+rest of a node (`node`), rules for files of certificates (`kvstore.client.tls`).
 
 Ways to be wrong, each a ConfigError that says how to mend it: an address that is none; some of the
-three files but not all; neither files nor --insecure; a certificate that does not name what this
-component is; a name that cannot be one.
+three files but not all; neither files nor --insecure; a certificate without the name of this
+component; a name that cannot be one.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ INDEX_COUNT_MAX: Final = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaConfig:
-    """Where a replica of the index listens, and how much it may hold."""
+    """Address of a replica of the index, and its limits."""
 
     host: str
     port: int
-    """0: the kernel chooses; the ready line tells."""
+    """0: the kernel chooses; the ready line has the port."""
     entry_count_max: int
-    """Pairs of a block and a holder."""
+    """Pairs of a block and a location."""
     option: str
     """The flag that chose the address, for sentences about it."""
     store: StoreConfig | None = None
-    """What several replicas share; None: each has a memory of its own."""
+    """Store that several replicas share; None: each has a memory of its own."""
     is_plain: bool = True
-    """Begin at once; otherwise its loops are compiled first, which takes many seconds."""
+    """Begin at once; otherwise the replica first compiles its loops, which takes many seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +60,19 @@ class IndexConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerConfig:
-    """Where other nodes reach this one, and by what blocks move."""
+    """Address for other nodes, and the transport of blocks."""
 
     host: str
     port: int
-    """0: the kernel chooses; the index is told."""
+    """0: the kernel chooses; the index gets the port."""
     transport: TransportConfig
     is_fetched_always: bool = False
-    """Whether blocks are fetched that are quicker to compute, too."""
+    """Whether blocks are fetched even if computing is quicker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """What a node tells to whom."""
+    """Publication, peers and certificates of a node."""
 
     node: str
     indexes: tuple[str, ...]
@@ -80,12 +80,12 @@ class ClusterConfig:
     replica: ReplicaConfig | None
     """Inside this node."""
     engines: tuple[EngineSource, ...]
-    """Whose KV events are read beside those of attached engines."""
+    """Sources of KV events besides attached engines."""
     peers: PeerConfig | None
-    """None: this node lends and borrows nothing, and only tells what it holds."""
+    """None: this node neither serves nor fetches blocks, it only publishes their locations."""
     tls: Tls | None
     files: TlsFiles | None
-    """What `tls` was read from."""
+    """Source of `tls`."""
 
 
 def resolve_cluster(settings: NodeSettings) -> ClusterConfig | None:

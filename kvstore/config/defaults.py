@@ -1,4 +1,4 @@
-"""Defaults and limits that help texts name. Imports nothing, so that a command starts at once."""
+"""Defaults and limits in help texts. Imports nothing, so that a command starts at once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ DEFAULT_SOCKET: Final = "/run/kvstore/node.sock"
 DEFAULT_METRICS: Final = "127.0.0.1:9464"
 EXAMPLE_EVENTS: Final = "ipc:///run/kvstore/events"
 DEFAULT_LISTEN: Final = "127.0.0.1:9470"
-"""Of an index."""
+"""Address of an index replica."""
 DEFAULT_INDEX_METRICS: Final = "127.0.0.1:9471"
 DEFAULT_ENTRIES: Final = 10_000_000
 ENTRIES_MIN: Final = 1 << 16
 ENTRIES_MAX: Final = 1 << 29
 CERTIFICATE_DAYS: Final = 365
 TOPICS: Final = ("nodes", "tiers", "spaces", "blocks", "leases", "jobs", "transfers", "prefix")
-"""Of `kvstore inspect`."""
+"""Topics of `kvstore inspect`."""
 BLOCKS_LISTED: Final = 100
 REQUESTS_LISTED: Final = 20
 BLOCK_ROWS_MAX: Final = 1000

@@ -51,7 +51,7 @@ def refuse_what_cannot_hold(file: FileConfig) -> None:
 
 
 def warn_of_too_little_room(file: FileConfig) -> None:
-    """At the start of a node: others use the disk as well, and more than was thought."""
+    """At the start of a node: other programs may use more of the disk than expected."""
     free_bytes, own_bytes = file_system_free_bytes(file.directory), used_bytes(file.home)
     if free_bytes + own_bytes < file.capacity_bytes:
         _log.warning(
@@ -65,7 +65,7 @@ def warn_of_too_little_room(file: FileConfig) -> None:
 
 
 def used_bytes(directory: Path) -> int:
-    """What the files of a tier take on disk; 0 where it cannot be looked at."""
+    """Disk space of a tier's files; 0 if the directory cannot be read."""
     try:
         with os.scandir(directory) as found:
             return sum(each.stat(follow_symlinks=False).st_blocks * 512 for each in found)

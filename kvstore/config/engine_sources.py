@@ -1,4 +1,4 @@
-"""Whose KV events a node reads, and where: --engine-events, and what an engine says at its Hello.
+"""Sources of the KV events that a node reads: --engine-events, and the Hello of an engine.
 
 Ways to be wrong, each a ConfigError that says how to mend it: no NAME=ENDPOINT; an unknown or empty
 setting behind it; no space, or one that is not 64 hex digits; a rank that is no number; an endpoint
@@ -22,7 +22,7 @@ NAME_BYTES_MAX: Final = 255
 IPC_PATH_BYTES_MAX: Final = 107
 DEFAULT_TENANT: Final = "default"
 DEFAULT_SEED: Final = "vllm-none-hash"
-"""Of an engine without PYTHONHASHSEED."""
+"""Hash seed of an engine without PYTHONHASHSEED."""
 EXAMPLE: Final = "gpu0=ipc:///run/kvstore/gpu0.kv,space=3f9a…"
 _SETTINGS: Final = ("replay", "space", "tenant", "rank", "seed")
 
@@ -35,18 +35,18 @@ class EngineSource:
     rank: int
     endpoint: str
     replay_endpoint: str
-    """Empty: it does not replay."""
+    """Empty: no replay."""
     tenant: str
     space: SpaceId
     hash_seed: str
     block_tokens: int = 0
     """0: any."""
     names_are_keys: bool = False
-    """Its whole hashes are keys of this space."""
+    """The engine's whole hashes are keys of this space."""
 
 
 def parse_sources(texts: Sequence[str], *, insecure: bool) -> tuple[EngineSource, ...]:
-    """What --engine-events says. Raises ConfigError."""
+    """Parse --engine-events. Raises ConfigError."""
     sources = tuple(_source(text, insecure=insecure) for text in texts)
     if len(sources) > ENGINE_COUNT_MAX:
         raise ConfigError(f"engine-events names {ENGINE_COUNT_MAX} engines at most")

@@ -1,4 +1,4 @@
-"""The configuration of `kvstore index`: from its settings to what is checked."""
+"""The configuration of `kvstore index`: from its settings to a checked IndexConfig."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.stores.address import StoreConfig, store_config
 
 
 def load_index_config(path: Path | None, flags: Mapping[str, Any]) -> IndexConfig:
-    """What these settings mean. Raises ConfigError: one sentence, and how to mend it."""
+    """The checked configuration. Raises ConfigError: one sentence, and how to mend it."""
     settings = load_settings(path, flags, IndexSettings)
     tls = resolve_tls(settings, what="an index")
     if tls is not None and settings.insecure:

@@ -1,6 +1,6 @@
-"""What the machine has left for a node: memory and file systems.
+"""Free resources of the machine: memory and file systems.
 
-Covers: the least of the machine's and its memory cgroups' room. Does not cover: what is made of it
+Covers: the least of the machine's and its memory cgroups' room. Does not cover: sizes chosen by it
 (`config`).
 """
 
@@ -19,7 +19,7 @@ def file_system_bytes(directory: Path) -> int:
 
 
 def file_system_free_bytes(directory: Path) -> int:
-    """Of that file system, what this user may still fill."""
+    """Bytes of that file system that this user may still fill."""
     found = _file_system(directory)
     return found.f_bavail * found.f_frsize
 

@@ -1,12 +1,12 @@
 """The configuration of a node: one frozen tree, made from its settings.
 
 Covers: sizes that fit the machine, the sentence an operator reads when one does not. Does not
-cover: what can be set (`settings`), addresses (`addresses`), what is about a cluster (`cluster`).
+cover: the table (`settings`), addresses (`addresses`), the cluster (`cluster`).
 
 Ways to be wrong, each a ConfigError that says how to mend it: those of `reading`; text that is no
 size; dram larger than the memory there is; slab larger than dram; an address beyond loopback
-without the opt-in; events on what is no address; quotas that are no shares, or more than there is;
-a file tier that is no PATH:SIZE or too small; a scrub that is no rate; limits of writes too small
+without the opt-in; events on an invalid address; quotas that are no shares, or more than there is;
+a disk tier that is no PATH:SIZE or too small; a scrub that is no rate; limits of writes too small
 for a block.
 """
 
@@ -52,7 +52,7 @@ class EventsConfig:
     node: str
     beyond_loopback: bool
     whole_hashes: bool
-    """32 bytes each, as engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 publish theirs."""
+    """Hashes of 32 bytes, as from engines with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class NodeConfig:
     """Everything a node needs to know, checked."""
 
     socket: Path
-    """Attach socket; whatever else the node makes lies beside it."""
+    """Attach socket; all other files of the node lie beside it."""
     dram_bytes: int
     """Size of the arena; a multiple of SLOT_BYTES_MIN."""
     dram_note: str
@@ -71,17 +71,17 @@ class NodeConfig:
     """Which block leaves dram next: a name of POLICIES."""
     file: FileConfig | None
     file_admission: AdmissionMode
-    """Which blocks are written to the file tier."""
+    """Which blocks are written to the disk tier."""
     file_day_bytes: int
-    """What may be written to it in a day; 0: any amount."""
+    """Limit of writes to it in a day; 0: none."""
     scrub: ScrubRate | None
-    """How fast dram and file are verified in the background, each; None: not at all."""
+    """Rate of the scrub of dram and disk, each; None: no scrub."""
     http: HttpConfig | None
     events: EventsConfig | None
     cluster: ClusterConfig | None
-    """Whom this node tells what it holds; None: nobody."""
+    """Index replicas and peers of this node; None: none."""
     quotas: tuple[tuple[str, int], ...]
-    """Bytes of dram promised to (model label or tenant)."""
+    """Guaranteed bytes of dram by model label or tenant."""
     allow_uids: frozenset[int]
     """Users whose processes may attach: the trust domain of the arena."""
     log_level: str
@@ -90,7 +90,7 @@ class NodeConfig:
 def load_config(
     path: Path | None, flags: Mapping[str, Any], *, arena: tuple[int, str] | None = None
 ) -> NodeConfig:
-    """The configuration that the settings of `read_settings` mean.
+    """The configuration for the settings of `read_settings`.
 
     `arena`: size and note of the dram, when that was chosen at an earlier start.
 
@@ -140,7 +140,7 @@ def _has_use_for_a_name(settings: NodeSettings) -> bool:
 def _file(
     text: str | None, node_name: str | None, *, dram_bytes: int, scrub: ScrubRate | None
 ) -> FileConfig | None:
-    """PATH:SIZE of the file tier, with ,shared behind it for a directory of several nodes."""
+    """PATH:SIZE of the disk tier, with ,shared behind it for a directory of several nodes."""
     if text is None:
         return None
     path, colon, size = text.rpartition(":")
@@ -164,7 +164,7 @@ def _file(
 
 
 def _scrub(text: str | int | bool) -> ScrubRate | None:
-    """auto, off, or a size: so much a second, of each tier."""
+    """auto, off, or a size: bytes per second, of each tier."""
     if text is False or text == "off":  # YAML reads a bare off as false
         return None
     if text == "auto":

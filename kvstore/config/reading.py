@@ -2,7 +2,7 @@
 
 Ways to be wrong, each a ConfigError that says how to mend it: a file that cannot be read, is no
 YAML or has a key twice; an unknown key; a value of another type; no choice; a number beyond its
-bounds; a setting without the one that it is about.
+bounds; a setting without another that it needs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_settings(path: Path | None, flags: Mapping[str, Any], kind: type[_S]) -
 
 
 def _number(row: Setting, value: object, least: int, most: int) -> int:
-    """Of 10000000, 10_000_000 or 10M."""
+    """Parse 10000000, 10_000_000 or 10M."""
     found = re.fullmatch(r"(\d[\d_]*)([kKMG]?)", str(value), re.ASCII)
     number = int(found[1].replace("_", "")) * _THOUSANDS[found[2].upper()] if found else -1
     if not least <= number <= most:
@@ -90,7 +90,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _summary(error: Exception) -> str:
-    """One line; PyYAML's own has the text's name, which is not the file's, several times."""
+    """One line; PyYAML's own text repeats a name that is not the file's."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
     return " ".join(str(error).split())

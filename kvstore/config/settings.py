@@ -1,4 +1,4 @@
-"""The settings of every program: one table, from which all else about them is made.
+"""The settings of every program: one table, from which flags, checks and pages are made.
 
     policy: Literal["lru", "reuse"] = _memory("Eviction order: …", default="lru")
     name    kind and choices          group   meaning
@@ -34,19 +34,19 @@ class Setting:
     """One entry of the table: a field of a class of `Settings`.
 
     Args:
-        group: on the reference page.
+        group: heading on the reference page.
         meaning: for operators.
         default: None: not given.
-        metavar: of its value.
-        shown: the default in words, where it is none of a value.
-        needs: names of settings, without one of which it does nothing.
-        off: the flag that switches it off again.
-        within: it is a number from the first to the second; K, M and G may stand for thousands.
+        metavar: name of the value in help texts.
+        shown: text for the default, if it is not the value.
+        needs: names of settings; without one of them this setting does nothing.
+        off: the flag that switches the setting off again.
+        within: bounds of a number, both included; K, M and G may stand for thousands.
     """
 
     name: str
     key: str
-    """In YAML, and behind the dashes of the flag."""
+    """Name in YAML, and behind the dashes of the flag."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class Setting:
 
     @property
     def kind(self) -> Any:
-        """What YAML may hold, as the field is annotated."""
+        """Type of the value in YAML: the annotation of the field."""
         kind = self._owner.__annotations__[self.name]
         return get_type_hints(self._owner)[self.name] if isinstance(kind, str) else kind
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Of a Literal; empty: any."""
+        """Values of a Literal; empty: any value."""
         found = (get_args(kind) for kind in _parts(self.kind) if get_origin(kind) is Literal)
         return next(found, ())
 
@@ -98,12 +98,12 @@ class Settings:
     """Values of a table."""
 
     def __init__(self, **values: Any) -> None:
-        """Of all or some of them by name; the others have their defaults."""
+        """`values` by name; all others have their defaults."""
         vars(self).update({row.name: row.default for row in table(type(self))} | values)
 
 
 def table(kind: type[Settings]) -> list[Setting]:
-    """The settings of a program: its own first, then those that it shares."""
+    """The settings of a program: its own first, then shared ones."""
     own = (each for parent in kind.__mro__ for each in vars(parent).values())
     found: dict[str, Setting] = {}
     for each in own:
@@ -113,7 +113,7 @@ def table(kind: type[Settings]) -> list[Setting]:
 
 
 def refuse_what_does_nothing(settings: Settings) -> None:
-    """Raises ConfigError: a setting is there without another that it is about."""
+    """Raises ConfigError: a setting is there without another that it needs."""
     rows = {row.name: row for row in table(type(settings))}
     given = {
         row.name
@@ -141,7 +141,7 @@ def _metrics(default: str) -> Any:
 
 
 class TlsSettings(Settings):
-    """What every component of a cluster has."""
+    """Settings of every component of a cluster."""
 
     ca: str | None = _cluster("CA certificate of the cluster.", metavar="FILE", needs=_A_CLUSTER)
     cert: str | None = _cluster("Certificate of this process.", metavar="FILE", needs=_A_CLUSTER)
@@ -152,7 +152,7 @@ class TlsSettings(Settings):
 
 
 class DaemonSettings(TlsSettings):
-    """What node and index have."""
+    """Settings shared by node and index."""
 
     metrics: str | int | bool = _metrics(DEFAULT_METRICS)
     metrics_beyond_loopback: bool = _pages(
@@ -166,7 +166,7 @@ class DaemonSettings(TlsSettings):
 
 
 class NodeSettings(DaemonSettings):
-    """Of `kvstore node`."""
+    """Settings of `kvstore node`."""
 
     dram: str | int = _memory(
         "Memory for blocks; auto: half of the available memory.",
@@ -280,7 +280,7 @@ class NodeSettings(DaemonSettings):
 
 
 class IndexSettings(DaemonSettings):
-    """Of `kvstore index`."""
+    """Settings of `kvstore index`."""
 
     listen: str = _cluster("Address to listen on.", default=DEFAULT_LISTEN, metavar="ADDR")
     entries: int = _cluster(
@@ -311,7 +311,7 @@ class IndexSettings(DaemonSettings):
 
 
 class AskSettings(TlsSettings):
-    """Of a command that asks the index instead of one node."""
+    """Settings of a command that asks the index instead of one node."""
 
     index: list[str] | None = _cluster(
         "Query this replica of the prefix index for the whole cluster; repeatable.",

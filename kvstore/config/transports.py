@@ -1,11 +1,11 @@
-"""`--transport NAME[,KEY=VALUE…]`: by what blocks move between nodes, and how.
+"""`--transport NAME[,KEY=VALUE…]`: the back end that moves blocks between nodes, and its options.
 
-    tcp,port=9481            the mover's own port; any free one otherwise
-    nixl,plugin=LIBFABRIC    a plugin of NIXL's; plugin.NAME=VALUE is told to it
+    tcp,port=9481            the port of block transfer; a random one otherwise
+    nixl,plugin=LIBFABRIC    a plugin of NIXL's, which gets plugin.NAME=VALUE
     NAME,pace=on             a window per peer that gives way to other flows (`transport.window`)
 
-Without a name it is tcp where there are certificates: it alone encrypts, and proves names. With
---insecure it is NIXL where that is installed. Does not cover: what the back ends do (`transport`).
+The default is tcp where there are certificates, since only tcp encrypts and authenticates; with
+--insecure NIXL where that is installed. Does not cover: the back ends (`transport`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _SWITCH: Final = {"on": True, "off": False}
 
 @dataclass(frozen=True, kw_only=True)
 class TransportConfig:
-    """A back end, checked as far as can be without opening it."""
+    """A back end, checked as far as possible without opening it."""
 
     name: str
     """One of `transport.backends`."""
     port: int = 0
-    """Of the tcp mover; 0: the kernel chooses."""
+    """Port of block transfer over tcp; 0: the kernel chooses."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Of the back end, as it knows them."""
+    """Options of the back end, by its own names."""
     is_paced: bool = False
     is_plain: bool = False
-    """Neither encrypts nor proves names, where all else does."""
+    """No encryption and no authentication, while all other connections have both."""
 
 
 def parse_transport(text: str | None, *, has_tls: bool) -> TransportConfig:
