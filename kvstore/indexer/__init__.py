@@ -2,8 +2,8 @@
 
 replica   its socket, its pages, its process
 service   feeds in, answers out, over gRPC
-shares    how much of it one caller may have
-twins     two processes that say they are one node
+shares    limits of one caller
+twins     two processes with the name of one node
 """
 
 import kvstore.net  # noqa: F401 -- it makes gRPC quiet, before anything imports it

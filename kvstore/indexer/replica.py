@@ -3,7 +3,7 @@
     kvstore index ─▶ run_index ─▶ Replica (loop thread: service, health, reflection) and pages
     kvstore node --index-listen ─▶ the same Replica, on the loop that the node's feed runs on
 
-Covers: listening, draining, what /metrics and /healthz say. Does not cover: the service (`index`).
+Covers: listening, draining, /metrics and /healthz. Does not cover: the service (`service`).
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ DRAIN_S: Final = 1.0
 START_TIMEOUT_S: Final = 10.0
 PAGE_TIMEOUT_S: Final = 1.0
 PING_MS: Final = 10_000
-"""A connection that is silent for so long is asked whether it lives …"""
+"""A connection that is silent for so long gets a ping …"""
 PING_TIMEOUT_MS: Final = 5_000
-"""… and closed when it does not answer."""
+"""… and is closed when it does not answer."""
 PING_LEAST_MS: Final = 1_000
-"""Of others: who asks more often is hung up on."""
+"""Shortest interval of a client's pings; a client that pings more often is disconnected."""
 SERVICES: Final = (
     pb.DESCRIPTOR.services_by_name["Index"].full_name,
     health.SERVICE_NAME,
@@ -94,7 +94,7 @@ class Replica:
     """Listens from construction until `close`."""
 
     def __init__(self, config: ReplicaConfig, tls: Tls | None, loop: LoopThread) -> None:
-        """`tls` None: everybody is believed.
+        """`tls` None: no authentication.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -118,12 +118,12 @@ class Replica:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """HOST:PORT of the listening socket."""
         return joined(self.host, self.port)
 
     @property
     def note(self) -> str:
-        """What an operator should know of a replica that serves; empty when there is nothing."""
+        """Note for the operator of a replica that serves; empty: none."""
         notes = (INSECURE_NOTE if self.insecure else "", self._store.trouble, self._service.trouble)
         return ", and ".join(filter(None, notes))
 
@@ -149,7 +149,7 @@ class Replica:
         return int(port)
 
     def close(self) -> None:
-        """Say that it goes, let calls end for a moment, and stop."""
+        """Report as not serving, let calls end for a moment, and stop."""
         with contextlib.suppress(TimeoutError):
             self._loop.call(self._stop(), timeout_s=DRAIN_S + START_TIMEOUT_S)
         self._service.close()
@@ -189,7 +189,7 @@ class Replica:
 
 
 def _store_of(config: ReplicaConfig, loop: LoopThread) -> IndexStore:
-    """Where what nodes say is kept. Raises ConfigError."""
+    """The store for the state of the index. Raises ConfigError."""
     if config.store is None:
         is_native = native.is_available() and not config.is_plain
         if is_native:  # before the clock is read: it is young for its first seconds of listening
@@ -228,7 +228,7 @@ class IndexCollector(Collector):
 
 
 def make_pages(replica: Replica, tls: Tls | None) -> dict[str, Callable[[], Page]]:
-    """The pages of a replica by path. `tls`: what it was started with."""
+    """The pages of a replica by path. `tls`: as at its start."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(IndexCollector(replica, tls))
 
@@ -252,7 +252,7 @@ def run_index(config: IndexConfig) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP. Call it in the main thread.
 
     Raises:
-        ConfigError: it cannot start with this configuration on this machine.
+        ConfigError: the replica cannot start with this configuration on this machine.
     """
     warn_of_its_end(config.tls, renewal="this index reads it when it is started again")
     with contextlib.ExitStack() as stack:

@@ -1,17 +1,17 @@
 """The index service: feeds in, answers out, over gRPC.
 
-    Feed ─▶ checked words ─▶ IndexStore.hear ─▶ go on, ask for a snapshot, or close
+    Feed ─▶ checked messages ─▶ IndexStore.hear ─▶ go on, ask for a snapshot, or close
     Match, Nodes, Watch ─▶ IndexStore.match, .members
 
-One asyncio loop owns the store, so nothing is locked. Bounded: messages of 1 MiB, calls, watchers
-and questions by tokens by number, what a caller does not read by time, each caller by `shares`.
+One asyncio loop owns the store, so nothing is locked. Bounded: messages of 1 MiB; the number of
+calls, watchers and questions by tokens; the time of unread answers; each caller by `shares`.
 
-When a stream breaks, the node's peer address is dialled once: refused means that nobody is there,
-and it is out of every answer at once. Only an address at the host that the stream came from is
-dialled, so that no node can make this process knock elsewhere.
+When a stream breaks, the node's peer address is dialled: a refused connection means that no process
+is there, and the node leaves every answer at once. Only an address at the host that the stream came
+from is dialled, so that no node can make this process dial elsewhere.
 
-Covers: the service. Does not cover: what is believed (`kvstore.index`), where it is kept
-(`kvstore.stores`), forms (`kvstore.proto.feeds`), sockets, threads and pages (`replica`).
+Covers: the service. Does not cover: trust (`kvstore.index`), storage (`kvstore.stores`), forms of
+messages (`kvstore.proto.feeds`), sockets, threads and pages (`replica`).
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ WATCH_KEYS_MAX: Final = 1024
 TOKEN_QUESTIONS_MAX: Final = 16
 """Prompts of tokens that wait for their keys: a second of work and 32 MiB, or so."""
 WATCH_PERIOD_S: Final = 0.1
-"""A watcher is told at most this often; what came and went in between is left out. All who ask for
-the nodes are told one list for so long."""
+"""Shortest interval of a watcher's news; nodes that come and go in between are left out. The list
+of the nodes is made once per interval for all callers."""
 READER_TIMEOUT_S: Final = 5.0
-"""Who takes longer to read what he watches is hung up on."""
+"""A watcher that takes longer to read its news is disconnected."""
 HELLO_TIMEOUT_S: Final = 5.0
 DIAL_TIMEOUT_S: Final = 1.0
 DIALS_MAX: Final = 3
@@ -69,11 +69,11 @@ TICK_S: Final = 0.1
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 News = tuple[Incarnation, str, Trust | None, tuple[EngineEntry, ...]]
-"""What a watcher is told of at once. Sequence numbers and loads move all the time."""
+"""The state whose changes are news. Sequence numbers and loads change all the time."""
 
 
 class IndexCounters:
-    """What the service did since the start."""
+    """Counts of the service since the start."""
 
     def __init__(self) -> None:
         self.matches = 0
@@ -96,7 +96,7 @@ class _Sight:
         self.members: dict[str, Member] = {}
 
     def look(self, now_ms: int) -> dict[str, News]:
-        """By node; the same object for as long as nothing is news."""
+        """Node → news; the same object until one changes."""
         if now_ms >= self._due_ms:
             self._due_ms = now_ms + int(WATCH_PERIOD_S * 1000)
             self.members = {member.node: member for member in self._store.members(now_ms)}
@@ -118,21 +118,21 @@ class IndexService(IndexServicer):
     """One replica. All of it runs on one loop."""
 
     def __init__(self, store: IndexStore, *, demands_names: bool) -> None:
-        """`demands_names`: a feed is of the node that its certificate names."""
+        """`demands_names`: a feed must come from the node that its certificate names."""
         self.store = store
         self.counters = IndexCounters()
         self._demands_names = demands_names
         self._feeds: dict[str, Hello] = {}
         """The newest stream of each node."""
         self._hosts: dict[str, str] = {}
-        """From where it came."""
+        """Node → IP address that its stream came from."""
         self._rivals = Rivals()
         self._watchers = 0
         self._endings: set[asyncio.Task[None]] = set()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="index-keys")
         """Keys of long prompts take tens of milliseconds."""
         self._token_questions = 0
-        """Of that thread, those included whose callers have hung up."""
+        """Questions in that thread, also of callers that have disconnected."""
         self._sights = {wanted: _Sight(store, engines=wanted) for wanted in (False, True)}
         self._listed: dict[bool, pb.NodesReply] = {}
         """Without engines, and with them."""
@@ -147,11 +147,11 @@ class IndexService(IndexServicer):
         return self._watchers
 
     def call_refused(self) -> None:
-        """Its caller had too many (`shares`)."""
+        """Count a call of a caller with too many (`shares`)."""
         self.counters.calls_refused += 1
 
     async def tick(self) -> None:
-        """What time alone brings about, for as long as it is not cancelled."""
+        """Run the store's timed work until cancelled."""
         while True:
             await self.store.tick(loop_ms())
             await asyncio.sleep(TICK_S)
@@ -289,7 +289,7 @@ class IndexService(IndexServicer):
             ending.add_done_callback(self._endings.discard)
 
     async def _hello(self, words: AsyncIterator[pb.FeedWord], context: Context) -> Hello:
-        """The first word, of a node that may say it."""
+        """The first message of a feed, from a node that may send it."""
         try:
             hello = feeds.hello_of(await asyncio.wait_for(anext(words), HELLO_TIMEOUT_S))
         except (TimeoutError, StopAsyncIteration):
@@ -331,7 +331,7 @@ class IndexService(IndexServicer):
         return verdict
 
     async def _refuse_stream(self, hello: Hello, context: Context) -> NoReturn:
-        """A Hello that came too late, or of a process that lives beside the one that is heard."""
+        """Refuse a Hello that came too late, or from a second process with the node's name."""
         now_ms, name, host = loop_ms(), hello.node, _host_of(context.peer())
         heard = next((each for each in self.store.members(now_ms) if each.node == name), None)
         if heard is not None and heard.incarnation != hello.incarnation:
@@ -347,12 +347,12 @@ class IndexService(IndexServicer):
 
     @property
     def trouble(self) -> str:
-        """What a healthy index lacks; empty while all is well."""
+        """Why the service is not healthy; empty while it is."""
         names = self._rivals.names(now_ms())
         return f"two processes say that they are node {', '.join(names)}" if names else ""
 
     async def _tell_store(self, event: Event) -> Verdict:
-        """Who comes, goes or is whole again is in the next list of the nodes."""
+        """Apply an event; nodes that come, go or are in sync again renew the list of the nodes."""
         verdict = await self.store.hear(event, loop_ms())
         match event:
             case Delta() | FeedBeat() | SnapshotPart(is_last=False) if verdict is Verdict.GO_ON:
@@ -366,7 +366,7 @@ class IndexService(IndexServicer):
         return pb.FeedOrder()
 
     async def _ended(self, hello: Hello, peer: str) -> None:
-        """Its stream is over: is the node?"""
+        """The node's stream has ended: find out whether the node has."""
         await self._tell_store(FeedClosed(hello.node, hello.incarnation, hello.stream))
         found = address_of(hello.address)
         if found is None or str(found[0]) != _host_of(peer) or hello.node in self._feeds:
@@ -391,7 +391,7 @@ class IndexService(IndexServicer):
 
 
 def now_ms() -> int:
-    """Of the clock that the index is told."""
+    """Time of the index, in ms of the monotonic clock."""
     return time.monotonic_ns() // 1_000_000
 
 

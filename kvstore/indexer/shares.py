@@ -1,16 +1,16 @@
-"""How much of an index one caller may have at a time: of its loop, its memory, its calls.
+"""Limits of one caller of an index at a time: share of the loop, of memory, of calls.
 
     call ─▶ a place? ─▶ its turn ─▶ read and decoded ─▶ room for its keys? ─▶ answered
               └─ RESOURCE_EXHAUSTED, nothing read
 
-A caller is the names in its certificate; where it has none, its connection. One caller has at most
+The names in its certificate identify a caller; without one, its connection. One caller has at most
 CALLS_MAX calls, of which WATCHES_MAX watch; a call beyond is refused before its message is read.
 Its questions are read one at a time, in the order of their arrival, and are answered side by side
-up to KEYS_AT_ONCE keys together: what waits is neither read nor decoded, and between two large
-questions of one caller all others have their turn.
+up to KEYS_AT_ONCE keys together: waiting questions are neither read nor decoded, and between two
+large questions of one caller all others have their turn.
 
-Covers: every service of the server. Does not cover: how many may be connected (`callers`), how much
-one question may be (`proto.feeds`).
+Covers: every service of the server. Does not cover: number of connections (`callers`), size of one
+question (`proto.feeds`).
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ Behavior = Callable[[Any, Any], Any]
 
 
 class _Share:
-    """What one caller has; there while it has calls."""
+    """Share of one caller; exists while the caller has calls."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.watches = 0
         self.is_told = False
-        """The log has it that it wants too much."""
+        """The log has a warning that the caller exceeds its share."""
         self.turn = asyncio.Lock()
         self._keys = 0
         self._has_room = asyncio.Event()
         self._rest_s = 0.0
 
     async def rest(self) -> None:
-        """For as long as its large questions took: the loop, which they stop, takes in the calls of
-        others meanwhile. In `turn`."""
+        """Pause as long as the caller's large questions took: they stop the loop, which takes in
+        other callers' calls meanwhile. In `turn`."""
         rest_s, self._rest_s = self._rest_s, 0.0
         if rest_s:
             await asyncio.sleep(min(rest_s, REST_MAX_S))
@@ -77,7 +77,7 @@ class _Share:
 
 
 class _Written:
-    """Writes a reply once that is given to one caller after the other: the list of the nodes."""
+    """Encodes a reply once for many callers: the list of the nodes."""
 
     def __init__(self, write: Callable[[Any], bytes]) -> None:
         self._write = write
@@ -101,15 +101,14 @@ class Shares(grpc.aio.ServerInterceptor):
 
     @property
     def caller_count(self) -> int:
-        """Those that have calls."""
+        """Number of callers with calls."""
         return len(self._shares)
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
     ) -> Any:
-        """The handler of a call. It sees the caller before the message: as gRPC has it, one who
-        answers a stream begins before its first message is there, and on the wire a stream of one
-        message is what a single message is."""
+        """A handler that sees the caller before the message: gRPC starts the handler of a stream
+        before its first message is there, and on the wire a single message is a stream of one."""
         method = handler_call_details.method
         if method not in self._handlers:
             handler = await continuation(handler_call_details)
@@ -196,13 +195,13 @@ class Shares(grpc.aio.ServerInterceptor):
 
 
 def caller(context: Context) -> str:
-    """Whose share a call is of."""
+    """Name of the caller that a call belongs to."""
     names = sorted(map(str, peer_identities(context.auth_context())))
     return "+".join(names) or context.peer()
 
 
 def _keys_of(request: Any) -> int:
-    """What work it is."""
+    """Work of a request, in keys."""
     if not isinstance(request, pb.MatchRequest):
         return 1
     return max(1, len(request.keys) // KEY_BYTES, len(request.tokens.ids) // TOKENS_PER_KEY)

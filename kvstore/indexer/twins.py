@@ -1,7 +1,7 @@
-"""What a node knows of another process that says it is this node: one certificate on two machines.
+"""A node's view of another process with the same name: one certificate on two machines.
 
-A replica of the index hears one of them, refuses the other, and says so to both
-(`kvstore.index.rivals`): every second to the one, each time that it dials to the other.
+A replica of the index accepts one of them, refuses the other, and reports the conflict to both
+(`kvstore.index.rivals`): every second to the one, at each attempt to the other.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _log = logging.getLogger(__name__)
 
 
 class Twin:
-    """By one replica."""
+    """The other process, as reported by one replica."""
 
     def __init__(self) -> None:
         self.text = ""
-        """Empty: none was told of lately."""
+        """The last report; empty: none lately."""
         self._at_s = 0.0
 
     def told(self, text: str, now_s: float) -> None:
-        """Logged when it is news."""
+        """Take a report; log the first."""
         if not self.text:
             _log.error("%s. %s", text, OWN_NAMES)
         self.text, self._at_s = text, now_s
 
     def look(self, now_s: float) -> None:
-        """While this node is heard: is the other one gone?"""
+        """Drop an old report: this node is accepted, and the other process is gone."""
         if now_s - self._at_s > TOLD_S:
             self.text = ""
