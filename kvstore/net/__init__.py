@@ -1,10 +1,10 @@
-"""What all processes need of sockets, threads and the system.
+"""Sockets, threads and system calls for all processes.
 
 aio       a thread with an asyncio loop
-tls, callers   who is calling, until when, and how many may be connected
+tls, callers   names of callers, ends of certificates, limits of connections
 calls     calls of one message each, where silent ones cost no thread
 http      two read-only pages
-turns     whose turn it is on a loop
+turns     fair order of sources on a loop
 clock, pidfd, harden   time; which process a descriptor stands for; limits and protections
 """
 

@@ -1,7 +1,7 @@
-"""A thread with an asyncio loop: where everything of a process that speaks gRPC to others runs.
+"""A thread with an asyncio loop for all gRPC between processes.
 
 One per process, because gRPC's asyncio side has one poller per process. Covers: the thread, work
-without an end, jitter. Does not cover: what runs on it (`index`, `feed`).
+without an end, jitter. Does not cover: the work itself (`index`, `feed`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LoopThread:
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, _T], *, timeout_s: float) -> _T:
-        """Run it on the loop and wait for what it returns, from another thread.
+        """Run `coroutine` on the loop and wait for its result, from another thread.
 
         Raises:
-            TimeoutError: it took longer, and was cancelled.
+            TimeoutError: the coroutine took longer, and was cancelled.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
@@ -43,7 +43,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, and end."""
+        """Cancel all running work, and end."""
         with contextlib.suppress(TimeoutError):
             self.call(_cancel_all(), timeout_s=CLOSE_TIMEOUT_S)
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -62,8 +62,8 @@ def jitter() -> float:
 
 
 async def persist(what: str, work: Callable[[], Awaitable[None]], *, pause_s: float) -> None:
-    """Work that has no end but to be cancelled: after a bug it begins again. Nobody waits for it,
-    so that it would end unseen."""
+    """Work that only cancellation ends: after a bug the work begins again. No task awaits it, so an
+    end would go unseen."""
     bug = ""
     while True:
         try:

@@ -1,14 +1,14 @@
-"""Calls of one message each, for a server that nobody keeps waiting by saying nothing.
+"""Calls of one message each, for a server that silent callers cannot block.
 
     call ─▶ its message, within READ_TIMEOUT_S ─▶ room? ─▶ a thread of the pool ─▶ answered
               └─ beyond SILENT_MAX the oldest      └─ RESOURCE_EXHAUSTED
                  silent one gives way
 
-A server of gRPC's threads reads in the thread that will answer: as many half-open calls as there
-are threads, and nobody is answered any more. Here a silent call costs no thread.
+gRPC's threaded server reads in the thread that will answer: as many half-open calls as there are
+threads, and no call is answered any more. Here a silent call costs no thread.
 
-Covers: the interceptor. Does not cover: connections (`callers`), what one caller may have (an index
-has `shares`).
+Covers: the interceptor. Does not cover: connections (`callers`), limits of one caller (an index has
+`shares`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RefusedCall(Exception):
 
 
 async def only_message(context: Context, limit: asyncio.Timeout) -> Any:
-    """The message of a call that has one. Not from the iterator that a handler is given: that one
-    is part of a cycle with what it has read, which lasts until garbage is collected.
+    """The message of a call that has one. Not from the handler's iterator: that is part of a
+    reference cycle with the messages read, which lasts until garbage is collected.
 
     Raises:
         RefusedCall: none came within `limit`, or the call has none.

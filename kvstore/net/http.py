@@ -132,7 +132,7 @@ class HttpServer:
     def close(self) -> None:
         """Take no more and cut off the requests in flight: a slow reader delays no exit.
 
-        Who connects then is heard by the process that holds the socket next, if there is one.
+        Later connections wait for the next process that holds the socket, if there is one.
         """
         self._closing = True
         self._wake()
@@ -149,7 +149,7 @@ class HttpServer:
             self._wake_fd = -1
 
     def fileno(self) -> int:
-        """Of the listening socket."""
+        """Descriptor of the listening socket."""
         return self._socket.fileno()
 
     def _wake(self) -> None:
@@ -233,7 +233,7 @@ class HttpServer:
             self._make(path)
 
     def _make(self, path: str) -> None:
-        """The page, for all who wait for it by now."""
+        """The page, for all clients that wait for it by now."""
         clients = self._waiting[path]
         if path in self._making or not clients:
             return
@@ -244,7 +244,7 @@ class HttpServer:
         making.add_done_callback(lambda made: self._is_made(path, clients, made))
 
     def _is_made(self, path: str, clients: list[_Client], made: Future[Page]) -> None:
-        """Of the thread that made it."""
+        """Called on the thread that made the page."""
         error = None if made.cancelled() else made.exception()
         if error is not None:
             _log.error("a page could not be made", exc_info=error)

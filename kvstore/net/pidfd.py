@@ -24,9 +24,9 @@ def pid_of(fd: int) -> int | None:
 
 
 def vouches_for(pidfd: int, peer_pid: int) -> bool:
-    """Whether `pidfd` may stand for the peer: it is a pidfd, and of that very process as far as
-    both can be seen from this pid namespace. With another's, slots would come back too late or,
-    worse, too early."""
+    """Whether `pidfd` may stand for the peer: a pidfd, and of that very process as far as both can
+    be seen from this pid namespace. With another's, slots would come back too late or, worse, too
+    early."""
     pid = pid_of(pidfd)
     return pid is not None and (pid <= 0 or peer_pid <= 0 or pid == peer_pid)
 
@@ -52,6 +52,6 @@ def process_of(pidfd: int, otherwise: int) -> int:
 
 
 def why_no_descriptor() -> str:
-    """What an engine is told whose pidfd this process had no room to receive."""
+    """The refusal of an engine whose pidfd this process had no descriptor to receive."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"the node has no descriptor left of {limit}: raise LimitNOFILE, or ulimit -n"

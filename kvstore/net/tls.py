@@ -1,7 +1,7 @@
-"""The server's end of TLS: whom it shows itself to, who is calling, and until when it may.
+"""The server's end of TLS: credentials, names of callers, end of the certificate.
 
-Both ends show certificates of one CA (mTLS), or, with --insecure, neither does and everybody is
-believed. TLS 1.2 is the least that gRPC speaks. Does not cover: the files, and what names mean
+Both ends show certificates of one CA (mTLS), or, with --insecure, neither does and nothing is
+authenticated. gRPC speaks TLS 1.2 or later. Does not cover: the files, and the meaning of names
 (`kvstore.client.tls`).
 """
 
@@ -24,7 +24,7 @@ INSECURE: Final = (
 )
 INSECURE_NOTE: Final = "it serves without TLS (--insecure)"
 WARNING_DAYS: Final = 30
-"""Who starts with a certificate that ends sooner says so."""
+"""A component warns at its start if fewer days of its certificate remain."""
 _DAY_S: Final = 24 * 60 * 60
 _DNS_NAMES: Final = "peer_dns"
 """gRPC has another list, of alternative names of all kinds in one."""
@@ -33,27 +33,27 @@ _log = logging.getLogger(__name__)
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Of a server that demands a certificate of its own CA from everybody."""
+    """Credentials of a server that demands a certificate of its own CA from every client."""
     return grpc.ssl_server_credentials(
         [(tls.key, tls.cert)], root_certificates=tls.ca, require_client_auth=True
     )
 
 
 def peer_identities(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[Identity]:
-    """Who calls, by the certificate that the handshake has verified."""
+    """Names of the caller in the certificate that the handshake has verified."""
     names = auth_context.get(_DNS_NAMES, ())
     return identities_of(("DNS", name.decode("ascii", "replace")) for name in names)
 
 
 def certificate_ends(tls: Tls | None) -> Family:
-    """When the certificate of this component does; without a value where it has none."""
+    """Metric of the end of this component's certificate; without a value if there is none."""
     return family(
         "kvstore_certificate_expires_timestamp_seconds", [((), tls.ends_s)] if tls else []
     )
 
 
 def warn_of_its_end(tls: Tls | None, *, renewal: str) -> None:
-    """Say at the start that the certificate ends soon. `renewal`: how another one is taken up."""
+    """Warn at the start that the certificate ends soon. `renewal`: how to load another one."""
     if tls is None or (left_s := tls.ends_s - time.time()) >= WARNING_DAYS * _DAY_S:
         return
     _log.warning(

@@ -1,12 +1,12 @@
-"""Whose turn it is on the loop: kinds of sources in order, and within a kind users and processes.
+"""Order of turns on the loop: kinds of sources, and within a kind users and processes.
 
     wake-up ▶ ranks ▶ processes that ended ▶ files, peers ▶ schedulers ▶ newcomers ▶ listener
 
 Within a kind the user comes first that took least of the loop's time lately, of its processes the
-one that took least, and of its sockets the one that waited longest. So a process has one share,
-however many engines it plays, and who asks little waits for little. What was taken counts half
-with each tick. A process that comes anew begins with what the busiest of its user has: a fork is no
-way to the front. Does not cover: how long a turn is (`kvstore.node.driver`).
+one that took least, and of its sockets the one that waited longest. So a process has one share for
+any number of engines, and a source with few requests waits briefly. Each tick halves the time that
+counts. A new process begins with the time of the busiest of its user: a fork is no way to the
+front. Does not cover: how long a turn is (`kvstore.node.driver`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FORGOTTEN_NS: Final = 1000.0
 
 _K = TypeVar("_K")
 Read = Callable[[int], Iterable[Event]]
-"""Events of a descriptor, given its mask; who stops half way finds the rest with the next call."""
+"""Events of a descriptor, given its mask; a call after an early stop continues with the rest."""
 
 
 class Party(NamedTuple):
-    """Whose time it is."""
+    """User and process that time is charged to."""
 
     uid: int
     process: int
@@ -46,7 +46,7 @@ NODE: Final = Party(-1, 0)
 
 
 class TurnSource(NamedTuple):
-    """Something in epoll: its turn in the round, whom it belongs to, how to read it."""
+    """A source in epoll: its turn in the round, its party, how to read it."""
 
     turn: int
     connection: ConnectionId | None
@@ -61,11 +61,11 @@ class Turns:
         self._of_user: dict[int, float] = {}
         self._of_party: dict[Party, float] = {}
         self._served: dict[int, int] = {}
-        """By descriptor, when it was served last; one that is used again waits once for it."""
+        """Descriptor → serial number of its last turn; a reused descriptor waits for it once."""
         self._serial = 0
 
     def order(self, found: list[tuple[int, int]], sources: Mapping[int, TurnSource]) -> None:
-        """Sort (descriptor, mask) by whose turn it is."""
+        """Sort (descriptor, mask) by turn."""
 
         def rank(item: tuple[int, int]) -> tuple[int, float, float, int]:
             turn, party = sources[item[0]].turn, sources[item[0]].party
@@ -88,7 +88,7 @@ class Turns:
         self._of_party[party] = self._of_party.get(party, 0.0) + duration_ns
 
     def tick(self) -> None:
-        """What was taken counts half from now on."""
+        """Halve the time that counts."""
         self._of_user = _half(self._of_user)
         self._of_party = _half(self._of_party)
 
