@@ -1,5 +1,5 @@
 """Generated gRPC code and its conversion to and from `kvstore.wire`.
 
 feeds, loans   messages of the index, and between nodes: checked here, once, at the door
-convert        rows of inspect and explain
+rows           answers of inspect and explain
 """

@@ -1,10 +1,10 @@
-"""Messages of the index to and from what its core takes: checked here, once, at the door.
+"""Messages of the index to and from the values of its core: checked here, once, at the door.
 
-Covers: words of a feed, prompts, answers. Does not cover: rows of `inspect` (`convert`).
+Covers: messages of a feed, prompts, answers. Does not cover: rows of `inspect` (`rows`).
 
-Ways for a word to be broken, each a ProtocolError: no kind; a space or keys of another length than
-32 bytes each; more keys than fit a message; a change of no block; more changes than a node tells at
-once; a name that is empty or too long; an unknown tier.
+Ways for a message to be broken, each a ProtocolError: no kind; a space or keys of another length
+than 32 bytes each; more keys than fit a message; a change of no block; more changes than a message
+may have; a name that is empty or too long; an unknown tier.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kvstore.wire.load import EngineEntry, Load
 MESSAGE_BYTES_MAX: Final = 1 << 20
 ENGINES_MAX: Final = 64
 REGISTRY_BYTES_MAX: Final = 4096
-"""Of the engines of one node, as they travel."""
+"""Limit of the engines of one node, encoded."""
 REPLY_BYTES_MAX: Final = 20 << 20
-"""Of an answer: 4,096 nodes with the largest names and registries."""
+"""Limit of an answer: 4,096 nodes with the largest names and registries."""
 KEYS_MAX: Final = 16_384
-"""Of one question, and of one change."""
+"""Limit of one question, and of one change."""
 CHANGES_MAX: Final = 4096
-"""Of one word: a replica answers nobody while it takes them in."""
+"""Limit of one message: a replica answers no call while it applies one."""
 TOKENS_MAX: Final = 262_144
 NAME_BYTES_MAX: Final = 256
 _TIERS: Final = {Tier.HBM: pb.TIER_HBM, Tier.DRAM: pb.TIER_DRAM, Tier.FILE: pb.TIER_FILE}
@@ -59,14 +59,14 @@ _OF_TRUST: Final[dict[int, Trust]] = {number: trust for trust, number in _TRUSTS
 
 
 class RegistryRefused(ProtocolError):
-    """The engines that a node names cannot be taken; its blocks can."""
+    """The engines that a node names are invalid; its blocks are accepted."""
 
 
 # ── what nodes say ───────────────────────────────────────────────────────────────────────────────
 
 
 def hello_of(word: pb.FeedWord) -> Hello:
-    """The first word of a stream. Raises ProtocolError."""
+    """The first message of a stream. Raises ProtocolError."""
     if word.WhichOneof("kind") != "hello":
         raise ProtocolError("the first word of a feed is Hello")
     hello = word.hello
@@ -82,7 +82,7 @@ def hello_of(word: pb.FeedWord) -> Hello:
 
 
 def word_of(word: pb.FeedWord, hello: Hello) -> Word:
-    """A later word of the stream that `hello` opened. Raises ProtocolError."""
+    """A later message of the stream that `hello` opened. Raises ProtocolError."""
     who = (hello.node, hello.incarnation, hello.stream)
     match word.WhichOneof("kind"):
         case "delta":
@@ -122,7 +122,7 @@ def _engines(registry: pb.Registry) -> tuple[EngineEntry, ...]:
 
 
 def engines_of(rows: Sequence[pb.Engine]) -> tuple[EngineEntry, ...]:
-    """As they were told."""
+    """Engines of a message, not checked."""
     return tuple(
         EngineEntry(
             engine=row.engine,
@@ -139,12 +139,12 @@ def engines_of(rows: Sequence[pb.Engine]) -> tuple[EngineEntry, ...]:
 
 
 def engine_rows(engines: Sequence[EngineEntry]) -> list[pb.Engine]:
-    """As they travel."""
+    """Engines as a message has them."""
     return [pb.Engine(**msgspec.structs.asdict(each)) for each in engines]
 
 
 def key_count(word: Word) -> int:
-    """Keys that a word names."""
+    """Number of keys in a message."""
     match word:
         case Delta(changes=changes):
             count = sum(len(c.keys) for c in changes if isinstance(c, Stored | Removed))
@@ -230,7 +230,7 @@ def _some(keys: bytes) -> bytes:
 
 
 def change_of(told: Offered | Left) -> pb.Change:
-    """What a node or an engine of it offers and takes back, as a delta has it."""
+    """Blocks stored or removed by a node or its engine, or the engine's end, as in a delta."""
     if isinstance(told, Left):
         return pb.Change(left=pb.Left(engine=told.engine, rank=told.rank))
     if told.stored:
@@ -247,7 +247,7 @@ def change_of(told: Offered | Left) -> pb.Change:
 
 
 def stored_of(offer: Offered) -> pb.Stored:
-    """The same as a part of a snapshot has it."""
+    """Stored blocks, as in a part of a snapshot."""
     return pb.Stored(
         tenant=offer.tenant,
         space=offer.space,
@@ -281,7 +281,7 @@ def check_match(request: pb.MatchRequest) -> None:
 
 
 def reply_of(answer: Answer, *, blocks: int) -> pb.MatchReply:
-    """An answer as it travels."""
+    """An answer as a message."""
     holders = [
         pb.Holder(
             node=match.holder.node,
@@ -298,7 +298,7 @@ def reply_of(answer: Answer, *, blocks: int) -> pb.MatchReply:
 
 
 def answer_of(reply: pb.MatchReply) -> Answer:
-    """An answer as it was made. What is not understood is believed least."""
+    """The answer in a message. An unknown trust counts as the lowest."""
     matches = [
         Match(
             Holder(each.node, each.engine, each.rank),
@@ -313,12 +313,12 @@ def answer_of(reply: pb.MatchReply) -> Answer:
 
 
 def load_message(load: Load) -> pb.Load:
-    """As it travels."""
+    """A load as a message."""
     return pb.Load(**msgspec.structs.asdict(load))
 
 
 def _bounded(load: Load | None) -> Load | None:
-    """It is shown to all, and added to that of others."""
+    """Check the bounds of a load: it is shown to all, and added to the loads of other nodes."""
     try:
         return load and msgspec.convert(msgspec.structs.asdict(load), Load)
     except msgspec.ValidationError as error:
@@ -326,7 +326,7 @@ def _bounded(load: Load | None) -> Load | None:
 
 
 def load_of(message: pb.Beat | pb.Node | LoadReply) -> Load | None:
-    """What is in a message, if anything is."""
+    """The load in a message, if there is one."""
     if not message.HasField("load"):
         return None
     told = message.load

@@ -1,8 +1,8 @@
-"""Messages between nodes to and from what the engine takes: checked here, once, at the door.
+"""Messages between nodes to and from the engine core's values: checked here, once, at the door.
 
-Ways for a word to be broken, each a ProtocolError: no kind; a space or keys of another length than
-32 bytes each; more keys than fit a message; a name that is empty or too long; shards that are none;
-arrays that are not [n][S]; slots outside of what the lender has.
+Ways for a message to be broken, each a ProtocolError: no kind; a space or keys of another length
+than 32 bytes each; more keys than fit a message; a name that is empty or too long; shards that are
+none; arrays that are not [n][S]; slots outside of the serving node's arena.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Who(NamedTuple):
 
 
 class Borrowed(NamedTuple):
-    """What a peer lends, as it told it."""
+    """Blocks that a peer serves, as in its message."""
 
     shards: tuple[Shard, ...]
     block_bytes: tuple[int, ...]
@@ -67,7 +67,7 @@ def check_lend(lend: pb.Lend) -> None:
 
 
 def lent_answer(lent: Lent) -> pb.Answer:
-    """As it travels. The generations stay here: whether they do is what Returned tells."""
+    """The answer to a fetch, as a message. Generations stay here: Returned says if they changed."""
     shards = [
         pb.Shard(
             layer_begin=shard.layer_begin,
@@ -84,7 +84,7 @@ def lent_answer(lent: Lent) -> pb.Answer:
 
 
 def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
-    """What was lent of so many keys. Raises ProtocolError."""
+    """The blocks served, of `asked` keys. Raises ProtocolError."""
     columns = len(lent.shards)
     # A shard is what at least one rank has.
     if columns > RANKS_MAX or any(
@@ -111,7 +111,7 @@ def borrowed_of(lent: pb.Lent, *, asked: int) -> Borrowed:
 
 
 def intact_of(returned: pb.Returned, *, count: int) -> NDArray[np.bool_]:
-    """Which of so many blocks stayed; none when the loan had ended. Raises ProtocolError."""
+    """Which of `count` blocks did not change; none if the serve had ended. Raises ProtocolError."""
     if not returned.intact:
         return np.zeros(count, dtype=bool)
     if len(returned.intact) != count or not set(returned.intact) <= {0, 1}:

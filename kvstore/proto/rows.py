@@ -1,4 +1,4 @@
-"""Rows that a node answers with, by topic: those of `kvstore.engine.why`, and of a cluster."""
+"""Rows of a node's answers, by topic: those of `kvstore.engine.why`, and of a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstore.index.feed import Trust
 from kvstore.index.index import Member
 
 UNKNOWN: Final = "unknown"
-"""Of a node, by an index that is stale itself."""
+"""Trust in a node, if the index itself is stale."""
 INDEX_IS_STALE: Final = "the index is stale: it does not know who is there"
 
 
@@ -34,35 +34,35 @@ class MemberReport(msgspec.Struct, frozen=True):
 
     node: str
     trust: str
-    """exact, catching-up, stale or out; unknown, if the index is stale; or why nobody can say."""
+    """exact, catching-up, stale or out; unknown, if the index is stale; or why it has no answer."""
     address: str
-    """Where peers find it."""
+    """Address for peers."""
     incarnation: str
     sequence: int
-    """Of the last thing that it told the index."""
+    """Sequence number of the last update."""
     engines: int = 0
-    """That it serves."""
+    """Number of engines that the node serves."""
     models: str = ""
-    """Of these engines."""
+    """Models of these engines."""
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """How long one part of reading from other nodes took, since the start."""
+    """Duration of one part of fetches, since the start."""
 
     kind: str
-    """ask: until the peer lent; move: the mover's reading; verify; fetch: all of it."""
+    """ask: until the peer's answer; move: the transfer; verify; fetch: all of it."""
     backend: str
     count: int
     size_bytes: int
     bytes_per_s: int
-    """While it was going on."""
+    """Rate while the part was running."""
     p50_us: int
     p95_us: int
     p99_us: int
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
-    """What an engine holds in its own memory, by its KV events."""
+    """Blocks in an engine's own memory, by its KV events."""
 
     engine: str
     rank: int
@@ -70,11 +70,11 @@ class MemoryReport(msgspec.Struct, frozen=True):
     space: str
     tenant: str
     state: str
-    """live; joining or filling: a replay is under way; away: it is not reached."""
+    """live; joining or filling: a replay is under way; `away`: the engine is unreachable."""
     blocks: int
-    """Of a prefix: its leading ones."""
+    """For a prefix: its leading blocks."""
     left_out: int
-    """Blocks whose keys could not be told, since it is followed."""
+    """Blocks with unknown keys, since the node reads the engine's events."""
 
 
 Row = (
@@ -111,7 +111,7 @@ TOPICS: Final[dict[str, type[Row]]] = {
     "hashings": HashingReport,
     "prefix": RangeReport,
 }
-"""What a node can be asked for, and what rows of it are."""
+"""Topic → type of its rows."""
 
 _R = TypeVar("_R", bound=Row)
 
@@ -131,7 +131,7 @@ def decode_rows(kind: type[_R], text: str) -> list[_R]:
 
 
 def member_report(member: Member, index: Trust) -> MemberReport:
-    """A node as a replica of the index knows it, which is believed so far itself."""
+    """The row of a node in an index replica. `index`: trust in the replica itself."""
     trust = "out" if member.trust is None else member.trust.word
     return MemberReport(
         member.node,
