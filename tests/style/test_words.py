@@ -25,7 +25,7 @@ PAGES = [
 FOLDERS = [
     f"kvstore/{name}"
     for name in (
-        *("cli", "client", "client/core"),
+        *("cli", "client", "client/core", "config", "indexer", "net", "proto"),
         *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
         *("obs", "stores", "supervisor", "testing", "tiers"),
     )
