@@ -1,4 +1,4 @@
-"""The vLLM side of kvstore: what `--kv-transfer-config` loads.
+"""The vLLM side of kvstore, loaded by `--kv-transfer-config`.
 
 | module              | cares about                                          | runs in           |
 |---------------------|------------------------------------------------------|-------------------|

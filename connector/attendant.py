@@ -6,7 +6,7 @@ whenever the engine has not. Methods of the connector and this thread take turns
 thread skips a look rather than wait, and the engine waits for one look at most.
 
 Covers: turns, forks (a child has no such thread, and finds nothing half done), the end. Does not
-cover: what a look does, and its back-off (`scheduler_side`, `client.core.attachment`).
+cover: the look itself, and its back-off (`scheduler_side`, `client.core.attachment`).
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ _NOT_THE_MODEL = frozenset(
         "use_cache",
     }
 )
-"""Keys of a model's configuration that say where it came from, or how it is called or decoded, or
-that have a field of their own in Space."""
+"""Keys of a model's configuration about its origin, name or decoding, or with a field of their own
+in Space."""
 _OF_IMAGES = (
     "media_io_kwargs",
     "mm_device_do_normalize",
@@ -59,8 +59,8 @@ _OF_IMAGES = (
     "video_pruning_method",
     "video_pruning_rate",
 )
-"""Settings that say what the model sees of an image: a key holds a hash of the image itself, and of
-what a request asked for, but not of these."""
+"""Settings for processing and encoding of images: a key holds a hash of the image itself and of the
+request's options, but not of these."""
 _DRAFTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
@@ -140,7 +140,7 @@ def cache_arrays(
 
 def value_type(kv_caches: Mapping[str, torch.Tensor]) -> str:
     """Type of the numbers in the cache, a key of `compare.BOUNDS`; empty: another one, such as
-    8 bit, which says little without its scales."""
+    8 bit, which means little without its scales."""
     types = {str(cache.dtype).removeprefix("torch.") for cache in kv_caches.values()}
     name = types.pop() if len(types) == 1 else ""
     return name if name in BOUNDS else ""
@@ -242,7 +242,7 @@ def part_of(
 
 
 def model_digest(model: ModelConfig) -> str:
-    """Digest (hex) of what the engine computes, the weights aside.
+    """Digest (hex) of the model's computation, the weights aside.
 
     Not vllm's own `compute_hash`: that is equal in all processes of an engine, but differs with the
     model's path and with settings that leave the KV cache alone.

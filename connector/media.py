@@ -26,8 +26,8 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 
 
 def why_left_out(request: Request, images: Images) -> str:
-    """The outcome of a request that is neither stored nor loaded for what it holds besides text;
-    empty when it may be."""
+    """The outcome of a request that is neither stored nor loaded because of its images, video or
+    audio; empty when it may be."""
     if not request.mm_features:
         return ""
     if images == "none":

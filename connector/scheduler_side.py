@@ -88,7 +88,8 @@ class SchedulerSide:
             self.poll()
 
     def poll(self) -> None:
-        """Take what the node sent, notice when it is gone, send what is due. Never waits."""
+        """Receive the node's messages, notice its absence, send messages that are due. Never
+        waits."""
         core, now_ns = self._core, time.monotonic_ns()
         self._polled_ns = now_ns
         if self._closed:
@@ -150,7 +151,7 @@ class SchedulerSide:
         self._core.attachment.disconnected(now_ns, reason)
 
     def _watch(self) -> None:
-        """Wait for the answer to a question just asked, within what is left of this step."""
+        """Wait for the answer to a question just asked, within this step's bound."""
         if self._link is None or self._spin_left_ns <= 0:
             return
         if self._link.fileno() >= _SELECT_FD_END:  # which select, the only finer clock, cannot take
@@ -358,13 +359,13 @@ class SchedulerSide:
         return self._core.stats.take()
 
     def cannot_be_served(self, reason: str) -> None:
-        """A rank said that its cache cannot be shared."""
+        """A rank's cache cannot be shared."""
         self._core.attachment.cannot_be_served(reason)
         self.poll()
 
     def close(self, unserved: str = "") -> None:
-        """Detach, for ever. `unserved`: the engine goes on, and its operator should know why it
-        goes on without a cache."""
+        """Detach, for ever. `unserved`: why the engine goes on without a cache, for its
+        operator."""
         if unserved:
             self.cannot_be_served(unserved)
         self._closed = True

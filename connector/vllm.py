@@ -68,7 +68,7 @@ class KVStoreMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVStoreHandshake(KVConnectorHandshakeMetadata):
-    """A rank that cannot be served says so; the others say nothing."""
+    """The reason of a rank that cannot be served; other ranks send no handshake."""
 
     unserved: str
 

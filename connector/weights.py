@@ -37,7 +37,7 @@ _CONFIG_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""The last three say what the model sees of an image."""
+"""The last three configure preprocessing of images."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FILE_FORMATS = frozenset(
     {

@@ -2,8 +2,8 @@
 
 Translates only. Runs on the engine's worker thread and waits in two places, both bounded: for
 stores that read blocks about to be overwritten, and, when the step has nothing else to do, a moment
-for a load that is about to end. Nothing here raises for what the node does; a rank that cannot
-serve its cache says why once, and from then on ends every job as failed.
+for a load that is about to end. No failure of the node raises here; a rank that cannot serve its
+cache logs the reason once, and from then on ends every job as failed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WorkerSide:
         _sides.add(self)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The paged cache exists: find out what it is, and start to attach."""
+        """The paged cache exists: find its space, shard and geometry, and start to attach."""
         found = self._describe(kv_caches)
         if isinstance(found, NotServed):
             self._reason = found.reason

@@ -1,4 +1,4 @@
-"""How far the values of a block lie from those in a slot: numbers, not bytes.
+"""Distance of the values of a block from those in a slot: numbers, not bytes.
 
 The same tokens computed twice do not give the same bytes: batches of another composition add in
 another order. Another model, or other tokens, give entirely different numbers. `error_of` is the

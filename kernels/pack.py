@@ -41,7 +41,7 @@ _Piece = tuple[NDArray[np.uint8], int, int]
 class PagedCache:
     """A rank's KV cache as bytes: blocks of `layer_count` pages of `page_bytes` each.
 
-    Not synchronised: a block is copied by one thread at a time, and nobody else writes it.
+    Not synchronised: callers copy a block in one thread at a time, without another writer.
     """
 
     def __init__(self, layers: Sequence[Bytes]) -> None:
@@ -70,7 +70,7 @@ class PagedCache:
         Args:
             block: its index in the cache.
             slot: contiguous, at least [block_bytes] u8; bytes beyond are left alone.
-            header: what the checksum covers before the payload.
+            header: bytes before the payload that the checksum covers.
 
         Returns: the 16 bytes of the checksum.
         """
@@ -84,13 +84,13 @@ class PagedCache:
             np.copyto(pages[block], slot[begin:end].reshape(pages.shape[1:]))
 
     def load_checked(self, slot: Bytes, block: int, header: bytes) -> bytes:
-        """`load`, and return the checksum of what is in the block now. The caller compares: on a
-        difference its bytes are of no use."""
+        """`load`, and return the checksum of the bytes now in the block. The caller compares: on a
+        difference they are of no use."""
         self._check(block, slot)
         return checksum_of(header, self._copied(block, slot, is_store=False))
 
     def error(self, block: int, slot: Bytes, *, values: str) -> float:
-        """How far a block lies from what the slot holds (`compare.error_of`); copies nothing."""
+        """Distance of a block from the slot's (`compare.error_of`); copies nothing."""
         self._check(block, slot)
         size = self.page_bytes
         cached = [slot[at : at + size] for at in range(0, self.block_bytes, size)]

@@ -30,7 +30,7 @@ def pack(layers: Sequence[Bytes], block: int, slot: Bytes, header: bytes) -> byt
 
 
 def unpack(slot: Bytes, layers: Sequence[Bytes], block: int, header: bytes) -> bytes:
-    """Copy a slot into one block, layer by layer. Returns the checksum of what the slot holds."""
+    """Copy a slot into one block, layer by layer. Returns the checksum of the slot's payload."""
     begin = 0
     for layer in layers:
         page_bytes = layer.shape[1]

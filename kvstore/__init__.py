@@ -1,8 +1,8 @@
 """A shared, verified KV cache for LLM engines. README.md beside this file is the map of the rooms.
 
 arena     the shared memory of a node
-ports     what the pure core needs from the world
-types, units, errors, wording   what all share
+ports     the pure core's needs from the world
+types, units, errors, wording   shared by all
 """
 
 from typing import Final

@@ -1,7 +1,7 @@
 """The program: `kvstore` and `python -m kvstore`.
 
-A plain installation has what the connector needs inside an engine; commands need the extra `node`.
-Imports nothing of it before it has looked for all of it.
+A plain installation suffices for the connector inside an engine; commands need the extra `node`.
+Imports no package of the extra before all of them are found.
 """
 
 from __future__ import annotations

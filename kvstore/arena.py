@@ -2,7 +2,7 @@
 
     Arena            node side    makes both memfds, seals them, writes generations and heartbeat;
                                   and the pipe held by all processes that may write to the arena
-    GenerationView   engine side  read-only: what a slot's generation is, whether the node lives
+    GenerationView   engine side  read-only: generations of slots, heartbeat of the node
     ArenaView        engine side  the arena, writable, as one array of bytes
 
 Layout of the generation page (version 1, u64 each, native little-endian):
@@ -13,7 +13,7 @@ Layout of the generation page (version 1, u64 each, native little-endian):
 An engine maps nothing that it has not checked: size, seals, magic, version, incarnation. Without
 the seals a peer could shrink the memory under a reader (SIGBUS) or write its own generations.
 
-Does not cover: which slot is whose (`kvstore.engine`), how descriptors travel
+Does not cover: owners of slots (`kvstore.engine`), how descriptors travel
 (`kvstore.client.link`, `kvstore.node.attach`), pre-faulting in the background
 (`kvstore.tiers.dram`).
 """
@@ -260,7 +260,7 @@ class JournalMemory:
         earlier process.
 
         Raises:
-            OSError: the kernel has no room for it, or what is held has another size.
+            OSError: the kernel has no room for it, or the held memory has another size.
         """
         if held_fd < 0:
             self.fd, mapping = _make_memfd(size_bytes, 0, name="kvstore-journal")
@@ -451,7 +451,7 @@ class ArenaView:
         Pages the node has not taken yet are left alone: touching them would charge this process's
         cgroup instead of the node's. Runs without the GIL, chunk by chunk.
 
-        Returns: the end of what is mapped now, at most `end`.
+        Returns: the end of the mapped bytes, at most `end`.
         Raises:
             OSError: the kernel has no memory for the page tables.
         """

@@ -1,4 +1,4 @@
-"""The exceptions of kvstore. The type says who is to blame.
+"""The exceptions of kvstore. The type names the side that is to blame.
 
     KVStoreError
     ├── ConfigError      the operator: a flag, key or size; the text says how to mend it

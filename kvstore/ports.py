@@ -77,8 +77,8 @@ class Memory(Protocol):
 
 
 class FileStore(Protocol):
-    """Blocks between slots and a disk, found again after any restart. The engine decides what is
-    written, read and kept; orders and events are those of `kvstore.tier_events`.
+    """Blocks between slots and a disk, found again after any restart. The engine core decides which
+    are written, read and kept; orders and events are those of `kvstore.tier_events`.
 
     Every accepted WriteFile and ReadFile gives exactly one FileWritten or FileRead, and its slots
     are the store's until then, as long as it takes. A block is good only if it is the stored one.

@@ -96,7 +96,7 @@ class FileGone(msgspec.Struct, frozen=True):
     keys: bytes
     locations: bytes = b""
     damaged: bool = False
-    """They were read, and are not what was stored there."""
+    """The blocks were read, and differ from those stored there."""
 
 
 class FileWritten(msgspec.Struct, frozen=True):
@@ -168,7 +168,7 @@ class Suspended(msgspec.Struct, frozen=True):
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """A probe succeeded: what a `Suspended` with the same `writes_only` said is over."""
+    """A probe succeeded: ends the state of a `Suspended` with the same `writes_only`."""
 
     writes_only: bool
 

@@ -32,7 +32,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def why_not(error: msgspec.ValidationError, kind: type[msgspec.Struct]) -> str:
-    """One clause: which key of `kind`, and what is wrong with its value."""
+    """One clause: the key of `kind`, and the error in its value."""
     text, _, place = str(error).partition(" - at `$.")
     key = place.rstrip("`")
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}

@@ -44,8 +44,8 @@ def make_certificates(
     Args:
         directory: made when it is not there.
         identities: one certificate each.
-        hosts: DNS names and IP addresses that the certificates have besides, for programs that
-            know nothing of our names.
+        hosts: further DNS names and IP addresses in the certificates, for programs that do not
+            check our names.
         days: validity of the certificates; ends with the CA at the latest.
         nodes_are_indexes: certificates of nodes are also those of an index replica inside them.
 

@@ -120,7 +120,7 @@ def index_client(settings: AskSettings) -> Iterator[IndexClient]:
 
 @contextlib.contextmanager
 def node_client(socket: Path, *, hint: str = "") -> Iterator[NodeClient]:
-    """A client. Raises AttachError; `hint`: what else helps."""
+    """A client. Raises AttachError; `hint`: further advice in its text."""
     from kvstore.cli.ask import NodeClient
 
     try:

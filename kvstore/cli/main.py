@@ -283,7 +283,7 @@ def main() -> None:
 
 
 def _discard_output() -> None:
-    """Python flushes at its end, and would complain of what cannot be written once more."""
+    """Python flushes at its end, and would report the failed write a second time."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

@@ -42,7 +42,7 @@ def page(
     Args:
         figures: of each node.
         head: the first line.
-        trouble: why nobody answers, or an answer may be wrong.
+        trouble: why there is no answer, or it may be wrong.
         width: of the terminal.
         height: of the terminal; None: any.
     """

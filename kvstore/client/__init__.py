@@ -1,6 +1,6 @@
 """The engine's side of the attach protocol, and a client of the index.
 
-core/     the pure part: what to ask, load, store and fence
+core/     the pure part: decisions about lookups, loads, stores and fences
 link      the socket that carries it
 index     a client of the global prefix index, for routers and scripts
 tls, reasons   three files and the names in them; why a connection failed, in an operator's words

@@ -114,7 +114,7 @@ class IndexClient:
             timeout_s: of a call, all replicas together.
 
         Raises:
-            ConfigError: an endpoint or a file is not what it should be.
+            ConfigError: an endpoint or a file is invalid.
         """
         if isinstance(endpoints, str):
             raise ConfigError(f"endpoints are a list, such as [{endpoints!r}], not one string")

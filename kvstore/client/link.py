@@ -166,7 +166,7 @@ class Link:
                 os.close(descriptor)
 
     def _map(self, welcome: Welcome, descriptors: list[int]) -> None:
-        """Map what came with Welcome: [generation page], or [arena, generation page]."""
+        """Map the descriptors of Welcome: [generation page], or [arena, generation page]."""
         if len(descriptors) not in (1, 2):
             raise AttachError(f"the node sent {len(descriptors)} descriptors with its Welcome")
         generations = GenerationView(

@@ -49,7 +49,7 @@ class ReplicaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexConfig:
-    """Everything `kvstore index` needs to know, checked."""
+    """The whole configuration of `kvstore index`, checked."""
 
     replica: ReplicaConfig
     tls: Tls | None

@@ -2,8 +2,8 @@
 
     the parent is missing                         refused: a disk that is not mounted, or a typo
     SIZE is more than the file system has         refused
-    free + what the tier has there < the least    refused: not one segment could be written
-    free + what the tier has there < SIZE         a warning with the numbers, in the log
+    free + files of the tier < the least          refused: not one segment could be written
+    free + files of the tier < SIZE               a warning with the numbers, in the log
 
 Only at the first start of a node; a later process has memory to serve without its disk.
 """
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_what_cannot_hold(file: FileConfig) -> None:
-    """Raises ConfigError: one sentence with what to do."""
+    """Raises ConfigError: one sentence, and how to mend it."""
     directory = file.directory
     there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
     if os.path.isfile(there):

@@ -31,7 +31,7 @@ def _file_system(directory: Path) -> os.statvfs_result:
 
 
 def available_memory() -> tuple[int, str]:
-    """(bytes, whose): the least of what the machine and every cgroup above this process has left.
+    """(free bytes, name): the least of the machine and every cgroup above this process.
 
     Page cache that can be dropped counts as available, as it does for the kernel's own limits.
     """

@@ -57,7 +57,7 @@ class EventsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """Everything a node needs to know, checked."""
+    """The whole configuration of a node, checked."""
 
     socket: Path
     """Attach socket; all other files of the node lie beside it."""
@@ -95,7 +95,7 @@ def load_config(
     `arena`: size and note of the dram, when that was chosen at an earlier start.
 
     Raises:
-        ConfigError: one sentence: what is wrong and how to mend it.
+        ConfigError: one sentence: the error and how to mend it.
     """
     return _resolve(load_settings(path, flags, NodeSettings), arena)
 

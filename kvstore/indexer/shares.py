@@ -91,7 +91,7 @@ class _Written:
 
 
 class Shares(grpc.aio.ServerInterceptor):
-    """Stands before all calls of one server. On its loop."""
+    """Intercepts all calls of one server. On its loop."""
 
     def __init__(self, refused: Callable[[], None]) -> None:
         """`refused`: counts a call that was refused."""

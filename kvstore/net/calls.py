@@ -54,7 +54,7 @@ async def only_message(context: Context, limit: asyncio.Timeout) -> Any:
 
 
 class Calls(grpc.aio.ServerInterceptor):
-    """Stands before all calls of one server, whose behaviors are plain functions. On its loop."""
+    """Intercepts all calls of one server; its behaviors are plain functions. On its loop."""
 
     def __init__(self, pool: ThreadPoolExecutor, *, count_max: int) -> None:
         """`count_max`: calls that are answered, or wait for a thread of `pool`."""
@@ -66,8 +66,8 @@ class Calls(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
     ) -> Any:
-        """The handler of a call, which begins before its message is there: on the wire a stream of
-        one message is what a single message is."""
+        """The handler of a call, which begins before its message is there: on the wire a single
+        message is a stream of one."""
         method = handler_call_details.method
         if method not in self._handlers:
             handler = await continuation(handler_call_details)

@@ -97,8 +97,8 @@ class HttpServer:
         """Listen.
 
         Args:
-            config: where.
-            pages: what.
+            config: the address.
+            pages: path → function that makes the page.
             held_fd: the listening socket, if an earlier process left it; ours from now on.
 
         Raises:
@@ -116,7 +116,7 @@ class HttpServer:
         self._wake_lock = threading.Lock()
         self._closing = False
         self._clients: dict[int, _Client] = {}
-        """By descriptor; those whose heads arrive and those whose answers go, oldest first."""
+        """Descriptor → client; heads that arrive and answers that go, oldest first."""
         self._waiting: dict[str, list[_Client]] = {path: [] for path in pages}
         """For the page of that path, which is begun when the one that is being made is there."""
         self._making: set[str] = set()
@@ -205,7 +205,7 @@ class HttpServer:
             self._turn(client)
 
     def _silent(self) -> _Client | None:
-        """The oldest whose head does not come, or else whose answer does not go."""
+        """The oldest client without a complete head, or else with an unsent answer."""
         late = [client for client in self._clients.values() if client.deadline_s is not None]
         return next((each for each in late if each.answer is None), next(iter(late), None))
 

@@ -1,4 +1,4 @@
-"""The pure part of a connector: what to ask, load, store and fence, with no engine types.
+"""The pure part of a connector: lookups, loads, stores and fences, without engine types.
 
 | module          | cares about                                  | in → out                      |
 |-----------------|----------------------------------------------|-------------------------------|

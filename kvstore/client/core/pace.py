@@ -15,7 +15,7 @@ STEP_TOKENS_MIN = 256
 """Shorter steps are mostly overhead and decoding."""
 SAMPLES = 15
 LOADS_MIN = 3
-"""The first copies touch memory for the first time and say little."""
+"""Fewest loads for an estimate: the first copies touch memory for the first time."""
 
 
 class Pace:

@@ -290,8 +290,8 @@ class SchedulerCore:
     def fill(
         self, request: str, keys: Sequence[bytes], *, block_ids: Sequence[int], full_blocks: int
     ) -> None:
-        """Store, or compare, what this step completes. Call after `full_blocks` said there is
-        something."""
+        """Store, or compare, the blocks that this step completes. Call only if `full_blocks` is not
+        0."""
         entry = self._requests[request]
         full_blocks = min(full_blocks, len(keys), len(block_ids))
         if self._shadows.has_work(entry.lookup, full_blocks):

@@ -95,7 +95,7 @@ class Shadows:
         block_ids: Sequence[int],
         full_blocks: int,
     ) -> None:
-        """Compare what this step completes. Arguments as of `Stores.bind`."""
+        """Compare the blocks that this step completes. Arguments as of `EngineStores.bind`."""
         part = lookup.parts[0]
         assert part.reply is not None
         if lookup.session != self._attachment.session:

@@ -174,8 +174,8 @@ class EngineStores:
         return tuple(sorted(self._source_blocks))
 
     def reported(self, job_ids: Iterable[int]) -> list[int]:
-        """One rank reads these jobs' blocks no more; when all ranks said so they are free. Returns
-        jobs of which all have said so now."""
+        """One rank has finished these jobs: the blocks of a job are free when all ranks have.
+        Returns the jobs that all ranks have finished now."""
         ended = []
         for job_id in job_ids:
             entry = self._outstanding.get(job_id)
