@@ -31,7 +31,7 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as ``64GiB``, ``512 MiB`` or ``1048576``.
 
     Raises:
-        ValueError: the text is no size, or too large a one; the message has examples.
+        ValueError: the text is no size, or too large a one; the message has an example.
     """
     match = _SIZE.fullmatch(text)
     if match is None:
