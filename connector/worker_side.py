@@ -3,7 +3,7 @@
 Translates only. Runs on the engine's worker thread and waits in two places, both bounded: for
 stores that read blocks about to be overwritten, and, when the step has nothing else to do, a moment
 for a load that is about to end. No failure of the node raises here; a rank that cannot serve its
-cache logs the reason once, and from then on ends every job as failed.
+cache reports the reason once, and from then on ends every job as failed.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ one is moved to `quarantine/`.
 
 A segment that is not closed is no damage: a process or machine stopped before it was, and the
 records in it are whole. If the next segment records that this one was closed, it was cut short
-later. A lost store file is restored from the segments, if they agree. Records are verified by the
-code of the background scrub (`tiers.file.verify`). For the parent of a shared store, `stores_in`
-lists the directories of its nodes, each a store of its own.
+later. The id in a lost store file is taken from the segments, if they agree. Records are verified
+by the code of the background scrub (`tiers.file.verify`). For the parent of a shared store,
+`stores_in` lists the directories of its nodes, each a store of its own.
 """
 
 from __future__ import annotations

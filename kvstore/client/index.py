@@ -75,7 +75,7 @@ class Members(NamedTuple):
 
 
 class News(NamedTuple):
-    """Changes since the previous news; the first news have the whole state."""
+    """Changes since the previous news; the first has the whole state."""
 
     nodes: list[Member]
     """New or changed."""
@@ -163,7 +163,7 @@ class IndexClient:
         """News of the nodes, with their engines if wanted, of a prefix (tenant, space, prompt), or
         both, until the iterator is closed.
 
-        Read it steadily: a replica disconnects slow readers. After a fail-over the first news have
+        Read it steadily: a replica disconnects slow readers. After a fail-over the first news has
         the whole state again, and the nodes that went meanwhile.
 
         Raises:

@@ -39,7 +39,7 @@ class Setting:
         default: None: not given.
         metavar: name of the value in help texts.
         shown: text for the default, if it is not the value.
-        needs: names of settings; without one of them this setting does nothing.
+        needs: names of settings, of which at least one must be given.
         off: the flag that switches the setting off again.
         within: bounds of a number, both included; K, M and G may stand for thousands.
     """
