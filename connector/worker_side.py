@@ -22,6 +22,7 @@ from kvstore.connector.handoff import Handoff
 from kvstore.connector.mapping import NotServed, cache_arrays, describe, value_type
 from kvstore.connector.weights import NoDigest, digest_weights
 from kvstore.kernels.pack import PagedCache
+from kvstore.wire.groups import Group
 
 if TYPE_CHECKING:
     import torch
@@ -115,12 +116,10 @@ class WorkerSide:
             tenant=self._config.tenant,
             rank=self._rank,
             process=secrets.token_hex(8),
-            space=rank_model.space,
-            shard=rank_model.shard,
-            block_bytes=rank_model.geometry.block_bytes,
+            groups=(Group(rank_model.space, rank_model.shard, rank_model.geometry.block_bytes),),
         )
         cache = PagedCache(arrays)
-        assert cache.block_bytes == config.block_bytes, (cache.block_bytes, config.block_bytes)
+        assert cache.block_bytes == rank_model.geometry.block_bytes, cache.block_bytes
         return config, cache
 
     # ── a step, in order ─────────────────────────────────────────────────────────────────────────

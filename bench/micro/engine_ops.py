@@ -34,6 +34,7 @@ from kvstore.engine.engine import Engine, EngineConfig
 from kvstore.engine.events import Event, FileKnown, Ready, Received, Send
 from kvstore.engine.memory.policy.choose import POLICIES, maker
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId, Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Grant,
@@ -122,9 +123,8 @@ class Driven:
             "tenant": "t",
         }
         self.step(Received(SCHEDULER, HelloScheduler(rank_count=1, process="s", **name)))
-        rank = HelloRank(
-            rank=0, process="r", space=SPACE, shard=WHOLE, block_bytes=SLOT_BYTES_MIN, **name
-        )
+        groups = (Group(SPACE, WHOLE, SLOT_BYTES_MIN),)
+        rank = HelloRank(rank=0, process="r", groups=groups, **name)
         [asked] = [m for m in self.step(Received(RANK, rank)) if isinstance(m, Quiesce)]
         self.step(Received(RANK, Quiet(asked.session)))
         return asked.session

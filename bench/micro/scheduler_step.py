@@ -32,6 +32,7 @@ from kvstore.client.core.rank import Copied, RankConfig, RankCore
 from kvstore.client.link import Link, Lost
 from kvstore.testing.process import NodeProcess
 from kvstore.types import Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import DATAGRAM_BYTES_MAX, Welcome
 from kvstore.wire.space import Space
 
@@ -92,9 +93,7 @@ def run_rank(socket_path: Path, engine_id: str, nonce: str, plans: socket.socket
             tenant="default",
             rank=0,
             process="bench-rank",
-            space=space,
-            shard=Shard(0, 1, 0, 1),
-            block_bytes=512 * BLOCK_TOKENS,
+            groups=(Group(space, Shard(0, 1, 0, 1), 512 * BLOCK_TOKENS),),
         )
     )
     link = Link.connect(socket_path, core.hello())

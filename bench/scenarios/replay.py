@@ -35,6 +35,7 @@ from kvstore.engine.events import (
 )
 from kvstore.engine.memory.policy.disk import AdmissionMode
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SLOT_BYTES_MIN, ConnectionId
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Grant,
@@ -176,9 +177,8 @@ class CachedNode:
             "tenant": "t",
         }
         self.step(Received(SCHEDULER, HelloScheduler(rank_count=1, process="s", **name)))
-        rank = HelloRank(
-            rank=0, process="r", space=SPACE, shard=WHOLE, block_bytes=SLOT_BYTES_MIN, **name
-        )
+        groups = (Group(SPACE, WHOLE, SLOT_BYTES_MIN),)
+        rank = HelloRank(rank=0, process="r", groups=groups, **name)
         [asked] = [m for m in self.step(Received(RANK, rank)) if isinstance(m, Quiesce)]
         self.session = asked.session
         self.step(Received(RANK, Quiet(self.session)))

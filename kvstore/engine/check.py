@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.engine.memory.processes import PROCESS_PART
-from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, SlotState
+from kvstore.engine.memory.slots import FILE_WRITER, PEER_WRITER, UNKNOWN_WRITER, Slots, SlotState
+from kvstore.engine.sessions.owners import Owner, OwnerGroup
 from kvstore.types import Tier
 
 if TYPE_CHECKING:
@@ -217,9 +218,18 @@ def _check_owners(state: State) -> None:
                 assert not connection.ended, "an ended connection is attached"
                 assert state.connections[connection.id] is connection
         if owner.open_session:
-            writers = [owner.ranks[rank].id for rank in owner.writers]
-            assert len(writers) == len(owner.scopes) == len(set(owner.scopes)), "columns differ"
-            granted = (slots.state == SlotState.GRANTED) & (slots.session == owner.open_session)
-            assert int(granted.sum()) == owner.granted_slots, "credits are miscounted"
-            lent = slots.writer[granted]
-            assert bool(np.isin(lent, writers).all()), "a credit of a rank that does not write"
+            for index, group in enumerate(owner.groups):
+                _check_group(slots, owner, group, owner.open_session + index)
+
+
+def _check_group(slots: Slots, owner: Owner, group: OwnerGroup, session: int) -> None:
+    scopes, writers = group.asker.scopes, [owner.ranks[rank].id for rank in group.writers]
+    assert len(writers) == len(scopes) == len(set(scopes)), "columns differ"
+    assert group.session == session, "credits of a group carry another number"
+    granted = (slots.state == SlotState.GRANTED) & (slots.session == session)
+    assert int(granted.sum()) == group.granted_slots, "credits are miscounted"
+    for rank, size in zip(writers, group.asker.slot_sizes, strict=True):
+        its = np.flatnonzero(granted & (slots.writer == rank))
+        assert bool((slots.sizes(its) == size).all()), "a credit of another size"
+    lent = slots.writer[granted]
+    assert bool(np.isin(lent, writers).all()), "a credit of a rank that does not write"

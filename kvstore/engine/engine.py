@@ -235,7 +235,7 @@ class Engine:
             case LeaseAsk():
                 return self._lookups.lease(connection, message)
             case Hint():
-                self._lookups.hint(connection, message)
+                return self._lookups.hint(connection, message)
             case Story():
                 self.explain.tell(connection, message)
             case Compared():
@@ -248,8 +248,7 @@ class Engine:
                 state.leases.release(session, leases)
             case Measured():
                 if session:
-                    tenant, space, _ = state.residency.address(connection.owner.scopes[0])
-                    state.paces.told(tenant, space, message)
+                    state.paces.told(*connection.owner.groups[0].asker.address, message)
             case Unserved(reason=reason):
                 connection.owner.unserved = reason
             case Seal():
@@ -397,7 +396,7 @@ class Engine:
 
     def leases(self) -> list[report.LeaseReport]:
         """Leases, at most report.ROWS_MAX."""
-        return report.leases(self._state, self._loans.blocks())
+        return report.leases(self._state)
 
     def jobs(self) -> list[report.JobReport]:
         """Ranks that hold slots they may write."""

@@ -27,7 +27,7 @@ from kvstore.engine.memory.slots import Slots
 from kvstore.engine.moves.offers import Offers
 from kvstore.engine.moves.paces import Paces
 from kvstore.engine.sessions.leases import Leases
-from kvstore.engine.sessions.owners import Connection, Owner, OwnerKey
+from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, OwnerKey
 from kvstore.engine.sessions.unserved import Refusals
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.tombstones import Names, stamp
@@ -242,8 +242,19 @@ class State:
 
     def forget_unused_scopes(self) -> None:
         """Before a scope is made: those that neither blocks nor sessions use go, when many."""
-        used = {scope for owner in self.owners.values() for scope in owner.scopes}
-        self.residency.forget_unused_scopes(keep=used)
+        groups = (group for owner in self.owners.values() for group in owner.groups)
+        self.residency.forget_unused_scopes(
+            keep={scope for group in groups for scope in group.asker.scopes}
+        )
+
+    def open_groups(self) -> list[OwnerGroup]:
+        """KV cache groups of all open sessions."""
+        open_ones = (owner for owner in self.owners.values() if owner.open_session)
+        return [group for owner in open_ones for group in owner.groups]
+
+    def active_sizes(self) -> set[int]:
+        """Slot sizes that open sessions use."""
+        return {size for group in self.open_groups() for size in group.asker.slot_sizes}
 
     def free(self, words: Words) -> None:
         """Give slots back that hold no block."""

@@ -19,6 +19,7 @@ from kvstore.engine.memory.table import Keys
 from kvstore.engine.why.reasons import Reason
 
 if TYPE_CHECKING:
+    from kvstore.engine.sessions.askers import Asker
     from kvstore.engine.sessions.owners import Connection
     from kvstore.engine.sessions.runs import Run
 
@@ -51,6 +52,7 @@ class LookedUp(NamedTuple):
 
     connection: Connection
     lease: int
+    asker: Asker
     run: Run
     """Leased at once."""
     origins: Origins | None
@@ -75,7 +77,9 @@ class Witness(Protocol):
         """A lookup was answered."""
         ...
 
-    def switched_off(self, connection: Connection, lease: int, blocks: int, now_ns: int) -> None:
+    def switched_off(
+        self, connection: Connection, lease: int, asker: Asker, blocks: int, now_ns: int
+    ) -> None:
         """A lookup of a space that is off was answered with nothing."""
         ...
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from kvstore.client.link import Link, Lost
 from kvstore.types import KEY_BYTES, PAGE_BYTES, BlockKey, Shard
 from kvstore.wire.checksum import checksum_of
+from kvstore.wire.groups import Group, ShardColumn
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     PROTOCOL_VERSION,
@@ -154,9 +155,7 @@ class RawEngine:
                     *who,
                     rank=rank,
                     process=f"rank{rank}-{nonce}",
-                    space=self._space,
-                    shard=self._shard(rank),
-                    block_bytes=self.block_bytes,
+                    groups=(Group(self._space, self._shard(rank), self.block_bytes),),
                 ),
             )
             for rank in range(rank_count)
@@ -327,7 +326,7 @@ class RawEngine:
         match message:
             case Quiesce(session=session):
                 column, lowest = divmod(self.ranks.index(link), self.replicas)
-                assert (message.column, message.writes) == (column, lowest == 0), message
+                assert message.columns == (ShardColumn(column, writes=lowest == 0),), message
                 link.send(Quiet(session=session))
                 self._quiesced[link] += 1
             case SessionOpen(session=session):

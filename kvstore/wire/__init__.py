@@ -3,6 +3,7 @@
 messages     the attach protocol: every datagram between an engine and the node
 mover        the datagrams between a node process and its mover
 bounds       bounded kinds of fields, which all structs are made of
+groups       KV cache groups, as ranks report them
 space        the fingerprint of everything, tokens aside, that changes the bytes of a block
 identity     the names that a certificate gives its owner
 layout, assembly   how a block lies in its slot; blocks that come in other shards than are wanted

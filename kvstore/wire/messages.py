@@ -6,7 +6,7 @@ Control only: the bytes of blocks never pass through a socket.
     scheduler                      node                        rank r
       │ HelloScheduler ─────────────▶│◀──────────── HelloRank │        + own pidfd (SCM_RIGHTS)
       │◀──── Welcome (gen. page) ────│── Welcome (arena, gen. page) ──▶│   or Refused, then close
-      │                              │── Quiesce(session, column) ────▶│   drain own copies …
+      │                              │── Quiesce(session, columns) ───▶│   drain own copies …
       │                              │◀──────────── Quiet(session) ────│   … serve this session only
       │◀──── SessionOpen, Grant … ───│   (when every rank is quiet)    │
       │ Hint, LeaseAsk, Renew, Release│◀─ Seal, Drop, Distrust, Verified │
@@ -28,6 +28,9 @@ in the order of the writers' rank numbers; Quiesce tells each rank its own (ADR 
     2       layers 0-8, head 1   1       yes             array   [n][2] = a₀ b₀ a₁ b₁ …
     3       layers 0-8, head 1   1
 
+Each KV cache group of a model has blocks of its own: a space, shards and columns. HelloRank lists
+them; from there on `group` is a place in that list, and all arrays of a datagram are of one group.
+
 Ways to be broken: not msgpack; unknown tag; field of another type or out of bounds; longer than
 DATAGRAM_BYTES_MAX, a Hello than HELLO_BYTES_MAX; a byte array that is no multiple of its element or
 not as long as its neighbours. All of them raise `ProtocolError` from `decode_*`, and the connection
@@ -43,17 +46,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.errors import ProtocolError
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, Shard
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES
 from kvstore.wire.bounds import (
     NAME_BYTES_MAX,
     U64,
-    BlockBytes,
     Label,
     Name,
     Sentence,
     Small,
 )
-from kvstore.wire.space import Space
+from kvstore.wire.groups import PER_GROUP, Group, GroupIndex, ShardColumn
 
 PROTOCOL_VERSION: Final = 2
 KEYS_PER_DATAGRAM_MAX: Final = 2048
@@ -76,6 +78,7 @@ KeyArray = Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_
 SlotArray = Annotated[bytes, msgspec.Meta(max_length=4 * KEYS_PER_DATAGRAM_MAX)]
 GenerationArray = Annotated[bytes, msgspec.Meta(max_length=8 * KEYS_PER_DATAGRAM_MAX)]
 ChecksumArray = Annotated[bytes, msgspec.Meta(max_length=CHECKSUM_BYTES * KEYS_PER_DATAGRAM_MAX)]
+ShardCount = Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
 LeaseList = Annotated[list[U64], msgspec.Meta(max_length=LEASES_PER_DATAGRAM_MAX)]
 
 
@@ -119,9 +122,8 @@ class HelloRank(Message, frozen=True):
     tenant: Name
     rank: Small
     process: Name
-    space: Space
-    shard: Shard
-    block_bytes: BlockBytes
+    groups: Annotated[tuple[Group, ...], PER_GROUP]
+    """The same number, in the same order, on every rank."""
 
 
 class Quiet(Message, frozen=True):
@@ -135,6 +137,7 @@ class Hint(Message, frozen=True):
 
     request: U64
     keys: KeyArray
+    group: GroupIndex = 0
 
 
 class LeaseAsk(Message, frozen=True):
@@ -143,6 +146,7 @@ class LeaseAsk(Message, frozen=True):
     lease: U64
     keys: KeyArray
     with_checksums: bool = False
+    group: GroupIndex = 0
 
 
 class LeaseRenew(Message, frozen=True):
@@ -233,6 +237,7 @@ class Seal(Message, frozen=True):
     slots: SlotArray
     generations: GenerationArray
     checksums: ChecksumArray
+    group: GroupIndex = 0
 
 
 class Drop(Message, frozen=True):
@@ -241,6 +246,7 @@ class Drop(Message, frozen=True):
     session: U64
     slots: SlotArray
     generations: GenerationArray
+    group: GroupIndex = 0
 
 
 class Distrust(Message, frozen=True):
@@ -285,18 +291,16 @@ class Quiesce(Message, frozen=True):
     session: U64
     weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """That of the scheduler's Hello: ranks need it for the space in the checksum's header."""
-    column: Small = 0
-    """Where this rank's shard stands in the [n][S] arrays of the session."""
-    writes: bool = True
-    """False: a lower rank holds the same shard and stores it; this one only loads."""
+    columns: Annotated[tuple[ShardColumn, ...], PER_GROUP] = (ShardColumn(),)
+    """By group."""
 
 
 class SessionOpen(Message, frozen=True):
     """All ranks are attached and quiet. Credits follow; lookups are answered from now on."""
 
     session: U64
-    shard_count: Annotated[int, msgspec.Meta(ge=1, le=RANKS_MAX)]
-    """S: distinct shards, of which there may be fewer than ranks."""
+    shard_counts: Annotated[tuple[ShardCount, ...], PER_GROUP]
+    """S by group: distinct shards, of which there may be fewer than ranks."""
     compute_ns_per_token: U64 = 0
     """As earlier engines of this space measured it; 0: unknown."""
     load_ns_per_token: U64 = 0
@@ -315,6 +319,7 @@ class HintReply(Message, frozen=True):
     request: U64
     present: Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX // 8)]
     """One bit per key, little bit order, whole bytes: 1 = all shards known in any tier."""
+    group: GroupIndex = 0
 
 
 class LeaseReply(Message, frozen=True):
@@ -356,6 +361,7 @@ class Grant(Message, frozen=True):
     session: U64
     slots: SlotArray
     generations: GenerationArray
+    group: GroupIndex = 0
 
 
 EngineMessage = (

@@ -120,7 +120,7 @@ class Liar:
             case Quiet():
                 for other, kind in list(self._peers.items()):
                     if kind == "scheduler":
-                        self._send(other, SessionOpen(SESSION, 1))
+                        self._send(other, SessionOpen(SESSION, (1,)))
                         self._send(other, Grant(SESSION, *self._slots(8)))
             case Hint(request=request, keys=keys):
                 bits = self._random.randbytes(-(-len(keys) // KEY_BYTES // 8))

@@ -23,12 +23,14 @@ def test_an_absurd_hello_is_refused_and_inspect_goes_on(
     absurd = Hellos("absurd")
     hello = absurd.rank_hello(0)
     assert isinstance(hello, HelloRank)
-    space = msgspec.structs.replace(hello.space, **{field: value})
+    (group,) = hello.groups
+    space = msgspec.structs.replace(group.space, **{field: value})
+    hello = msgspec.structs.replace(hello, groups=(msgspec.structs.replace(group, space=space),))
     with Door(tmp_path) as door:
         Guest(door, "bystander")
         scheduler, rank = Line(door), Line(door)
         scheduler.introduce(encode(absurd.scheduler_hello()))
-        rank.introduce(encode(msgspec.structs.replace(hello, space=space)))
+        rank.introduce(encode(hello))
         (refused,) = rank.hear()
         assert isinstance(refused, Refused)
         assert refused.permanent

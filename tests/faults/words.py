@@ -62,7 +62,7 @@ def answers() -> list[Message]:
         Welcome(1, 2, 3, 4, 5),
         Refused("no", permanent=True),
         Quiesce(3),
-        SessionOpen(3, 1),
+        SessionOpen(3, (1,)),
         SessionClosed(3, "over"),
         HintReply(1, b"\x07"),
         LeaseReply(1, 2, slots, generations),

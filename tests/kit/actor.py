@@ -33,6 +33,7 @@ from kvstore.demo.guard import PR_SET_PDEATHSIG
 from kvstore.errors import AttachError
 from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, PAGE_BYTES, BlockKey
 from kvstore.wire.checksum import checksum_of
+from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import (
     Grant,
     HelloRank,
@@ -293,18 +294,19 @@ class Actor:
 
     def _heard(self, message: NodeMessage | Lost) -> None:
         match message:
-            case Quiesce(session=session, column=column):
+            case Quiesce(session=session, columns=(ShardColumn(column),)):
                 assert self._link is not None
                 assert isinstance(self._hello, HelloRank)
                 self._session, self._column = session, column
+                (group,) = self._hello.groups
                 self._checksum_prefix = header_prefix(
                     tenant=self._hello.tenant,
-                    space=fingerprint(self._hello.space, weights_epoch=message.weights_epoch),
-                    shard=self._hello.shard,
-                    block_bytes=self._hello.block_bytes,
+                    space=fingerprint(group.space, weights_epoch=message.weights_epoch),
+                    shard=group.shard,
+                    block_bytes=group.block_bytes,
                 )
                 self._link.send(Quiet(session=session))
-            case SessionOpen(session=session, shard_count=shards):
+            case SessionOpen(session=session, shard_counts=(shards,)):
                 self._session, self._shards, self._failure = session, shards, ""
             case SessionClosed(reason=reason):
                 self._over(reason)
@@ -365,7 +367,7 @@ class Actor:
         self._hear()  # a session that is over is known to be before a plan of it is obeyed
         if self._link is None or self._link.arena is None or not isinstance(self._hello, HelloRank):
             raise _Cannot(self._failure or "not attached")
-        return self._link.arena.array, self._hello.block_bytes
+        return self._link.arena.array, self._hello.groups[0].block_bytes
 
     def _write(self, order: Write) -> Written:
         arena, size = self._memory()

@@ -17,6 +17,7 @@ from typing import Final
 
 from kvstore.testing.raw_engine import BLOCK_BYTES, HEAD_COUNT, LAYER_COUNT, make_keys, make_space
 from kvstore.types import Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Distrust,
@@ -93,9 +94,8 @@ class Garbage:
             return HelloScheduler(PROTOCOL_VERSION, name, "nonce", "strangers", 1, name)
         shard = Shard(0, LAYER_COUNT, 0, HEAD_COUNT)
         space = make_space(model=name)
-        return HelloRank(
-            PROTOCOL_VERSION, name, "nonce", "strangers", 0, name, space, shard, BLOCK_BYTES
-        )
+        groups = (Group(space, shard, BLOCK_BYTES),)
+        return HelloRank(PROTOCOL_VERSION, name, "nonce", "strangers", 0, name, groups)
 
     def _broken(self, data: bytes) -> bytes:
         rng = self._random

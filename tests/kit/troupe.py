@@ -33,6 +33,7 @@ import xxhash
 
 from kvstore.testing.raw_engine import HEAD_COUNT, LAYER_COUNT, make_space
 from kvstore.types import CHECKSUM_BYTES, Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, HelloScheduler
 from tests.kit import actor
 from tests.kit.actor import (
@@ -277,6 +278,7 @@ class SplitEngine:
                 label=self._space.model,
             )
         heads, rank = HEAD_COUNT // self.rank_count, number - 1
+        shard = Shard(0, LAYER_COUNT, rank * heads, (rank + 1) * heads)
         return HelloRank(
             protocol=PROTOCOL_VERSION,
             engine_id=self._engine_id,
@@ -284,9 +286,7 @@ class SplitEngine:
             tenant=self._tenant,
             rank=rank,
             process=process,
-            space=self._space,
-            shard=Shard(0, LAYER_COUNT, rank * heads, (rank + 1) * heads),
-            block_bytes=self.shard_bytes,
+            groups=(Group(self._space, shard, self.shard_bytes),),
         )
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────────
@@ -397,7 +397,7 @@ class SplitEngine:
 
 
 def _column(array: bytes, size: int, column: int, width: int) -> bytes:
-    """Column of a packed [n][width] array whose elements have `size` bytes."""
+    """ShardColumn of a packed [n][width] array whose elements have `size` bytes."""
     step = size * width
     return b"".join(
         array[at + column * size : at + (column + 1) * size] for at in range(0, len(array), step)

@@ -41,6 +41,7 @@ from kvstore.engine.events import (
 )
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.units import MIB, NS_PER_MS
+from kvstore.wire.groups import Group
 from kvstore.wire.learned import Learned
 from kvstore.wire.messages import Message
 from kvstore.wire.record import Scope
@@ -188,9 +189,7 @@ class SlowDiskWorld:
                 tenant=TENANT,
                 rank=0,
                 process="r",
-                space=space,
-                shard=SHARD,
-                block_bytes=setting.block_bytes,
+                groups=(Group(space, SHARD, setting.block_bytes),),
             )
         )
         self._inbox: list[Message] = []

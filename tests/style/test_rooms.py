@@ -19,11 +19,11 @@ MODULES_MAX = 18
 MEDIAN_LINES_MAX = 8
 LINES_MAX = {
     "cli": 1_920,
-    "client": 2_530,
+    "client": 2_545,
     "config": 1_070,
     "connector": 1_740,
     "demo": 1_260,
-    "engine": 6_400,
+    "engine": 6_475,
     "index": 1_810,
     "indexer": 710,
     "kernels": 150,
@@ -38,7 +38,7 @@ LINES_MAX = {
     "testing": 1_150,
     "tiers": 2_790,
     "transport": 1_750,
-    "wire": 1_170,
+    "wire": 1_188,
 }
 """Lines of code of each package, without blanks, comments and docstrings. Whoever needs more takes
 it from another one, or says in the commit why the product is to be larger."""

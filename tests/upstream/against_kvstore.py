@@ -40,6 +40,7 @@ from kvstore.testing.raw_engine import (
     make_space,
 )
 from kvstore.types import Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, Quiesce, Quiet
 
 ATTACH_S: Final = 10.0
@@ -106,9 +107,7 @@ class Stock:
                 tenant="default",
                 rank=0,
                 process=secrets.token_hex(8),
-                space=make_space(),
-                shard=Shard(0, LAYER_COUNT, 0, HEAD_COUNT),
-                block_bytes=BLOCK_BYTES,
+                groups=(Group(make_space(), Shard(0, LAYER_COUNT, 0, HEAD_COUNT), BLOCK_BYTES),),
             ),
         )
         self._stack.callback(rank.close)

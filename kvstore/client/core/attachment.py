@@ -16,7 +16,7 @@ Pure: the caller owns the socket and reads the heartbeat word.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import defaultdict, deque
 
 import numpy as np
 
@@ -69,12 +69,14 @@ class Attachment:
         self._config = config
         self.state = AttachState.DOWN
         self.session = 0
-        self.shard_count = 1
+        self.shard_counts: tuple[int, ...] = (1,)
+        """By KV cache group."""
         self.incarnation = 0
         self.weights_epoch = ""
         self.unserved = ""
         """Why no session can open, as reported by the ranks."""
-        self.credits: deque[Credit] = deque()
+        self.credits: defaultdict[int, deque[Credit]] = defaultdict(deque)
+        """By KV cache group."""
         self.outbox: list[Message] = []
         self.notices: list[str] = []
         self.state_since_ns = 0
@@ -181,7 +183,7 @@ class Attachment:
             case SessionOpen():
                 self._end_session()
                 self.session = message.session
-                self.shard_count = message.shard_count
+                self.shard_counts = message.shard_counts
                 self._enter(AttachState.OPEN, now_ns)
                 self._retry_ms = _RETRY_MS_MIN
                 self._away_noticed = False
@@ -250,15 +252,15 @@ class Attachment:
             )
 
     def _add_credits(self, grant: Grant) -> None:
-        shards = self.shard_count
-        slots = slots_array(grant.slots)
-        if len(slots) % shards:
+        slots, counts = slots_array(grant.slots), self.shard_counts
+        if grant.group >= len(counts) or len(slots) % counts[grant.group]:
             return  # a grant we cannot read is no grant; the node still counts it as ours
+        shards, credits = counts[grant.group], self.credits[grant.group]
         rows = slots.reshape(-1, shards).tolist()
         generations = generations_array(grant.generations).reshape(-1, shards).tolist()
-        room = max(0, CREDITS_MAX - len(self.credits))
+        room = max(0, CREDITS_MAX - len(credits))
         pairs = zip(rows[:room], generations[:room], strict=True)
-        self.credits.extend((tuple(s), tuple(g)) for s, g in pairs)
+        credits.extend((tuple(s), tuple(g)) for s, g in pairs)
 
     def _end_session(self) -> None:
         self.session = 0

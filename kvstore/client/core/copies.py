@@ -98,18 +98,28 @@ Copy = LoadBlock | StoreBlock | CompareBlock
 Outcome = Copied | CopyVoid | Mismatch | CopyCompared
 
 
+class RankColumn(msgspec.Struct, frozen=True):
+    """What a rank does for one KV cache group of a session."""
+
+    number: int
+    """Place of its shard in the [n][S] arrays."""
+    writes: bool
+    prefix: bytes
+    """Of the headers that checksums cover."""
+
+
 class Job:
     """One job under way; blocks before `index` are done."""
 
     __slots__ = ("abandoned", "checksums", "generations", "index", "plan", "prefix", "slots")
 
-    def __init__(self, plan: LoadJob | StoreJob, *, column: int, prefix: bytes) -> None:
+    def __init__(self, plan: LoadJob | StoreJob, its: RankColumn) -> None:
         self.plan = plan
         self.index = 0
-        self.prefix = prefix
+        self.prefix = its.prefix
         self.abandoned = ""
         """Why the job ends with its copy in flight; empty while it goes on."""
-        n = len(plan.block_ids)
+        n, column = len(plan.block_ids), its.number
         checksums = plan.checksums
         shards, rest = divmod(len(plan.slots), 4 * n)
         if (
@@ -148,8 +158,8 @@ class RunningLoad(Job):
     __slots__ = ("duration_ns",)
     plan: LoadJob
 
-    def __init__(self, plan: LoadJob, *, column: int, prefix: bytes) -> None:
-        super().__init__(plan, column=column, prefix=prefix)
+    def __init__(self, plan: LoadJob, its: RankColumn) -> None:
+        super().__init__(plan, its)
         self.duration_ns = 0
 
     def verified(self) -> list[int]:
@@ -175,8 +185,8 @@ class RunningStore(Job):
     __slots__ = ("sealed",)
     plan: StoreJob
 
-    def __init__(self, plan: StoreJob, *, column: int, prefix: bytes) -> None:
-        super().__init__(plan, column=column, prefix=prefix)
+    def __init__(self, plan: StoreJob, its: RankColumn) -> None:
+        super().__init__(plan, its)
         self.sealed: dict[int, bytes] = {}
         """Checksum by index of the blocks that were copied."""
 
@@ -197,8 +207,8 @@ class RunningCheck(Job):
     __slots__ = ("compared", "diverged", "worst")
     plan: StoreJob
 
-    def __init__(self, plan: StoreJob, *, column: int, prefix: bytes) -> None:
-        super().__init__(plan, column=column, prefix=prefix)
+    def __init__(self, plan: StoreJob, its: RankColumn) -> None:
+        super().__init__(plan, its)
         self.compared = 0
         self.diverged: list[int] = []
         self.worst = 0.0
@@ -239,13 +249,14 @@ def seals(job: RunningStore, indexes: list[int]) -> Iterator[Seal]:
             slots=slots,
             generations=generations,
             checksums=b"".join(job.sealed[i] for i in batch),
+            group=job.plan.group,
         )
 
 
 def drops(job: RunningStore, indexes: list[int]) -> Iterator[Drop]:
     """The slots of these blocks were not written."""
     for batch in _batches(indexes):
-        yield Drop(job.plan.session, *job.places(batch))
+        yield Drop(job.plan.session, *job.places(batch), group=job.plan.group)
 
 
 def verified(job: RunningLoad) -> Iterator[Verified]:

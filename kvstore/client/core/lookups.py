@@ -282,7 +282,7 @@ class EngineLookups:
     ) -> LoadJob:
         """The job that fills `block_ids` with blocks `first_block`… of the held leases."""
         assert lookup.stage is LookupStage.HELD, lookup.stage
-        shards = self._attachment.shard_count
+        shards = self._attachment.shard_counts[0]
         begin = first_block - lookup.first_block
         end = begin + len(block_ids)
         assert 0 <= begin < end <= lookup.found_blocks, (begin, end, lookup.found_blocks)
@@ -379,7 +379,7 @@ class EngineLookups:
         lookup.is_shadow = self._is_due(self._hits_unchecked, self._config.shadow_every)
         due = self._is_due(self._loads_unverified, self._config.verify_every)
         lookup.is_verified = due or lookup.is_shadow
-        keys_per_ask = max(1, KEYS_PER_DATAGRAM_MAX // attachment.shard_count)
+        keys_per_ask = max(1, KEYS_PER_DATAGRAM_MAX // attachment.shard_counts[0])
         lookup.session = attachment.session
         lookup.first_block = first_block
         lookup.found_blocks = 0
@@ -420,7 +420,7 @@ class EngineLookups:
     def found_blocks(self, part: LookupPart) -> int:
         """Blocks that the answer to one question leases."""
         assert part.reply is not None
-        return min(len(part.reply.slots) // (4 * self._attachment.shard_count), part.count)
+        return min(len(part.reply.slots) // (4 * self._attachment.shard_counts[0]), part.count)
 
     def _miss(self, lookup: Lookup, reason: str) -> Miss:
         lookup.miss_reason = reason

@@ -24,6 +24,8 @@ class LoadJob(msgspec.Struct, frozen=True):
     generations: bytes
     checksums: bytes = b""
     """[n][S] of 16 bytes, or none; the rank verifies every block whose checksum is not 0."""
+    group: int = 0
+    """KV cache group of all blocks of the job."""
 
 
 class StoreJob(msgspec.Struct, frozen=True):
@@ -42,6 +44,8 @@ class StoreJob(msgspec.Struct, frozen=True):
     """Write nothing: compare the blocks with the slots. Every rank does."""
     checksums: bytes = b""
     """To compare: [n][S] of 16 bytes, so that damaged bytes are not taken for another block."""
+    group: int = 0
+    """As in LoadJob."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):

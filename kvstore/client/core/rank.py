@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable
 import msgspec
 
 from kvstore.client.core.copies import (
+    PLAN_MALFORMED,
     CompareBlock,
     Copied,
     Copy,
@@ -34,6 +35,7 @@ from kvstore.client.core.copies import (
     LoadBlock,
     Mismatch,
     Outcome,
+    RankColumn,
     RunningCheck,
     RunningLoad,
     RunningStore,
@@ -52,7 +54,8 @@ from kvstore.client.core.plan import (
     StoreJob,
 )
 from kvstore.errors import ProtocolError
-from kvstore.types import CHECKSUM_BYTES, Shard
+from kvstore.types import CHECKSUM_BYTES
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     HelloRank,
@@ -64,7 +67,7 @@ from kvstore.wire.messages import (
     Welcome,
 )
 from kvstore.wire.record import header_prefix
-from kvstore.wire.space import Space, fingerprint
+from kvstore.wire.space import fingerprint
 
 SESSION_OVER = "the session of this plan is over"
 ATTACHED_ANEW = "the rank attached to the node anew"
@@ -78,9 +81,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     rank: int
     process: str
-    space: Space
-    shard: Shard
-    block_bytes: int
+    groups: tuple[Group, ...]
 
 
 class RankCore:
@@ -90,11 +91,10 @@ class RankCore:
         self._config = config
         self._attached = False
         self._session = 0
-        self._column = 0
-        self._writes = False
+        self._columns: tuple[RankColumn, ...] = ()
+        """By group, of the session."""
         self._quiesce: Quiesce | None = None
         """Received while a copy was in flight; answered when that ends."""
-        self._prefix = b""
         self._loads: deque[RunningLoad] = deque()
         self._stores: deque[RunningStore | RunningCheck] = deque()
         self._current: tuple[RunningLoad | RunningStore | RunningCheck, Copy] | None = None
@@ -138,9 +138,7 @@ class RankCore:
             tenant=c.tenant,
             rank=c.rank,
             process=c.process,
-            space=c.space,
-            shard=c.shard,
-            block_bytes=c.block_bytes,
+            groups=c.groups,
         )
 
     def connected(self, welcome: Welcome) -> None:
@@ -162,6 +160,11 @@ class RankCore:
             ProtocolError: a message that no rank may get; close the connection.
         """
         match message:
+            case Quiesce(columns=columns) if len(columns) != len(self._config.groups):
+                raise ProtocolError(
+                    f"Quiesce of {len(columns)} KV cache groups where this rank has"
+                    f" {len(self._config.groups)}"
+                )
             case Quiesce() if self._attached:
                 self._session = 0
                 self._quiesce = message
@@ -292,6 +295,11 @@ class RankCore:
     def _serves(self, plan: LoadJob | StoreJob) -> bool:
         return self._session != 0 and plan.session == self._session
 
+    def _column(self, plan: LoadJob | StoreJob) -> RankColumn:
+        if not 0 <= plan.group < len(self._columns):
+            raise ProtocolError(PLAN_MALFORMED)
+        return self._columns[plan.group]
+
     # ── loads ────────────────────────────────────────────────────────────────────────────────────
 
     def _submit_load(self, plan: LoadJob) -> None:
@@ -301,7 +309,7 @@ class RankCore:
             self._load_result(plan, loaded=0, duration_ns=0, reason=SESSION_OVER)
         else:
             try:
-                job = RunningLoad(plan, column=self._column, prefix=self._prefix)
+                job = RunningLoad(plan, self._column(plan))
             except ProtocolError as error:
                 self._load_result(plan, loaded=0, duration_ns=0, reason=str(error))
             else:
@@ -343,7 +351,7 @@ class RankCore:
                 lease=plan.lease,
                 loaded_blocks=loaded,
                 failed_block_ids=plan.block_ids[loaded:],
-                bytes_moved=loaded * self._config.block_bytes,
+                bytes_moved=loaded and loaded * self._config.groups[plan.group].block_bytes,
                 duration_ns=duration_ns,
                 reason=reason,
             )
@@ -355,11 +363,12 @@ class RankCore:
         try:
             if not (self._attached and self._serves(plan) and plan.block_ids):
                 raise ProtocolError(SESSION_OVER)
-            if not (self._writes or plan.compare):
+            column = self._column(plan)
+            if not (column.writes or plan.compare):
                 self._stores_done.append(plan.job)
                 return
             kind = RunningCheck if plan.compare else RunningStore
-            job = kind(plan, column=self._column, prefix=self._prefix)
+            job = kind(plan, column)
         except ProtocolError:
             self._stores_done.append(plan.job)
             self._blocks_dropped += 0 if plan.compare else len(plan.block_ids)
@@ -376,7 +385,7 @@ class RankCore:
             assert len(outcome.checksum) == CHECKSUM_BYTES
             job.sealed[job.index] = outcome.checksum
             self._store_ns += outcome.duration_ns
-            self._store_bytes += self._config.block_bytes
+            self._store_bytes += self._config.groups[job.plan.group].block_bytes
         self._unread(job.plan.block_ids[job.index : job.index + 1])
         job.index += 1
         if job.abandoned or not job.remaining:
@@ -431,13 +440,18 @@ class RankCore:
         assert not self._loads, "a job outlived its session"
         assert not self._stores, "a job outlived its session"
         self._session = self._quiesce.session
-        self._column, self._writes = self._quiesce.column, self._quiesce.writes
-        space = fingerprint(self._config.space, weights_epoch=self._quiesce.weights_epoch)
-        self._prefix = header_prefix(
-            tenant=self._config.tenant,
-            space=space,
-            shard=self._config.shard,
-            block_bytes=self._config.block_bytes,
+        self._columns = tuple(
+            RankColumn(
+                column.number,
+                column.writes,
+                header_prefix(
+                    tenant=self._config.tenant,
+                    space=fingerprint(group.space, weights_epoch=self._quiesce.weights_epoch),
+                    shard=group.shard,
+                    block_bytes=group.block_bytes,
+                ),
+            )
+            for group, column in zip(self._config.groups, self._quiesce.columns, strict=True)
         )
         self._quiesce = None
         self._outbox.append(Quiet(self._session))

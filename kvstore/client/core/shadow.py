@@ -124,7 +124,7 @@ class Shadows:
         """Rows of an array [n][S]; empty if the array is."""
         if not array:
             return b""
-        shape = (-1, self._attachment.shard_count * size)
+        shape = (-1, self._attachment.shard_counts[0] * size)
         return np.frombuffer(array, np.uint8).reshape(shape)[rows].tobytes()
 
     def reported(self, result: CompareResult) -> None:

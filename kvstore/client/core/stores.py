@@ -75,7 +75,7 @@ class EngineStores:
     def has_work(self, progress: StoreProgress, full_blocks: int) -> bool:
         """Whether `bind` could do anything: the cheap question of every step."""
         is_due = full_blocks > progress.next_block and not progress.is_old
-        return is_due and bool(self._attachment.credits)
+        return is_due and bool(self._attachment.credits[0])
 
     def bind(
         self,
@@ -96,7 +96,7 @@ class EngineStores:
             local_blocks: leading blocks that the engine had in its own cache; without an answer to
                 the hint they count as stored.
         """
-        credits = self._attachment.credits
+        credits = self._attachment.credits[0]
         self._sequence += 1
         for i in range(progress.next_block, full_blocks):
             key = bytes(keys[i])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.quotas import GroupId
+from kvstore.engine.memory.quotas import QuotaGroup
 from kvstore.engine.memory.slots import Pool, Slots
 
 CREDIT_PART = 4
@@ -50,12 +50,12 @@ class Admission:
         part = self._slots.slabs_ready // max(len(self._slots.pools), 1)
         return max(pool.capacity, part * pool.slots_per_slab, pool.slots_per_slab)
 
-    def credit_limit(self, group: GroupId, block_bytes: int) -> int:
+    def credit_limit(self, group: QuotaGroup, block_bytes: int) -> int:
         """Blocks that may be granted to a group with a quota: grants cannot be taken back, so they
         must stay well below a small share."""
         return int(self._slots.quotas.share[group]) // CREDIT_PART // block_bytes
 
-    def make_room(self, pool: Pool, wanted: int, active: set[int], asker: GroupId) -> None:
+    def make_room(self, pool: Pool, wanted: int, active: set[int], asker: QuotaGroup) -> None:
         """Free up to `wanted` slots and, below the low watermark, up to the high one.
 
         Args:
@@ -89,7 +89,7 @@ class Admission:
     def _low_mark(self, pool: Pool) -> int:
         return int(pool.capacity * self._low)
 
-    def _take_over(self, pool: Pool, active: set[int], asker: GroupId, *, claims: bool) -> bool:
+    def _take_over(self, pool: Pool, active: set[int], asker: QuotaGroup, *, claims: bool) -> bool:
         """Empty a slab of another pool for this one: of an unused pool, when it is colder than the
         next victims of this one; of one with more than its part, when this has less. With
         `claims`, of any, but of other groups only. Quotas are kept in all cases."""

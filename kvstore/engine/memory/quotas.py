@@ -22,8 +22,8 @@ from typing import NewType
 import numpy as np
 from numpy.typing import NDArray
 
-GroupId = NewType("GroupId", int)
-OTHERS = GroupId(0)
+QuotaGroup = NewType("QuotaGroup", int)
+OTHERS = QuotaGroup(0)
 QUOTA_COUNT_MAX = 64
 
 
@@ -47,29 +47,29 @@ class Quotas:
         """Whether there are quotas."""
         return len(self.share) > 1
 
-    def group(self, *, label: str, tenant: str) -> GroupId:
+    def group(self, *, label: str, tenant: str) -> QuotaGroup:
         """Group of an engine: of its model's quota, or else its tenant's."""
         for name in (label, tenant):
             if name and name in self.names:
-                return GroupId(self.names.index(name))
+                return QuotaGroup(self.names.index(name))
         return OTHERS
 
-    def is_full(self, group: GroupId, more_bytes: int) -> bool:
+    def is_full(self, group: QuotaGroup, more_bytes: int) -> bool:
         """Whether a group would exceed its share with `more_bytes`."""
         return bool(self.held[group] + more_bytes > self.share[group])
 
-    def givers(self, asker: GroupId, more_bytes: int) -> list[GroupId]:
+    def givers(self, asker: QuotaGroup, more_bytes: int) -> list[QuotaGroup]:
         """Groups that make room for `asker`, in order."""
         above = np.argsort(self.share - self.held, kind="stable").tolist()
-        others = [GroupId(g) for g in above if g != asker and self.held[g] > self.share[g]]
+        others = [QuotaGroup(g) for g in above if g != asker and self.held[g] > self.share[g]]
         return [asker, *others] if self.is_full(asker, more_bytes) else [*others, asker]
 
-    def spare_bytes(self, giver: GroupId, asker: GroupId) -> int:
+    def spare_bytes(self, giver: QuotaGroup, asker: QuotaGroup) -> int:
         """Bytes that `giver` can lose to `asker`."""
         surplus = self.held[giver] - self.share[giver]
         return int(self.held[giver] if giver == asker else max(0, surplus))
 
-    def can_lose(self, asker: GroupId, size_bytes: int) -> NDArray[np.bool_]:
+    def can_lose(self, asker: QuotaGroup, size_bytes: int) -> NDArray[np.bool_]:
         """Mask of groups that can lose `size_bytes` in one piece to `asker`."""
         may: NDArray[np.bool_] = self.held - self.share >= size_bytes
         may[asker] = True

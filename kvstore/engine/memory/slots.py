@@ -28,7 +28,7 @@ from kvstore.engine.memory.pins import Pins
 from kvstore.engine.memory.policy.choose import maker
 from kvstore.engine.memory.policy.expected import Expected
 from kvstore.engine.memory.policy.port import NONE, Mask, Policy, Prints, Stamps, Words
-from kvstore.engine.memory.quotas import OTHERS, GroupId, Quotas
+from kvstore.engine.memory.quotas import OTHERS, QuotaGroup, Quotas
 from kvstore.engine.memory.writers import Writers
 from kvstore.types import PAGE_BYTES, PAGES_PER_GENERATION, SLOT_BYTES_MIN
 
@@ -220,17 +220,17 @@ class Slots:
         writer: int,
         session: int,
         cause: int,
-        group: GroupId = OTHERS,
+        quota: QuotaGroup = OTHERS,
     ) -> Words:
         """Take `count` free slots; the caller has checked their number."""
         words = np.array(pool.free[-count:][::-1], dtype=np.int64)
         assert len(words) == count, "more granted than free"
         del pool.free[-count:]
         self._change(words, SlotEvent.GRANT, cause)
-        self.group[words] = group
+        self.group[words] = quota
         self._name_writer(words, writer)
         self.session[words] = session
-        self.quotas.held[group] += count * pool.slot_bytes
+        self.quotas.held[quota] += count * pool.slot_bytes
         return words
 
     def seal(self, words: Words, prints: Prints, cause: int) -> None:
@@ -318,7 +318,7 @@ class Slots:
         """Sealed, unleased slots to free, in the order of the policy; at most `count`."""
         return pool.policy.pop(count, self._evictable)
 
-    def victims_for(self, asker: GroupId, pool: Pool, count: int) -> Words:
+    def victims_for(self, asker: QuotaGroup, pool: Pool, count: int) -> Words:
         """Victims with quotas: of the groups that give way to `asker`."""
         found: list[Words] = []
         missing = count
@@ -362,7 +362,7 @@ class Slots:
         mask: Mask = (self.state[words] == SlotState.SEALED) & (self.leases[words] == 0)
         return mask
 
-    def _evictable_of(self, group: GroupId) -> Callable[[Words | slice], Mask]:
+    def _evictable_of(self, group: QuotaGroup) -> Callable[[Words | slice], Mask]:
         return lambda words: self._evictable(words) & (self.group[words] == group)
 
     def ready(self, ready_bytes: int) -> None:

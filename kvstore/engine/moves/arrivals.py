@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.memory.policy.port import Words
 from kvstore.engine.memory.table import Keys, Rows, each
+from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import Run, leading, leading_run
@@ -52,6 +53,7 @@ class Wait(msgspec.Struct):
     lease: int
     held: Lease
     """Another lease may have the same number by the time the blocks come."""
+    asker: Asker
     keys: Keys
     """What was asked for and is not leased yet, in chain order."""
     with_checksums: bool
@@ -152,19 +154,16 @@ class Arrivals:
 
     def _advance(self, session: int, wait: Wait) -> bool:
         """Lease what has arrived and say so. False: nothing more will come."""
-        state, owner = self._state, wait.connection.owner
+        state, scopes = self._state, wait.asker.scopes
         # While the first block is on its way by another job, the rest cannot be leased.
         first = wait.keys[:1]
-        if not leading_run(state, owner.scopes, first).count and self.on_their_way(
-            owner.scopes, first
-        ):
+        if not leading_run(state, scopes, first).count and self.on_their_way(scopes, first):
             return True
-        run = leading_run(state, owner.scopes, wait.keys)
-        account, shards = wait.held.account, len(owner.scopes)
-        count = state.leases.fitting(session, account, run.words(), shards)
+        run = leading_run(state, scopes, wait.keys)
+        count = state.leases.fitting(session, wait.held.account, run.words(), len(scopes))
         refused = run.count - count
         run, rest = run.cut(count), wait.keys[count:]
-        promoting = 0 if refused else self.on_their_way(owner.scopes, rest)
+        promoting = 0 if refused else self.on_their_way(scopes, rest)
         words = run.words()
         state.leases.extend(session, wait.lease, words)
         wait.keys = rest
@@ -172,7 +171,7 @@ class Arrivals:
         state.witness.grew(session, wait.lease, run.words_by_shard[0][:count], origins, refused)
         state.counters.pins_refused += refused
         state.counters.blocks_hit += count
-        state.counters.leased_bytes += count * sum(owner.slot_sizes)
+        state.counters.leased_bytes += count * sum(wait.asker.slot_sizes)
         state.counters.blocks_missed += 0 if promoting else len(rest)
         state.send(
             wait.connection,

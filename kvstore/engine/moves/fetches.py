@@ -307,7 +307,7 @@ class Fetches:
     ) -> None:
         state = self._state
         columns = self._intake.hold(
-            asker.slot_sizes, len(keys), writer=PEER_WRITER, group=asker.group
+            asker.slot_sizes, len(keys), writer=PEER_WRITER, quota=asker.quota
         )
         size_bytes = len(keys) * sum(asker.slot_sizes)
         number = self._fetching.begin(_Fetching(node, asker, keys, columns, size_bytes))

@@ -34,7 +34,7 @@ from kvstore.engine.events import (
     VoidFile,
 )
 from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.quotas import GroupId
+from kvstore.engine.memory.quotas import QuotaGroup
 from kvstore.engine.memory.slots import FILE_WRITER
 from kvstore.engine.memory.table import NO_ROWS, Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals
@@ -159,7 +159,7 @@ class Files:
                 rows[piece],
                 pool_size=size,
                 block_bytes=asker.block_bytes[column],
-                group=asker.group,
+                quota=asker.quota,
             )
         return wanted
 
@@ -171,10 +171,10 @@ class Files:
         *,
         pool_size: int,
         block_bytes: int,
-        group: GroupId,
+        quota: QuotaGroup,
     ) -> None:
         state = self._state
-        (words,) = self._intake.hold([pool_size], len(rows), writer=FILE_WRITER, group=group)
+        (words,) = self._intake.hold([pool_size], len(rows), writer=FILE_WRITER, quota=quota)
         locations = state.residency.file[rows]
         checksums = state.residency.checksum[rows]
         size_bytes = len(rows) * pool_size

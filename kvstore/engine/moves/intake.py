@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.policy.port import Words, prints
-from kvstore.engine.memory.quotas import GroupId
+from kvstore.engine.memory.quotas import QuotaGroup
 from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals
 from kvstore.engine.moves.writes import Writes
@@ -54,26 +54,28 @@ class Intake:
 
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
 
-    def room(self, sizes: Sequence[int], wanted: int, group: GroupId, active: set[int]) -> int:
+    def room(self, sizes: Sequence[int], wanted: int, quota: QuotaGroup, active: set[int]) -> int:
         """Make room for blocks of one slot of each of these sizes; returns for how many, up to
         `wanted`, there is some. `active`: sizes in use, which keep what they have."""
         if wanted <= 0:
             return 0
         pools = {size: self._state.slots.pool(size) for size in sizes}
         for size, pool in pools.items():
-            self._admission.make_room(pool, wanted * sizes.count(size), active, group)
+            self._admission.make_room(pool, wanted * sizes.count(size), active, quota)
         # Counted at the end: making room for one size may take what was free for another.
         return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
 
     def room_for(self, asker: Asker, sizes: Sequence[int], wanted: int) -> int:
         """The same for what is brought because it was asked for, as far as that may be pinned."""
         state, block_bytes = self._state, sum(sizes)
-        pinnable = state.slots.pins.room(None, asker.group, block_bytes) // block_bytes
-        active = {s for o in state.owners.values() if o.open_session for s in o.slot_sizes}
+        pinnable = state.slots.pins.room(None, asker.quota, block_bytes) // block_bytes
+        active = state.active_sizes()
         state.make_room_for(Reason.EVICTED_FOR_READS, asker.title)
-        return self.room(sizes, min(wanted, pinnable), asker.group, active | set(sizes))
+        return self.room(sizes, min(wanted, pinnable), asker.quota, active | set(sizes))
 
-    def hold(self, sizes: Sequence[int], count: int, *, writer: int, group: GroupId) -> list[Words]:
+    def hold(
+        self, sizes: Sequence[int], count: int, *, writer: int, quota: QuotaGroup
+    ) -> list[Words]:
         """Slots for so many blocks, a column for each size, which are the writer's from now on."""
         state = self._state
         return [
@@ -82,7 +84,7 @@ class Intake:
                 count,
                 writer=writer,
                 session=0,
-                group=group,
+                quota=quota,
                 cause=state.cause,
             )
             for size in sizes

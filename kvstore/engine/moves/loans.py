@@ -22,7 +22,7 @@ from kvstore.engine.memory.table import Keys, Rows
 from kvstore.engine.moves.arrivals import Arrivals, Name
 from kvstore.engine.moves.covers import covers
 from kvstore.engine.moves.files import REPEATED, Files
-from kvstore.engine.sessions.askers import Asker, node_asks
+from kvstore.engine.sessions.askers import Asker, asker
 from kvstore.engine.sessions.leases import Lease
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading, leading_run, run_of
 from kvstore.engine.state import State
@@ -117,9 +117,9 @@ class Loans:
         count = length(best)[0] if best else 0
         if not count:
             return None
-        columns = tuple((shard, scopes[shard]) for shard in best)
-        asker = node_asks((event.tenant, space), known.space, columns)
-        return asker, rows[[place[shard] for shard in best], :count]
+        columns = [(shard, scopes[shard]) for shard in best]
+        its = asker((event.tenant, space), known.space, columns)
+        return its, rows[[place[shard] for shard in best], :count]
 
     def _answer(self, peer: int, loan: int, asker: Asker, run: Run) -> None:
         state = self._state
@@ -131,7 +131,8 @@ class Loans:
             return
         run = run.cut(fits)
         words = run.words()
-        held = state.leases.add(-peer, loan, words, state.now_ns, account)
+        shards = len(asker.scopes)
+        held = state.leases.add(-peer, loan, words, state.now_ns, account, shards)
         generations = state.slots.generation[words]
         self._loans[peer, loan] = _Loan(held, words, generations, run.count)
         for words_of_shard in run.words_by_shard:
@@ -212,10 +213,6 @@ class Loans:
         for name in late:
             del self._loans[name]
         self._state.counters.loans_expired += len(late)
-
-    def blocks(self) -> dict[tuple[int, int], int]:
-        """How many each loan is about."""
-        return {name: loan.block_count for name, loan in self._loans.items()}
 
     def sessions(self) -> set[int]:
         """Sessions that hold leases for peers."""

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.policy.port import Words
-from kvstore.engine.memory.quotas import GroupId
+from kvstore.engine.memory.quotas import QuotaGroup
 from kvstore.engine.memory.slots import SlotState
 from kvstore.engine.moves.intake import Copies, Intake
-from kvstore.engine.sessions.owners import Connection, Owner
+from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup
 from kvstore.engine.state import State
 from kvstore.engine.why.reasons import Reason
+from kvstore.wire.groups import GROUPS_MAX
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Distrust,
@@ -45,14 +46,14 @@ class Stores:
         self._counted: list[int] = []
         self._sharing_slots: dict[frozenset[int], int] = {}
         """Sessions with slots of one of these sizes; of the sessions that were counted."""
-        self._sharing_quota: Counter[GroupId] = Counter()
+        self._sharing_quota: Counter[QuotaGroup] = Counter()
 
     def drop(self, connection: Connection, message: Drop) -> None:
         """Granted slots that were not written: free again."""
         words, valid = self._valid(connection, message)
         words = np.unique(words[valid])
         self._state.counters.stores_dropped += len(words)
-        self._ungrant(connection.owner, words, message.session)
+        self._ungrant(connection.owner, words, message)
 
     def _valid(
         self, connection: Connection, message: Seal | Drop
@@ -61,10 +62,11 @@ class Stores:
         words, known = self._state.slots.words_of(slots)
         valid = (
             known
+            & (message.session % GROUPS_MAX == 0)  # else another group's sum
             & (self._state.slots.writer[words] == connection.id)
             & (self._state.slots.state[words] == SlotState.GRANTED)
             & (self._state.slots.generation[words] == generations_array(message.generations))
-            & (self._state.slots.session[words] == message.session)
+            & (self._state.slots.session[words] == message.session + message.group)
         )
         self._state.counters.stale_slots += int((~valid).sum())
         return words, valid
@@ -80,29 +82,33 @@ class Stores:
         ) != int(valid.sum()):
             return "a Seal that names a key or slot twice"
         if not owner.open_session or message.session != owner.open_session:
-            self._ungrant(owner, words[valid], message.session)
+            self._ungrant(owner, words[valid], message)
             return ""
-        if hello.rank not in owner.writers:
+        if message.group >= len(owner.groups):
+            return "a Seal of a KV cache group that its engine does not have"
+        group = owner.groups[message.group]
+        if hello.rank not in group.writers:
             return "a Seal from a rank that does not write its shard"
-        if owner.known and self._state.is_off(*owner.known):
-            self._ungrant(owner, words[valid], message.session)
+        if self._state.is_off(*group.asker.address):
+            self._ungrant(owner, words[valid], message)
             self._state.counters.stores_dropped += int(valid.sum())
             return ""
         words, keys = words[valid], keys[valid]
         checksums = checksums_array(message.checksums)[valid]
-        scope = owner.scopes[owner.writers.index(hello.rank)]
-        copies = Copies(scope, keys, words, checksums)
-        taken = int(self._intake.store(copies, block_bytes=hello.block_bytes).sum())
-        owner.granted_slots -= len(words)
+        column = group.writers.index(hello.rank)
+        copies = Copies(group.asker.scopes[column], keys, words, checksums)
+        block_bytes = group.asker.block_bytes[column]
+        taken = int(self._intake.store(copies, block_bytes=block_bytes).sum())
+        group.granted_slots -= len(words)
         self._state.counters.stores_joined += len(words) - taken
         self._state.counters.stores_sealed += taken
-        self._state.counters.stored_bytes += taken * hello.block_bytes
+        self._state.counters.stored_bytes += taken * block_bytes
         return ""
 
-    def _ungrant(self, owner: Owner, words: Words, session: int) -> None:
+    def _ungrant(self, owner: Owner, words: Words, message: Seal | Drop) -> None:
         self._state.free(words)
-        if session == owner.open_session:
-            owner.granted_slots -= len(words)
+        if len(words) and message.session == owner.open_session:
+            owner.groups[message.group].granted_slots -= len(words)
 
     def distrust(self, connection: Connection, message: Distrust) -> None:
         """Forget copies whose bytes failed their checksum. Only those that this engine could read
@@ -127,7 +133,8 @@ class Stores:
         )
         words = np.unique(words[bad])
         rows = self._state.residency.row_of_word[words]
-        own = np.isin(self._state.residency.table.scopes[rows], connection.owner.scopes)
+        scopes = [s for group in connection.owner.groups for s in group.asker.scopes]
+        own = np.isin(self._state.residency.table.scopes[rows], scopes)
         return words[own]
 
     def grant_all(self) -> None:
@@ -135,52 +142,56 @@ class Stores:
         if not self._state.credits_due:
             return
         self._state.credits_due = self._state.slots.pins.is_short = False
-        sessions = [owner for owner in self._state.owners.values() if owner.open_session]
-        active = {size for owner in sessions for size in owner.slot_sizes}
+        groups = self._state.open_groups()
+        active = self._state.active_sizes()
         self._state.slots.forget_pools(keep=active)
-        self._count_sharing(sessions)
-        for owner in sessions:
-            if owner.known and self._state.is_off(*owner.known):
-                continue
-            counts = Counter(owner.slot_sizes)
-            pools = {self._state.slots.pools[size]: count for size, count in counts.items()}
-            sharing = self._sharing_slots[frozenset(counts)]
-            target = self._admission.credit_target(pools, sessions=sharing)
-            if self._state.slots.quotas.any:
-                limit = self._admission.credit_limit(owner.group, sum(owner.slot_sizes))
-                target = min(target, max(1, limit // self._sharing_quota[owner.group]))
-            if owner.granted_blocks > target // 2:
-                continue
-            self._grant(owner, target - owner.granted_blocks, active)
+        self._count_sharing(groups)
+        for owner in self._state.owners.values():
+            for index, group in enumerate(owner.groups if owner.open_session else ()):
+                if not self._state.is_off(*group.asker.address):
+                    wanted = self._credits_wanted(group)
+                    if wanted:
+                        self._grant(owner, index, wanted, active)
 
-    def _count_sharing(self, sessions: list[Owner]) -> None:
-        """How many sessions share slots and quotas, anew when they are other sessions: credits are
+    def _credits_wanted(self, group: OwnerGroup) -> int:
+        """Blocks that a group's credits are short of; 0 while half of them are left."""
+        counts, quota = Counter(group.asker.slot_sizes), group.asker.quota
+        pools = {self._state.slots.pools[size]: count for size, count in counts.items()}
+        sharing = self._sharing_slots[frozenset(counts)]
+        target = self._admission.credit_target(pools, sessions=sharing)
+        if self._state.slots.quotas.any:
+            limit = self._admission.credit_limit(quota, sum(group.asker.slot_sizes))
+            target = min(target, max(1, limit // self._sharing_quota[quota]))
+        return target - group.granted_blocks if group.granted_blocks <= target // 2 else 0
+
+    def _count_sharing(self, groups: list[OwnerGroup]) -> None:
+        """How many groups share slots and quotas, anew when they are other groups: credits are
         looked at on nearly every step. Hundreds of sessions have few kinds of slots."""
-        numbers = [owner.open_session for owner in sessions]
+        numbers = [group.session for group in groups]
         if numbers == self._counted:
             return
         self._counted = numbers
-        kinds = Counter(frozenset(owner.slot_sizes) for owner in sessions)
+        kinds = Counter(frozenset(group.asker.slot_sizes) for group in groups)
         self._sharing_slots = {
             mine: sum(count for kind, count in kinds.items() if kind & mine) for mine in kinds
         }
-        self._sharing_quota = Counter(owner.group for owner in sessions)
+        self._sharing_quota = Counter(group.asker.quota for group in groups)
 
-    def _grant(self, owner: Owner, wanted: int, active: set[int]) -> None:
-        shards, group = len(owner.scopes), owner.group
-        wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // shards)
-        sizes = owner.slot_sizes
+    def _grant(self, owner: Owner, index: int, wanted: int, active: set[int]) -> None:
+        group = owner.groups[index]
+        sizes, quota = group.asker.slot_sizes, group.asker.quota
+        wanted = min(wanted, KEYS_PER_DATAGRAM_MAX // len(sizes))
         assert owner.scheduler is not None
         pins, block_bytes = self._state.slots.pins, sum(sizes)
-        room = pins.room(pins.account(owner.scheduler.id), group, block_bytes)
+        room = pins.room(pins.account(owner.scheduler.id), quota, block_bytes)
         # Credits and what is left are halves: blocks are to stay in it, and to be leased.
-        may = max(0, (room // block_bytes - owner.granted_blocks + 1) // 2)
-        ranks = [owner.ranks[rank].id for rank in owner.writers]
-        may = min(may, pins.writable(list(zip(ranks, sizes, strict=True)), group))
+        may = max(0, (room // block_bytes - group.granted_blocks + 1) // 2)
+        ranks = [owner.ranks[rank].id for rank in group.writers]
+        may = min(may, pins.writable(list(zip(ranks, sizes, strict=True)), quota))
         pins.is_short |= may < wanted
         wanted = min(wanted, may)
-        self._state.make_room_for(Reason.EVICTED_FOR_STORES, owner.title)
-        count = self._intake.room(sizes, wanted, group, active)
+        self._state.make_room_for(Reason.EVICTED_FOR_STORES, group.asker.title)
+        count = self._intake.room(sizes, wanted, quota, active)
         if count == 0:
             self._state.counters.grants_refused += 1
             return
@@ -189,14 +200,14 @@ class Stores:
                 self._state.slots.pools[size],
                 count,
                 writer=rank,
-                session=owner.open_session,
-                group=group,
+                session=group.session,
+                quota=quota,
                 cause=self._state.cause,
             )
             for rank, size in zip(ranks, sizes, strict=True)
         ]
         words = np.stack(columns, axis=1).reshape(-1)
-        owner.granted_slots += len(words)
+        group.granted_slots += len(words)
         self._state.counters.blocks_granted += count
         self._state.send(
             owner.scheduler,
@@ -204,5 +215,6 @@ class Stores:
                 session=owner.open_session,
                 slots=self._state.slots.slots_of(words).astype("<u4").tobytes(),
                 generations=self._state.slots.generation[words].astype("<u8").tobytes(),
+                group=index,
             ),
         )

@@ -6,10 +6,11 @@ asked, so nothing here refers to it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from kvstore.engine.memory.quotas import OTHERS, GroupId
-from kvstore.engine.sessions.owners import Owner
+from kvstore.engine.memory.quotas import OTHERS, QuotaGroup
 from kvstore.types import Shard, SpaceId
 from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.space import Space
@@ -19,7 +20,7 @@ ANOTHER_NODE = "(another node)"
 
 
 class Asker(msgspec.Struct, frozen=True):
-    """One column per distinct shard, as in the arrays of a session."""
+    """One KV cache group; one column per distinct shard, as in the arrays of a session."""
 
     tenant: str
     space: SpaceId
@@ -29,36 +30,28 @@ class Asker(msgspec.Struct, frozen=True):
     slot_sizes: tuple[int, ...]
     block_bytes: tuple[int, ...]
     block_tokens: int
-    group: GroupId
+    quota: QuotaGroup
     engine: str
     """Whose share it takes of what is bounded."""
     title: str
     """For people: for whom room was made."""
 
-
-def engine_asks(owner: Owner) -> Asker:
-    """An engine with an open session."""
-    assert owner.known is not None, "an engine without a session asks for nothing"
-    space = owner.rank_hellos()[0].space
-    shards = tuple(owner.columns())
-    return Asker(
-        tenant=owner.known[0],
-        space=owner.known[1],
-        shards=shards,
-        scopes=owner.scopes,
-        slot_sizes=owner.slot_sizes,
-        block_bytes=tuple(shard_bytes(space, shard) for shard in shards),
-        block_tokens=space.block_tokens,
-        group=owner.group,
-        engine="/".join(owner.key),
-        title=owner.title,
-    )
+    @property
+    def address(self) -> tuple[str, SpaceId]:
+        """Tenant and space."""
+        return self.tenant, self.space
 
 
-def node_asks(
-    address: tuple[str, SpaceId], space: Space, columns: tuple[tuple[Shard, int], ...]
+def asker(
+    address: tuple[str, SpaceId],
+    space: Space,
+    columns: Sequence[tuple[Shard, int]],
+    *,
+    quota: QuotaGroup = OTHERS,
+    engine: str = ANOTHER_NODE,
+    title: str = ANOTHER_NODE,
 ) -> Asker:
-    """Another node, for the shards of a cover and their scopes."""
+    """Of an engine or of another node. `columns`: shards and their scopes."""
     sizes = tuple(shard_bytes(space, shard) for shard, _ in columns)
     return Asker(
         tenant=address[0],
@@ -68,7 +61,7 @@ def node_asks(
         slot_sizes=tuple(slot_bytes(size) for size in sizes),
         block_bytes=sizes,
         block_tokens=space.block_tokens,
-        group=OTHERS,
-        engine=ANOTHER_NODE,
-        title=ANOTHER_NODE,
+        quota=quota,
+        engine=engine,
+        title=title,
     )

@@ -35,11 +35,14 @@ _LOOK_NS: Final = 100 * NS_PER_MS
 class Lease:
     """One LeaseAsk that was answered with at least one block."""
 
-    __slots__ = ("account", "due", "expires_ns", "granted_ns", "pieces")
+    __slots__ = ("_shards", "account", "due", "expires_ns", "granted_ns", "pieces")
 
-    def __init__(self, account: Account | None, *, granted_ns: int, expires_ns: int) -> None:
+    def __init__(
+        self, account: Account | None, *, shards: int, granted_ns: int, expires_ns: int
+    ) -> None:
         self.account = account
         """That pins its slots."""
+        self._shards = shards
         self.pieces: list[tuple[Words, NDArray[np.uint64]]] = []
         """Slots and generations, as they were pinned: distinct within a piece. A slot whose block
         was cleared may come a second time, with another block, when the lease grows."""
@@ -52,6 +55,11 @@ class Lease:
     def slot_count(self) -> int:
         """Slots pinned."""
         return sum(len(words) for words, _ in self.pieces)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks pinned."""
+        return self.slot_count // self._shards
 
     @property
     def size_bytes(self) -> int:
@@ -93,10 +101,17 @@ class Leases:
         return min(SESSION_BYTES_MAX, (BYTES_MAX - self._bytes + its) // 2) - its
 
     def add(
-        self, session: int, lease: int, words: Words, now_ns: int, account: Account | None = None
+        self,
+        session: int,
+        lease: int,
+        words: Words,
+        now_ns: int,
+        account: Account | None = None,
+        shards: int = 1,
     ) -> Lease:
-        """Pin these slots, which are distinct, for an account that may (`Pins.fitting`)."""
-        made = Lease(account, granted_ns=now_ns, expires_ns=now_ns + self._ttl_ns)
+        """Pin these slots, [n][shards] and distinct, for an account that may (`Pins.fitting`)."""
+        expires_ns = now_ns + self._ttl_ns
+        made = Lease(account, shards=shards, granted_ns=now_ns, expires_ns=expires_ns)
         self._by_session.setdefault(session, {})[lease] = made
         self._look_later(session, lease, made)
         self._pin(session, made, words)

@@ -11,12 +11,11 @@ from kvstore.engine.memory.table import Keys
 from kvstore.engine.moves.arrivals import Arrivals, Wait, count_of
 from kvstore.engine.moves.fetches import Fetches
 from kvstore.engine.moves.files import REPEATED, Files
-from kvstore.engine.sessions.askers import engine_asks
-from kvstore.engine.sessions.owners import Connection, Owner
+from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.sessions.runs import LOOKED_UP_MAX, Run, leading_run
 from kvstore.engine.state import State
 from kvstore.engine.witness import LookedUp, Origin, Wanted
-from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Hint,
@@ -46,16 +45,25 @@ class Lookups:
 
     def lease(self, connection: Connection, ask: LeaseAsk) -> str:
         """Pin the longest run in dram and answer. Returns why the connection must end, or "" ."""
-        state, owner = self._state, connection.owner
-        session = owner.open_session
+        state, session = self._state, connection.owner.open_session
         state.counters.lease_asks += 1
+        if not session:
+            self._lend_nothing(connection, ask)
+            return ""
+        if ask.group >= len(connection.owner.groups):
+            return "a LeaseAsk of a KV cache group that its engine does not have"
+        asker = connection.owner.groups[ask.group].asker
+        if state.is_off(*asker.address):
+            return self._refuse(connection, ask, asker)
+        return self._lease(connection, session, ask, asker)
+
+    def _lease(self, connection: Connection, session: int, ask: LeaseAsk, asker: Asker) -> str:
+        state, shards = self._state, len(asker.scopes)
         # With many shards a full ask would be answered with more than fits a datagram.
-        keys = keys_array(ask.keys)[: KEYS_PER_DATAGRAM_MAX // max(len(owner.scopes), 1)]
-        if not session or not state.leases.may_add(session, ask.lease):
+        keys = keys_array(ask.keys)[: KEYS_PER_DATAGRAM_MAX // shards]
+        if not state.leases.may_add(session, ask.lease):
             keys = keys[:0]
-        if session and owner.known and state.is_off(*owner.known):
-            return self._refuse(connection, ask)
-        run = leading_run(state, owner.scopes, keys)
+        run = leading_run(state, asker.scopes, keys)
         if run.repeats():
             return "a LeaseAsk that names a key twice"
         account = state.slots.pins.account(connection.id)
@@ -63,17 +71,17 @@ class Lookups:
         words = run.words()
         rest = keys[run.count :]
         if run.count:
-            for size, shard_words in zip(owner.slot_sizes, run.words_by_shard, strict=True):
+            for size, shard_words in zip(asker.slot_sizes, run.words_by_shard, strict=True):
                 state.slots.touch(state.slots.pools[size], shard_words[: run.count])
             # Before anything makes room for what is promoted.
-            held = state.leases.add(session, ask.lease, words, state.now_ns, account)
+            held = state.leases.add(session, ask.lease, words, state.now_ns, account, shards)
         # Nothing is brought behind a block that may not be pinned.
-        promoting, estimate_ms, wanted = self._bring(owner, keys[:0] if refused else rest, run)
+        promoting, estimate_ms, wanted = self._bring(asker, keys[:0] if refused else rest, run)
         if promoting == REPEATED:
             return "a LeaseAsk that names a key twice"
         origins = self._arrivals.take_origins(run)
         state.counters.blocks_hit += run.count
-        state.counters.leased_bytes += run.count * sum(owner.slot_sizes)
+        state.counters.leased_bytes += run.count * sum(asker.slot_sizes)
         state.counters.blocks_missed += len(rest) - promoting
         state.send(
             connection,
@@ -91,13 +99,15 @@ class Lookups:
         )
         if not len(keys):
             return ""
-        found = LookedUp(connection, ask.lease, run, origins, rest, promoting, refused, wanted)
+        found = LookedUp(
+            connection, ask.lease, asker, run, origins, rest, promoting, refused, wanted
+        )
         state.witness.looked_up(found, state.now_ns)
         if promoting:
             if not run.count:
-                held = state.leases.add(session, ask.lease, words, state.now_ns, account)
+                held = state.leases.add(session, ask.lease, words, state.now_ns, account, shards)
             rest = rest[:promoting]
-            self._arrivals.wait(Wait(connection, ask.lease, held, rest, ask.with_checksums))
+            self._arrivals.wait(Wait(connection, ask.lease, held, asker, rest, ask.with_checksums))
         return ""
 
     def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
@@ -107,13 +117,12 @@ class Lookups:
         self._state.counters.pins_refused += run.count - fits
         return run.cut(fits), run.count - fits
 
-    def _bring(self, owner: Owner, keys: Keys, run: Run) -> tuple[int, int, Wanted]:
+    def _bring(self, asker: Asker, keys: Keys, run: Run) -> tuple[int, int, Wanted]:
         """Begin to bring what is not in dram, from disk and behind that from other nodes. Returns
         how many are on their way, or may be, an estimate of how long that takes in ms, and what
         other nodes have to do with it."""
         if not self._brings or not len(keys):
             return 0, 0, Wanted()
-        asker = engine_asks(owner)
         promoting = self._files.promote(asker, keys, held=run.rows())
         if promoting == REPEATED:
             return REPEATED, 0, Wanted()
@@ -123,45 +132,56 @@ class Lookups:
             estimate_ms = max(estimate_ms, self._fetches.estimate_ms(asker, wanted.coming))
         return promoting + wanted.coming, estimate_ms, wanted
 
-    def _refuse(self, connection: Connection, ask: LeaseAsk) -> str:
+    def _refuse(self, connection: Connection, ask: LeaseAsk, asker: Asker) -> str:
         """Nothing of this space is lent; explain says why."""
         state, keys = self._state, keys_array(ask.keys)
         state.counters.blocks_missed += len(keys)
-        nothing = LeaseReply(
-            lease=ask.lease, ttl_ms=state.config.lease_ttl_ms, slots=b"", generations=b""
-        )
-        state.send(connection, nothing)
+        self._lend_nothing(connection, ask)
         if len(keys):
-            state.witness.switched_off(connection, ask.lease, len(keys), state.now_ns)
+            state.witness.switched_off(connection, ask.lease, asker, len(keys), state.now_ns)
         return ""
 
-    def hint(self, connection: Connection, hint: Hint) -> None:
-        """Touch what is held, and say what is known: of what lies behind LOOKED_UP_MAX nothing."""
-        state, owner = self._state, connection.owner
-        whole_bytes = LOOKED_UP_MAX // max(len(owner.scopes), 1) // 8 * 8
-        keys = keys_array(hint.keys)[:whole_bytes]
-        is_off = bool(owner.known and state.is_off(*owner.known))
-        present = np.full(len(keys), bool(owner.open_session) and not is_off)
-        if owner.open_session and not is_off:
-            space = owner.rank_hellos()[0].space
-            rows = state.residency.find_all(owner.scopes, keys)
-            present &= (rows >= 0).all(axis=0)
-            self._use(owner, keys, state.residency.words(rows))
-            for scope, its in zip(owner.scopes, rows, strict=True):
-                block_bytes = shard_bytes(space, state.residency.address(scope)[2])
-                self._files.writes.asked_again(scope, its, block_bytes=block_bytes)
-            if self._brings:
-                asker = engine_asks(owner)
-                self._files.promote(asker, keys)
-                held = len(keys) if bool(present.all()) else int(np.argmin(present))
-                self._fetches.want(asker, keys[held:])
-        bits = np.packbits(present, bitorder="little").tobytes()
-        state.send(connection, HintReply(request=hint.request, present=bits))
+    def _lend_nothing(self, connection: Connection, ask: LeaseAsk) -> None:
+        ttl_ms = self._state.config.lease_ttl_ms
+        nothing = LeaseReply(lease=ask.lease, ttl_ms=ttl_ms, slots=b"", generations=b"")
+        self._state.send(connection, nothing)
 
-    def _use(self, owner: Owner, keys: Keys, words: NDArray[np.int64]) -> None:
+    def hint(self, connection: Connection, hint: Hint) -> str:
+        """Touch what is held, and say what is known: of what lies behind LOOKED_UP_MAX nothing.
+        Returns why the connection must end, or nothing."""
+        state, owner, keys = self._state, connection.owner, keys_array(hint.keys)
+        present: NDArray[np.bool_] = np.zeros(len(keys), dtype=bool)
+        if owner.open_session:
+            if hint.group >= len(owner.groups):
+                return "a Hint of a KV cache group that its engine does not have"
+            asker = owner.groups[hint.group].asker
+            keys = keys[: LOOKED_UP_MAX // len(asker.scopes) // 8 * 8]
+            present = present[: len(keys)]
+            if not state.is_off(*asker.address):
+                present = self._hint(asker, keys)
+        bits = np.packbits(present, bitorder="little").tobytes()
+        reply = HintReply(request=hint.request, present=bits, group=hint.group)
+        state.send(connection, reply)
+        return ""
+
+    def _hint(self, asker: Asker, keys: Keys) -> NDArray[np.bool_]:
+        """Which keys are known in every shard."""
+        rows = self._state.residency.find_all(asker.scopes, keys)
+        present: NDArray[np.bool_] = np.logical_and.reduce(rows >= 0, axis=0)
+        self._use(asker, keys, self._state.residency.words(rows))
+        columns = zip(asker.scopes, rows, asker.block_bytes, strict=True)
+        for scope, its, block_bytes in columns:
+            self._files.writes.asked_again(scope, its, block_bytes=block_bytes)
+        if self._brings:
+            self._files.promote(asker, keys)
+            held = len(keys) if bool(present.all()) else int(np.argmin(present))
+            self._fetches.want(asker, keys[held:])
+        return present
+
+    def _use(self, asker: Asker, keys: Keys, words: NDArray[np.int64]) -> None:
         """A request names these blocks; words are [S][n]. Pool by pool, its shards side by side."""
-        sizes, scopes = np.array(owner.slot_sizes), np.array(owner.scopes)
-        for size in dict.fromkeys(owner.slot_sizes):
+        sizes, scopes = np.array(asker.slot_sizes), np.array(asker.scopes)
+        for size in dict.fromkeys(asker.slot_sizes):
             its = np.flatnonzero(sizes == size)
             named = np.stack([prints(scope, keys) for scope in scopes[its].tolist()], axis=1)
             pool = self._state.slots.pools[size]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
-from kvstore.engine.memory.quotas import OTHERS
+from kvstore.engine.sessions.askers import Asker
 from kvstore.types import ConnectionId, Shard, SpaceId
-from kvstore.wire.layout import slot_bytes
+from kvstore.wire.groups import Group
+from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.messages import HelloRank, HelloScheduler
 
 OwnerKey = tuple[str, str, str]
@@ -39,24 +40,39 @@ class Connection:
         return "scheduler" if isinstance(self.hello, HelloScheduler) else "rank"
 
 
+class OwnerGroup:
+    """A KV cache group of a session: what one column per distinct shard is about."""
+
+    __slots__ = ("asker", "granted_slots", "session", "writers")
+
+    def __init__(self, asker: Asker, writers: tuple[int, ...], session: int) -> None:
+        self.asker = asker
+        self.writers = writers
+        """By column: the rank that writes the shard."""
+        self.session = session
+        """Number that its granted slots carry: the session's, plus the group's index."""
+        self.granted_slots = 0
+        """Not yet sealed or dropped, all columns together."""
+
+    @property
+    def granted_blocks(self) -> int:
+        """Credits out, in blocks."""
+        return -(-self.granted_slots // len(self.writers))
+
+
 class Owner:
     """One engine instance."""
 
     __slots__ = (
         "forming",
-        "granted_slots",
-        "group",
+        "groups",
         "key",
-        "known",
         "open_session",
         "opened_ns",
         "ranks",
         "scheduler",
-        "scopes",
-        "slot_sizes",
         "unserved",
         "waits_since_ns",
-        "writers",
     )
 
     def __init__(self, key: OwnerKey) -> None:
@@ -70,19 +86,9 @@ class Owner:
         """Why its scheduler says that it cannot be served."""
         self.waits_since_ns = 0
         """Since when its scheduler has been attached without a session."""
-        self.known: tuple[str, SpaceId] | None = None
-        """Tenant and space of the last session."""
+        self.groups: tuple[OwnerGroup, ...] = ()
+        """Of the last session."""
         self.opened_ns = 0
-        self.writers: tuple[int, ...] = ()
-        """Of the open session, by column: the rank that writes the shard."""
-        self.scopes: tuple[int, ...] = ()
-        """Of the open session, by column."""
-        self.slot_sizes: tuple[int, ...] = ()
-        """Of the open session, by column."""
-        self.group = OTHERS
-        """Of the open session: whose quota counts."""
-        self.granted_slots = 0
-        """Of the open session, not yet sealed or dropped, all columns together."""
 
     @property
     def is_complete(self) -> bool:
@@ -117,17 +123,18 @@ class Owner:
             hellos.append(hello)
         return hellos
 
-    def columns(self) -> dict[Shard, HelloRank]:
+    def columns(self, group: int) -> dict[Shard, HelloRank]:
         """Distinct shards of the attached ranks, in the order of columns, each with its writer."""
         columns: dict[Shard, HelloRank] = {}
         for hello in self.rank_hellos():
-            columns.setdefault(hello.shard, hello)
+            if group < len(hello.groups):  # as on every rank, once `objection` has none
+                columns.setdefault(hello.groups[group].shard, hello)
         return columns
 
     @property
-    def granted_blocks(self) -> int:
-        """Credits out, in blocks."""
-        return -(-self.granted_slots // max(len(self.scopes), 1))
+    def address(self) -> tuple[str, SpaceId] | None:
+        """Tenant and space of the first group of the last session; None: there was no session."""
+        return self.groups[0].asker.address if self.groups else None
 
 
 def objection(owner: Owner, *, slab_bytes: int) -> str:
@@ -138,37 +145,40 @@ def objection(owner: Owner, *, slab_bytes: int) -> str:
             f"{len(hellos)} ranks are attached where its scheduler speaks of {owner.rank_count}: "
             "two engines may share an engine_id"
         )
-    space = hellos[0].space
-    if any(hello.space != space for hello in hellos):
+    spaces = [group.space for group in hellos[0].groups]
+    if any([group.space for group in hello.groups] != spaces for hello in hellos):
         return "its ranks report different models or settings: all ranks must load the same"
+    if any(space in spaces[:index] for index, space in enumerate(spaces)):
+        return "two of its KV cache groups report the same space: their blocks would be mixed up"
     if [hello.rank for hello in hellos] != list(range(len(hellos))):
         return f"its ranks are not numbered from 0 to {len(hellos) - 1}"
     for hello in hellos:
-        reason = _shard_objection(hello, slab_bytes=slab_bytes)
-        if reason:
-            return reason
+        for group in hello.groups:
+            if reason := _group_objection(hello.rank, group, slab_bytes=slab_bytes):
+                return reason
     # Replicas carry the very same shard; shards that only overlap have no one to write them.
-    shards = list(owner.columns())
-    covered = sum(_layers(s) * _heads(s) for s in shards)
-    if covered != space.layer_count * space.kv_head_count or _overlap(shards):
-        return "its ranks do not cover all layers and heads exactly once"
+    for index, space in enumerate(spaces):
+        shards = list(owner.columns(index))
+        covered = sum(_layers(s) * _heads(s) for s in shards)
+        if covered != space.layer_count * space.kv_head_count or _overlap(shards):
+            return "its ranks do not cover all layers and heads exactly once"
     return ""
 
 
-def _shard_objection(hello: HelloRank, *, slab_bytes: int) -> str:
-    s, space = hello.shard, hello.space
+def _group_objection(rank: int, group: Group, *, slab_bytes: int) -> str:
+    s, space = group.shard, group.space
     inside = 0 <= s.layer_begin < s.layer_end <= space.layer_count
     if not (inside and 0 <= s.head_begin < s.head_end <= space.kv_head_count):
-        return f"rank {hello.rank} reports layers or heads that the model does not have"
-    expected = _layers(s) * _heads(s) * space.block_tokens * space.token_bytes
-    if hello.block_bytes != expected:
+        return f"rank {rank} reports layers or heads that the model does not have"
+    expected = shard_bytes(space, s)
+    if group.block_bytes != expected:
         return (
-            f"rank {hello.rank} reports blocks of {hello.block_bytes} bytes where its layers "
+            f"rank {rank} reports blocks of {group.block_bytes} bytes where its layers "
             f"and heads make {expected}"
         )
-    if slot_bytes(hello.block_bytes) > slab_bytes:
+    if slot_bytes(group.block_bytes) > slab_bytes:
         return (
-            f"a block of rank {hello.rank} takes {hello.block_bytes} bytes, more than a slab "
+            f"a block of rank {rank} takes {group.block_bytes} bytes, more than a slab "
             f"of {slab_bytes}: start the node with a larger --slab (and --dram)"
         )
     return ""

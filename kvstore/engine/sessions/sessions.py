@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from kvstore.engine.events import Admit, Follow, Hangup, Release, Send, Unfollow
 from kvstore.engine.memory.slots import SlotState
-from kvstore.engine.sessions.owners import Connection, Owner, objection
+from kvstore.engine.sessions.askers import asker
+from kvstore.engine.sessions.owners import Connection, Owner, OwnerGroup, objection
 from kvstore.engine.state import KnownSpace, State
 from kvstore.types import ConnectionId, SpaceId
-from kvstore.wire.layout import slot_bytes
+from kvstore.wire.groups import GROUPS_MAX, ShardColumn
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     HelloRank,
@@ -31,7 +32,7 @@ class Sessions:
         self._state = state
         # No number of an earlier incarnation may come again: a rank could be quiet for it already,
         # and a plan of the old session, late in its engine, would pass for one of the new.
-        self._next_session = ((state.config.incarnation & 0xFFFF_FFFF_FF) << 20) + 1
+        self._next_session = (state.config.incarnation & 0x7F_FFFF_FFFF) << 24 | GROUPS_MAX
 
     def hello(self, id: ConnectionId, hello: HelloScheduler | HelloRank, process: int = 0) -> None:
         """A process introduces itself; with it the owner may be complete."""
@@ -128,20 +129,27 @@ class Sessions:
 
     def _quiesce(self, owner: Owner, weights_epoch: str) -> None:
         owner.forming = self._next_session
-        self._next_session += 1
-        columns = list(owner.columns().items())
-        for number, rank in owner.ranks.items():
+        self._next_session += GROUPS_MAX  # slots carry session + group
+        groups = max((len(hello.groups) for hello in owner.rank_hellos()), default=0)
+        columns = [
+            {
+                shard: (number, hello.rank)
+                for number, (shard, hello) in enumerate(owner.columns(group).items())
+            }
+            for group in range(groups)
+        ]
+        for rank in owner.ranks.values():
             assert isinstance(rank.hello, HelloRank)
-            shard = rank.hello.shard
-            column, writer = next((i, h) for i, (s, h) in enumerate(columns) if s == shard)
             rank.asked_session = owner.forming
+            its = [columns[i][group.shard] for i, group in enumerate(rank.hello.groups)]
             self._state.send(
                 rank,
                 Quiesce(
                     session=owner.forming,
                     weights_epoch=weights_epoch,
-                    column=column,
-                    writes=writer.rank == number,
+                    columns=tuple(
+                        ShardColumn(n, writes=writer == rank.hello.rank) for n, writer in its
+                    ),
                 ),
             )
 
@@ -173,36 +181,45 @@ class Sessions:
         assert scheduler is not None
         hello = scheduler.hello
         assert isinstance(hello, HelloScheduler)
-        # The columns that Quiesce told the ranks: whoever came or left since then ended `forming`.
-        hellos = list(owner.columns().values())
-        space = fingerprint(hellos[0].space, weights_epoch=hello.weights_epoch)
         self._state.forget_unused_scopes()
-        owner.writers = tuple(h.rank for h in hellos)
-        owner.scopes = tuple(
-            self._state.residency.scope(owner.key[0], space, h.shard) for h in hellos
+        spaces = [group.space for group in owner.rank_hellos()[0].groups]
+        owner.groups = tuple(
+            self._group(owner, hello, index, space) for index, space in enumerate(spaces)
         )
-        owner.slot_sizes = tuple(slot_bytes(h.block_bytes) for h in hellos)
-        for size in owner.slot_sizes:
-            self._state.slots.pool(size)
-        owner.known = (owner.key[0], space)
-        self._state.know(owner.known, KnownSpace(hellos[0].space, owner.scopes, hello.label))
-        self._follow(scheduler.id, hello, hellos[0].space, space)
-        owner.group = self._state.slots.quotas.group(label=hello.label, tenant=owner.key[0])
+        first = owner.groups[0].asker
+        self._follow(scheduler.id, hello, spaces[0], first.space)
         owner.open_session, owner.forming, owner.unserved = owner.forming, 0, ""
         owner.opened_ns = self._state.now_ns
-        owner.granted_slots = 0
         self._state.counters.sessions_opened += 1
         self._state.credits_due = True
-        pace = self._state.paces.of(owner.key[0], space)
+        pace = self._state.paces.of(*first.address)
         self._state.send(
             scheduler,
             SessionOpen(
                 session=owner.open_session,
-                shard_count=len(hellos),
+                shard_counts=tuple(len(group.writers) for group in owner.groups),
                 compute_ns_per_token=pace.compute_ns_per_token,
                 load_ns_per_token=pace.load_ns_per_token,
             ),
         )
+
+    def _group(self, owner: Owner, hello: HelloScheduler, index: int, space: Space) -> OwnerGroup:
+        # The columns that Quiesce told the ranks: an arrival or end since then ended `forming`.
+        columns, state, tenant = owner.columns(index), self._state, owner.key[0]
+        address = tenant, fingerprint(space, weights_epoch=hello.weights_epoch)
+        its = asker(
+            address,
+            space,
+            [(shard, state.residency.scope(*address, shard)) for shard in columns],
+            quota=state.slots.quotas.group(label=hello.label, tenant=tenant),
+            engine="/".join(owner.key),
+            title=owner.title,
+        )
+        for size in its.slot_sizes:
+            state.slots.pool(size)
+        state.know(address, KnownSpace(space, its.scopes, hello.label))
+        writers = tuple(writer.rank for writer in columns.values())
+        return OwnerGroup(its, writers, owner.forming + index)
 
     def _follow(
         self, id: ConnectionId, hello: HelloScheduler, space: Space, space_id: SpaceId
@@ -280,7 +297,8 @@ class Sessions:
             closed = SessionClosed(session=owner.open_session, reason=reason)
             self._state.send(owner.scheduler, closed)
         owner.open_session = 0
-        owner.granted_slots = 0
+        for group in owner.groups:
+            group.granted_slots = 0
         owner.waits_since_ns = self._state.now_ns
 
     def hang_up(self, connection: Connection, reason: str) -> None:

@@ -64,8 +64,7 @@ class Switches:
         if not len(blocks):
             return
         tier = Tier.FILE if bool((origins[blocks] == Origin.FILE).all()) else None
-        assert owner.known is not None
-        self._switch_off(owner.known, tier, owner.title, message, diverged=len(blocks))
+        self._switch_off(finding.asker.address, tier, owner.title, message, diverged=len(blocks))
 
     def _switch_off(
         self,

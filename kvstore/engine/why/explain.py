@@ -91,12 +91,12 @@ class Explain:
     def tell(self, connection: Connection, story: Story) -> None:
         """A request ended."""
         state, owner = self._state, connection.owner
-        if not owner.known:
+        if owner.address is None:
             return  # no session ever: it does not know what it speaks of
-        tenant, space = owner.known
+        tenant, space = owner.address
         counts = {name: min(getattr(story, name), COUNT_MAX) for name in _COUNTS}
         story = msgspec.structs.replace(story, **counts)
-        known = state.known.get(owner.known)
+        known = state.known.get(owner.address)
         get = self._trail.findings.get
         found = tuple(get(owner.key, story.session, lease) for lease in story.leases)
         row = RequestReport(

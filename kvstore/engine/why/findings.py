@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvstore.engine.memory.residency import Residency
 from kvstore.engine.memory.table import Keys
+from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection, Owner, OwnerKey
 from kvstore.engine.why.reasons import Reason
 from kvstore.engine.why.searches import Search, Searches
@@ -92,9 +93,16 @@ class Brought(NamedTuple):
 class Finding:
     """One LeaseAsk of at least one key."""
 
-    def __init__(self, owner: Owner, now_ns: int, held: int = 0, promoting: int = 0) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        asker: Asker,
+        now_ns: int,
+        held: int = 0,
+        promoting: int = 0,
+    ) -> None:
         self.owner: OwnerKey = owner.key
-        self.scopes = owner.scopes
+        self.asker = asker
         self.asked_ns = now_ns
         self.held = held
         """Leased at once."""
@@ -223,7 +231,7 @@ class Findings:
         while self._pending and budget > 0:
             finding = self._pending.popleft()
             if finding.keys is not None:
-                budget -= max(len(finding.keys) * len(finding.scopes), LOOKS_OF_ONE)
+                budget -= max(len(finding.keys) * len(finding.asker.scopes), LOOKS_OF_ONE)
                 self.examine(finding, state)
 
     def examine(self, finding: Finding, state: State) -> None:
@@ -233,7 +241,7 @@ class Findings:
         self._pending_keys -= len(finding.keys)
         codes, stamps = examine(
             state,
-            finding.scopes,
+            finding.asker.scopes,
             finding.keys,
             present=finding.present,
             in_dram=finding.in_dram,

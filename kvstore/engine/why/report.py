@@ -153,12 +153,12 @@ def engines(state: State) -> tuple[EngineEntry, ...]:
         EngineEntry(
             engine=owner.key[1],
             tenant=owner.key[0],
-            space=owner.known[1],
+            space=owner.groups[0].asker.space,
             model=owner.scheduler.hello.label,
             rank=owner.scheduler.hello.data_rank,
         )
         for owner in state.owners.values()
-        if owner.open_session and owner.known is not None and owner.scheduler is not None
+        if owner.open_session and owner.scheduler is not None
         if isinstance(owner.scheduler.hello, HelloScheduler)
     )
 
@@ -257,11 +257,9 @@ def spaces(state: State) -> list[SpaceReport]:
     found: dict[tuple[str, str], list[int]] = {}
     # Of the latest engine, also when it is gone.
     labels = {(tenant, space.hex()): known.label for (tenant, space), known in state.known.items()}
-    for owner in state.owners.values():
-        if owner.open_session:
-            tenant, space, _ = residency.address(owner.scopes[0])
-            row = found.setdefault((tenant, space.hex()), [0, 0, 0, 0])
-            row[3] += 1
+    for group in state.open_groups():
+        tenant, its_space = group.asker.address
+        found.setdefault((tenant, its_space.hex()), [0, 0, 0, 0])[3] += 1
     off = {
         (t, space.hex()): (o.tier.name.lower() if o.tier else "all")
         for (t, space), o in state.off.items()
@@ -323,8 +321,8 @@ def blocks(state: State, *, limit: int, space: str) -> list[BlockReport]:
     return out
 
 
-def leases(state: State, loans: Mapping[tuple[int, int], int]) -> list[LeaseReport]:
-    """Leases of engines and of other nodes, at most ROWS_MAX. `loans`: blocks by (peer, loan)."""
+def leases(state: State) -> list[LeaseReport]:
+    """Leases of engines and of other nodes, at most ROWS_MAX."""
     owner_of = {owner.open_session: owner for owner in state.owners.values()}
     now_ns, rows = state.now_ns, []
     for session, number, lease in state.leases.items()[:ROWS_MAX]:
@@ -334,11 +332,7 @@ def leases(state: State, loans: Mapping[tuple[int, int], int]) -> list[LeaseRepo
                 engine_id=owner.key[1] if owner is not None else ANOTHER_NODE,
                 session=session if owner is not None else 0,
                 lease=number,
-                blocks=(
-                    lease.slot_count // len(owner.scopes)
-                    if owner is not None
-                    else loans.get((-session, number), 0)
-                ),
+                blocks=lease.block_count,
                 age_ms=(now_ns - lease.granted_ns) // NS_PER_MS,
                 expires_in_ms=(lease.expires_ns - now_ns) // NS_PER_MS,
             )

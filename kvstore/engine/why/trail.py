@@ -11,6 +11,7 @@ import numpy as np
 
 from kvstore.engine.events import Fetched
 from kvstore.engine.memory.policy.port import Words
+from kvstore.engine.sessions.askers import Asker
 from kvstore.engine.sessions.owners import Connection
 from kvstore.engine.why.findings import Brought, Finding, Findings, RangeReport
 from kvstore.engine.why.reasons import Reason
@@ -36,7 +37,8 @@ class Trail:
     def looked_up(self, found: LookedUp, now_ns: int) -> None:
         """See `Witness`."""
         run, rest = found.run, found.rest
-        finding = Finding(found.connection.owner, now_ns, run.count, found.promoting)
+        owner = found.connection.owner
+        finding = Finding(owner, found.asker, now_ns, run.count, found.promoting)
         finding.refused = (0, found.refused)
         if run.count:
             words = run.words_by_shard[0][: run.count]
@@ -53,9 +55,11 @@ class Trail:
             finding.search_begin = found.promoting - found.wanted.coming - place
         self.findings.add(found.connection, found.lease, finding)
 
-    def switched_off(self, connection: Connection, lease: int, blocks: int, now_ns: int) -> None:
+    def switched_off(
+        self, connection: Connection, lease: int, asker: Asker, blocks: int, now_ns: int
+    ) -> None:
         """See `Witness`."""
-        finding = Finding(connection.owner, now_ns)
+        finding = Finding(connection.owner, asker, now_ns)
         finding.rest = [RangeReport(0, blocks, "", Reason.SWITCHED_OFF)]
         self.findings.add(connection, lease, finding)
 

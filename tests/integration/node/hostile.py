@@ -17,6 +17,7 @@ from typing import Any, Self
 from kvstore.client.link import received_descriptors
 from kvstore.testing.raw_engine import BLOCK_BYTES, make_space
 from kvstore.types import Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import PROTOCOL_VERSION, HelloRank, encode
 
 KEEP_SIZE, PUNCH_HOLE = 1, 2
@@ -40,8 +41,7 @@ def _live(path: Path, pipe: Connection) -> None:
     """In the child: attach as a rank, then do as told."""
     hello = HelloRank(
         protocol=PROTOCOL_VERSION, engine_id="hostile", nonce="n", tenant="t", rank=0,
-        process="p", space=make_space(model="hostile"), shard=Shard(0, 4, 0, 4),
-        block_bytes=BLOCK_BYTES,
+        process="p", groups=(Group(make_space(model="hostile"), Shard(0, 4, 0, 4), BLOCK_BYTES),),
     )  # fmt: skip
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.connect(str(path))

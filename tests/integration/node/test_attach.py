@@ -23,6 +23,7 @@ from kvstore.errors import AttachError
 from kvstore.testing.process import NodeProcess
 from kvstore.testing.raw_engine import BLOCK_BYTES, EngineGone, RawEngine, make_keys, make_space
 from kvstore.types import Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -54,9 +55,7 @@ HELLO_RANK = HelloRank(
     tenant="t",
     rank=0,
     process="p",
-    space=make_space(),
-    shard=Shard(0, 4, 0, 4),
-    block_bytes=BLOCK_BYTES,
+    groups=(Group(make_space(), Shard(0, 4, 0, 4), BLOCK_BYTES),),
 )
 
 

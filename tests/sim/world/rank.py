@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.types import Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Message, Welcome
 from kvstore.wire.space import Space
@@ -45,9 +46,7 @@ class SimRank:
                 tenant=engine.tenant,
                 rank=rank,
                 process=f"{engine.name}-rank{rank}",
-                space=space,
-                shard=shard,
-                block_bytes=self.block_bytes,
+                groups=(Group(space, shard, self.block_bytes),),
             )
         )
         self.pool: list[bytes | None] = [None] * blocks

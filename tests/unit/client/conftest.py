@@ -55,7 +55,7 @@ class ScriptedNode:
                 generation_bytes=8192,
             )
         )
-        self.give(m.SessionOpen(session=self.session, shard_count=1))
+        self.give(m.SessionOpen(session=self.session, shard_counts=(1,)))
         self.grant(credits)
 
     def grant(self, credits: int, first_slot: int = 0) -> None:

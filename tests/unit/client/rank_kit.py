@@ -10,6 +10,7 @@ from kvstore.client.core.copies import Copied, Copy, Outcome
 from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.types import Shard
+from kvstore.wire.groups import Group, ShardColumn
 from kvstore.wire.messages import PROTOCOL_VERSION, Quiesce, Quiet, Welcome
 from kvstore.wire.space import Space
 
@@ -37,9 +38,7 @@ CONFIG = RankConfig(
     tenant="t",
     rank=1,
     process="p",
-    space=SPACE,
-    shard=Shard(0, 2, 1, 2),
-    block_bytes=4096,
+    groups=(Group(SPACE, Shard(0, 2, 1, 2), 4096),),
 )
 SHARDS = 2
 COLUMN = 1
@@ -90,7 +89,7 @@ def serving(session: int = 5, *, column: int = COLUMN, writes: bool = True) -> R
     core = RankCore(CONFIG)
     core.hello()
     core.connected(WELCOME)
-    core.received(Quiesce(session, column=column, writes=writes))
+    core.received(Quiesce(session, columns=(ShardColumn(column, writes=writes),)))
     assert core.take_outbox() == [Quiet(session)]
     return core
 

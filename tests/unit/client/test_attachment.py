@@ -40,7 +40,7 @@ def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
     (notice,) = node.core.take_notices()
     assert "heartbeat stopped" in notice
     assert not lost(node, node.now_ns)
-    assert (attachment.session, len(attachment.credits)) == (session, 3)
+    assert (attachment.session, len(attachment.credits[0])) == (session, 3)
     (notice,) = node.core.take_notices()
     assert "back" in notice
 
@@ -104,7 +104,7 @@ def test_a_node_on_another_clock_is_judged_by_the_smallest_offset_seen(
             generation_bytes=8192,
         )
     )
-    node.give(m.SessionOpen(session=1, shard_count=1))
+    node.give(m.SessionOpen(session=1, shard_counts=(1,)))
     assert not lost(node, node.now_ns + shift)
     beat = node.now_ns + shift
     node.wait(300)
@@ -167,9 +167,9 @@ def test_a_refusal_closes_and_waits_long(node: ScriptedNode) -> None:
 
 def test_credits_end_with_the_connection(node: ScriptedNode) -> None:
     node.attach(credits=3)
-    assert len(node.core.attachment.credits) == 3
+    assert len(node.core.attachment.credits[0]) == 3
     node.core.attachment.disconnected(node.now_ns, "gone")
-    assert not node.core.attachment.credits
+    assert not node.core.attachment.credits[0]
     assert node.core.take_outbox() == []
 
 
@@ -177,13 +177,21 @@ def test_a_node_that_grants_without_end_is_not_believed(node: ScriptedNode) -> N
     node.attach()
     for _ in range(CREDITS_MAX // 1000 + 2):
         node.grant(1000)
-    assert len(node.core.attachment.credits) == CREDITS_MAX
+    assert len(node.core.attachment.credits[0]) == CREDITS_MAX
 
 
 def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) -> None:
     node.attach(credits=3)
-    node.give(m.SessionOpen(session=2, shard_count=2))
-    assert not node.core.attachment.credits
+    node.give(m.SessionOpen(session=2, shard_counts=(2,)))
+    assert not node.core.attachment.credits[0]
+
+
+def test_credits_are_those_of_their_group(node: ScriptedNode) -> None:
+    node.give(m.SessionOpen(session=1, shard_counts=(1, 2)))
+    for group in (0, 1, 2):
+        node.give(m.Grant(session=1, slots=bytes(8), generations=bytes(16), group=group))
+    credits = node.core.attachment.credits
+    assert {group: len(its) for group, its in credits.items()} == {0: 2, 1: 1}
 
 
 def test_another_epoch_is_said_in_the_next_hello(node: ScriptedNode) -> None:

@@ -138,13 +138,15 @@ def test_a_session_begins_with_what_the_node_knows() -> None:
     node.attach()
     assert node.core.costs.compute.ns_per_token == 10_000, "a quick one, until it is known"
     node.give(
-        m.SessionOpen(session=2, shard_count=1, compute_ns_per_token=77_000, load_ns_per_token=900)
+        m.SessionOpen(
+            session=2, shard_counts=(1,), compute_ns_per_token=77_000, load_ns_per_token=900
+        )
     )
     assert node.core.costs.compute.ns_per_token == 77_000
     assert node.core.costs.load.ns_per_token == 900
     step(node, ns_per_token=50_000)
     assert node.core.costs.compute.ns_per_token == 50_000, "its own measurement outranks it"
-    node.give(m.SessionOpen(session=3, shard_count=1))
+    node.give(m.SessionOpen(session=3, shard_counts=(1,)))
     assert node.core.costs.load.ns_per_token == 900, "nothing new is no news"
 
 
@@ -152,7 +154,7 @@ def test_absurd_words_of_the_node_are_moved_into_bounds() -> None:
     node = ScriptedNode()
     node.attach()
     for told, expected in ((1, COMPUTE_NS_MIN), (2**62, COMPUTE_NS_MAX)):
-        node.give(m.SessionOpen(session=2, shard_count=1, compute_ns_per_token=told))
+        node.give(m.SessionOpen(session=2, shard_counts=(1,), compute_ns_per_token=told))
         assert node.core.costs.compute.ns_per_token == expected
 
 

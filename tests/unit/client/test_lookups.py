@@ -342,11 +342,11 @@ def test_a_new_session_voids_what_was_leased(node: ScriptedNode) -> None:
     ask(node, "r", keys)
     node.exchange()
     node.give(m.SessionClosed(session=1, reason="a rank left"))
-    assert not node.core.attachment.credits
+    assert not node.core.attachment.credits[0]
     node.wait(100)
     assert ask(node, "r", keys) == Miss("node away")
     node.session = 2
-    node.give(m.SessionOpen(session=2, shard_count=1))
+    node.give(m.SessionOpen(session=2, shard_counts=(1,)))
     assert ask(node, "r", keys) is PENDING
     node.exchange()
     assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)

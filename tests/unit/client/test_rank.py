@@ -9,6 +9,8 @@ from kvstore.client.core.copies import Copied, CopyVoid, LoadBlock, Mismatch, Ou
 from kvstore.client.core.plan import RankReport
 from kvstore.client.core.rank import RankCore, refuse
 from kvstore.errors import ProtocolError
+from kvstore.types import Shard
+from kvstore.wire.groups import Group, ShardColumn
 from kvstore.wire.messages import (
     KEYS_PER_DATAGRAM_MAX,
     Distrust,
@@ -53,7 +55,7 @@ def test_loads_run_before_stores_and_take_this_ranks_column() -> None:
     prefix = header_prefix(
         tenant="t",
         space=fingerprint(SPACE, weights_epoch=""),
-        shard=CONFIG.shard,
+        shard=CONFIG.groups[0].shard,
         block_bytes=4096,
     )
     assert first.header == header(prefix, first.key)
@@ -63,10 +65,54 @@ def test_the_weights_epoch_of_the_session_is_in_the_header() -> None:
     headers = []
     for epoch in ("", "epoch-2"):
         core = serving()
-        core.received(Quiesce(6, epoch, column=COLUMN))
+        core.received(Quiesce(6, epoch, columns=(ShardColumn(COLUMN),)))
         core.submit(plan(load(6, 0, 1)))
         headers.append(run(core)[0].header)
     assert headers[0] != headers[1]
+
+
+def two_groups() -> RankCore:
+    """Of the second group this rank has column 0 and stores nothing."""
+    second = Group(msgspec.structs.replace(SPACE, model="window"), Shard(0, 2, 0, 2), 8192)
+    core = RankCore(msgspec.structs.replace(CONFIG, groups=(*CONFIG.groups, second)))
+    core.connected(WELCOME)
+    core.received(Quiesce(5, columns=(ShardColumn(COLUMN), ShardColumn(0, writes=False))))
+    assert core.take_outbox() == [Quiet(5)]
+    return core
+
+
+def test_a_job_is_about_the_column_of_its_group() -> None:
+    core = two_groups()
+    core.submit(plan(load(5, 0, 2), msgspec.structs.replace(load(5, 0, 2, lease=2), group=1)))
+    first, _, second, _ = run(core)
+    assert (int(second.slot), int(first.slot)) == (0, 16)
+    assert first.header != second.header
+    assert [each.bytes_moved for each in core.take_report().loads] == [2 * 4096, 2 * 8192]
+
+
+def test_of_each_group_a_rank_stores_what_it_writes() -> None:
+    core = two_groups()
+    core.submit(plan(store(5, 0, 1), msgspec.structs.replace(store(5, 0, 1, job=2), group=1)))
+    assert len(run(core)) == 1
+    (seal,) = core.take_outbox()
+    assert isinstance(seal, Seal)
+    assert seal.group == 0
+    assert sorted(core.take_report().store_jobs_done) == [1, 2]
+
+
+def test_a_group_that_the_rank_does_not_have_ends_the_job() -> None:
+    core = two_groups()
+    core.submit(
+        plan(
+            msgspec.structs.replace(load(5, 0, 2), group=2),
+            msgspec.structs.replace(store(5, 0, 1), group=-1),
+        )
+    )
+    report = core.take_report()
+    assert [each.loaded_blocks for each in report.loads] == [0]
+    assert report.store_jobs_done == (1,)
+    with pytest.raises(ProtocolError, match="of 1 KV cache groups where this rank has 2"):
+        core.received(Quiesce(6))
 
 
 def test_load_is_reported_whole() -> None:
@@ -174,7 +220,7 @@ def test_quiesce_waits_for_the_copy_in_flight_only() -> None:
     core.submit(plan(load(5, 0, 3), load(5, 10, 1, lease=2), store(5, 20, 2)))
     copy = core.next_copy()
     assert copy is not None
-    core.received(Quiesce(6, column=COLUMN))
+    core.received(Quiesce(6, columns=(ShardColumn(COLUMN),)))
     assert core.take_outbox() == []
     ended = core.take_report()
     assert [r.lease for r in ended.loads] == [2]  # lease 1 still has a copy in flight
@@ -192,7 +238,7 @@ def test_a_store_in_flight_over_a_session_change_is_not_sealed() -> None:
     core.submit(plan(store(5, 0, 2)))
     copy = core.next_copy()
     assert copy is not None
-    core.received(Quiesce(6, column=COLUMN))
+    core.received(Quiesce(6, columns=(ShardColumn(COLUMN),)))
     assert core.pending_store_blocks() == {0, 1}
     core.finished(copy, Copied(SUM))
     assert core.take_outbox() == [Quiet(6)]
@@ -252,7 +298,7 @@ def test_hello_while_a_copy_runs_is_a_bug() -> None:
         core.hello()
 
 
-@pytest.mark.parametrize("message", [SessionOpen(5, 1), WELCOME])
+@pytest.mark.parametrize("message", [SessionOpen(5, (1,)), WELCOME])
 def test_what_no_rank_may_get_ends_the_connection(message: SessionOpen | Welcome) -> None:
     with pytest.raises(ProtocolError):
         serving().received(message)
@@ -303,7 +349,7 @@ def test_column_and_role_are_those_of_the_session_not_of_the_one_asked_for() -> 
     core.submit(plan(store(5, 0, 1)))
     copy = core.next_copy()
     assert copy is not None
-    core.received(Quiesce(6, column=0, writes=False))
+    core.received(Quiesce(6, columns=(ShardColumn(0, writes=False),)))
     core.finished(copy, Copied(SUM))
     core.submit(plan(load(6, 4, 1), store(6, 8, 1, job=2)))
     assert [copy.slot for copy in run(core)] == [16 * 8]

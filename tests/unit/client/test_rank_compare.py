@@ -17,6 +17,7 @@ from kvstore.client.core.copies import (
 )
 from kvstore.client.core.plan import CompareResult, StepPlan, StoreJob
 from kvstore.client.core.rank import RankCore, refuse
+from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Distrust, Quiesce
 from tests.unit.client.rank_kit import SUM, load, plan, run, serving, store
 
@@ -95,7 +96,7 @@ def test_every_comparison_ends_once(way: str) -> None:
     else:
         core.submit(plan(compare(5, 0, 2)))
         if way == "queued":
-            core.received(Quiesce(6, column=0))
+            core.received(Quiesce(6, columns=(ShardColumn(0),)))
         else:
             core.disconnected()
     report = core.take_report()

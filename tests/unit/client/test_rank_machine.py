@@ -16,6 +16,7 @@ from kvstore.client.core.copies import (
 )
 from kvstore.client.core.plan import LoadJob, StoreJob
 from kvstore.client.core.rank import RankCore
+from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import (
     Distrust,
     Drop,
@@ -81,7 +82,9 @@ class RankMachine(CountedMachine):
         self.node_session, self.quiet = self.next_session, None
         self.next_session += 1
         self.asked = (column, not replica)
-        self.core.received(Quiesce(self.node_session, column=column, writes=not replica))
+        self.core.received(
+            Quiesce(self.node_session, columns=(ShardColumn(column, writes=not replica),))
+        )
 
     @rule(count=st.integers(0, 4), stale=SELDOM, checked=st.booleans())
     def submit_load(self, count: int, stale: bool, checked: bool) -> None:

@@ -166,7 +166,7 @@ def test_what_is_compared_is_fenced_like_a_store() -> None:
 
 def test_nothing_is_stored_again_and_nothing_needs_a_credit() -> None:
     node, keys = shadowed()
-    assert not node.core.attachment.credits
+    assert not node.core.attachment.credits[0]
     assert len(compute(node, keys, 4)) == 1
     assert "store_blocks_without_credit" not in node.core.stats.take()
 
@@ -226,7 +226,7 @@ def test_after_a_new_session_nothing_of_the_old_one_is_compared() -> None:
     (job,) = compute(node, keys, 2)
     node.give(m.SessionClosed(session=1, reason="a rank left"))
     node.session = 2
-    node.give(m.SessionOpen(session=2, shard_count=1))
+    node.give(m.SessionOpen(session=2, shard_counts=(1,)))
     node.exchange()
     assert compute(node, keys, 4) == []
     done(node, job, 1)

@@ -219,7 +219,7 @@ def test_an_idle_engine_steps_for_copies_only_for_a_bounded_time(node: ScriptedN
 def test_credits_of_another_session_are_not_taken(node: ScriptedNode) -> None:
     node.attach()
     node.give(m.Grant(session=99, slots=b"\0\0\0\0", generations=b"\0\0\0\0\0\0\0\0"))
-    assert not node.core.attachment.credits
+    assert not node.core.attachment.credits[0]
 
 
 def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
@@ -234,7 +234,7 @@ def test_a_restarted_node_is_told_everything_again(node: ScriptedNode) -> None:
     node.give(
         m.Welcome(protocol=1, incarnation=8, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192)
     )
-    node.give(m.SessionOpen(session=5, shard_count=1))
+    node.give(m.SessionOpen(session=5, shard_counts=(1,)))
     node.grant(5)
     node.core.new_request("r2", keys, prompt_tokens=256, now_ns=node.now_ns)
     job = step(node, "r2", keys, computed=2 * BLOCK_TOKENS)

@@ -46,7 +46,7 @@ def open_or_close(node: ScriptedNode) -> None:
 
 def open_another(node: ScriptedNode) -> None:
     node.session += 1
-    say(node, m.SessionOpen(session=node.session, shard_count=1))
+    say(node, m.SessionOpen(session=node.session, shard_counts=(1,)))
 
 
 @pytest.mark.parametrize("lie", [welcome, open_or_close, open_another])

@@ -21,6 +21,7 @@ from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes, checksum
 from kvstore.obs.logs import RECORDS_PER_PERIOD_MAX
 from kvstore.types import PAGE_BYTES, Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import Distrust, Drop, Quiesce, Quiet, Refused, Seal
 from kvstore.wire.record import header, header_prefix
 from kvstore.wire.space import Space, fingerprint
@@ -53,14 +54,12 @@ CONFIG = RankConfig(
     tenant="t",
     rank=0,
     process="p",
-    space=SPACE,
-    shard=Shard(0, LAYERS, 0, 2),
-    block_bytes=BLOCK,
+    groups=(Group(SPACE, Shard(0, LAYERS, 0, 2), BLOCK),),
 )
 PREFIX = header_prefix(
     tenant="t",
     space=fingerprint(SPACE, weights_epoch=""),
-    shard=CONFIG.shard,
+    shard=CONFIG.groups[0].shard,
     block_bytes=BLOCK,
 )
 
@@ -155,8 +154,7 @@ def slot_bytes(node: ScriptedNode, slot: int) -> bytes:
 
 def test_what_is_stored_is_sealed_with_its_checksum(node: ScriptedNode, rank: Rank) -> None:
     hello = node.open_session(5)
-    assert (hello.rank, hello.process, hello.block_bytes) == (0, "p", BLOCK)
-    assert (hello.space, hello.shard) == (SPACE, CONFIG.shard)
+    assert (hello.rank, hello.process, hello.groups) == (0, "p", CONFIG.groups)
     rank.store((3, 6), [0, 2 * SLOT_PAGES], session=5)
     seal = node.receive(Seal)
     assert seal.session == 5

@@ -30,7 +30,7 @@ class FullSocket:
             m.Welcome(
                 protocol=1, incarnation=1, now_ns=1, arena_bytes=1 << 20, generation_bytes=8192
             ),
-            m.SessionOpen(session=1, shard_count=1),
+            m.SessionOpen(session=1, shard_counts=(1,)),
         ]
         self.generations = None
         self.closed = False

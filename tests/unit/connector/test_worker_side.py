@@ -284,7 +284,7 @@ def test_blocks_go_to_the_node_and_come_back(
 ) -> None:
     hello = node.open_session(5)
     assert (hello.engine_id, hello.nonce, hello.tenant) == ("engine", "instance", "default")
-    assert hello.block_bytes == BLOCK
+    assert hello.groups[0].block_bytes == BLOCK
     step(side, StepPlan(stores=(job(StoreJob, (2, 4), job=1),)), idle=False)
     checksums = node.receive(Seal).checksums
     before = [cache[2].clone() for cache in caches.values()]

@@ -19,6 +19,7 @@ from kvstore.engine.sessions.owners import Connection, Owner
 from kvstore.engine.sessions.sessions import Sessions
 from kvstore.engine.state import State
 from kvstore.types import Shard
+from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import Drop, HelloRank, Message, Quiesce, Seal, slots_array
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -93,8 +94,8 @@ def any_writer_seals(patch: pytest.MonkeyPatch) -> None:
 def the_highest_rank_writes(patch: pytest.MonkeyPatch) -> None:
     """Of ranks with the same shard the last one is told to store it."""
 
-    def broken(self: Owner) -> dict[Shard, HelloRank]:
-        return {hello.shard: hello for hello in self.rank_hellos()}
+    def broken(self: Owner, group: int) -> dict[Shard, HelloRank]:
+        return {hello.groups[group].shard: hello for hello in self.rank_hellos()}
 
     patch.setattr(Owner, "columns", broken)
 
@@ -105,7 +106,8 @@ def every_replica_writes(patch: pytest.MonkeyPatch) -> None:
 
     def broken(self: State, connection: Connection, message: Message) -> None:
         if isinstance(message, Quiesce):
-            message = msgspec.structs.replace(message, writes=True)
+            columns = tuple(ShardColumn(column.number) for column in message.columns)
+            message = msgspec.structs.replace(message, columns=columns)
         send(self, connection, message)
 
     patch.setattr(State, "send", broken)

@@ -34,6 +34,8 @@ from kvstore.engine.memory.journal import Journal
 from kvstore.engine.state import State
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId, Tier
 from kvstore.units import NS_PER_MS
+from kvstore.wire.groups import Group
+from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
     Distrust,
@@ -319,10 +321,13 @@ class Hellos:
         space: Space = SMALL,
         tenant: str = "t",
         epoch: str = "",
+        more: Sequence[tuple[Space, Sequence[Shard]]] = (),
     ) -> None:
+        """`more`: further KV cache groups, each with a shard for every rank."""
         self.name = name
         self.shards = shards
         self.space = space
+        self.groups = [(space, shards), *more]
         self.tenant = tenant
         self.epoch = epoch
         self.columns = list(dict.fromkeys(shards))
@@ -344,8 +349,12 @@ class Hellos:
         return msgspec.structs.replace(hello, **changes)
 
     def rank_hello(self, rank: int, /, **changes: Any) -> HelloRank:
-        shard, space = self.shards[rank], self.space
-        size = (shard.layer_end - shard.layer_begin) * (shard.head_end - shard.head_begin)
+        changed = {name: changes.pop(name) for name in ("space", "block_bytes") if name in changes}
+        groups = [
+            Group(space, shards[rank], shard_bytes(space, shards[rank]))
+            for space, shards in self.groups
+        ]
+        groups[0] = msgspec.structs.replace(groups[0], **changed)
         hello = HelloRank(
             protocol=PROTOCOL_VERSION,
             engine_id=self.name,
@@ -353,9 +362,7 @@ class Hellos:
             tenant=self.tenant,
             rank=rank,
             process=f"{self.name}-rank{rank}",
-            space=space,
-            shard=shard,
-            block_bytes=size * space.block_tokens * space.token_bytes,
+            groups=tuple(groups),
         )
         return msgspec.structs.replace(hello, **changes)
 
@@ -372,9 +379,10 @@ class Peer(Hellos):
         space: Space = SMALL,
         tenant: str = "t",
         epoch: str = "",
+        more: Sequence[tuple[Space, Sequence[Shard]]] = (),
         process: int = 0,
     ) -> None:
-        super().__init__(name, shards=shards, space=space, tenant=tenant, epoch=epoch)
+        super().__init__(name, shards=shards, space=space, tenant=tenant, epoch=epoch, more=more)
         self.node = node
         self.session = 0
         self.used: set[tuple[int, int]] = set()
@@ -390,12 +398,13 @@ class Peer(Hellos):
             self.node.be_quiet(rank)
         self.session = self.node.last(self.scheduler, SessionOpen).session
 
-    def credits(self) -> list[tuple[int, int]]:
+    def credits(self, group: int = 0) -> list[tuple[int, int]]:
         """(slot, generation) of every Grant of this session, shard minor, oldest first."""
         return [
             place
             for message in self.node.sent[self.scheduler]
-            if isinstance(message, Grant) and message.session == self.session
+            if isinstance(message, Grant)
+            and (message.session, message.group) == (self.session, group)
             for place in pairs(message)
         ]
 
@@ -449,16 +458,20 @@ class Peer(Hellos):
         slots, generations = arrays(places)
         self.node.hear(self.ranks[rank], Distrust(slots=slots, generations=generations))
 
-    def lease(self, lease: int, *numbers: int, with_checksums: bool = False) -> LeaseReply:
-        ask = LeaseAsk(lease=lease, keys=keys(*numbers), with_checksums=with_checksums)
+    def lease(
+        self, lease: int, *numbers: int, with_checksums: bool = False, group: int = 0
+    ) -> LeaseReply:
+        ask = LeaseAsk(lease, keys(*numbers), with_checksums=with_checksums, group=group)
         self.node.hear(self.scheduler, ask)
         reply = self.node.last(self.scheduler, LeaseReply)
         assert reply.lease == lease
         return reply
 
-    def hint(self, *numbers: int) -> list[bool]:
-        self.node.hear(self.scheduler, Hint(request=1, keys=keys(*numbers)))
-        present = self.node.last(self.scheduler, HintReply).present
+    def hint(self, *numbers: int, group: int = 0) -> list[bool]:
+        self.node.hear(self.scheduler, Hint(request=1, keys=keys(*numbers), group=group))
+        reply = self.node.last(self.scheduler, HintReply)
+        assert reply.group == group
+        present = reply.present
         bits = np.unpackbits(np.frombuffer(present, dtype=np.uint8), bitorder="little")
         assert not bits[len(numbers) :].any()
         return [bool(bit) for bit in bits[: len(numbers)]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.types import PAGE_BYTES, Shard
+from kvstore.wire.groups import ShardColumn
 from kvstore.wire.layout import slot_bytes
 from kvstore.wire.messages import Quiesce
 from kvstore.wire.space import Space
@@ -79,7 +80,7 @@ class Owner:
 
     def pages(self, rank: int, place: Place) -> set[int]:
         """Pages of the arena that the rank writes there."""
-        size = slot_bytes(self.hellos.rank_hello(rank).block_bytes)
+        size = slot_bytes(self.hellos.rank_hello(rank).groups[0].block_bytes)
         return set(range(place[0], place[0] + size // PAGE_BYTES))
 
     def check_columns(self, node: Node) -> None:
@@ -87,5 +88,6 @@ class Owner:
         for rank, connection in enumerate(self.ranks):
             told = node.last(connection, Quiesce)
             assert told.session == self.session
-            expected = self.hellos.columns.index(self.shards[rank]), rank in self.writers
-            assert (told.column, told.writes) == expected, f"rank {rank} is granted what is not its"
+            number = self.hellos.columns.index(self.shards[rank])
+            expected = (ShardColumn(number, writes=rank in self.writers),)
+            assert told.columns == expected, f"rank {rank} is granted what is not its"

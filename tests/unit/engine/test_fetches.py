@@ -65,7 +65,7 @@ def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
     (fetch,) = node.fetches
     assert (fetch.node, fetch.tenant, fetch.space) == ("far", "t", SPACE)
     assert (fetch.shards, fetch.keys) == ((WHOLE,), keys(1, 2))
-    assert fetch.block_bytes == (peer.rank_hello(0).block_bytes,)
+    assert fetch.block_bytes == (peer.rank_hello(0).groups[0].block_bytes,)
     node.arrive()
     told = more(node, peer)
     assert [slot for slot, _ in pairs(told)] == fetch.slots.tolist()

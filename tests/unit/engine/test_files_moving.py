@@ -66,7 +66,7 @@ def test_what_is_sealed_is_written_once() -> None:
     peer = Peer(node)
     sealed = peer.seal(1, 2)
     (write,) = node.writes
-    assert write.scope == Scope("t", SPACE, WHOLE, peer.rank_hello(0).block_bytes)
+    assert write.scope == Scope("t", SPACE, WHOLE, peer.rank_hello(0).groups[0].block_bytes)
     assert write.keys == keys(1, 2)
     assert write.slots.tolist() == [slot for slot, _ in sealed]
     assert write.checksums == checksum(1) + checksum(2)

@@ -25,7 +25,7 @@ def test_the_leading_run_is_lent_with_what_proves_it() -> None:
     node, peer = stored(1, 2, 4)
     lent = node.lend(1, 1, 2, 3, 4)
     assert lent.shards == (WHOLE,)
-    assert lent.block_bytes == (peer.rank_hello(0).block_bytes,)
+    assert lent.block_bytes == (peer.rank_hello(0).groups[0].block_bytes,)
     assert lent.checksums == checksum(1) + checksum(2)
     assert len(np.frombuffer(lent.slots, "<u4")) == len(np.frombuffer(lent.generations, "<u8")) == 2
     assert node.give_back(1) == [True, True]

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.engine.memory.admission import Admission
-from kvstore.engine.memory.quotas import OTHERS, GroupId, Quotas
+from kvstore.engine.memory.quotas import OTHERS, QuotaGroup, Quotas
 from kvstore.engine.memory.slots import Pool
-from kvstore.engine.sessions.owners import Owner
+from kvstore.engine.sessions.askers import Asker
+from kvstore.engine.sessions.owners import OwnerGroup
 from kvstore.types import SLOT_BYTES_MIN
 from tests.unit.engine.disk import DiskNode, known
 from tests.unit.engine.harness import SMALL, Node, Peer, space
@@ -46,7 +47,7 @@ def test_a_label_counts_before_a_tenant() -> None:
 
 def test_who_gives_way_to_whom() -> None:
     table = Quotas([("a", 30), ("b", 30)], arena_bytes=100)
-    a, b = GroupId(1), GroupId(2)
+    a, b = QuotaGroup(1), QuotaGroup(2)
     table.held[:] = [45, 10, 45]
     assert table.givers(a, 20) == [b, OTHERS, a], "below its share: the furthest above gives first"
     assert table.givers(a, 21) == [a, b, OTHERS], "above it: its own first"
@@ -123,7 +124,7 @@ def test_one_who_finds_nothing_stops_nobody_else() -> None:
     wanted = len(pool.free) + 2
     engine._stores._admission.make_room(pool, wanted, {SLOT_BYTES_MIN}, OTHERS)
     assert len(pool.free) == wanted - 2
-    engine._stores._admission.make_room(pool, wanted, {SLOT_BYTES_MIN}, GroupId(1))
+    engine._stores._admission.make_room(pool, wanted, {SLOT_BYTES_MIN}, QuotaGroup(1))
     assert len(pool.free) >= wanted
 
 
@@ -150,24 +151,25 @@ def test_credits_cost_no_more_a_session_where_there_are_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def looks(sessions: int) -> int:
-        """At the group of an engine, in one step of a node with so many."""
+        """At what an engine's session asks for, in one step of a node with so many."""
         node, count = Node(slots=32, quotas=quotas(modest=12)), 0
         for number in range(sessions):
             Peer(node, f"e{number}", tenant="modest")
-        member = Owner.__dict__["group"]
+        member = OwnerGroup.__dict__["asker"]
 
-        def looked(owner: Owner) -> GroupId:
+        def looked(group: OwnerGroup) -> Asker:
             nonlocal count
             count += 1
-            return GroupId(member.__get__(owner, Owner))
+            asker: Asker = member.__get__(group, OwnerGroup)
+            return asker
 
         with monkeypatch.context() as patch:
-            patch.setattr(Owner, "group", property(looked, member.__set__))
+            patch.setattr(OwnerGroup, "asker", property(looked, member.__set__))
             node.tick()
         return count
 
-    assert looks(20) <= 4 * 20
-    assert looks(40) <= 4 * 40
+    assert looks(20) <= 16 * 20
+    assert looks(40) <= 16 * 40
 
 
 ops = st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 40), st.booleans())
@@ -185,7 +187,9 @@ def test_nobody_loses_his_share_to_others(
     table = node.state.slots.quotas
     make_room = Admission.make_room
 
-    def watched(self: Admission, pool: Pool, wanted: int, active: set[int], asker: GroupId) -> None:
+    def watched(
+        self: Admission, pool: Pool, wanted: int, active: set[int], asker: QuotaGroup
+    ) -> None:
         before = table.held.copy()
         make_room(self, pool, wanted, active, asker)
         for group, share in enumerate(table.share.tolist()):

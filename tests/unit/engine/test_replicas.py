@@ -27,9 +27,9 @@ from tests.unit.engine.harness import (
 
 
 def told(node: Node, connection: int) -> tuple[int, bool]:
-    """Column, and whether it writes."""
-    message = node.last(connection, Quiesce)
-    return message.column, message.writes
+    """ShardColumn, and whether it writes."""
+    (column,) = node.last(connection, Quiesce).columns
+    return column.number, column.writes
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
@@ -46,7 +46,7 @@ def test_columns_do_not_depend_on_the_order_of_attaching(order: tuple[int, ...])
     for rank in reversed(order):
         assert node.count(scheduler, SessionOpen) == 0
         node.hear(ranks[rank], Quiet(node.last(ranks[rank], Quiesce).session))
-    assert node.last(scheduler, SessionOpen).shard_count == 2
+    assert node.last(scheduler, SessionOpen).shard_counts == (2,)
 
 
 def test_ranks_interleaved_between_shards_keep_the_order_of_their_writers() -> None:

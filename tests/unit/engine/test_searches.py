@@ -125,7 +125,7 @@ def test_too_many_questions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_computing_is_cheaper_and_both_numbers_are_told() -> None:
     node, peer = attached()
-    size = peer.rank_hello(0).block_bytes
+    size = peer.rank_hello(0).groups[0].block_bytes
     node.hear(peer.scheduler, Measured(compute_ns_per_token=size // 16, load_ns_per_token=1))
     peer.lease(1, 1, 2, 3)
     node.locate(("far", 2), ("further", 3))

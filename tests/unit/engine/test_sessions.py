@@ -58,7 +58,7 @@ def test_a_session_opens_when_all_ranks_are_quiet_and_not_before() -> None:
     assert node.count(scheduler, SessionOpen) == 0
     node.hear(second, Quiet(asked))
     opened = node.last(scheduler, SessionOpen)
-    assert (opened.session, opened.shard_count) == (asked, 2)
+    assert (opened.session, opened.shard_counts) == (asked, (2,))
     kinds = [type(message) for message in node.sent[scheduler]]
     assert kinds == [SessionOpen, Grant]
     assert node.last(scheduler, Grant).session == asked

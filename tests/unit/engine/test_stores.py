@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -324,12 +325,9 @@ def test_who_shares_what_is_counted_by_size(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Admission, "credit_target", spy)
     node.tick()
-    owners = node.state.owners.values()
-    kinds = [set(owner.slot_sizes) for owner in owners]
-    assert told == [
-        (list(owner.slot_sizes), sum(bool(kind & mine) for kind in kinds))
-        for owner, mine in zip(owners, kinds, strict=True)
-    ]
+    sizes = [group.asker.slot_sizes for group in node.state.open_groups()]
+    kinds = [*map(set, sizes)]
+    assert told == [(list(mine), sum(bool(kind & set(mine)) for kind in kinds)) for mine in sizes]
     assert len({sharing for _, sharing in told}) > 1
 
 
@@ -346,8 +344,9 @@ def test_topping_up_looks_at_each_session_as_often_however_many_there_are() -> N
         node = Node(slots=64)
         for number in range(count):
             Peer(node, f"e{number}")
-        for owner in node.state.owners.values():
-            owner.slot_sizes = Sizes(owner.slot_sizes)
+        for group in node.state.open_groups():
+            sizes = Sizes(group.asker.slot_sizes)
+            group.asker = msgspec.structs.replace(group.asker, slot_sizes=sizes)
         Sizes.looks = 0
         node.tick()
         return Sizes.looks

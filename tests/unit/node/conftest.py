@@ -14,6 +14,7 @@ from kvstore.net.pidfd import process_of
 from kvstore.node.attach import Attach
 from kvstore.supervisor.listener import Listener
 from kvstore.types import Shard
+from kvstore.wire.groups import Group
 from kvstore.wire.messages import HelloRank, HelloScheduler, Message, encode
 from kvstore.wire.space import Space
 
@@ -51,9 +52,7 @@ def hello_rank(name: str = "e", rank: int = 0) -> HelloRank:
         tenant="t",
         rank=rank,
         process=f"r{rank}",
-        space=SPACE,
-        shard=Shard(0, 2, 0, 2),
-        block_bytes=2 * 2 * 16 * 512,
+        groups=(Group(SPACE, Shard(0, 2, 0, 2), 2 * 2 * 16 * 512),),
     )
 
 

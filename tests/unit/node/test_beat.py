@@ -127,7 +127,7 @@ def largest(node: Bare, peer: Peer) -> dict[int, list[EngineMessage | Lend]]:
     """One after the other, by whom: the scheduler, a rank, a peer (0)."""
     keys, slots, generations = stored(node, peer)
     many = np.arange(FULL, dtype="<u4").tobytes()
-    places = {"slots": many, "generations": np.ones(FULL, dtype="<u8").tobytes()}
+    places: dict[str, Any] = {"slots": many, "generations": np.ones(FULL, dtype="<u8").tobytes()}
     leases = list(range(LEASES_PER_DATAGRAM_MAX))
     (space,) = node.engine.space_ids()
     return {

@@ -102,13 +102,15 @@ def absurd(**fields: int) -> HelloRank:
     """The Hello of a rank, with these numbers in its space or shard."""
     hello = Hellos("absurd").rank_hello(0)
     assert isinstance(hello, HelloRank)
-    space = {name: value for name, value in fields.items() if hasattr(hello.space, name)}
+    (group,) = hello.groups
+    space = {name: value for name, value in fields.items() if hasattr(group.space, name)}
     shard = {name: value for name, value in fields.items() if name not in space}
-    return msgspec.structs.replace(
-        hello,
-        space=msgspec.structs.replace(hello.space, **space),
-        shard=msgspec.structs.replace(hello.shard, **shard),
+    group = msgspec.structs.replace(
+        group,
+        space=msgspec.structs.replace(group.space, **space),
+        shard=msgspec.structs.replace(group.shard, **shard),
     )
+    return msgspec.structs.replace(hello, groups=(group,))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,202 @@
+"""KV cache groups of one engine: each with its own space, shards, credits and lookups."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvstore.types import Shard
+from kvstore.wire.groups import GROUPS_MAX, ShardColumn
+from kvstore.wire.layout import slot_bytes
+from kvstore.wire.messages import (
+    Compared,
+    Drop,
+    EngineMessage,
+    Hint,
+    LeaseAsk,
+    Quiesce,
+    Quiet,
+    Refused,
+    Seal,
+    SessionOpen,
+)
+from kvstore.wire.space import Space
+from tests.unit.engine.harness import (
+    HALVES,
+    SMALL,
+    WHOLE,
+    Hellos,
+    Node,
+    Peer,
+    arrays,
+    checksum,
+    keys,
+    pairs,
+    space,
+)
+
+LARGE = space("window")
+"""With blocks of another size than those of SMALL."""
+BOTH = ((LARGE, (WHOLE,)),)
+
+
+def sealed(
+    peer: Peer, *numbers: int, group: int, of: int | None = None, session: int | None = None
+) -> Seal:
+    """A Seal for a group, in the oldest credits of a group (`of`)."""
+    places = peer.credits(group if of is None else of)[: len(numbers)]
+    slots, generations = arrays(places)
+    return Seal(
+        peer.session if session is None else session,
+        keys(*numbers),
+        slots,
+        generations,
+        b"".join(checksum(number) for number in numbers),
+        group,
+    )
+
+
+def refusal(node: Node, connection: int) -> Refused:
+    return node.last(connection, Refused)
+
+
+def sizes(node: Node, peer: Peer, group: int) -> set[int]:
+    """Slot sizes of a group's credits."""
+    slots = np.array([slot for slot, _ in peer.credits(group)], dtype=np.uint32)
+    words, _ = node.state.slots.words_of(slots)
+    return set(node.state.slots.sizes(words).tolist())
+
+
+def test_each_group_has_credits_and_blocks_of_its_own() -> None:
+    node = Node(slots=64)
+    peer = Peer(node, more=BOTH)
+    assert node.last(peer.scheduler, SessionOpen).shard_counts == (1, 1)
+    hello = peer.rank_hello(0)
+    for group in (0, 1):
+        assert sizes(node, peer, group) == {slot_bytes(hello.groups[group].block_bytes)}
+    node.hear(peer.ranks[0], sealed(peer, 1, 2, group=1))
+    assert (peer.hint(1, 2), peer.hint(1, 2, group=1)) == ([False, False], [True, True])
+    assert pairs(peer.lease(1, 1, 2)) == []
+    assert len(pairs(peer.lease(2, 1, 2, group=1))) == 2
+    assert {row.blocks for row in node.engine.leases()} == {2}
+    spaces = {row.blocks_dram for row in node.engine.spaces()}
+    assert spaces == {0, 2}
+
+
+def test_a_credit_serves_the_group_that_it_was_granted_for() -> None:
+    node = Node(slots=64)
+    peer = Peer(node, more=BOTH)
+    before = node.granted()
+    (rank,) = peer.ranks
+    node.hear(rank, sealed(peer, 1, group=0, of=1))
+    node.hear(rank, sealed(peer, 1, group=1, of=0))
+    # A session's number and a group's index make one number, which must not be had otherwise.
+    node.hear(rank, sealed(peer, 1, group=0, of=1, session=peer.session + 1))
+    slots, generations = arrays(peer.credits(1)[:1])
+    node.hear(rank, Drop(peer.session + 1, slots, generations))
+    assert node.granted() == before
+    assert peer.hint(1) == peer.hint(1, group=1) == [False]
+    node.hear(rank, sealed(peer, 1, group=1))
+    assert peer.hint(1, group=1) == [True]
+
+
+def test_a_drop_is_topped_up_in_its_own_group() -> None:
+    node = Node(slots=64, credit_blocks_max=4)
+    peer = Peer(node, more=BOTH)
+    granted = len(peer.credits()), len(peer.credits(1))
+    slots, generations = arrays(peer.credits(1))
+    node.hear(peer.ranks[0], Drop(peer.session, slots, generations, 1))
+    node.tick()
+    assert (len(peer.credits()), len(peer.credits(1))) == (granted[0], 2 * granted[1])
+
+
+@pytest.mark.parametrize(
+    ("message", "of_rank"),
+    [
+        (LeaseAsk(1, keys(1), group=2), False),
+        (Hint(1, keys(1), group=2), False),
+        (Seal(0, b"", b"", b"", b"", 2), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_group_that_the_engine_does_not_have_ends_the_connection(
+    message: EngineMessage, of_rank: bool
+) -> None:
+    node = Node(slots=64)
+    peer = Peer(node, more=BOTH)
+    if isinstance(message, Seal):
+        message = msgspec.structs.replace(message, session=peer.session)
+    connection = peer.ranks[0] if of_rank else peer.scheduler
+    node.hear(connection, message)
+    assert "KV cache group that its engine does not have" in node.hangups[connection]
+
+
+def test_columns_are_those_of_each_group() -> None:
+    """KV heads in halves beside a group that both ranks hold alike."""
+    node = Node(slots=64)
+    peer = Peer(node, shards=HALVES, more=[(LARGE, (WHOLE, WHOLE))])
+    assert node.last(peer.scheduler, SessionOpen).shard_counts == (2, 1)
+    told = [node.last(rank, Quiesce).columns for rank in peer.ranks]
+    assert told == [
+        (ShardColumn(0), ShardColumn(0)),
+        (ShardColumn(1), ShardColumn(0, writes=False)),
+    ]
+    node.hear(peer.ranks[1], sealed(peer, 1, group=1))
+    assert "does not write its shard" in node.hangups[peer.ranks[1]]
+
+
+@pytest.mark.parametrize(
+    ("second", "sentence"),
+    [
+        ((SMALL, (WHOLE,)), "two of its KV cache groups report the same space"),
+        ((LARGE, (HALVES[0],)), "its ranks do not cover all layers and heads exactly once"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(
+    second: tuple[Space, tuple[Shard]], sentence: str
+) -> None:
+    node, shape = Node(slots=64), Hellos(more=[second])
+    node.connect(shape.scheduler_hello())
+    refused = refusal(node, node.connect(shape.rank_hello(0)))
+    assert refused.reason.startswith(sentence)
+    assert refused.permanent
+
+
+def test_ranks_with_other_lists_of_groups_are_refused_and_may_leave_before() -> None:
+    node = Node(slots=64)
+    one, two = Hellos(shards=HALVES), Hellos(shards=HALVES, more=[(LARGE, HALVES)])
+    first, second = node.connect(one.rank_hello(0)), node.connect(two.rank_hello(1))
+    scheduler = node.connect(one.scheduler_hello())
+    assert refusal(node, scheduler).reason.startswith("its ranks report different models")
+    assert refusal(node, first) == refusal(node, second) == refusal(node, scheduler)
+    scheduler = node.connect(two.scheduler_hello(rank_count=3))
+    node.connect(one.rank_hello(0))
+    node.connect(two.rank_hello(1))
+    node.end(scheduler)  # asks the ranks to be quiet, each about its own groups
+
+
+def test_values_that_differ_switch_the_space_of_their_group_off() -> None:
+    node = Node(slots=64)
+    peer = Peer(node, more=BOTH)
+    for group in (0, 1):
+        node.hear(peer.ranks[0], sealed(peer, 1, group=group))
+    peer.lease(5, 1, group=1)
+    finding = Compared(peer.session, lease=5, blocks=1, diverged=bytes(4), error_ppm=9)
+    node.hear(peer.scheduler, finding)
+    assert pairs(peer.lease(6, 1, group=1)) == []
+    assert len(pairs(peer.lease(7, 1))) == 1
+
+
+def test_the_largest_number_of_groups_has_room_in_a_session() -> None:
+    more = [(space(f"g{n}"), (WHOLE,)) for n in range(GROUPS_MAX - 1)]
+    node = Node(slots=256)
+    peer = Peer(node, more=more)
+    before = peer.session
+    node.hear(peer.ranks[0], sealed(peer, 1, group=GROUPS_MAX - 1))
+    assert peer.hint(1, group=GROUPS_MAX - 1) == [True]
+    node.end(peer.scheduler)
+    peer.scheduler = node.connect(peer.scheduler_hello())
+    for rank in peer.ranks:
+        node.hear(rank, Quiet(node.last(rank, Quiesce).session))
+    assert node.last(peer.scheduler, SessionOpen).session >= before + GROUPS_MAX
