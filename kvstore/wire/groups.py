@@ -30,7 +30,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardColumn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank does for one KV cache group of a session."""
+    """A rank's part in one KV cache group of a session."""
 
     number: Small = 0
     """Place of the rank's shard in the [n][S] arrays of the group."""

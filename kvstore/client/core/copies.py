@@ -99,13 +99,13 @@ Outcome = Copied | CopyVoid | Mismatch | CopyCompared
 
 
 class RankColumn(msgspec.Struct, frozen=True):
-    """What a rank does for one KV cache group of a session."""
+    """A rank's part in one KV cache group of a session."""
 
     number: int
     """Place of its shard in the [n][S] arrays."""
     writes: bool
     prefix: bytes
-    """Of the headers that checksums cover."""
+    """Prefix of the headers that checksums cover."""
 
 
 class Job:
