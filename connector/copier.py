@@ -282,7 +282,7 @@ class Copier:
             return CopyVoid("values of this type cannot be compared")
         error = self._cache.error(copy.block_id, slot, values=self._values)
         diverged = error > BOUNDS[self._values]
-        # What is damaged is found by its checksum and is no word against the space.
+        # Damaged bytes fail their checksum, and are no evidence against the space.
         damaged = diverged and checksum_of(copy.header, [slot.data]) != copy.checksum
         if not self._is_current(copy):
             return CopyVoid()

@@ -385,7 +385,7 @@ def _new_blocks(output: SchedulerOutput, block_tokens: int) -> list[int]:
     ):
         if groups is None:
             continue
-        # Of a request that was preempted it is the whole table, of others what was added to it.
+        # The whole table for a request that was preempted, for others the blocks added to it.
         first = computed // block_tokens if request_id in cached.resumed_req_ids else 0
         for group in groups:
             blocks.extend(group[first:])

@@ -173,7 +173,7 @@ class Tally:
         if before is None or before[0].load is None or before[0].incarnation != sample.incarnation:
             return figures
         earlier, told = before[0].load, before[1]
-        if load.at_ms <= earlier.at_ms:  # not told anew
+        if load.at_ms <= earlier.at_ms:  # the same load
             rates = {name: getattr(told, name) for name in _RATES.values()}
             return msgspec.structs.replace(figures, hit_percent=told.hit_percent, **rates)
         seconds = (load.at_ms - earlier.at_ms) / MS_PER_S

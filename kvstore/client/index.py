@@ -190,8 +190,7 @@ class IndexClient:
                 for reply in call:
                     failures = 0
                     named = {row.node for row in reply.nodes}
-                    # The first of a stream names all there are: another replica may have told of
-                    # more.
+                    # The first of a stream names all nodes: another replica may have named more.
                     gone = known - named if is_first else set(reply.gone)
                     known, is_first = (known | named) - gone, False
                     yield News(
@@ -239,7 +238,7 @@ class IndexClient:
             reply, error = self._ask_each(call, request, deadline_s)
             if error is None:
                 return reply
-            # It is too much that is asked at a time: less, then.
+            # Too many calls at a time: back off.
             may_wait = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             if not may_wait or time.monotonic() + pause_s >= deadline_s:
                 raise IndexUnavailable(_sentence(error))
@@ -257,7 +256,7 @@ class IndexClient:
             left_s = max(0.0, deadline_s - time.monotonic())
             number = (first + turn) % count
             try:
-                # What is left is shared, so that a silent replica leaves time for the next.
+                # Replicas share the time left, so that a silent one leaves time for the next.
                 reply = call(self._stubs[number])(request, timeout=left_s / (count - turn))
             except grpc.RpcError as error:
                 _check_understood(error)
@@ -294,8 +293,8 @@ def channel_options() -> list[tuple[str, Any]]:
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
         ("grpc.keepalive_time_ms", PING_MS),
         ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-        # That one is of what the kernel of the other end does not take; a process that is stopped
-        # has a kernel that does, and is given a minute without this one (gRPC 1.85).
+        # The keepalive time-out is for pings that the kernel of the other end does not take. The
+        # kernel of a stopped process does, and without this it has a minute (gRPC 1.85).
         ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # As many as it takes: who watches says nothing for hours.

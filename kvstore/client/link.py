@@ -105,7 +105,7 @@ class Link:
         except BlockingIOError:
             return False
         except OSError as error:
-            # What the node sent before it hung up, such as a Refused, is still to be read.
+            # Messages sent before the node hung up, such as a Refused, are still to be read.
             self._failure = f"the node hung up: {error.strerror}"
             return False
         return True

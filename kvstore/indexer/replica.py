@@ -74,7 +74,7 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", feeds.MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", feeds.REPLY_BYTES_MAX),
     ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION_MAX),
-    # Of what nobody reads yet no more than this is taken in, of each call.
+    # Limit of unread bytes per call.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", UNREAD_BYTES_MAX),
     ("grpc.max_metadata_size", 8 << 10),

@@ -171,7 +171,7 @@ class IndexService(IndexServicer):
         if loop_ms() >= self._listed_until_ms:
             self._listed.clear()
         if request.engines not in self._listed:
-            # What it says of a prompt that nobody has is what it can say of itself.
+            # The trust in an answer about an empty prompt is that in the index itself.
             trust = (await self.store.match("", SpaceId(bytes(KEY_BYTES)), b"", loop_ms())).trust
             now_ms = loop_ms()
             members = self.store.members(now_ms)
@@ -246,7 +246,7 @@ class IndexService(IndexServicer):
         loop = asyncio.get_running_loop()
         making = loop.run_in_executor(self._hashing, _keys_of_tokens, request.tokens)
         making.add_done_callback(self._made)
-        # What is cancelled stays in the queue of the thread, where nobody would count it.
+        # A cancelled question would stay in the queue of the thread without being counted.
         return await asyncio.shield(making)
 
     def _made(self, _: asyncio.Future[bytes]) -> None:
@@ -386,7 +386,7 @@ class IndexService(IndexServicer):
             except ConnectionResetError:
                 continue
             except OSError:
-                return  # slow, or unreachable: silence will tell (TimeoutError is an OSError)
+                return  # slow or unreachable: its silence decides (TimeoutError is an OSError)
             # Hung up on at once: a process that dies closes its sockets one after the other.
 
 
@@ -430,5 +430,5 @@ def _keys_of_tokens(tokens: pb.Tokens) -> bytes:
 def _host_of(peer: str) -> str:
     """The IP address in gRPC's name of a peer: ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
     found = address_of(unquote(peer).partition(":")[2])
-    # Of one that listens on [::], callers over IPv4 have addresses such as ::ffff:10.0.0.1.
+    # On a server that listens on [::], callers over IPv4 have addresses such as ::ffff:10.0.0.1.
     return str(getattr(found[0], "ipv4_mapped", None) or found[0]) if found else ""

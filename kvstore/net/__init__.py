@@ -10,6 +10,6 @@ clock, pidfd, harden   time; which process a descriptor stands for; limits and p
 
 import os
 
-# gRPC writes a line of its own for every handshake that fails: anybody who reaches a port could
-# fill the log. What concerns an operator is logged by us. Read when gRPC is imported.
+# gRPC writes a line of its own for every handshake that fails: any host that reaches a port could
+# fill the log. We log what concerns an operator. Read when gRPC is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

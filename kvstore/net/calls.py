@@ -91,7 +91,7 @@ class Calls(grpc.aio.ServerInterceptor):
                 loop = asyncio.get_running_loop()
                 doing = loop.run_in_executor(self._pool, behavior, request, context)
                 doing.add_done_callback(self._done)
-                # What is cancelled stays in the queue of the pool, where nobody would count it.
+                # A cancelled call would stay in the queue of the pool without being counted.
                 return await asyncio.shield(doing)
             except RefusedCall as error:
                 await context.abort(error.code, str(error))

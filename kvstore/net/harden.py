@@ -16,8 +16,8 @@ _PR_SET_DUMPABLE: Final = 4
 
 def harden_process() -> None:
     """No debugger or core dump; as many descriptors as allowed; short turns of threads."""
-    # No core file and no ptrace by the same user: the arena is other people's prompts. It makes
-    # /proc/self root's, but a process may always look at itself, which `pidfd.pid_of` needs.
+    # No core file and no ptrace by the same user: the arena is other people's prompts. /proc/self
+    # becomes root's, but a process may always look at itself, which `pidfd.pid_of` needs.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

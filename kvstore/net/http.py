@@ -256,7 +256,7 @@ class HttpServer:
     def _answer(self, path: str, clients: Iterable[_Client], answer: bytes) -> None:
         self._making.discard(path)
         for client in clients:
-            # Of those whose answers go it is now the newest.
+            # Now the newest of the clients with an answer.
             self._clients[client.socket.fileno()] = self._clients.pop(client.socket.fileno())
             client.begin(answer)
             self._turn(client)

@@ -223,7 +223,7 @@ class Attachment:
         # lay unread for seconds alone would make the node look that much younger.
         self._clock_offset_ns = min(self._clock_offset_ns, now_ns - heartbeat_ns)
         if self.is_silent and heartbeat_ns != self._last_beat_ns:
-            # It beats again, whatever our clocks say: if they drifted apart, this is the offset.
+            # The node beats again; if the two clocks drifted apart, this is the offset.
             self._clock_offset_ns = now_ns - heartbeat_ns
         self._last_beat_ns = heartbeat_ns
         age_ns = now_ns - heartbeat_ns - self._clock_offset_ns

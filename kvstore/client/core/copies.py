@@ -236,7 +236,7 @@ class RunningCheck(Job):
         return CompareResult(self.plan.job, self.compared, tuple(self.diverged), self.worst)
 
 
-# ── what the node is told ────────────────────────────────────────────────────────────────────────
+# ── messages to the node ─────────────────────────────────────────────────────────────────────────
 
 
 def seals(job: RunningStore, indexes: list[int]) -> Iterator[Seal]:

@@ -313,7 +313,7 @@ class EngineLookups:
         if entry is None or entry[0].stage is not LookupStage.LOADING:
             return None
         lookup = entry[0]
-        # What one rank cannot have, others often cannot have either: that is one failure, not many.
+        # Blocks that one rank cannot load often fail on others too: one failure, not many.
         if result.failed_block_ids and not lookup.failed:
             lookup.failed = lookup.miss_reason = "load failed"
             lookup.detail = result.reason
