@@ -6,7 +6,7 @@
 | `attendant.py`      | staying attached while the engine is idle            | the scheduler's   |
 | `scheduler_side.py` | requests and steps → `client.core.scheduler`         | scheduler process |
 | `worker_side.py`    | the step's hooks → jobs, fences, results             | each worker       |
-| `copier.py`         | the copy thread: attaching, copying, heartbeat       | each worker       |
+| `copier.py`         | the copy thread: the socket and the copies           | each worker       |
 | `handoff.py`        | plans and results between the worker's two threads   | each worker       |
 | `mapping.py`        | engine configuration → space, shard, geometry (pure) | each worker       |
 | `kv_formats.py`     | engine versions whose caches have the same bytes     | each worker       |

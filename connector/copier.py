@@ -21,7 +21,6 @@ from collections import deque
 import numpy as np
 
 from kvstore.arena import ArenaView, GenerationView
-from kvstore.client.core.attachment import GONE_TIMES
 from kvstore.client.core.copies import (
     CompareBlock,
     Copied,
@@ -32,6 +31,7 @@ from kvstore.client.core.copies import (
     Mismatch,
     Outcome,
 )
+from kvstore.client.core.dial import Dial, DialState
 from kvstore.client.link import Link, Lost
 from kvstore.connector.handoff import Handoff
 from kvstore.errors import AttachError, ProtocolError
@@ -40,39 +40,15 @@ from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes
 from kvstore.obs.logs import RateLimit
 from kvstore.types import PAGE_BYTES
-from kvstore.units import NS_PER_MS, NS_PER_S
 from kvstore.wire.checksum import checksum_of
 from kvstore.wire.messages import Message, NodeMessage, Refused, Welcome
 
 logger = logging.getLogger("vllm.kvstore.rank")
 logger.addFilter(RateLimit())  # two engines with one id would detach each other ten times a second
 
-RETRY_NS_MIN = 100 * NS_PER_MS
-RETRY_NS_MAX = 1000 * NS_PER_MS
-REFUSED_RETRY_NS = 10 * NS_PER_S
-GREETING_NS_MAX = 10 * NS_PER_S
-"""Without a Welcome for so long, connect again: another node may serve the path by now."""
 TICK_S = 0.1
 POPULATE_BYTES = 16 << 20
 """Mapped ahead of use per idle turn: a few milliseconds at most."""
-
-
-class Heartbeat:
-    """How old a node's heartbeat is, whatever the offset between its clock and ours.
-
-    `now - heartbeat` is that offset plus an age; the smallest value ever seen is the offset within
-    the few milliseconds between two beats, however late anything was read.
-    """
-
-    def __init__(self, page: GenerationView) -> None:
-        self._page = page
-        self._offset_ns: int | None = None
-
-    def age_ns(self, now_ns: int) -> int:
-        difference = now_ns - self._page.heartbeat_ns()
-        if self._offset_ns is None or difference < self._offset_ns:
-            self._offset_ns = difference
-        return difference - self._offset_ns
 
 
 class Copier:
@@ -90,23 +66,18 @@ class Copier:
         """Args:
         handoff, cache: source of jobs, and the blocks to copy.
         socket: the node's.
-        heartbeat_timeout_ms: a node silent for GONE_TIMES as long is left.
+        heartbeat_timeout_ms: silence of `dial.GONE_TIMES` as long ends the connection.
         values: type of the numbers in the cache, for comparing; empty: they cannot be compared.
         """
         self._handoff = handoff
         self._cache = cache
         self._socket = socket
-        self._gone_ns = GONE_TIMES * heartbeat_timeout_ms * NS_PER_MS
+        self._dial = Dial(heartbeat_timeout_ms)
         self._values = values
         self._link: Link | None = None
         self._arena: ArenaView | None = None
         self._generations: GenerationView | None = None
-        self._heartbeat: Heartbeat | None = None
-        """None while there is no Welcome on this connection."""
         self._unsent: deque[Message] = deque()
-        self._greeted_ns = 0
-        self._retry_at_ns = 0
-        self._retry_ns = RETRY_NS_MIN
         self._populated = 0
         self._notice = ""
         self._thread = threading.Thread(target=self._run, name="kvstore-copy", daemon=True)
@@ -159,22 +130,20 @@ class Copier:
     def _attend(self, now_ns: int) -> None:
         """Attach, hear the node, notice its absence, speak. Never waits."""
         if self._link is None:
-            if now_ns >= self._retry_at_ns:
+            if self._dial.is_due(now_ns):
                 self._connect(now_ns)
             return
+        reason, is_refused = "", False
         for message in self._link.receive():
-            reason = self._hear(message)
-            if reason:
-                self._detach(reason, now_ns)
-                return
-        if self._heartbeat is None:
-            if now_ns - self._greeted_ns > GREETING_NS_MAX:
-                self._detach("the node does not answer", now_ns)
-                return
-        elif self._heartbeat.age_ns(now_ns) > self._gone_ns:
-            self._detach("the node's heartbeat stopped", now_ns)
-            return
-        self._speak()
+            reason = reason or self._hear(message, now_ns)
+            is_refused |= isinstance(message, Refused)
+        if not reason:
+            page = self._link.generations
+            reason = self._dial.objection(now_ns, page.heartbeat_ns() if page else 0)
+        if reason:
+            self._detach(reason, now_ns, is_refused=is_refused)
+        else:
+            self._speak()
 
     def _connect(self, now_ns: int) -> None:
         with self._handoff.core() as core:
@@ -182,26 +151,27 @@ class Copier:
         try:
             self._link = Link.connect(self._socket, hello)
         except AttachError as error:
-            self._back_off(now_ns)
+            self._dial.ended(now_ns)
             self._say(str(error))
         else:
-            self._greeted_ns = now_ns
+            self._dial.connected(now_ns)
 
-    def _hear(self, message: NodeMessage | Lost) -> str:
+    def _hear(self, message: NodeMessage | Lost, now_ns: int) -> str:
         """Take one message. Returns why the connection must end, or nothing."""
         if isinstance(message, Lost):
             return message.reason
         try:
             with self._handoff.core() as core:
-                if isinstance(message, Welcome) and self._heartbeat is None:
+                if isinstance(message, Welcome) and self._dial.state is DialState.GREETED:
                     core.connected(message)
                     self._take_mapping()
+                    self._dial.welcomed(now_ns, message.now_ns)
+                    self._dial.served()
                 else:
                     core.received(message)
         except ProtocolError as error:
             return f"the node broke the protocol: {error}"
         if isinstance(message, Refused):
-            self._retry_ns = REFUSED_RETRY_NS
             return f"the node refuses this engine: {message.reason}"
         return ""
 
@@ -211,9 +181,7 @@ class Copier:
         if arena is None or generations is None:
             raise ProtocolError("Welcome to a rank without an arena")
         self._arena, self._generations = arena, generations
-        self._heartbeat = Heartbeat(generations)
         self._populated = 0
-        self._retry_ns = RETRY_NS_MIN
         self._say("attached")
 
     def _speak(self) -> None:
@@ -223,20 +191,18 @@ class Copier:
         while self._unsent and self._link.send(self._unsent[0]):
             self._unsent.popleft()
 
-    def _detach(self, reason: str, now_ns: int) -> None:
+    def _detach(self, reason: str, now_ns: int, *, is_refused: bool) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
-        self._heartbeat = None
         self._unsent.clear()
         with self._handoff.core() as core:
             core.disconnected()
-        self._back_off(now_ns)
+        if is_refused:
+            self._dial.refused(now_ns)
+        else:
+            self._dial.ended(now_ns)
         self._say(f"detached: {reason}")
-
-    def _back_off(self, now_ns: int) -> None:
-        self._retry_at_ns = now_ns + self._retry_ns
-        self._retry_ns = min(self._retry_ns * 2, max(RETRY_NS_MAX, self._retry_ns))
 
     # ── copies ───────────────────────────────────────────────────────────────────────────────────
 
@@ -295,7 +261,7 @@ class Copier:
 
     def _populate(self) -> bool:
         """Map the next part of the arena ahead of use. False when there is nothing to map."""
-        if self._heartbeat is None or self._arena is None or self._generations is None:
+        if self._link is None or self._arena is None or self._generations is None:
             return False
         ready = self._generations.ready_bytes()
         if self._populated >= ready:

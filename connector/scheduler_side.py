@@ -99,10 +99,8 @@ class SchedulerSide:
         if self._link is not None:
             self._receive(now_ns)
         page = None if self._link is None else self._link.generations
-        if core.attachment.greeting_is_late(now_ns):
-            self._drop("the node does not answer", now_ns)
-        if page is not None and core.attachment.watch(now_ns, page.heartbeat_ns()):
-            self._drop("the node's heartbeat stopped", now_ns)
+        if reason := core.attachment.objection(now_ns, page.heartbeat_ns() if page else 0):
+            self._drop(reason, now_ns)
         self._flush(now_ns)
         for notice in core.take_notices():
             logger.info("kvstore: %s", notice)

@@ -28,6 +28,7 @@ REFUSALS = {
     "kvstore/engine/sessions/lookups.py": "Hangup",
     "kvstore/engine/sessions/owners.py": "refused Hellos",
     "kvstore/engine/sessions/sessions.py": "refused Hellos",
+    "kvstore/client/core/dial.py": "notices of an attachment",
     "kvstore/engine/sessions/unserved.py": "engines without a session",
 }
 """File → what its sentences are."""

@@ -4,7 +4,8 @@
 |-----------------|----------------------------------------------|-------------------------------|
 | `plan.py`       | the values that scheduler and ranks exchange | –                             |
 | `config.py`     | limits and names                             | –                             |
-| `attachment.py` | the connection, session, credits, heartbeat  | datagrams → state, credits    |
+| `dial.py`       | back-off, late greetings, heartbeats         | times → connect, hang up      |
+| `attachment.py` | the scheduler's session and credits          | datagrams → state, credits    |
 | `lookup.py`     | the state of one request's lookup            | –                             |
 | `lookups.py`    | leases and loads                             | keys → hit, miss, pending     |
 | `checksums.py`  | checksums of leased slots                    | replies → bytes               |

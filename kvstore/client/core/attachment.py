@@ -9,7 +9,7 @@ session. 3: every change worth knowing leaves one notice, never one per request.
 
 A heartbeat older than its limit turns the cache off; the next beat turns it on again. Leases and
 credits stay meanwhile: the memory is there, and generations show which slots are void. The
-connection ends only after GONE_TIMES that silence, since forming a session again takes long.
+connection ends only after `dial.GONE_TIMES` that silence, since forming a session again takes long.
 Pure: the caller owns the socket and reads the heartbeat word.
 """
 
@@ -21,6 +21,7 @@ from collections import defaultdict, deque
 import numpy as np
 
 from kvstore.client.core.config import SchedulerConfig
+from kvstore.client.core.dial import Dial, DialState
 from kvstore.units import NS_PER_MS
 from kvstore.wire.messages import (
     PROTOCOL_VERSION,
@@ -37,14 +38,8 @@ from kvstore.wire.messages import (
     slots_array,
 )
 
-_RETRY_MS_MIN = 50
-_RETRY_MS_MAX = 1000
-_REFUSED_RETRY_MS = 10_000
-_GREETING_MS_MAX = 10_000
 _SILENCE_NOTICES_MS = 10_000
 """Shortest time between two notices about a node that comes and goes."""
-GONE_TIMES = 8
-"""The connection is given up after so many times the heartbeat's limit without a beat."""
 CREDITS_MAX = 16_384
 """Far more than a node grants one engine; further credits are ignored."""
 
@@ -67,7 +62,7 @@ class Attachment:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self.state = AttachState.DOWN
+        self._dial = Dial(config.heartbeat_timeout_ms)
         self.session = 0
         self.shard_counts: tuple[int, ...] = (1,)
         """By KV cache group."""
@@ -79,14 +74,14 @@ class Attachment:
         """By KV cache group."""
         self.outbox: list[Message] = []
         self.notices: list[str] = []
-        self.state_since_ns = 0
-        self._retry_at_ns = 0
-        self._retry_ms = _RETRY_MS_MIN
-        self._clock_offset_ns = 0
         self._away_noticed = False
-        self._silent_since_ns = 0
-        self._last_beat_ns = 0
         self._silence_noticed_ns: int | None = None
+
+    @property
+    def state(self) -> AttachState:
+        if self._dial.state is not DialState.WELCOMED:
+            return AttachState(self._dial.state.value)
+        return AttachState.OPEN if self.session else AttachState.WAITING
 
     @property
     def is_open(self) -> bool:
@@ -96,7 +91,7 @@ class Attachment:
     @property
     def is_silent(self) -> bool:
         """Whether the last heartbeat is older than its limit."""
-        return self._silent_since_ns > 0
+        return self._dial.silent_since_ns > 0
 
     def is_coming(self, now_ns: int, within_ns: int) -> bool:
         """Whether the node's silence, or its handshake, began so recently that it may answer at any
@@ -105,17 +100,16 @@ class Attachment:
             case AttachState.DOWN:
                 return False
             case AttachState.OPEN:
-                return now_ns - self._silent_since_ns < within_ns
+                return now_ns - self._dial.silent_since_ns < within_ns
             case _:
-                return now_ns - self.state_since_ns < within_ns
+                return now_ns - self._dial.since_ns < within_ns
 
     def wants_connection(self, now_ns: int) -> bool:
-        return self.state is AttachState.DOWN and now_ns >= self._retry_at_ns
+        return self._dial.is_due(now_ns)
 
     def connect_failed(self, now_ns: int, reason: str) -> None:
         """The socket is absent or refuses. One notice, then silence until something changes."""
-        self._back_off(now_ns, self._retry_ms)
-        self._retry_ms = min(self._retry_ms * 2, _RETRY_MS_MAX)
+        self._dial.ended(now_ns)
         self._notice_away(reason)
 
     def hello(self) -> HelloScheduler:
@@ -136,27 +130,23 @@ class Attachment:
 
     def connected(self, now_ns: int) -> None:
         """The socket is connected and the hello is on its way."""
-        assert self.state is AttachState.DOWN, self.state
-        self._enter(AttachState.GREETED, now_ns)
+        self._dial.connected(now_ns)
 
     def disconnected(self, now_ns: int, reason: str) -> None:
         """The socket ended, or the caller closed it on request. Safe to call when down."""
         if self.state is AttachState.DOWN:
             return
         self._end_session()
-        self._enter(AttachState.DOWN, now_ns)
         self.outbox.clear()
-        self._back_off(now_ns, self._retry_ms)
-        self._retry_ms = min(self._retry_ms * 2, _RETRY_MS_MAX)
+        self._dial.ended(now_ns)
         self._notice_away(reason)
 
     def restart(self, weights_epoch: str, now_ns: int) -> None:
         """Attach again at once, to the space of this epoch. The caller closes the socket."""
         self.weights_epoch = weights_epoch
         self._end_session()
-        self._enter(AttachState.DOWN, now_ns)
         self.outbox.clear()
-        self._retry_at_ns = now_ns
+        self._dial.restart(now_ns)
         self.notices.append("the engine's cache was reset: moving to a space of its own")
 
     def cannot_be_served(self, reason: str) -> None:
@@ -177,21 +167,20 @@ class Attachment:
                 if self.state is not AttachState.GREETED:
                     return "the node welcomed twice"
                 self.incarnation = message.incarnation
-                self._clock_offset_ns = now_ns - message.now_ns
-                self._enter(AttachState.WAITING, now_ns)
+                self._dial.welcomed(now_ns, message.now_ns)
                 self._tell_unserved()
-            case SessionOpen():
+            case SessionOpen() if self._dial.state is DialState.WELCOMED:
                 self._end_session()
                 self.session = message.session
                 self.shard_counts = message.shard_counts
-                self._enter(AttachState.OPEN, now_ns)
-                self._retry_ms = _RETRY_MS_MIN
+                self._dial.since_ns = now_ns
+                self._dial.served()
                 self._away_noticed = False
                 self.notices.append(f"attached to the node, session {message.session}: cache on")
             case SessionClosed():
                 if message.session == self.session:
                     self._end_session()
-                    self._enter(AttachState.WAITING, now_ns)
+                    self._dial.since_ns = now_ns
                     self._notice_away(message.reason)
             case Grant():
                 if message.session == self.session:
@@ -199,48 +188,23 @@ class Attachment:
             case Refused():
                 self._notice_away(f"refused: {message.reason}")
                 self._end_session()
-                self._enter(AttachState.DOWN, now_ns)
-                self._back_off(now_ns, _REFUSED_RETRY_MS)
+                self._dial.refused(now_ns)
                 return "refused"
             case _:
                 pass
         return None
 
-    def greeting_is_late(self, now_ns: int) -> bool:
-        """A hello without a Welcome for so long: another node may serve the path by now."""
-        return (
-            self.state is AttachState.GREETED
-            and now_ns - self.state_since_ns > _GREETING_MS_MAX * NS_PER_MS
-        )
-
-    def watch(self, now_ns: int, heartbeat_ns: int) -> bool:
-        """Take note of the node's last beat. True when it has been silent for so long that the
-        caller must close the socket."""
-        if self.state not in (AttachState.WAITING, AttachState.OPEN) or heartbeat_ns == 0:
-            return False
-        # Clocks differ between time namespaces. Every look bounds the offset from above (it is
-        # offset + age); the smallest bound seen is the offset to within one beat. A Welcome that
-        # lay unread for seconds alone would make the node look that much younger.
-        self._clock_offset_ns = min(self._clock_offset_ns, now_ns - heartbeat_ns)
-        if self.is_silent and heartbeat_ns != self._last_beat_ns:
-            # The node beats again; if the two clocks drifted apart, this is the offset.
-            self._clock_offset_ns = now_ns - heartbeat_ns
-        self._last_beat_ns = heartbeat_ns
-        age_ns = now_ns - heartbeat_ns - self._clock_offset_ns
-        limit_ns = self._config.heartbeat_timeout_ms * NS_PER_MS
-        if age_ns <= limit_ns:
-            self._heard(now_ns)
-        elif not self.is_silent:
-            self._silent_since_ns = now_ns
-            if self.state is AttachState.OPEN:
+    def objection(self, now_ns: int, heartbeat_ns: int) -> str:
+        """Take note of the node's last beat, 0 if unknown. Returns a reason when the caller must
+        close the socket, or nothing."""
+        before_ns = self._dial.silent_since_ns
+        reason = self._dial.objection(now_ns, heartbeat_ns)
+        if self.state is AttachState.OPEN:
+            if self.is_silent and not before_ns:
                 self._notice_silence(now_ns)
-        return age_ns > GONE_TIMES * limit_ns
-
-    def _heard(self, now_ns: int) -> None:
-        noticed = self.is_silent and self._silence_noticed_ns == self._silent_since_ns
-        if noticed and self.state is AttachState.OPEN:
-            self.notices.append("the node's heartbeat is back: cache on")
-        self._silent_since_ns = 0
+            if before_ns and not self.is_silent and before_ns == self._silence_noticed_ns:
+                self.notices.append("the node's heartbeat is back: cache on")
+        return reason
 
     def _notice_silence(self, now_ns: int) -> None:
         last_ns = self._silence_noticed_ns
@@ -265,15 +229,6 @@ class Attachment:
     def _end_session(self) -> None:
         self.session = 0
         self.credits.clear()
-
-    def _enter(self, state: AttachState, now_ns: int) -> None:
-        self.state = state
-        self.state_since_ns = now_ns
-        if state is AttachState.DOWN:
-            self._silent_since_ns = 0
-
-    def _back_off(self, now_ns: int, retry_ms: int) -> None:
-        self._retry_at_ns = now_ns + retry_ms * NS_PER_MS
 
     def _notice_away(self, reason: str) -> None:
         if not self._away_noticed:

@@ -10,7 +10,7 @@ from tests.unit.client.conftest import ScriptedNode
 
 def lost(node: ScriptedNode, heartbeat_ns: int) -> bool:
     """Whether the cache is off."""
-    node.core.attachment.watch(node.now_ns, heartbeat_ns)
+    node.core.attachment.objection(node.now_ns, heartbeat_ns)
     attachment = node.core.attachment
     assert attachment.is_open == (attachment.state is AttachState.OPEN and not attachment.is_silent)
     return attachment.is_silent
@@ -35,7 +35,7 @@ def test_with_the_next_beat_the_cache_is_on_again_and_nothing_was_given_up(
     beat = node.now_ns
     assert not lost(node, beat)
     node.wait(8 * 250)
-    assert not attachment.watch(node.now_ns, beat)
+    assert not attachment.objection(node.now_ns, beat)
     assert not attachment.is_open
     (notice,) = node.core.take_notices()
     assert "heartbeat stopped" in notice
@@ -61,9 +61,9 @@ def test_what_is_not_open_is_not_said_to_be_off_or_on_by_a_heartbeat(node: Scrip
 def test_a_node_that_stays_silent_is_left(node: ScriptedNode) -> None:
     node.attach()
     beat = node.now_ns
-    assert not node.core.attachment.watch(node.now_ns, beat)
+    assert not node.core.attachment.objection(node.now_ns, beat)
     node.wait(8 * 250 + 1)
-    assert node.core.attachment.watch(node.now_ns, beat)
+    assert node.core.attachment.objection(node.now_ns, beat)
 
 
 def test_a_node_that_comes_and_goes_is_told_of_rarely(node: ScriptedNode) -> None:
@@ -187,6 +187,7 @@ def test_credits_of_one_session_do_not_last_into_the_next(node: ScriptedNode) ->
 
 
 def test_credits_are_those_of_their_group(node: ScriptedNode) -> None:
+    node.attach()
     node.give(m.SessionOpen(session=1, shard_counts=(1, 2)))
     for group in (0, 1, 2):
         node.give(m.Grant(session=1, slots=bytes(8), generations=bytes(16), group=group))

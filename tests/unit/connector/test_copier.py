@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.client.core import dial
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.client.core.rank import RankConfig, RankCore
 from kvstore.client.link import Link
-from kvstore.connector import copier as copier_module
-from kvstore.connector.copier import Copier, Heartbeat
+from kvstore.connector.copier import Copier
 from kvstore.connector.handoff import Handoff
 from kvstore.kernels.pack import PagedCache
 from kvstore.kernels.reference import Bytes, checksum
@@ -311,7 +311,7 @@ def test_refused_is_said_once_and_asked_again_late(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copier_module, "REFUSED_RETRY_NS", 300_000_000)
+    monkeypatch.setattr(dial, "REFUSED_RETRY_NS", 300_000_000)
     with caplog.at_level(logging.INFO, "vllm.kvstore.rank"):
         times = []
         for _ in range(3):
@@ -332,8 +332,8 @@ def test_a_rank_that_is_thrown_out_again_and_again_does_not_flood_the_log(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copier_module, "RETRY_NS_MIN", 1_000_000)
-    monkeypatch.setattr(copier_module, "RETRY_NS_MAX", 1_000_000)
+    monkeypatch.setattr(dial, "RETRY_NS_MIN", 1_000_000)
+    monkeypatch.setattr(dial, "RETRY_NS_MAX", 1_000_000)
     rounds = RECORDS_PER_PERIOD_MAX
     with caplog.at_level(logging.INFO, "vllm.kvstore.rank"):
         for _ in range(rounds):
@@ -394,22 +394,3 @@ def test_the_arena_is_mapped_ahead_of_use(node: ScriptedNode, rank: Rank) -> Non
         node.send(Quiesce(session))
         node.receive(Quiet)
     assert rank.copier._populated >= 4 << 20
-
-
-class _Page:
-    def __init__(self) -> None:
-        self.beat_ns = 0
-
-    def heartbeat_ns(self) -> int:
-        return self.beat_ns
-
-
-@pytest.mark.parametrize("offset_ns", [-(10**12), 0, 10**12])
-def test_heartbeat_age_does_not_depend_on_the_clocks(offset_ns: int) -> None:
-    page = _Page()
-    page.beat_ns = 10**13 + offset_ns
-    heartbeat = Heartbeat(page)  # type: ignore[arg-type]
-    assert heartbeat.age_ns(10**13 + 5 * 10**9) == 0  # read 5 s late
-    page.beat_ns = 10**13 + 6 * 10**9 + offset_ns
-    assert heartbeat.age_ns(10**13 + 6 * 10**9) == 0  # read at once
-    assert heartbeat.age_ns(10**13 + 6 * 10**9 + 3 * 10**8) == 3 * 10**8
