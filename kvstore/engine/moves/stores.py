@@ -143,7 +143,7 @@ class Stores:
             return
         self._state.credits_due = self._state.slots.pins.is_short = False
         groups = self._state.open_groups()
-        active = self._state.active_sizes()
+        active = {size for group in groups for size in group.asker.slot_sizes}
         self._state.slots.forget_pools(keep=active)
         self._count_sharing(groups)
         for owner in self._state.owners.values():
