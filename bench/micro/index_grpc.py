@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # bench/ is not insta
 from bench.record import write
 from kvstore.client.index import IndexClient, channel
 from kvstore.client.tls import load
-from kvstore.engine.events import Offered
+from kvstore.engine.events import Offered, OffersUntold
 from kvstore.index.feed import Trust
 from kvstore.net.aio import LoopThread
 from kvstore.peers.feed import Feeder, Slice
@@ -108,7 +108,7 @@ def told(lab: Lab, index: IndexProcess, client: IndexClient, keys_per_change: in
         for change in changes:
             while node.feeder.waiting_keys > QUEUED_KEYS:  # no node stores faster than it is told
                 pause.wait(0.0005)
-            node.feeder.put(change)
+            node.feeder.log.append(change)
         wait_for(client, keys)
         wall_s = time.perf_counter() - begin_s
         assert node.feeder.counters.keys_lost == 0
@@ -117,7 +117,7 @@ def told(lab: Lab, index: IndexProcess, client: IndexClient, keys_per_change: in
 
 def snapshot(client: IndexClient, node: Node) -> float:
     """Seconds from a node's first dialling until its million blocks are known and believed."""
-    node.feeder.lose()  # so that there is something to ask for
+    node.feeder.log.append(OffersUntold())  # so that there is something to ask for
     begin_s = time.perf_counter()
     node.feeder.start(node.ask)
     pause, deadline_s = threading.Event(), time.monotonic() + PATIENCE_S

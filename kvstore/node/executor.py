@@ -42,7 +42,6 @@ from kvstore.wire.messages import encode
 if TYPE_CHECKING:
     from kvstore.peers.engine_memory import EngineMemory
     from kvstore.peers.exchange import Exchange
-    from kvstore.peers.feed import Feeder
 
 _log = logging.getLogger(__name__)
 
@@ -71,13 +70,13 @@ class Executor:
         generation_fd: int,
         files: FileEnd | None = None,
         publish: Callable[[Changed], None] | None = None,
-        feeder: Feeder | None = None,
+        offer: Callable[[Offered | OffersUntold], None] | None = None,
         exchange: Exchange | None = None,
         memory: EngineMemory | None = None,
     ) -> None:
         self._memory = memory
         self._publish = publish
-        self._feeder = feeder
+        self._offer = offer
         self._exchange = exchange
         self._tier = tier
         self._files = files
@@ -126,6 +125,7 @@ class Executor:
                     assert self._publish is not None, "a change that nobody asked for"
                     self._publish(command)
                 case Offered() | OffersUntold():
+                    assert self._offer is not None, "an offer that nobody asked for"
                     self._offer(command)
                 case Follow() | Unfollow():
                     assert self._memory is not None, "an engine that nobody wants to follow"
@@ -137,13 +137,6 @@ class Executor:
                     assert self._files is not None, "a file command without a disk tier"
                     events += self._files.carry_out(command)
         return BatchOutcome(events, cleared_blocks)
-
-    def _offer(self, command: Offered | OffersUntold) -> None:
-        assert self._feeder is not None, "an offer that nobody asked for"
-        if isinstance(command, Offered):
-            self._feeder.put(command)
-        else:
-            self._feeder.lose()
 
     def _send(
         self,

@@ -246,8 +246,8 @@ def _make_executor(
         arena_fd=arena.arena_fd,
         generation_fd=arena.generation_fd,
         files=files,
-        publish=publisher.put if publisher else None,
-        feeder=member.feeder if member else None,
+        publish=publisher.log.append if publisher else None,
+        offer=member.feeder.log.append if member else None,
         exchange=member.peering.exchange if member and member.peering else None,
         memory=member.memory if member else None,
     )

@@ -1,6 +1,6 @@
 """Publishes KV events over ZeroMQ, in a thread of its own, and never makes the node wait.
 
-    loop ─put─▶ bounded list ─▶ thread ─▶ PUB     topic, sequence number, batch
+    loop ─append─▶ ChangeLog ─▶ thread ─▶ PUB     topic, sequence number, batch
                                    └────▶ ROUTER  replay or snapshot, to whoever asks
 
 Subscribe first, then ask. A replay request is [empty, first sequence number]; the answer is what is
@@ -9,10 +9,10 @@ When the first of them is later than asked for, or the live stream has a gap tha
 fill, ask for a snapshot: [empty, -1]. Its batches say what is held, and all carry the number of the
 last batch that they include: go on with the live stream after that number.
 
-Everything is bounded. What does not fit the list is dropped and its number is used up, so that
-subscribers see the gap. A subscriber that does not read loses batches by ZeroMQ's high-water mark,
-and one that does not take its replay is given up. Who asks again before he has his answer has no
-use for it: it ends there, and the next begins when nobody else is being answered.
+Everything is bounded. After a loss in the log a number is used up, so that subscribers see the gap.
+A subscriber that does not read loses batches by ZeroMQ's high-water mark, and one that does not
+take its replay is given up. Who asks again before he has his answer has no use for it: it ends
+there, and the next begins when nobody else is being answered.
 
 Covers: sockets, numbers, what is kept. Does not cover: the form (`kvstore.wire.kv_events`).
 """
@@ -34,15 +34,14 @@ from kvstore.config.node import EventsConfig
 from kvstore.engine.events import Changed
 from kvstore.errors import ConfigError, NodeBusy
 from kvstore.node.pages import EventCounters
+from kvstore.peers.changes import ChangeLog, key_count, pieces
 from kvstore.ports import Clock
 from kvstore.supervisor.listener import refuse_what_is_not_ours
-from kvstore.types import KEY_BYTES, Incarnation
+from kvstore.types import Incarnation
 from kvstore.units import NS_PER_S
 from kvstore.wire import kv_events as wire
 
 BATCH_KEYS_MAX: Final = 1024
-WAITING_KEYS_MAX: Final = 1 << 17
-"""Not yet published: 4 MiB of keys."""
 KEPT_BATCHES_MAX: Final = 10_000
 KEPT_BYTES_MAX: Final = 64 << 20
 SUBSCRIBER_BATCHES_MAX: Final = 4096
@@ -97,10 +96,6 @@ class Publisher:
         self._whole_hashes = config.whole_hashes
         self._who = wire.PublisherName(config.node, f"{incarnation:016x}")
         self._clock = clock
-        self._waiting: deque[Changed | None] = deque()
-        """None: something was dropped here."""
-        self._waiting_keys = 0
-        self._lock = threading.Lock()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._next_number = 0
@@ -112,6 +107,9 @@ class Publisher:
         """Of ipc:// sockets, which ZeroMQ leaves behind."""
         self._ask: Callable[[int], Held] | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.log: ChangeLog[Changed] = ChangeLog()
+        """Of what is to be published."""
+        self._changes = self.log.reader(lambda: os.eventfd_write(self._wake_fd, 1))
         self._context = zmq.Context()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         try:
@@ -168,19 +166,6 @@ class Publisher:
         self._ask = ask
         self._thread.start()
 
-    def put(self, change: Changed) -> None:
-        """Publish soon, or drop it when too much waits already. Never blocks for long."""
-        count = len(change.keys) // KEY_BYTES
-        with self._lock:
-            if self._waiting_keys + count <= WAITING_KEYS_MAX:
-                self._waiting.append(change)
-                self._waiting_keys += count
-            else:
-                self.counters.keys_lost += count
-                if not self._waiting or self._waiting[-1] is not None:
-                    self._waiting.append(None)
-        os.eventfd_write(self._wake_fd, 1)
-
     def close(self) -> None:
         """Stop; what waits is not published any more."""
         self._closing = True
@@ -199,6 +184,7 @@ class Publisher:
         # Who kept what an earlier incarnation said is told that it is void.
         cleared = wire.AllBlocksCleared(kvstore=self._who)
         self._publish(_Batch(self._topic(""), wire.encode_batch(time.time(), [cleared])))
+        self._publish_waiting()
         while not self._closing:
             self._turn()
 
@@ -227,21 +213,10 @@ class Publisher:
         return {source for source, _ in poller.poll(wait_ms)}
 
     def _publish_waiting(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, deque()
-            self._waiting_keys = 0
-        run: list[Changed] = []
-        for change in waiting:
-            if change is not None:
-                run.append(change)
-                continue
-            self._publish_all(run)
-            run = []
-            self._next_number += 1  # of what was dropped: nobody will ever have it
-        self._publish_all(run)
-
-    def _publish_all(self, changes: Iterable[Changed]) -> None:
-        for batch in self._batches(changes):
+        if lost := self._changes.take_lost():
+            self.counters.keys_lost += lost
+            self._next_number += 1  # of what was lost: nobody will ever have it
+        for batch in self._batches(self._changes.new()):
             self._publish(batch)
 
     def _publish(self, batch: _Batch) -> None:
@@ -259,18 +234,17 @@ class Publisher:
         events: list[wire.KVEvent] = []
         label, count = "", 0
         for change in changes:
-            for begin in range(0, len(change.keys), BATCH_KEYS_MAX * KEY_BYTES):
-                keys = change.keys[begin : begin + BATCH_KEYS_MAX * KEY_BYTES]
-                size = len(keys) // KEY_BYTES
+            for piece in pieces(change, BATCH_KEYS_MAX):
+                size = key_count(piece)
                 if events and (change.label != label or count + size > BATCH_KEYS_MAX):
                     yield _Batch(self._topic(label), wire.encode_batch(time.time(), events))
                     events, count = [], 0
-                events.append(self._event(change, keys))
+                events.append(self._event(piece))
                 label, count = change.label, count + size
         if events:
             yield _Batch(self._topic(label), wire.encode_batch(time.time(), events))
 
-    def _event(self, change: Changed, keys: bytes) -> wire.KVEvent:
+    def _event(self, change: Changed) -> wire.KVEvent:
         origin = wire.EventOrigin(
             node=self._who.node,
             incarnation=self._who.incarnation,
@@ -279,7 +253,7 @@ class Publisher:
             shard=change.shard,
             label=change.label,
             block_tokens=change.block_tokens,
-            keys=keys,
+            keys=change.keys,
         )
         return wire.block_event(
             origin, tier=change.tier, stored=change.stored, whole_hashes=self._whole_hashes

@@ -1,7 +1,8 @@
 """What a node does with other nodes, on an asyncio loop of its own.
 
 member          its part in a cluster: all that follows
-feed, changes   what it offers, told to every replica of the index
+changes         what changed in its blocks, logged for all that publish it
+feed            what it offers, published to every replica of the index
 peering, borrower, lender, peer_session   blocks from others, and for others
 exchange        between this loop and the node's
 mover, mover_host, mover_process   the child that moves bytes: started, watched, awaited

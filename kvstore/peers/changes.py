@@ -1,25 +1,47 @@
-"""What a feed tells of blocks: changes joined where they are alike, and split to fit a message.
+"""Changes of residency on their way out of the node: a bounded, numbered log, and its readers.
 
-Does not cover: queues and streams (`feed`), forms (`proto.feeds`).
+    node's loop, engine_memory ─append─▶ ChangeLog ─new─▶ ChangeReader: KV events, or one of a feed
+
+A row stays until every reader is past it, or until the log is full: then the oldest rows leave. A
+reader that had not had them uses up a sequence number before it goes on, so that the other side
+sees a gap and requests a snapshot.
+
+KV events and feeds have a log each, because no row is for both: KV events are about shards, feeds
+about whole blocks, and a flood of the one must not push the other out.
+
+Covers: the log; changes joined where they are alike, and split to fit a message. Does not cover:
+batches, streams and their numbers (`feed`, `node.publish`), forms (`proto.feeds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from kvstore.engine.events import Offered
+from kvstore.engine.events import Changed, Offered, OffersUntold
 from kvstore.index.feed import Left
 from kvstore.types import KEY_BYTES
 
+LOG_BYTES_MAX: Final = 32 << 20
+"""Of one log: 131,072 rows of one key, or a million keys in full rows."""
+ROW_BYTES: Final = 224
+"""What a row takes besides its keys; names are shared with the engine's tables."""
+ROW_KEYS_MAX: Final = 1024
+LEAVE_ROWS_MAX: Final = 64
+"""Rows that all have had and that leave with one append, so that none takes long."""
 DELTA_KEYS_MAX: Final = 4096
-"""Of one message: a replica takes it in within a millisecond or two."""
+"""Of one message, but for its last row: a replica takes it in within a millisecond or two."""
 _CHANGE_BYTES: Final = 96
 """Of a change, besides its keys and names: a space, numbers, lengths."""
 
 Told = Offered | Left
+Row = Changed | Told | OffersUntold
+_KEYED: Final = (Changed, Offered)
+
+_RowT = TypeVar("_RowT", bound=Row)
 
 
 class FeedCounters:
@@ -32,9 +54,88 @@ class FeedCounters:
         self.streams = 0
 
 
-def key_count(told: Told) -> int:
-    """What it takes of a queue, in keys."""
-    return 1 if isinstance(told, Left) else len(told.keys) // KEY_BYTES
+class ChangeLog(Generic[_RowT]):
+    """Any thread appends; each reader is of one thread."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, _RowT] = {}
+        self.first = self.end = 0
+        """Numbers of the oldest row, and of the next one."""
+        self.keys = self.gone_keys = 0
+        """Of all rows that ever were, and of those that left."""
+        self.lock = threading.Lock()
+        """Of those that append: a reader takes it only after a loss."""
+        self._readers: list[ChangeReader[_RowT]] = []
+
+    def reader(self, wake: Callable[[], object]) -> ChangeReader[_RowT]:
+        """Reads what is appended from here on. `wake` is called by threads that append."""
+        self._readers.append(ChangeReader(self, wake))
+        return self._readers[-1]
+
+    def append(self, change: _RowT) -> None:
+        """Never blocks for long."""
+        count = key_count(change)
+        with self.lock:
+            for row in pieces(change, ROW_KEYS_MAX) if count > ROW_KEYS_MAX else (change,):
+                self.rows[self.end] = row
+                self.end += 1
+            self.keys += count
+            places = [reader.number for reader in self._readers]
+            needed = min([self.end, self.first + LEAVE_ROWS_MAX, *places])
+            while self.first < needed or self.size_bytes > LOG_BYTES_MAX:
+                self.first += 1  # before the row leaves: a reader that misses it looks here
+                self.gone_keys += key_count(self.rows.pop(self.first - 1))
+        for reader in self._readers:
+            if reader.is_armed:
+                reader.is_armed = False
+                reader.wake()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the rows that are kept."""
+        return ROW_BYTES * (self.end - self.first) + KEY_BYTES * (self.keys - self.gone_keys)
+
+
+class ChangeReader(Generic[_RowT]):
+    """A place in a log."""
+
+    def __init__(self, log: ChangeLog[_RowT], wake: Callable[[], object]) -> None:
+        self.number = log.end
+        self.wake = wake
+        self.is_armed = False
+        """The next append wakes the reader."""
+        self._log = log
+        self._keys = log.keys
+
+    @property
+    def waiting_keys(self) -> int:
+        """Keys of the log that this reader has not had."""
+        return self._log.keys - self._keys
+
+    def take_lost(self) -> int:
+        """Keys that left the log before this reader had them; it goes on with the oldest row. The
+        next append wakes."""
+        self.is_armed = True
+        log = self._log
+        if self.number >= log.first:
+            return 0
+        with log.lock:
+            lost = log.gone_keys - self._keys
+            self._keys, self.number = log.gone_keys, log.first
+        return lost
+
+    def new(self) -> Iterator[_RowT]:
+        """Rows that this reader has not had, up to the end as it is now, or to a loss."""
+        end = self._log.end
+        while self.number < end and (row := self._log.rows.get(self.number)) is not None:
+            self.number += 1
+            self._keys += key_count(row)
+            yield row
+
+
+def key_count(row: Row) -> int:
+    """Keys of a row; one without keys counts as one."""
+    return len(row.keys) // KEY_BYTES if isinstance(row, _KEYED) else 1
 
 
 def head_bytes(told: Told) -> int:
@@ -43,16 +144,11 @@ def head_bytes(told: Told) -> int:
     return _CHANGE_BYTES + sum(len(name.encode()) for name in names)
 
 
-def is_like(one: Told, other: Offered) -> bool:
-    """Whether they differ in their keys only."""
-    return isinstance(one, Offered) and (
-        one.stored,
-        one.tier,
-        one.space,
-        one.tenant,
-        one.engine,
-        one.rank,
-    ) == (other.stored, other.tier, other.space, other.tenant, other.engine, other.rank)
+def is_like(one: Told, other: Told) -> bool:
+    """Whether they are changes that differ in their keys only."""
+    if isinstance(one, Left) or isinstance(other, Left):
+        return False
+    return msgspec.structs.replace(one, keys=other.keys) == other
 
 
 def joined(told: Told, keys: Sequence[bytes]) -> Told:
@@ -62,19 +158,11 @@ def joined(told: Told, keys: Sequence[bytes]) -> Told:
     return msgspec.structs.replace(told, keys=b"".join(keys))
 
 
-def split(offer: Offered, count: int) -> tuple[Offered, Offered | None]:
-    """The first `count` keys, and the others."""
-    if len(offer.keys) <= count * KEY_BYTES:
-        return offer, None
-    first, rest = offer.keys[: count * KEY_BYTES], offer.keys[count * KEY_BYTES :]
-    replace = msgspec.structs.replace
-    return replace(offer, keys=first), replace(offer, keys=rest)
-
-
-def pieces(offers: Sequence[Offered]) -> Iterator[list[Offered]]:
-    """Of messages that a replica takes in quickly."""
-    for offer in offers:
-        rest: Offered | None = offer
-        while rest is not None:
-            first, rest = split(rest, DELTA_KEYS_MAX)
-            yield [first]
+def pieces(row: _RowT, count: int) -> Iterator[_RowT]:
+    """The same in rows of so many keys at most."""
+    if key_count(row) <= count or not isinstance(row, _KEYED):
+        yield row
+        return
+    step = count * KEY_BYTES
+    for at in range(0, len(row.keys), step):
+        yield msgspec.structs.replace(row, keys=row.keys[at : at + step])

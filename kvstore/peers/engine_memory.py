@@ -1,7 +1,7 @@
 """Reads KV events of engines, so that what their own memory holds is in the index: tier hbm.
 
     engine ── PUB ─────▶ SUB ────┐
-           ◀─ first number ─ DEALER ─▶ EngineFeed ─▶ changes ─▶ Feeder
+           ◀─ first number ─ DEALER ─▶ EngineFeed ─▶ changes ─▶ ChangeLog
            ── ROUTER ──────▶ ────┘
 
 One thread for all engines. A connection is one life of an engine: when it ends, and when the engine
@@ -223,7 +223,7 @@ class EngineMemory:
     def __init__(
         self, sources: Sequence[EngineSource], *, clock: Clock, tell: Callable[[Told], None]
     ) -> None:
-        """`tell`: `Feeder.put`."""
+        """`tell`: `append` of the log of feeds."""
         self.counters = EngineCounters()
         self._clock = clock
         self._tell = tell

@@ -1,17 +1,17 @@
 """The node's end of its feeds: what it offers, told to every replica of the index.
 
-    loop of the node ─put─▶ bounded list ─▶ Feeder (asyncio) ─▶ Link per replica ─▶ gRPC stream
+    loop of the node ─append─▶ ChangeLog ─▶ FeedLink per replica (asyncio) ─▶ gRPC stream
 
-Nothing here makes the node wait. What does not fit a link's queue is dropped and its number is used
-up, so that the replica sees a gap and asks for a snapshot; so it does after a stream broke with
-something on its way. A snapshot is read from the engine slice by slice, between steps; what changes
-meanwhile follows as deltas, and the last word about a block counts.
+Nothing here makes the node wait. After a loss in the log a link uses up a number, so that its
+replica sees a gap and asks for a snapshot; so it does after a stream broke with something on its
+way. A snapshot is read from the engine slice by slice, between steps; what changes meanwhile
+follows as deltas, and the last word about a block counts.
 
 A link that fails dials again, with jitter, for ever. A replica that takes nothing for so long as
 WRITE_TIMEOUT_S is hung up on. Carries keys, tenants and spaces; never a token.
 
-Covers: queues, numbers, streams. Does not cover: what is offered (`engine.offers`), what a replica
-believes (`index.feed`), forms (`proto.feeds`).
+Covers: numbers, streams. Does not cover: the log (`changes`), what is offered (`engine.offers`),
+what a replica believes (`index.feed`), forms (`proto.feeds`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import asyncio
 import contextlib
 import logging
 import re
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -30,14 +29,15 @@ import grpc
 
 from kvstore.client.index import channel_options
 from kvstore.client.reasons import plain_reason
-from kvstore.engine.events import Offered
+from kvstore.engine.events import Offered, OffersUntold
 from kvstore.errors import NodeBusy
-from kvstore.index.feed import BEAT_MS, Left
+from kvstore.index.feed import BEAT_MS
 from kvstore.indexer.twins import Twin
 from kvstore.net import aio
 from kvstore.net.aio import LoopThread, persist
 from kvstore.peers.changes import (
     DELTA_KEYS_MAX,
+    ChangeLog,
     FeedCounters,
     Told,
     head_bytes,
@@ -45,7 +45,6 @@ from kvstore.peers.changes import (
     joined,
     key_count,
     pieces,
-    split,
 )
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.proto.index_pb2_grpc import IndexStub
@@ -54,8 +53,6 @@ from kvstore.wire.load import EngineEntry, Load
 
 MESSAGE_BYTES: Final = feeds.MESSAGE_BYTES_MAX // 4
 """Of one message, but for its last change, which is half of that and two names at most."""
-WAITING_KEYS_MAX: Final = 1 << 17
-"""Of one link, and of those that no link has taken yet: 4 MiB of keys each."""
 BEAT_S: Final = BEAT_MS / 1000
 LOAD_S: Final = 2.0
 """How often the node is asked what it does."""
@@ -71,6 +68,8 @@ BUSY_RETRY_S: Final = 0.2
 
 Slice = tuple[list[Offered], int]
 """What peers can have of some rows, and the next row, -1 after the last."""
+
+FeedLog = ChangeLog[Told | OffersUntold]
 
 Serves = Callable[[], tuple[EngineEntry, ...]]
 """The engines that a node serves now."""
@@ -96,12 +95,8 @@ class Feeder:
         credentials: grpc.ChannelCredentials | None,
     ) -> None:
         self.counters = FeedCounters()
+        self.log = FeedLog()
         self._loop = loop
-        self._waiting: deque[Told] = deque()
-        self._waiting_keys = 0
-        self._overflowed = False
-        self._is_woken = False
-        self._lock = threading.Lock()
         self._load: pb.Load | None = None
         self._registry: pb.Registry | None = None
         hello = pb.Hello(node=node, incarnation=incarnation, address=address)
@@ -110,6 +105,7 @@ class Feeder:
                 replica,
                 credentials,
                 hello,
+                self.log,
                 self.counters,
                 lambda: self._load,
                 registry=lambda: self._registry,
@@ -117,34 +113,6 @@ class Feeder:
             for replica in replicas
         ]
         self._tasks: list[asyncio.Task[None]] = []
-
-    # ── of the node's loop, and of what follows its engines ──────────────────────────────────────
-
-    def put(self, told: Told) -> None:
-        """Tell soon, or see to it that replicas ask. Never blocks for long."""
-        count = key_count(told)
-        with self._lock:
-            if self._waiting_keys + count <= WAITING_KEYS_MAX:
-                self._waiting.append(told)
-                self._waiting_keys += count
-            else:
-                self._overflowed = True
-                self.counters.keys_lost += count
-        self._wake()
-
-    def lose(self) -> None:
-        """What replicas know is not all there is: see to it that they ask."""
-        with self._lock:
-            self._overflowed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._lock:
-            if self._is_woken:
-                return
-            self._is_woken = True
-        with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.loop.call_soon_threadsafe(self._take)
 
     # ── of any other thread ──────────────────────────────────────────────────────────────────────
 
@@ -166,7 +134,7 @@ class Feeder:
     @property
     def waiting_keys(self) -> int:
         """Keys that some replica is still to be told."""
-        return self._waiting_keys + max((link.queued_keys for link in self._links), default=0)
+        return max((link.changes.waiting_keys for link in self._links), default=0)
 
     @property
     def replica_count(self) -> int:
@@ -218,16 +186,6 @@ class Feeder:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _take(self) -> None:
-        with self._lock:
-            taken, self._waiting = self._waiting, deque()
-            overflowed, self._overflowed = self._overflowed, False
-            self._waiting_keys, self._is_woken = 0, False
-        for link in self._links:
-            if overflowed:
-                link.lose()
-            link.put(taken)
-
 
 class FeedLink:
     """The feed of one replica."""
@@ -237,6 +195,7 @@ class FeedLink:
         replica: str,
         credentials: grpc.ChannelCredentials | None,
         hello: pb.Hello,
+        log: FeedLog,
         counters: FeedCounters,
         load: Callable[[], pb.Load | None],
         *,
@@ -254,8 +213,7 @@ class FeedLink:
         self._counters = counters
         self._dial = dial or _channel
         self._jitter = jitter or aio.jitter
-        self._queue: deque[Told] = deque()
-        self.queued_keys = 0
+        self.changes = log.reader(self._woken)
         self._sequence = 0
         """Of the last delta that was made, sent or not."""
         self._streams = 0
@@ -266,26 +224,25 @@ class FeedLink:
         self._told: deque[str] = deque(maxlen=REASONS_MAX)
         """What was logged of late, but for its numbers."""
 
-    def put(self, told: Sequence[Told] | deque[Told]) -> None:
-        """Queue; what is too much makes a gap."""
-        self._queue.extend(told)
-        self.queued_keys += sum(map(key_count, told))
-        if self.queued_keys > WAITING_KEYS_MAX:
-            self._counters.keys_lost += self.queued_keys
-            self.lose()
-        self._wake.set()
+    def _woken(self) -> None:
+        """Called by threads that append, once `run` has begun to read."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._wake.set)
 
-    def lose(self) -> None:
+    def _lose(self) -> None:
         """A number that nobody will ever see tells the replica that it lacks something."""
-        self._queue.clear()
-        self.queued_keys = 0
         self._sequence += 1
         self._wake.set()
+
+    def _look_for_losses(self) -> None:
+        if lost := self.changes.take_lost():
+            self._counters.keys_lost += lost
+            self._lose()
 
     async def run(self, ask: Callable[[int], Slice]) -> None:
         """Tell, and dial again, until cancelled."""
         retry_s = RETRY_MIN_S
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         while True:
             begin_s = loop.time()
             reason = "it ended the stream"
@@ -299,7 +256,7 @@ class FeedLink:
             except TimeoutError:
                 reason = f"it took nothing for {WRITE_TIMEOUT_S:.0f} s"
             except Exception:  # a bug, which may have kept what was taken to be told
-                self.lose()
+                self._lose()
                 raise
             finally:
                 was_connected, self.is_connected = self.is_connected, False
@@ -332,6 +289,7 @@ class FeedLink:
         self._streams += 1
         self._counters.streams += 1
         self._is_asked = False
+        self._look_for_losses()
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
         hello.stream, hello.sequence = self._streams, self._sequence
@@ -362,7 +320,7 @@ class FeedLink:
                     await _write(call, pb.FeedWord(registry=registry))
                     told_registry = registry
                 # Who stores all the time is heard of in deltas, but tells its load in beats only.
-                if not self._queue or loop.time() - beat_s >= BEAT_S:
+                if not self.changes.waiting_keys or loop.time() - beat_s >= BEAT_S:
                     beat = pb.Beat(sequence=self._sequence, load=self._load())
                     await _write(call, pb.FeedWord(beat=beat))
                     beat_s = loop.time()
@@ -391,36 +349,28 @@ class FeedLink:
 
     async def _write_waiting(self, call: Any) -> None:
         """What is there now: for what comes meanwhile, no snapshot waits."""
-        left = len(self._queue)
-        while self._queue and left > 0:
-            before = len(self._queue)
-            changes = self._take_changes()
-            left -= before - len(self._queue)
+        self._look_for_losses()
+        rows = self.changes.new()
+        while changes := self._take_changes(rows):
             self._sequence += 1
             self._counters.deltas += 1
             delta = pb.Delta(sequence=self._sequence, changes=changes)
             await _write(call, pb.FeedWord(delta=delta))
 
-    def _take_changes(self) -> list[pb.Change]:
-        """Of the queue, as many as a message may have; what is alike is joined."""
+    def _take_changes(self, rows: Iterator[Told | OffersUntold]) -> list[pb.Change]:
+        """As many as a message may have; what is alike is joined."""
         runs: list[tuple[Told, list[bytes]]] = []
         count = size = 0
-        while self._queue and count < DELTA_KEYS_MAX and size < MESSAGE_BYTES:
-            told = self._queue.popleft()
-            if isinstance(told, Left):
-                runs.append((told, []))
-                count, size = count + key_count(told), size + head_bytes(told)
+        while count < DELTA_KEYS_MAX and size < MESSAGE_BYTES and (told := next(rows, None)):
+            if isinstance(told, OffersUntold):
+                self._lose()
                 continue
-            first, rest = split(told, DELTA_KEYS_MAX - count)
-            if rest is not None:
-                self._queue.appendleft(rest)
-            if runs and is_like(runs[-1][0], first):
-                runs[-1][1].append(first.keys)
-            else:
-                runs.append((first, [first.keys]))
-                size += head_bytes(first)
-            count, size = count + key_count(first), size + len(first.keys)
-        self.queued_keys -= count
+            if not runs or not is_like(runs[-1][0], told):
+                runs.append((told, []))
+                size += head_bytes(told)
+            keys = told.keys if isinstance(told, Offered) else b""
+            runs[-1][1].append(keys)
+            count, size = count + key_count(told), size + len(keys)
         return [feeds.change_of(joined(told, keys)) for told, keys in runs]
 
     async def _write_snapshot(self, call: Any, ask: Callable[[int], Slice]) -> None:
@@ -431,9 +381,10 @@ class FeedLink:
         number, row = 1, 0
         while row >= 0:
             offers, row = await _slice(ask, row)
-            for piece in pieces(offers):
-                await self._write_part(call, number, piece, is_last=False)
-                number += 1
+            for offer in offers:
+                for piece in pieces(offer, DELTA_KEYS_MAX):
+                    await self._write_part(call, number, [piece], is_last=False)
+                    number += 1
             await self._write_waiting(call)
         await self._write_part(call, number, [], is_last=True)
 

@@ -233,4 +233,4 @@ def _open_memory(config: ClusterConfig, clock: Clock, feeder: Feeder) -> EngineM
             ) from None
         _log.info("KV events of engines are not read: pip install 'kvstore-llm[events]'")
         return None
-    return EngineMemory(config.engines, clock=clock, tell=feeder.put)
+    return EngineMemory(config.engines, clock=clock, tell=feeder.log.append)

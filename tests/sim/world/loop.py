@@ -132,6 +132,9 @@ class SimLoop(asyncio.BaseEventLoop):
         self._soon.append(handle)
         return handle
 
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+    """There are no threads."""
+
     def call_later(  # type: ignore[override]
         self,
         delay: float,

@@ -36,7 +36,7 @@ from kvstore.engine.events import (
 from kvstore.engine.moves.fetches import AVOID_FIRST_NS
 from kvstore.peers.borrower import Borrower
 from kvstore.peers.changes import FeedCounters
-from kvstore.peers.feed import FeedLink
+from kvstore.peers.feed import FeedLink, FeedLog
 from kvstore.peers.lender import Lender
 from kvstore.proto import index_pb2, loans, peer_pb2
 from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
@@ -71,8 +71,7 @@ class SimPeers:
     ) -> None:
         self.machine, self.cluster, self.world = machine, cluster, machine.world
         self.name, self.incarnation = machine.name, incarnation
-        self.memory = memory
-        self._offered = offered
+        self.memory, self._offered = memory, offered
         self.random = machine.random
         self.loop = SimLoop(lambda: machine.now_ns)
         self.has_lied = False
@@ -107,12 +106,14 @@ class SimPeers:
             descriptor=lambda: self.mover.descriptor,
             demands_certificates=False,
         )
+        self.log = FeedLog()
         hello = index_pb2.Hello(node=self.name, incarnation=incarnation, address=machine.address)
         self.links = [
             FeedLink(
                 replica.address,
                 None,
                 hello,
+                self.log,
                 FeedCounters(),
                 lambda: None,
                 dial=self._dial,
@@ -167,11 +168,8 @@ class SimPeers:
     def take(self, command: PeerCommand | Offered | OffersUntold) -> None:
         """Hand it over, as the exchange and the feeder do."""
         match command:
-            case Offered():
-                for link in self.links:
-                    link.put([command])
-            case OffersUntold():
-                self.lose()
+            case Offered() | OffersUntold():
+                self.log.append(command)
             case Locate():
                 self._locates.add(command.locate)
                 self.loop.call_soon(self.borrower.locate, command)
@@ -189,13 +187,11 @@ class SimPeers:
     def lie(self, tier: Tier, tenant: str, space: SpaceId, keys: bytes) -> None:
         """Say that these are here."""
         self.has_lied = True
-        for link in self.links:
-            link.put([Offered(tier, True, tenant, space, keys)])
+        self.log.append(Offered(tier, True, tenant, space, keys))
 
     def lose(self) -> None:
         """What replicas were told is not all there is."""
-        for link in self.links:
-            link.lose()
+        self.log.append(OffersUntold())
 
     # ── of its own loop ──────────────────────────────────────────────────────────────────────────
 

@@ -15,10 +15,11 @@ from kvstore.errors import ConfigError, NodeBusy
 from kvstore.net.clock import MonotonicClock
 from kvstore.node import publish
 from kvstore.node.publish import Held, Publisher
+from kvstore.peers import changes
 from kvstore.ports import Clock
 from kvstore.testing.indexer import Indexer
 from kvstore.testing.raw_engine import make_keys
-from kvstore.types import Incarnation, Shard, SpaceId, Tier
+from kvstore.types import KEY_BYTES, Incarnation, Shard, SpaceId, Tier
 from kvstore.wire.kv_events import END, SEQUENCE_BYTES
 
 WAIT_MS = 10_000
@@ -108,9 +109,9 @@ def test_what_is_put_is_heard_in_order(make: Make) -> None:
     publisher = make()
     a, b, c = make_keys(3)
     with follow(publisher) as indexer:
-        publisher.put(change(a, b))
-        publisher.put(change(b, stored=False))
-        publisher.put(change(b, c, tier=Tier.FILE))
+        publisher.log.append(change(a, b))
+        publisher.log.append(change(b, stored=False))
+        publisher.log.append(change(b, c, tier=Tier.FILE))
         until(indexer, lambda: indexer.keys("STORAGE") == {b, c})
         assert indexer.keys("CPU") == {a}
         assert indexer.hashes["CPU"] == {int.from_bytes(a[-8:], "big")}
@@ -121,8 +122,8 @@ def test_what_is_put_is_heard_in_order(make: Make) -> None:
 def test_the_topic_names_node_and_model(make: Make) -> None:
     publisher = make()
     keys = make_keys(4)
-    changes = [change(key, label=label) for key, label in zip(keys, "aaba", strict=True)]
-    topics = [batch.topic for batch in publisher._batches(changes)]
+    told = [change(key, label=label) for key, label in zip(keys, "aaba", strict=True)]
+    topics = [batch.topic for batch in publisher._batches(told)]
     assert topics == [b"kv@n1@a", b"kv@n1@b", b"kv@n1@a"]
 
 
@@ -131,7 +132,7 @@ def test_a_large_change_is_told_in_pieces(make: Make, monkeypatch: pytest.Monkey
     publisher = make()
     keys = make_keys(10)
     with follow(publisher) as indexer:
-        publisher.put(change(*keys))
+        publisher.log.append(change(*keys))
         until(indexer, lambda: indexer.keys("CPU") == set(keys))
         assert indexer.next_number == 5, "one that clears, and four of three at most"
 
@@ -139,13 +140,11 @@ def test_a_large_change_is_told_in_pieces(make: Make, monkeypatch: pytest.Monkey
 def test_what_is_dropped_leaves_a_gap_and_a_snapshot_mends_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publish, "WAITING_KEYS_MAX", 2)
+    monkeypatch.setattr(changes, "LOG_BYTES_MAX", 2 * (changes.ROW_BYTES + KEY_BYTES))
     keys = make_keys(6)
     publisher = make(ask=None)
-    publisher.put(change(*keys[:3]))  # too large by itself
-    publisher.put(change(*keys[3:5]))
-    publisher.put(change(keys[5]))
-    assert publisher.counters.keys_lost == 4
+    for key in keys:
+        publisher.log.append(change(key))
     publisher.start(lambda _row: ([change(*keys)], -1))
     with follow(publisher) as indexer:
         until(indexer, lambda: indexer.keys("CPU") == set(keys))
@@ -160,7 +159,7 @@ def test_what_is_kept_no_more_needs_a_snapshot(make: Make, monkeypatch: pytest.M
     monkeypatch.setattr(publish, "BATCH_KEYS_MAX", 1)
     keys = make_keys(9)
     publisher = make(ask=lambda row: ([change(keys[row])], row + 1 if row < 8 else -1))
-    publisher.put(change(*keys))
+    publisher.log.append(change(*keys))
     with follow(publisher) as indexer:
         until(indexer, lambda: indexer.keys("CPU") == set(keys))
         assert indexer.snapshots == 1
@@ -173,7 +172,7 @@ def test_bytes_that_are_kept_are_bounded(make: Make, monkeypatch: pytest.MonkeyP
     publisher = make()
     with follow(publisher) as indexer:
         for key in make_keys(100):
-            publisher.put(change(key))
+            publisher.log.append(change(key))
         until(indexer, lambda: publisher.counters.batches == 101)
     assert 0 < sum(len(payload) for _, payload in publisher._kept) <= 2000
     assert publisher._kept_bytes == sum(len(payload) for _, payload in publisher._kept)
@@ -186,8 +185,8 @@ def test_changes_between_two_slices_are_in_the_live_stream(make: Make) -> None:
 
     def ask(row: int) -> Held:
         if row == 0:
-            publisher.put(change(a, stored=False))  # told by this slice, gone right after
-            publisher.put(change(c))
+            publisher.log.append(change(a, stored=False))  # told by this slice, gone right after
+            publisher.log.append(change(c))
             return [change(a, b)], 1
         return [change(c)], -1
 
@@ -253,7 +252,7 @@ def test_who_does_not_take_his_replay_is_given_up(
     publisher = make(clock=clock)
     keys = make_keys(100)
     for _ in range(500):  # 4 KiB each: more than sockets buffer
-        publisher.put(change(*keys))
+        publisher.log.append(change(*keys))
     context = zmq.Context()
     with follow(publisher) as indexer:
         until(indexer, lambda: indexer.next_number == 501)
@@ -265,12 +264,12 @@ def test_who_does_not_take_his_replay_is_given_up(
         stuck.send_multipart([b"", bytes(SEQUENCE_BYTES)])
         try:
             assert stuck.poll(WAIT_MS)
-            publisher.put(change(*keys))
+            publisher.log.append(change(*keys))
             while indexer.next_number < 502:  # the live stream goes on meanwhile
                 assert indexer.listen(timeout_s=WAIT_MS / 1000)
             until(indexer, lambda: unsent(publisher), catching_up=False)
             indexer.replay.send_multipart([b"", END])
-            publisher.put(change(*keys))
+            publisher.log.append(change(*keys))
             until(indexer, lambda: indexer.next_number == 503, catching_up=False)
             assert not indexer.replay.poll(0), "one at a time"
             clock.set_ns = publish.REPLAY_STUCK_NS
@@ -285,7 +284,8 @@ def test_who_asks_again_and_again_delays_nobody_else(
 ) -> None:
     monkeypatch.setattr(publish, "BATCH_KEYS_MAX", 1)
     publisher, context, batches = make(ask=None), zmq.Context(), 2000
-    publisher.put(change(*make_keys(batches)))
+    publisher.log.append(change(*make_keys(batches)))
+    publisher._publish_waiting()
     clients = {name: context.socket(zmq.DEALER) for name in (b"honest", b"flooder")}
 
     def ask(name: bytes) -> None:

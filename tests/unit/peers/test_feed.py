@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.client.index import IndexClient
 from kvstore.config.cluster import ReplicaConfig
-from kvstore.engine.events import Offered
+from kvstore.engine.events import Offered, OffersUntold
 from kvstore.errors import NodeBusy
 from kvstore.index.feed import Left, Trust
 from kvstore.indexer.replica import Replica
@@ -21,7 +21,7 @@ from kvstore.peers.changes import Told
 from kvstore.peers.feed import Feeder, Slice
 from kvstore.proto import feeds, index_pb2 as pb
 from kvstore.testing.raw_engine import make_keys
-from kvstore.types import Incarnation, SpaceId, Tier
+from kvstore.types import KEY_BYTES, Incarnation, SpaceId, Tier
 from kvstore.wire.load import EngineEntry, Load
 from tests.integration.node.conftest import eventually
 
@@ -67,11 +67,11 @@ class World:
 
     def store(self, keys: list[bytes]) -> None:
         self.held += keys
-        self.feeder.put(self.offer(keys))
+        self.feeder.log.append(self.offer(keys))
 
     def drop(self, keys: list[bytes]) -> None:
         self.held = [None if key in keys else key for key in self.held]
-        self.feeder.put(self.offer(keys, stored=False))
+        self.feeder.log.append(self.offer(keys, stored=False))
 
     def turn(self) -> None:
         """The loop has taken what was put."""
@@ -173,7 +173,7 @@ def test_engines_that_cannot_be_taken_cost_nothing_else(
 def test_what_overflows_is_told_by_a_snapshot(
     world: World, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(feed, "WAITING_KEYS_MAX", 50)
+    monkeypatch.setattr(changes, "LOG_BYTES_MAX", 50 * KEY_BYTES)
     world.busy = 2
     if where == "after":
         world.feeder.start(world.ask)
@@ -193,18 +193,19 @@ def test_what_the_engine_could_not_judge_is_asked_for(world: World) -> None:
     world.feeder.start(world.ask)
     assert world.is_known()
     world.held += KEYS[:250]
-    world.feeder.lose()
+    world.feeder.log.append(OffersUntold())
     assert world.is_known()
 
 
 def test_long_changes_are_told_in_pieces(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "ROW_KEYS_MAX", 7)
     monkeypatch.setattr(feed, "DELTA_KEYS_MAX", 7)
     world.feeder.start(world.ask)
     world.store(KEYS[:40])
     world.drop(KEYS[3:30])
     assert world.is_known()
     assert world.feeder.counters.deltas >= 40 // 7
-    world.feeder.lose()
+    world.feeder.log.append(OffersUntold())
     assert world.is_known()
 
 
@@ -230,14 +231,14 @@ def test_long_names_fill_no_message_beyond_what_a_replica_takes(
 
     # Of one key, there and gone: nothing of it can be joined.
     for _ in range(changes.DELTA_KEYS_MAX):
-        world.feeder.put(hbm(KEYS[:1]))
-        world.feeder.put(hbm(KEYS[:1], stored=False))
+        world.feeder.log.append(hbm(KEYS[:1]))
+        world.feeder.log.append(hbm(KEYS[:1], stored=False))
     for _ in range(20):
-        world.feeder.put(Left("e" * 255))
-        world.feeder.put(hbm(KEYS * 10))
+        world.feeder.log.append(Left("e" * 255))
+        world.feeder.log.append(hbm(KEYS * 10))
     world.feeder.start(lambda row: ([hbm(KEYS * 100)] * 3 if row else [], 1 if not row else -1))
     assert world.is_known()
-    world.feeder.lose()
+    world.feeder.log.append(OffersUntold())
     assert eventually(lambda: any(word.part.is_last for word in written), timeout_s=CONVERGES_S)
     assert world.is_known()
     assert world.feeder.counters.streams == 1
@@ -255,13 +256,13 @@ def test_a_snapshot_does_not_wait_for_changes_that_never_end(
 
     async def flooded(call: Any, word: pb.FeedWord) -> None:
         if word.WhichOneof("kind") == "delta":
-            world.feeder._links[0].put([world.offer(KEYS[:1])])
+            world.feeder.log.append(world.offer(KEYS[:1]))
         await write(call, word)
 
     monkeypatch.setattr(feed, "_write", flooded)
     world.feeder.start(world.ask)
     world.store(KEYS[:1])
-    world.feeder.lose()
+    world.feeder.log.append(OffersUntold())
     world.store(KEYS[1:2])
     assert eventually(lambda: world.feeder.counters.snapshots > 0, timeout_s=CONVERGES_S)
     assert world.is_known()
@@ -275,9 +276,9 @@ def test_what_ends_the_feed_again_and_again_is_said_once_in_the_words_of_the_rep
     write = feed._write
 
     async def refused_after_a_beat(call: Any, word: pb.FeedWord) -> None:
-        await write(call, word)
         if word.WhichOneof("kind") == "beat":
-            world.feeder._links[0].put([Left("e" * 257)])
+            world.feeder.log.append(Left("e" * 257))
+        await write(call, word)
 
     monkeypatch.setattr(feed, "_write", refused_after_a_beat)
     world.feeder.start(world.ask)
@@ -287,7 +288,9 @@ def test_what_ends_the_feed_again_and_again_is_said_once_in_the_words_of_the_rep
 
 
 def test_reasons_that_differ_in_numbers_are_one(caplog: pytest.LogCaptureFixture) -> None:
-    link = feed.FeedLink("i:1", None, pb.Hello(), changes.FeedCounters(), lambda: None)
+    link = feed.FeedLink(
+        "i:1", None, pb.Hello(), feed.FeedLog(), changes.FeedCounters(), lambda: None
+    )
     for size in (1, 22, 333):
         link._note("was lost", f"a message of {size}; trying on")
     link._note("is not reached", "a message of 1; trying on")
@@ -322,7 +325,7 @@ def test_changes_during_a_snapshot_are_not_lost(world: World) -> None:
         return found
 
     world.held = list(KEYS[:380])
-    world.feeder.lose()
+    world.feeder.log.append(OffersUntold())
     world.feeder.start(ask)
     assert world.is_known()
 
@@ -382,12 +385,12 @@ def test_what_changes_before_a_snapshot_has_anything_to_say_is_not_lost(world: W
         found = answer(row)
         if row == 100 and world.held[0] is None:
             world.held[0] = KEYS[0]  # of a row that was read
-            world.feeder.put(world.offer(KEYS[:1]))
+            world.feeder.log.append(world.offer(KEYS[:1]))
             world.turn()
         return found
 
     world.held = [None] * 200 + list(KEYS[200:])
-    world.feeder.lose()
+    world.feeder.log.append(OffersUntold())
     world.feeder.start(ask)
     assert world.is_known()
 
@@ -399,12 +402,12 @@ def test_what_is_lost_while_the_first_slice_is_read_is_noticed(world: World) -> 
         found = answer(row)
         if row == 0 and world.held[0] is None:
             world.held[0] = KEYS[0]
-            world.feeder.lose()
+            world.feeder.log.append(OffersUntold())
             world.turn()
         return found
 
     world.held = [None, *KEYS[1:]]
-    world.feeder.lose()
+    world.feeder.log.append(OffersUntold())
     world.feeder.start(ask)
     assert world.is_known()
 
@@ -430,24 +433,15 @@ def test_what_an_engine_of_the_node_holds_is_told_as_its_own(world: World) -> No
     world.store(KEYS[:2])
     # Of one run: what is alike but whose it is, is not alike.
     for told in (hbm(KEYS[:3]), hbm(KEYS[3:6]), hbm(KEYS[:4], rank=2), hbm(KEYS[4:5], rank=2)):
-        world.feeder.put(told)
-    world.feeder.put(hbm(KEYS[5:6], stored=False))
+        world.feeder.log.append(told)
+    world.feeder.log.append(hbm(KEYS[5:6], stored=False))
     assert becomes(own=(0, 2), one=(5, 5), two=(5, 5))
-    world.feeder.put(Left("e", 1))
+    world.feeder.log.append(Left("e", 1))
     assert becomes(own=(0, 2), two=(5, 5))
-    world.feeder.put(hbm(KEYS[:1]))
+    world.feeder.log.append(hbm(KEYS[:1]))
     assert becomes(own=(0, 2), one=(1, 1), two=(5, 5))
-    world.feeder.lose()
+    world.feeder.log.append(OffersUntold())
     assert becomes(own=(0, 2), two=(7, 7)), "a snapshot has it, too"
-
-
-def test_who_goes_and_comes_without_an_end_fills_no_queue(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feed, "WAITING_KEYS_MAX", 10)
-    for _ in range(11):
-        world.feeder.put(Left("e"))
-    assert eventually(lambda: world.feeder.counters.keys_lost > 0)
 
 
 def test_trust_zero_is_a_trust() -> None:
