@@ -171,7 +171,7 @@ def test_engines_that_cannot_be_taken_cost_nothing_else(
 
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_what_overflows_is_told_by_a_snapshot(
-    world: World, monkeypatch: pytest.MonkeyPatch, where: str
+    world: World, monkeypatch: pytest.MonkeyPatch, written: list[pb.FeedWord], where: str
 ) -> None:
     monkeypatch.setattr(changes, "LOG_BYTES_MAX", 50 * KEY_BYTES)
     world.busy = 2
@@ -187,6 +187,7 @@ def test_what_overflows_is_told_by_a_snapshot(
     assert world.is_known()
     assert world.feeder.counters.snapshots > 0
     assert world.feeder.counters.keys_lost >= 390
+    assert written[0].hello.sequence == (where == "before"), "nothing lost is left for later"
 
 
 def test_what_the_engine_could_not_judge_is_asked_for(world: World) -> None:
