@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -15,6 +16,12 @@ import pytest
 
 from tests.leaks import SHM, Baseline
 from tests.style.tree import ROOT
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """Of earlier tests: a socket that goes in the middle of a test hides one that comes."""
+    gc.collect()
 
 
 def test_a_clean_test_leaves_nothing() -> None:
