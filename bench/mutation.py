@@ -1,8 +1,13 @@
 """One small fault at a time in the text of a module: what `make mutation` tries the tests with.
 
-Covers: which faults there are. Left alone are asserts (they watch for our own mistakes), what is
-inside of f-strings, decorators and annotations. Does not cover: running tests, which is
-`scenarios/mutation.py`.
+Covers: which faults there are. Does not cover: running tests, which is `scenarios/mutation.py`.
+Left alone, since no test of behaviour can or should notice:
+
+- asserts, `check.py` and `strict=` of `zip`: they watch for our own mistakes and promise nothing;
+- text: what is inside of f-strings (other strings have no faults anyway);
+- decorators, annotations, `if TYPE_CHECKING` and the flags `frozen`, `gc`, `kw_only`, `slots` of
+  a class: mypy holds them, or they only make it faster;
+- one more in the number of a constant or default whose name ends in a unit of time: 251 ms.
 
     a < b   <=        a + b   -        a and b   or       3      4        f(x)       pass
     a == b  !=        a // b  *        not a     a        True   False    continue   break
@@ -41,8 +46,10 @@ _ARITHMETIC: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
-_LEFT_ALONE: Final = (ast.Assert, ast.JoinedStr)
 _FIELDS_LEFT_ALONE: Final = ("annotation", "returns", "decorator_list")
+_KEYWORDS_LEFT_ALONE: Final = ("frozen", "gc", "kw_only", "slots", "strict")
+_FILES_LEFT_ALONE: Final = ("check.py",)
+_UNITS_OF_TIME: Final = ("_ns", "_ms", "_s")
 _OF_THEIR_OWN: Final = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Constant)
 """Conditions that are changed as what they are, not turned round."""
 
@@ -57,6 +64,8 @@ class Mutant:
     now: str
     begin: int
     end: int
+    statement: int = 0
+    """Where the innermost statement begins; 0: it runs when the module is imported."""
 
     def applied(self, source: bytes) -> bytes:
         return source[: self.begin] + self.now.encode() + source[self.end :]
@@ -64,31 +73,52 @@ class Mutant:
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
     """Every fault of this module, in the order of its text."""
+    if path.endswith(_FILES_LEFT_ALONE):
+        return []
     lines = list(accumulate((len(line) for line in source.splitlines(keepends=True)), initial=0))
     found = []
-    for node, now in _faults(ast.parse(source)):
+    for node, now, statement in _faults(ast.parse(source), None):
         begin = lines[node.lineno - 1] + node.col_offset
         end = lines[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        found.append(Mutant(path, node.lineno, source[begin:end].decode(), now, begin, end))
+        was = source[begin:end].decode()
+        found.append(Mutant(path, node.lineno, was, now, begin, end, statement or 0))
     return sorted(found, key=lambda mutant: (mutant.begin, mutant.end, mutant.now))
 
 
-def _faults(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    if isinstance(node, _LEFT_ALONE):
+def _faults(
+    node: ast.AST, statement: int | None
+) -> Iterator[tuple[ast.expr | ast.stmt, str, int | None]]:
+    """What to replace by what, and the statement around it, if that is one of a function."""
+    if _is_left_alone(node):
         return
-    if isinstance(node, ast.stmt) and (statement := _other_statement(node)) is not None:
-        yield node, statement
+    if isinstance(node, ast.stmt):
+        if statement is not None:
+            statement = node.lineno
+        if (other := _other_statement(node)) is not None:
+            yield node, other, statement
     if isinstance(node, ast.expr) and (expression := _other_expression(node)) is not None:
-        yield node, f"({ast.unparse(expression)})"
+        yield node, f"({ast.unparse(expression)})", statement
     if isinstance(node, ast.If | ast.While | ast.IfExp) and not isinstance(
         node.test, _OF_THEIR_OWN
     ):
-        yield node.test, f"(not ({ast.unparse(node.test)}))"
+        yield node.test, f"(not ({ast.unparse(node.test)}))", statement
     for name, field in ast.iter_fields(node):
         if name not in _FIELDS_LEFT_ALONE:
+            is_body = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and name == "body"
             for child in field if isinstance(field, list) else [field]:
                 if isinstance(child, ast.AST):
-                    yield from _faults(child)
+                    yield from _faults(child, 0 if is_body else statement)
+
+
+def _is_left_alone(node: ast.AST) -> bool:
+    match node:
+        case ast.Assert() | ast.JoinedStr() | ast.If(ast.Name("TYPE_CHECKING")):
+            return True
+        case ast.keyword(name):
+            return name in _KEYWORDS_LEFT_ALONE
+        case ast.AnnAssign(ast.Name(name), value=ast.Constant(value)) if value:
+            return name.lower().endswith(_UNITS_OF_TIME)
+    return False
 
 
 def _other_statement(node: ast.stmt) -> str | None:

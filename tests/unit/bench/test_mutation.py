@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-
-from bench.mutation import mutants_of
-from bench.scenarios.mutation import ALSO, MACHINES, fitting, judge, table
+from bench.mutation import Mutant, mutants_of
+from bench.scenarios.mutation import JUDGES_S, Reached, imports_of, load, table
 from tests.style.tree import ROOT
 
 SOURCE = '''"""§ 3 is more than a byte."""
@@ -17,7 +18,33 @@ def small(x: int) -> bool:
     assert x > 0, f"{x + 1}"
     return x < LIMIT and not x % 2
 '''
-PASSES = "from kvstore.m import small\n\ndef test_it():\n    assert small(2) and not small(3)\n"
+TESTS = """
+from planted.m import other, small
+
+def test_small():
+    assert small(2) and not small(3)
+
+def test_other():
+    assert other(1) == 2
+
+def test_fails():
+    assert small(4)
+"""
+
+JUDGE = """
+import json, math, os, sys
+from functools import partial
+from pathlib import Path
+from bench.mutation import mutants_of
+from bench.scenarios.mutation import forked, load, outcomes, see
+root = Path(sys.argv[1])
+os.waitpid(forked(partial(see, root, ["planted"], ["test_m.py"], root / "reached.json")), 0)
+source = (root / "planted" / "m.py").read_bytes()
+two = [m for m in mutants_of("planted/m.py", source) if m.was in ("x < LIMIT", "not x % 2")]
+found = outcomes(root, two, load(root / "reached.json"), jobs=2, end_s=math.inf)
+print(json.dumps({mutant.was: outcome for mutant, outcome in found}))
+"""
+"""In a process of its own: a fork of this one would wait for pytest's watchdog."""
 
 
 def test_one_fault_at_a_time_and_asserts_and_annotations_are_left_alone() -> None:
@@ -41,41 +68,83 @@ def test_a_fault_replaces_what_it_says_and_nothing_else() -> None:
         compile(changed, mutant.path, "exec")
 
 
-@pytest.mark.parametrize(
-    ("was", "verdict"), [("x < LIMIT", "survived"), ("not x % 2", "killed")], ids=str
-)
-def test_the_copy_is_judged_and_mended(tmp_path: Path, was: str, verdict: str) -> None:
-    (tmp_path / "kvstore").mkdir()
-    for name, text in (
-        ("kvstore/__init__.py", ""),
-        ("kvstore/m.py", SOURCE),
-        ("test_m.py", PASSES),
-    ):
-        (tmp_path / name).write_text(text)
+def test_what_promises_nothing_has_no_faults() -> None:
+    source = """
+if TYPE_CHECKING:
+    import a
+class A(Struct, frozen=True, array_like=True):
+    wait_ms: int = 250
+    share: int = 0
+zip(a, b, strict=True)
+"""
+    found = [(m.line, m.was) for m in mutants_of("m.py", source.encode())]
+    assert found == [(4, "True"), (6, "0"), (7, "zip(a, b, strict=True)")]
+    assert not mutants_of("kvstore/engine/check.py", source.encode())
+
+
+def test_a_fault_is_judged_by_the_tests_that_reach_its_statement(tmp_path: Path) -> None:
+    (tmp_path / "planted").mkdir()
+    source = (
+        SOURCE
+        + "\ndef other(x: int) -> int:\n    return x + 1\n\ndef unseen() -> int:\n    return 7\n"
+    )
+    (tmp_path / "planted" / "m.py").write_text(source)
+    (tmp_path / "test_m.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\npythonpath = .\nmarkers =\n slow\n engine\n gpu\n"
     )
-    (mutant,) = [m for m in mutants_of("kvstore/m.py", SOURCE.encode()) if m.was == was]
-    assert judge(tmp_path, mutant, ["test_m.py"]) == verdict
-    assert (tmp_path / "kvstore" / "m.py").read_text() == SOURCE
+    told = subprocess.run(
+        [sys.executable, "-c", JUDGE, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    )
+    reached = load(tmp_path / "reached.json")
+    assert reached.failed == ["test_m.py::test_fails"]
+    mutants = mutants_of("planted/m.py", source.encode())
+    by_text = {mutant.was: mutant for mutant in mutants}
+    assert {text: sorted(reached.judges(mutant)) for text, mutant in by_text.items()} == {
+        "4": ["test_m.py::test_other", "test_m.py::test_small"],
+        "x < LIMIT": ["test_m.py::test_small"],
+        "x < LIMIT and not x % 2": ["test_m.py::test_small"],
+        "not x % 2": ["test_m.py::test_small"],
+        "x % 2": ["test_m.py::test_small"],
+        "2": ["test_m.py::test_small"],
+        "x + 1": ["test_m.py::test_other"],
+        "1": ["test_m.py::test_other"],
+        "7": [],
+    }
+    found = {"x < LIMIT": "survived", "not x % 2": "killed"}
+    assert json.loads(told.stdout.splitlines()[-1]) == found
+    assert (tmp_path / "planted" / "m.py").read_text() == source
 
 
-def test_every_module_has_tests_that_fit() -> None:
-    for package, machine in MACHINES.items():
-        folder = (ROOT / machine).parent
-        for also in ALSO.values():
-            assert any(
-                list((ROOT / other).parent.glob(f"test_{name}*.py"))
-                for name in also
-                for other in MACHINES.values()
-            )
-        (mutant, *_) = mutants_of(f"{package}/slots.py", b"x = 1")
-        assert fitting(mutant, package)[-1] == machine
-        assert folder.is_dir()
+def test_judges_take_no_longer_than_allowed() -> None:
+    mutant = Mutant("m.py", 3, "1", "(2)", 0, 1, 3)
+    tests = {"slow": JUDGES_S, "quick": 1.0, "quicker": 0.5}
+    reached = Reached({"m.py": {3: [*tests]}}, tests)
+    assert reached.judges(mutant) == ["quicker", "quick"]
+
+
+def test_a_constant_is_judged_by_those_who_import_it(tmp_path: Path) -> None:
+    (tmp_path / "test_m.py").write_text("from a import b, c\nfrom a.d import E\n")
+    imported = {"test_m.py": imports_of(tmp_path / "test_m.py"), "test_n.py": ["a", "a.m"]}
+    reached = Reached({}, {"test_m.py::test": 1, "test_n.py::test": 1}, imported=imported)
+    for path, judges in (("a/b.py", ["test_m.py::test"]), ("a/m.py", ["test_n.py::test"])):
+        assert reached.judges(Mutant(path, 1, "1", "(2)", 0, 1)) == judges
 
 
 def test_the_table_names_survivors() -> None:
     row = {"package": "p", "file": "p/m.py", "line": 6, "was": "a <\n b", "now": "(a <= b)"}
-    text = table({"p": 9}, [{**row, "outcome": "survived"}, {**row, "outcome": "killed"}])
-    assert "| p | 9 | 2 | 1 | 0 | 1 |" in text
-    assert "- p/m.py:6 `a < b` → `(a <= b)`" in text
+    lived = {**row, "outcome": "survived", "judges": 2}
+    rows = [
+        lived,
+        {**lived, "judges": 0},
+        {**row, "outcome": "killed"},
+        {**row, "outcome": "killed"},
+    ]
+    text = table({"p": 9}, rows)
+    assert "| p | 9 | 4 | 2 | 0 | 2 | 50% |" in text
+    assert "- p/m.py:6 `a < b` → `(a <= b)`\n" in text
+    assert "- p/m.py:6 `a < b` → `(a <= b)`, reached by no test" in text
+    lived["again"] = "killed"
+    text = table({"p": 9}, rows)
+    assert "1 fewer: 75%" in text
+    assert "- p/m.py:6 `a < b` → `(a <= b)`, killed since" in text
