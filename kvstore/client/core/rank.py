@@ -184,8 +184,7 @@ class RankCore:
 
     def retire(self, reason: str) -> None:
         """The driver ends: nothing runs or will be copied any more. Jobs still end, as failed."""
-        self._session, self._current, self._spoiled = 0, None, False
-        self._attached = False
+        self._session, self._current, self._attached = 0, None, False
         self._abandon_all(reason)
         self.disconnected()
 

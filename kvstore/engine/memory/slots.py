@@ -274,7 +274,6 @@ class Slots:
             self.quotas.held[group] -= size_bytes
         self._name_writer(words, 0)
         self.pins.freed(words)
-        self.session[words] = 0
         self.generation[words] += np.uint64(1)
         self.raised.append(words)
         slabs = words // self._words_per_slab
