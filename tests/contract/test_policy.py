@@ -109,6 +109,15 @@ def test_what_is_wanted_again_outlives_what_is_not(held: Held, again: str) -> No
     assert held.pop(2) == [2, 1]
 
 
+def test_what_came_back_and_what_is_wanted_again_both_go(held: Held) -> None:
+    held.insert(1, prints=[11])
+    assert held.pop(1) == [1]
+    held.insert(1, prints=[11])
+    held.insert(2)
+    held.use(2)
+    assert held.pop(2) == [1, 2]
+
+
 def test_what_another_process_left_goes_in_the_order_of_its_stamps(held: Held) -> None:
     held.stamps[[4, 2, 9]] = [30, 10, 20]
     held.policy.resume(np.array([2, 4, 9]), np.array([1, 2, 3], dtype=np.uint64))

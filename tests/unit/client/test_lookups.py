@@ -57,7 +57,10 @@ def test_a_held_prefix_is_a_hit_and_the_answer_repeats(node: ScriptedNode) -> No
     node.attach()
     arrive(node, "r", keys)
     assert ask(node, "r", keys) is PENDING
+    assert node.core.awaits_answer("r")
     node.exchange()
+    assert not node.core.awaits_answer("r")
+    assert not node.core.awaits_answer("another")
     for _ in range(3):
         assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
     assert len(node.of(m.LeaseAsk)) == 1
@@ -120,9 +123,9 @@ def test_after_the_deadline_the_answer_is_zero_for_good_and_the_late_lease_goes_
     arrive(node, "r", keys)
     ask(node, "r", keys)
     sent = node.core.take_outbox()
-    node.wait(19)
+    node.wait(20 - 1e-6)
     assert ask(node, "r", keys) is PENDING
-    node.wait(2)
+    node.wait(1e-6)
     assert ask(node, "r", keys) == Miss("deadline")
     (late,) = [s for s in sent if isinstance(s, m.LeaseAsk)]
     released = node.core.take_outbox()
@@ -164,6 +167,11 @@ def test_tiny_hits_are_computed_and_their_lease_goes_back() -> None:
     assert ask(node, "r", keys) == Miss("cost gate")
     assert node.core.leases_open == 0
     assert any(isinstance(s, m.LeaseRelease) for s in node.exchange())
+    node.keys = set(keys[:2])
+    arrive(node, "s", keys)
+    ask(node, "s", keys)
+    node.exchange()
+    assert ask(node, "s", keys) == Hit(2 * BLOCK_TOKENS), "just long enough"
 
 
 def test_a_prompt_shorter_than_a_block_asks_nothing(node: ScriptedNode) -> None:
@@ -307,13 +315,30 @@ def test_leases_are_renewed_while_the_request_waits(node: ScriptedNode) -> None:
     ask(node, "r", keys)
     node.exchange()
     for _ in range(5):
-        node.wait(301)
+        node.wait(299)
+        node.core.plan((), node.now_ns)
+        assert node.core.take_outbox() == []
+        node.wait(1)
         node.core.plan((), node.now_ns)
         (renewal,) = node.core.take_outbox()
         assert isinstance(renewal, m.LeaseRenew)
         assert len(renewal.leases) == 1
         node.core.plan((), node.now_ns)
         assert node.core.take_outbox() == []
+
+
+def test_many_leases_are_renewed_in_as_many_datagrams_as_it_takes(node: ScriptedNode) -> None:
+    (key,) = node.keys = chain("a", 1)  # type: ignore[assignment]
+    node.attach()
+    for i in range(m.LEASES_PER_DATAGRAM_MAX + 1):
+        arrive(node, f"r{i}", [key])
+        ask(node, f"r{i}", [key])
+    node.exchange()
+    node.wait(301)
+    node.core.plan((), node.now_ns)
+    renewals = [s for s in node.core.take_outbox() if isinstance(s, m.LeaseRenew)]
+    assert [len(renewal.leases) for renewal in renewals] == [m.LEASES_PER_DATAGRAM_MAX, 1]
+    assert len({lease for renewal in renewals for lease in renewal.leases}) == node.core.leases_open
 
 
 def test_long_prompts_take_several_leases_that_act_as_one(node: ScriptedNode) -> None:
@@ -411,6 +436,7 @@ def test_every_start_of_a_request_is_counted_once_however_often_it_is_asked() ->
     counts = node.core.stats.take()
     assert counts["hits"] == 2
     assert counts["hit_tokens"] == 2 * 3 * BLOCK_TOKENS
+    assert (counts["load_blocks"], counts["load_bytes"], counts["load_ns"]) == (6, 2, 2)
     assert "misses" not in counts
     arrive(node, "s", chain("b", 3))
     ask(node, "s", chain("b", 3))
@@ -423,3 +449,4 @@ def test_every_start_of_a_request_is_counted_once_however_often_it_is_asked() ->
     ask(node, "s", chain("b", 3))
     load(node, "s", chain("b", 3), [], 0)
     assert node.core.stats.take()["misses"] == 1
+    assert node.core.stats.take() == {}, "what was taken is not counted again"

@@ -52,6 +52,13 @@ def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -
     second = step(node, "r", keys, computed=5 * BLOCK_TOKENS)
     assert second is not None
     assert second.block_ids == (102, 103, 104)
+    node.core.reported(
+        RankReport(rank=0, session=1, blocks_sealed=4, blocks_dropped=1, store_bytes=9, store_ns=7),
+        node.now_ns,
+    )
+    counts = node.core.stats.take()
+    names = ("blocks_submitted", "blocks_sealed", "blocks_dropped", "bytes", "ns")
+    assert [counts[f"store_{name}"] for name in names] == [5, 4, 1, 9, 7]
 
 
 def test_draft_tokens_never_complete_a_block(node: ScriptedNode) -> None:
@@ -73,6 +80,7 @@ def test_without_credits_the_chains_start_is_stored_first_and_the_rest_later(
     assert job is not None
     assert job.keys == b"".join(keys[:2])
     assert step(node, "r", keys, computed=5 * BLOCK_TOKENS + 1) is None
+    assert node.core.stats.take()["store_blocks_without_credit"] == 3
     node.grant(4, first_slot=320)
     rest = step(node, "r", keys, computed=5 * BLOCK_TOKENS + 2)
     assert rest is not None

@@ -17,12 +17,14 @@ class Disk(ScriptedNode):
     """Says that the first `from_file` of what it leases came from disk, and `coming` will."""
 
     from_file = 0
+    from_peer = 0
     coming = 0
 
     def lease_reply(self, ask: m.LeaseAsk) -> m.LeaseReply:
         return msgspec.structs.replace(
             super().lease_reply(ask),
             from_file=self.from_file,
+            from_peer=self.from_peer,
             promoting=self.coming,
             promoting_ms=1,
         )
@@ -101,19 +103,21 @@ def test_a_hit_with_the_time_of_every_step() -> None:
 
 
 def test_hits_are_counted_by_tier() -> None:
-    node, keys = Disk(), chain("a", 3)
+    node, keys = Disk(), chain("a", 4)
     node.keys = set(keys)
-    node.from_file = 2
+    node.from_file, node.from_peer = 2, 1
     node.attach()
     arrive(node, "r", keys)
     ask(node, "r", keys)
     node.exchange()
     ask(node, "r", keys)
-    load(node, "r", keys, 3)
+    load(node, "r", keys, 4)
     counts = node.core.stats.take()
     assert counts["hit_tokens_file"] == 2 * BLOCK_TOKENS
-    assert counts["hit_tokens_dram"] == BLOCK_TOKENS
-    assert counts["hit_tokens"] == 3 * BLOCK_TOKENS
+    assert counts["hit_tokens_peer"] == counts["hit_tokens_dram"] == BLOCK_TOKENS
+    assert counts["hit_tokens"] == 4 * BLOCK_TOKENS
+    story = finish(node, "r")
+    assert (story.queued_ns, story.lookup_ns, story.promotion_ns) == (0, 0, 0)
 
 
 def test_what_comes_while_it_waits_is_from_disk_too() -> None:
@@ -154,11 +158,21 @@ def test_a_load_that_fails_keeps_what_was_loaded_and_the_reason() -> None:
     assert (story.outcome, story.detail) == ("load failed", "w" * 255)
 
 
+def test_nothing_is_kept_of_a_request_that_ended(node: ScriptedNode) -> None:
+    node.attach()
+    arrive(node, "r", chain("a", 3))
+    finish(node, "r")
+    assert not node.core._requests
+    assert not node.core._by_tag
+
+
 def test_reasons_of_misses(node: ScriptedNode) -> None:
     node.attach()
     keys = chain("a", 3)
     arrive(node, "never asked", keys)
-    assert finish(node, "never asked").outcome == "not asked"
+    assert finish(node, "never asked") == m.Story(
+        request="never asked", prompt_tokens=3 * BLOCK_TOKENS + 3, outcome="not asked"
+    )
     arrive(node, "late", keys)
     ask(node, "late", keys)
     node.core.take_outbox()

@@ -34,6 +34,18 @@ def found(peer: Peer, lease: int, numbers: Sequence[int]) -> int:
     return len(peer.lease(lease, *numbers).slots) // 4
 
 
+@pytest.mark.parametrize(("slots", "places"), [(1, KEYS_MIN), (1 << 30, 1 << 20)])
+def test_a_place_is_reserved_once_and_as_many_as_there_are_slots_within_bounds(
+    slots: int, places: int
+) -> None:
+    expected = Expected(key_count=slots)
+    prints = np.arange(1, places + 1, dtype=np.uint64)
+    expected.keep(prints, np.arange(places) + 7)
+    expected.keep(prints[:1] + np.uint64(places), np.array([5]))
+    assert expected.take(prints).tolist() == [0, *range(8, places + 7)]
+    assert not expected.take(prints).any()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("quotas", QUOTAS, ids=["no quota", "quota"])
 def test_a_prompt_longer_than_dram_keeps_its_start(

@@ -46,6 +46,7 @@ def test_a_change_says_all_that_is_known_of_its_blocks() -> None:
     node = DiskNode()
     node.step(known(5))
     (early,) = all_held(node)
+    assert early.stored
     assert (early.tier, early.label, early.block_tokens) == (Tier.FILE, "", 0)
     assert (early.tenant, early.space, early.shard) == ("t", SPACE, WHOLE)
     assert early.keys == keys(5)

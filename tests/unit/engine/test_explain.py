@@ -360,6 +360,10 @@ def test_room_for_blocks_from_disk_is_said() -> None:
 # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_no_two_reasons_have_one_code() -> None:
+    assert len(Reason.__members__) == len({reason.value for reason in Reason})
+
+
 def test_the_ring_keeps_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "STORIES_MAX", 3)
     node = Node()

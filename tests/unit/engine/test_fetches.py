@@ -57,8 +57,7 @@ def attached(**config: int) -> tuple[PeerNode, Peer]:
 def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
     node, peer = attached()
     reply = peer.lease(1, 1, 2, 3)
-    assert (reply.slots, reply.promoting) == (b"", 3)
-    assert reply.promoting_ms >= 2
+    assert (reply.slots, reply.promoting, reply.promoting_ms >= 2) == (b"", 3, True)
     (question,) = node.locates
     assert (question.tenant, question.space, question.keys) == ("t", SPACE, keys(1, 2, 3))
     node.locate(("far", 2))
@@ -67,10 +66,10 @@ def test_what_another_node_holds_is_fetched_while_the_request_waits() -> None:
     assert (fetch.shards, fetch.keys) == ((WHOLE,), keys(1, 2))
     assert fetch.block_bytes == (peer.rank_hello(0).groups[0].block_bytes,)
     node.arrive()
-    told = more(node, peer)
+    told, counters = more(node, peer), node.engine.counters
     assert [slot for slot, _ in pairs(told)] == fetch.slots.tolist()
     assert (told.promoting, told.from_peer, told.from_file) == (0, 2, 0)
-    assert node.engine.counters.fetched_blocks == 2
+    assert (counters.fetched_blocks, counters.fetch_blocks_lost) == (2, 0)
     node.write_all()
     assert node.blocks() == {short(1): "dram+file", short(2): "dram+file"}, "kept like a store"
 
@@ -133,8 +132,11 @@ def test_an_index_that_is_away_is_left_alone_for_a_while_and_longer_each_time() 
     node.tick(AVOID_MOST_NS / 10**6)
     peer.hint(300)
     node.locate()
-    peer.hint(301)
-    assert len(node.locates) == 1, "it answers again"
+    for number in range(1, UNANSWERED_MAX):
+        peer.hint(300 + number)
+        node.locate(is_known=False)
+    peer.hint(400)
+    assert len(node.locates) == 1, "it answers again: what was before does not count"
 
 
 def test_who_asks_for_what_is_coming_waits_for_the_same_fetch() -> None:
@@ -459,8 +461,9 @@ def test_an_answer_to_nothing_is_a_bug(event: Located | Fetched) -> None:
         node.step(event)
 
 
-def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetches_module, "LOCATES_MAX", 2)
+@pytest.mark.parametrize("limit", ["LOCATES_MAX", "COMING_BYTES_MAX", "COMING_BYTES_PER_ENGINE"])
+def test_questions_are_bounded(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(fetches_module, limit, 2 * (1 if limit == "LOCATES_MAX" else COMING_BYTES))
     node, peer = attached()
     for number in range(5):
         peer.hint(number)
@@ -493,6 +496,5 @@ def test_what_an_engine_asks_for_takes_a_bounded_share_whatever_its_shards() -> 
     fetches = node.engine._fetches
     assert sum(map(len, fetches._coming.values())) <= per_engine, "one entry a key, not a shard"
     fetches.check()
-    other = Peer(node, "other", shards=HALVES)
-    commands = node.hear(other.scheduler, Hint(request=1, keys=keys(77)))
+    commands = node.hear(Peer(node, "other", shards=HALVES).scheduler, Hint(1, keys(77)))
     assert any(isinstance(command, Locate) for command in commands), "another has its own share"

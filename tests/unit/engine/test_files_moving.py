@@ -239,7 +239,10 @@ def test_a_lease_grows_by_what_comes_first_and_hears_when_no_more_comes(
         short(3): "file",
         short(4): "dram+file",
     }
-    assert node.engine.counters.file_blocks_unread == 1
+    assert (node.engine.counters.file_blocks_read, node.engine.counters.file_blocks_unread) == (
+        3,
+        1,
+    )
 
 
 def test_a_late_read_frees_the_waiting_at_once_and_the_slots_when_it_ends() -> None:
@@ -251,6 +254,8 @@ def test_a_late_read_frees_the_waiting_at_once_and_the_slots_when_it_ends() -> N
     assert node.engine.tiers()[0].slots_granted > 0
     held = int((node.state.slots.writer == -1).sum())
     assert held == 1, "the kernel may still write there"
+    node.be_late(read)
+    assert node.engine.counters.file_reads_late == 1
     node.answer(read)
     assert int((node.state.slots.writer == -1).sum()) == 0
     assert node.blocks() == {short(1): "dram+file"}, "late, but good"
@@ -407,8 +412,12 @@ def test_what_comes_from_disk_counts_as_hit() -> None:
     node, peer = on_disk_only(1, 2, 3)
     peer.lease(1, 1, 2, 3, 4)
     node.answer(node.reads[0], [True, True, False])
-    assert node.engine.counters.blocks_hit == 2
-    assert node.engine.counters.blocks_missed == 2
+    counters = node.engine.counters
+    assert (counters.blocks_hit, counters.blocks_missed) == (2, 2)
+    assert counters.leased_bytes == 2 * SLOT_BYTES_MIN
+    gone = FileGone(Scope("t", SPACE, WHOLE, BLOCK_BYTES), keys(3, 7), damaged=True)
+    node.step(gone, msgspec.structs.replace(gone, damaged=False))
+    assert counters.file_blocks_damaged == 2
 
 
 # ── reclaiming ───────────────────────────────────────────────────────────────────────────────────

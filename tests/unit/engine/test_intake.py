@@ -24,6 +24,15 @@ def test_a_seal_wakes_who_waits_for_another_node() -> None:
     assert node.engine.counters.fetched_blocks == 3, "for nobody: their slots are free"
 
 
+def test_blocks_that_do_not_come_are_counted() -> None:
+    node, peer = attached()
+    peer.lease(1, 1, 2, 3)
+    node.locate(("far", 3))
+    node.arrive([True, False, False])
+    counters = node.engine.counters
+    assert (counters.fetched_blocks, counters.fetch_blocks_lost) == (1, 2)
+
+
 def test_a_seal_wakes_who_waits_for_the_disk() -> None:
     node = DiskNode()
     peer, other = Peer(node), Peer(node, "f")

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvstore.engine.events import Ended, Exited, FileKnown
-from kvstore.engine.memory import journal as journal_module
+from kvstore.engine.memory import adoption, journal as journal_module
 from kvstore.engine.memory.journal import Journal, JournalUnusable
 from kvstore.types import PAGES_PER_GENERATION, SLOT_BYTES_MIN, ConnectionId, Shard, SpaceId
 from kvstore.wire.messages import Grant, Quiesce, Quiet, Verified
@@ -268,6 +268,21 @@ def test_blocks_are_there_again_and_their_readers_are_told_to_verify() -> None:
     assert all(new > old for (_, new), (_, old) in zip(again, places, strict=True))
     assert reply.checksums == b"".join(checksum(n) for n in (1, 2, 3))
     assert node.engine.counters.blocks_kept == 3
+
+
+def test_a_kept_block_that_goes_and_soon_comes_back_counts_as_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adoption, "CHUNK_BLOCKS", 4)
+    node = MortalNode(slots=64, slab_slots=16, credit_blocks_max=4, policy="reuse")
+    peer = Peer(node)
+    for number in range(10):
+        peer.seal(number)
+    reborn(node)
+    peer = Peer(node, "f")
+    for number in (*range(1000, 1070), *range(10), *range(2000, 2192)):
+        peer.seal(number)
+    assert all(peer.hint(number) == [True] for number in range(10))
 
 
 def test_what_was_verified_once_is_not_verified_again_but_what_was_not_is() -> None:

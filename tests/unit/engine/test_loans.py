@@ -30,6 +30,7 @@ def test_the_leading_run_is_lent_with_what_proves_it() -> None:
     assert len(np.frombuffer(lent.slots, "<u4")) == len(np.frombuffer(lent.generations, "<u8")) == 2
     assert node.give_back(1) == [True, True]
     assert node.engine.counters.loaned_blocks == 2
+    assert node.engine.counters.lent_bytes == 2 * lent.block_bytes[0]
 
 
 def test_nothing_is_lent_of_what_is_not_there_or_anothers() -> None:

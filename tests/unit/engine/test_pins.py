@@ -6,6 +6,7 @@ import pytest
 
 from kvstore.engine.events import Clear, PeerGone
 from kvstore.engine.memory.pins import Pins
+from kvstore.engine.memory.processes import Processes
 from kvstore.engine.why.reasons import Reason
 from kvstore.types import SLOT_BYTES_MIN
 from kvstore.wire.messages import LEASE_LIVES_MAX, LeaseRelease, LeaseRenew, Story
@@ -127,6 +128,20 @@ def test_ranks_in_one_process_have_one_part_together() -> None:
     assert 24 < node.quarantined() <= 32
 
 
+def test_a_process_may_write_half_of_what_others_leave_and_one_block_at_least() -> None:
+    processes = Processes(groups=1)
+    for connection, process in ((1, -7), (2, -8), (3, -9)):
+        processes.join(connection, process, [])
+    assert processes.blocks([(1, 10)], 0, 160) == 8
+    processes.count(1, [(0, 80)], 1)
+    assert processes.blocks([(1, 10)], 0, 160) == 0
+    assert processes.blocks([(2, 10)], 0, 160) == processes.blocks([(1, 10), (2, 10)], 0, 240) == 4
+    processes.count(2, [(0, 75)], 1)
+    assert processes.blocks([(3, 10)], 0, 160) == 1
+    processes.count(1, [(0, 80)], -1)
+    assert processes.blocks([(1, 10)], 0, 160) == 5, "what is left of a block is one"
+
+
 def test_what_a_process_wrote_counts_no_more() -> None:
     """Its part is of what it may write, not of what it has stored."""
     node = Node(slots=256)
@@ -157,6 +172,8 @@ def test_a_prefix_that_many_requests_lease_is_pinned_once() -> None:
     for lease in range(1, 101):
         assert len(peer.lease(lease, *range(8)).slots) == 8 * 4
     assert pinned(node) == before + 8
+    pins, quotas_ = node.state.slots.pins, node.state.slots.quotas
+    assert pins.room(None, 0, 1) == quotas_.share[0] - quotas_.pinned[0] > 0
     node.hear(peer.scheduler, LeaseRelease(list(range(1, 101))))
     assert pinned(node) == before
 

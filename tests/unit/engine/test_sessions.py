@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.engine import state as state_module
 from kvstore.engine.events import Admit, Exited, Hangup, Ready, Received, Send
 from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import (
@@ -61,6 +62,7 @@ def test_a_session_opens_when_all_ranks_are_quiet_and_not_before() -> None:
     assert (opened.session, opened.shard_counts) == (asked, (2,))
     kinds = [type(message) for message in node.sent[scheduler]]
     assert kinds == [SessionOpen, Grant]
+    assert node.engine.counters.sessions_opened == 1
     assert node.last(scheduler, Grant).session == asked
 
 
@@ -270,6 +272,16 @@ def test_a_replaced_scheduler_gets_a_session_of_its_own() -> None:
     assert node.granted() == len(peer.credits()), "the old credits are free"
 
 
+def test_the_spaces_that_engines_attached_for_last_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state_module, "KNOWN_SPACES_MAX", 2)
+    node = Node()
+    for tenant in ("t", "u", "t", "v"):
+        Peer(node, tenant=tenant)
+    assert [tenant for tenant, _ in node.state.known] == ["t", "v"]
+
+
 def test_nothing_is_left_of_an_engine_that_is_gone() -> None:
     node = Node()
     peer = Peer(node, shards=HALVES)
@@ -299,6 +311,7 @@ def test_credits_have_one_slot_per_rank_shard_minor(shards: tuple[Shard, ...]) -
     credits = peer.credits()
     assert len(credits) % 2 == 0
     assert len({slot for slot, _ in credits}) == len(credits)
+    assert next(iter(node.state.owners.values())).groups[0].granted_blocks == len(credits) // 2
     peer.seal(1, rank=0)
     assert peer.hint(1) == [False], "a shard is missing"
     assert peer.lease(1, 1).slots == b""
@@ -349,6 +362,7 @@ def test_another_protocol_is_refused_before_anything_else() -> None:
         )
         assert connection in node.released
     assert node.engine.nodes()[0].owners == 0
+    assert node.engine.counters.protocol_refusals == 2
 
 
 def test_one_connection_more_than_allowed_is_refused_for_now() -> None:
@@ -452,6 +466,7 @@ def test_a_second_hello_ends_the_connection() -> None:
     peer = Peer(node)
     node.hear(peer.scheduler, peer.scheduler_hello())
     assert node.hangups[peer.scheduler] == "a second Hello on one connection"
+    assert node.engine.counters.protocol_refusals == 1
 
 
 def test_the_first_datagram_must_be_a_hello() -> None:
@@ -460,6 +475,7 @@ def test_the_first_datagram_must_be_a_hello() -> None:
     assert isinstance(commands[0], Hangup)
     assert node.hangups[50] == "the first datagram must be a Hello"
     assert node.released == [50]
+    assert node.engine.counters.protocol_refusals == 1
 
 
 @pytest.mark.parametrize("role", ["scheduler", "rank"])

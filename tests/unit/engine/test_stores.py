@@ -12,7 +12,7 @@ from kvstore.engine import engine as engine_module
 from kvstore.engine.events import Clear, Cleared, Ended, Exited, FileKnown, Received
 from kvstore.engine.memory.admission import Admission
 from kvstore.engine.memory.slots import Pool
-from kvstore.types import ConnectionId, Shard
+from kvstore.types import SLOT_BYTES_MIN, ConnectionId, Shard
 from kvstore.wire.messages import Grant, LeaseAsk, LeaseRelease, LeaseReply, Quiesce, Quiet, Seal
 from kvstore.wire.record import Scope
 from kvstore.wire.space import fingerprint
@@ -42,7 +42,9 @@ def test_a_sealed_block_is_found_with_its_slot_generation_and_checksum() -> None
     reply = peer.lease(1, 1, 2, with_checksums=True)
     assert pairs(reply) == places
     assert reply.checksums == checksum(1) + checksum(2)
-    assert node.engine.counters.stores_sealed == 2
+    counters, block_bytes = node.engine.counters, peer.rank_hello(0).groups[0].block_bytes
+    assert (counters.stores_sealed, counters.stored_bytes) == (2, 2 * block_bytes)
+    assert counters.leased_bytes == 2 * SLOT_BYTES_MIN
 
 
 def test_a_store_of_what_is_there_is_joined() -> None:

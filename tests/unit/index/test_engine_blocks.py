@@ -121,6 +121,7 @@ def test_what_vllm_publishes_is_understood() -> None:
         payload(STORED, {"type": "Later", "x": 1}, removed, {"type": "AllBlocksCleared"}, rank=3)
     )
     assert batch.rank == 3
+    assert decode_batch(payload(rank=None)).rank == 0
     assert [type(event) for event in batch.events] == [EngineStored, EngineRemoved, EngineCleared]
     assert batch.events[0] == EngineStored(
         block_hashes=[*LOW[:1]],

@@ -330,6 +330,32 @@ def test_what_waits_is_bounded() -> None:
     assert made.take_ask() == 1, "what was dropped shows as a gap"
 
 
+def test_the_bytes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = batch(stored(1, 2))
+    monkeypatch.setattr(engine_feed, "WAITING_BYTES_MAX", 2 * len(payload))
+    for waiting, asked in ((2, None), (3, 1)):
+        made, told = feed(can_replay=True), Told()
+        told(made.begin(0))
+        assert made.take_ask() == 0
+        for number in range(1, waiting + 1):
+            made.heard(number, payload, 0)
+        made.replayed(0, batch(stored(0, 1)), 0)
+        told(made.replay_ended(0) + rest(made))
+        assert made.take_ask() == asked
+
+
+def test_what_was_worked_on_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = batch(stored(0, 1))
+    monkeypatch.setattr(engine_feed, "WAITING_BYTES_MAX", 3 * len(payload))
+    made, told = live()
+    for number in (0, 2, 3):  # 1 was lost
+        told(made.heard(number, payload, 0) + rest(made))
+    assert made.take_ask() == 1
+    made.replayed(1, payload, 0)
+    assert told(made.replay_ended(0) + rest(made)) == {0}
+    assert made.take_ask() is None, "2 and 3 waited"
+
+
 def test_nothing_is_heard_of_who_is_away() -> None:
     made, told = live()
     told(made.heard(0, batch(stored(0, 1)), 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import combinations
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 
 from kvstore.config.defaults import DEFAULT_ENTRIES, ENTRIES_MIN
-from kvstore.index import holdings
+from kvstore.index import holdings, loops
 from kvstore.index.check import check_holdings
 from kvstore.index.holdings import Holdings
 from kvstore.index.index import Index, default_slot_count
 from kvstore.index.rows import home_of_row
 from kvstore.types import Tier
+from tests.unit.index.model import Model
 from tests.unit.index.words import SPACE, keys
 
 BYTES_PER_ENTRY_MAX = 120
@@ -87,6 +89,52 @@ def test_there_is_a_chunk_for_every_set_that_can_be() -> None:
     assert flat.evicted_count == 0
     assert np.count_nonzero(flat.arrays["set_cells"]) == len(wanted)
     check_holdings(flat)
+
+
+def test_blocks_with_the_same_holders_are_compared_and_no_others_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flat = Holdings(entry_count_max=1000, slot_count_max=32, seed=1, is_native=False)
+    slots = [flat.open("t", SPACE, is_hidden=False) or 0 for _ in range(30)]
+    for slot in slots:
+        flat.stored(slot, Tier.DRAM, keys(1, 2, 4))
+        if slot % 2:
+            flat.stored(slot, Tier.DRAM, keys(3))
+    flat.stored(slots[13], Tier.HBM, keys(2))  # another set, of the same holders
+    odd = {slot: (0, 2, 2) for slot in slots if slot % 2}
+    told = {s: (h, d, f) for s, h, d, f, _ in flat.match("t", SPACE, keys(3, 4))}
+    assert told == odd, "the others that hold the second block are passed over"
+    for slot in slots:
+        flat.stored(slot, Tier.FILE if slot == slots[3] else Tier.DRAM, keys(5))
+    slower = {s: (d, f) for s, _, d, f, _ in flat.match("t", SPACE, keys(1, 5))}
+    assert slower == dict.fromkeys(slots, (2, 2)) | {slots[3]: (1, 2)}
+    monkeypatch.setattr(loops, "narrow", None)
+    assert {s: d for s, _, d, *_ in flat.match("t", SPACE, keys(1, 2))} == dict.fromkeys(slots, 2)
+
+
+def test_tables_of_a_few_cells_wrap_round() -> None:
+    """With each seed others of the few rows and sets meet at the end of their tables."""
+    for seed in range(150):
+        chance, model = random.Random(seed), Model()
+        flat = Holdings(entry_count_max=12, slot_count_max=3, seed=seed, is_native=False)
+        for _ in range(3):
+            slot = flat.open("t", SPACE, is_hidden=False)
+            assert slot is not None
+            model.open(slot, "t", SPACE, is_hidden=False)
+        for step in range(60):
+            slot, tier = chance.choice([*model.scopes]), Tier(chance.randrange(3))
+            block = keys(chance.randrange(4) + (4 * slot if step % 20 < 10 else 0))
+            stores = chance.random() < 0.6
+            if stores and model.entry_count() == 12:
+                continue  # full: it would forget something
+            for held in (flat, model):
+                (held.stored if stores else held.removed)(slot, tier, block)
+            if step % 6 == 0:
+                check_holdings(flat)
+        assert (flat.entry_count, flat.evicted_count) == (model.entry_count(), 0)
+        for number in range(16):
+            told = {s: (h, d, f) for s, h, d, f, _ in flat.match("t", SPACE, keys(number))}
+            assert told == model.match("t", SPACE, keys(number))
 
 
 def words_of(*words: int) -> bytes:

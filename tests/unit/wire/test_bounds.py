@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,8 +14,21 @@ from msgspec import inspect
 
 import kvstore.wire
 from kvstore.errors import ProtocolError
+from kvstore.wire import bounds
 from kvstore.wire.bounds import WORD
-from kvstore.wire.messages import DATAGRAM_BYTES_MAX, HelloRank, decode_from_engine, encode
+from kvstore.wire.kv_events import Hashes
+from kvstore.wire.messages import (
+    DATAGRAM_BYTES_MAX,
+    ChecksumArray,
+    GenerationArray,
+    HelloRank,
+    KeyArray,
+    LeaseList,
+    SlotArray,
+    decode_from_engine,
+    encode,
+)
+from kvstore.wire.mover import Reason
 from tests.unit.engine.harness import Hellos
 
 _SIZED = (
@@ -83,6 +98,77 @@ def test_every_field_of_a_struct_has_a_bound(struct: type[msgspec.Struct]) -> No
     assert list(unbounded(inspect.type_info(struct), struct.__name__)) == []
 
 
+NOT_NOTHING = {
+    "locality": "LOCAL",
+    "ownership": "kvstore",
+    "writes": True,  # of one rank there is no other that could
+    "paced": True,
+    "last": True,
+}
+"""Defaults that say something, by field."""
+
+
+@pytest.mark.parametrize(
+    "struct", structs(), ids=lambda struct: f"{struct.__module__}.{struct.__name__}"
+)
+def test_what_is_not_said_is_nothing(struct: type[msgspec.Struct]) -> None:
+    for field in msgspec.structs.fields(struct):
+        if not field.required:
+            empty = field.default is msgspec.NODEFAULT  # of a factory, as of lists
+            default = field.default_factory() if empty else field.default
+            parts = default if isinstance(default, tuple) and default else (default,)
+            if not all(isinstance(part, msgspec.Struct) for part in parts):
+                assert (default or None) == NOT_NOTHING.get(field.name), field.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "least", "most"),
+    [
+        (bounds.I64, -(2**63), 2**63 - 1),
+        (bounds.U64, 0, 2**63 - 1),
+        (bounds.U32, 0, 2**32 - 1),
+        (bounds.Small, 0, 65_535),
+        (bounds.Count, 1, 65_535),
+        (bounds.Tokens, 1, 2**20),
+        (bounds.BlockBytes, 1, 2**40),
+    ],
+)
+def test_a_number_is_taken_up_to_its_bounds(kind: object, least: int, most: int) -> None:
+    for number in (least, most):
+        assert msgspec.convert(number, kind) == number
+    for number in (least - 1, most + 1):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(number, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "least", "most"),
+    [
+        (bounds.Name, "x", 1, 255),
+        (bounds.Label, "x", 0, 255),
+        (bounds.Hex64, "f", 0, 16),
+        (bounds.Sentence, "x", 0, 1024),
+        (bounds.Id, b"x", 0, 16),
+        (bounds.Key, b"x", 0, 32),
+        (bounds.Space32, b"x", 0, 32),
+        (bounds.Checksum, b"x", 0, 16),
+        (Hashes, [1], 0, 2**20),
+        (Reason, "x", 0, 400),
+        (KeyArray, b"x", 0, 2048 * 32),
+        (SlotArray, b"x", 0, 2048 * 4),
+        (GenerationArray, b"x", 0, 2048 * 8),
+        (ChecksumArray, b"x", 0, 2048 * 16),
+        (LeaseList, [1], 0, 4096),
+    ],
+)
+def test_a_length_is_taken_up_to_its_bounds(kind: object, unit: Any, least: int, most: int) -> None:
+    for length in (least, most):
+        assert len(msgspec.convert(unit * length, kind)) == length
+    for length in {max(0, least - 1), most + 1} - {least}:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(unit * length, kind)
+
+
 def test_there_is_something_to_look_at_and_the_look_finds_it() -> None:
     assert len(structs()) > 40
     inner = msgspec.defstruct("Rows", [("rows", list[dict[str, bytes]])])
@@ -144,4 +230,13 @@ def test_what_a_stranger_calls_a_field_does_not_make_the_sentence_long() -> None
     }
     with pytest.raises(ProtocolError) as refused:
         decode_from_engine(msgspec.msgpack.encode(hello))
-    assert len(str(refused.value)) <= 300
+    assert len(str(refused.value)) == len("malformed datagram: ") + 200
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_taken"), [(0, False), (1, True), (1024, True), (1025, False)]
+)
+def test_an_engine_has_no_more_than_1024_ranks(ranks: int, *, is_taken: bool) -> None:
+    hello = msgspec.structs.replace(Hellos("e").scheduler_hello(), rank_count=ranks)
+    with contextlib.nullcontext() if is_taken else pytest.raises(ProtocolError, match="rank_count"):
+        assert decode_from_engine(encode(hello)) == hello

@@ -6,6 +6,7 @@ Whoever writes the disk or the socket can also make checksums right: here they a
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvstore.errors import ProtocolError
 from kvstore.types import PAGE_BYTES, Shard
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
+    Compared,
     Distrust,
     Drop,
     Grant,
@@ -52,6 +54,7 @@ ID = b"i" * 16
 SCOPE = Scope("tenant", b"s" * 32, Shard(0, 4, 0, 2), 5_000)
 HEAD = SegmentHead(b"d" * 16, ID, 7)
 PREFIX = SCOPE.prefix()
+NO_RECORDS: Any = {"pages": [], "scope_of": [], "keys": b"", "checksums": b""}
 
 
 def changed(data: bytes, at: int, new: bytes) -> bytes:
@@ -78,6 +81,11 @@ def changed(data: bytes, at: int, new: bytes) -> bytes:
 def test_a_prefix_that_is_none(prefix: bytes) -> None:
     assert parse_prefix(PREFIX) == SCOPE
     assert parse_prefix(prefix) is None
+
+
+def test_the_longest_name_is_one() -> None:
+    scope = Scope("t" * 255, b"s" * 32, Shard(0, 4, 0, 2), PAYLOAD_BYTES_MAX)
+    assert parse_prefix(scope.prefix()) == scope
 
 
 VOID = void_page(Void("tenant", b"s" * 32, 9), segment_id=ID, place=5)
@@ -159,8 +167,16 @@ def test_a_table_whose_parts_do_not_parse() -> None:
     assert not parsed(changed(body, scope_at, one), place), "a record of no scope"
 
 
+def test_a_trailer_of_another_kind_or_version_is_none() -> None:
+    data = footer(HEAD, build_table((), (), **NO_RECORDS), first_page=1)
+    page, size = data[-PAGE_BYTES:], PAGE_BYTES + len(data)
+    assert parse_trailer(resealed(page, 0, page[:1]), HEAD, file_bytes=size) is not None
+    for at, new in ((0, b"XXXX"), (4, struct.pack("<H", 9))):
+        assert parse_trailer(resealed(page, at, new), HEAD, file_bytes=size) is None
+
+
 def test_a_table_without_records_is_one() -> None:
-    empty = build_table((), (), pages=[], scope_of=[], keys=b"", checksums=b"")
+    empty = build_table((), (), **NO_RECORDS)
     data = footer(HEAD, empty, first_page=1)
     place = parse_trailer(data[-PAGE_BYTES:], HEAD, file_bytes=PAGE_BYTES + len(data))
     assert place is not None
@@ -184,6 +200,7 @@ HELLO = HelloScheduler(1, "e", "n", "t", 1, "p")
         (Seal(1, bytes(32), bytes(4), bytes(8), bytes(32)), "checksums: 2 elements where 1"),
         (Drop(1, bytes(8), bytes(8)), "generations: 1 elements where 2"),
         (Distrust(bytes(5), bytes(8)), "slots: 5 bytes are no multiple of 4"),
+        (Compared(1, 2, 3, bytes(5)), "diverged: 5 bytes are no multiple of 4"),
         (HelloScheduler(1, "é" * 128, "n", "t", 1, "p"), "a name of more than 255 bytes"),
     ],
 )

@@ -43,6 +43,8 @@ def test_an_event_describes_itself() -> None:
         "kvstore": {"node": "n1", "incarnation": "00000000000000ab"},
         "ownership": "kvstore",
     }
+    told = [(event["type"], event["medium"]) for event in events[1:]]
+    assert told == [("BlockStored", "CPU"), ("BlockStored", "STORAGE"), ("BlockRemoved", "CPU")]
     stored = events[1]
     assert stored["kvstore"] == {
         "node": "n1",

@@ -10,10 +10,7 @@ from hypothesis import example, given, strategies as st
 
 from kvstore.types import PAGE_BYTES
 from kvstore.wire.learned import (
-    COMPUTE_NS_MAX,
-    DISK_NS_PER_MIB_MAX,
     LEARNED_BYTES_MAX,
-    LOAD_NS_MIN,
     SPACES_MAX,
     Learned,
     NotLearned,
@@ -72,9 +69,10 @@ def test_another_version_is_nothing_and_says_so() -> None:
 def test_absurd_numbers_are_moved_into_bounds() -> None:
     absurd = Learned(10**18, (SpacePace("t", "ab" * 32, 2**70 % 2**63 + 2**62, -5),))
     found = decode_learned(encode_learned(absurd))
-    assert found == Learned(
-        DISK_NS_PER_MIB_MAX, (SpacePace("t", "ab" * 32, COMPUTE_NS_MAX, LOAD_NS_MIN),)
-    )
+    assert found == Learned(10**12, (SpacePace("t", "ab" * 32, 100_000_000, 1),))
+    absurd = Learned(1, (SpacePace("t", "ab" * 32, 1, 10**18),))
+    found = within_bounds(absurd)
+    assert found == Learned(10_000, (SpacePace("t", "ab" * 32, 1_000, 100_000_000),))
 
 
 def test_what_an_earlier_version_kept_is_read_without_what_it_did_not_know() -> None:
