@@ -53,7 +53,7 @@ class Assembly:
             raise ValueError("shards that do not cover the same layers and heads, each once")
         self._prefixes = [scope.prefix() for scope in sources]
         self._same = [sources.index(scope) if scope in sources else None for scope in targets]
-        """Of each target, the source that is the same."""
+        """Index of the identical source for each target, or None."""
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int, int, int]]:
@@ -85,7 +85,7 @@ class Assembly:
         Args:
             key: of the block.
             slots: bytes of our shards, by target.
-            checksums: as the peer told them, by source.
+            checksums: as the peer sent them, by source.
         """
         assert len(key) == KEY_BYTES
         parts: list[list[memoryview]] = [[] for _ in self.sources]
@@ -131,7 +131,7 @@ def _fill(
 
 
 def _head_bytes(scope: Scope) -> int:
-    """Of one head in one layer."""
+    """Bytes of one head in one layer of a block."""
     shard: Shard = scope.shard
     heads = (shard.layer_end - shard.layer_begin) * (shard.head_end - shard.head_begin)
     if heads <= 0 or scope.block_bytes % heads:

@@ -14,7 +14,7 @@ from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, SpaceId
 
 NAME_BYTES_MAX: Final = 255
 TOKENS_MAX: Final = 1 << 20
-"""Of a block, and bytes of a token in one head of one layer."""
+"""Most tokens of a block, and most bytes of a token in one head of one layer."""
 SENTENCE_CHARS_MAX: Final = 1024
 
 WORD: Final = "u64"

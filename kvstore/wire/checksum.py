@@ -9,8 +9,8 @@ order can make their parts of it. Digests of pieces have all 128 bits: with 64 a
 pass one time in 2⁶⁴, however good the root, and they would be no cheaper.
 
 512 KiB is the smallest power of two that costs about 5 % over one hash of everything, and on the
-copy of a block less (bench/micro/checksum.py, ADR 30). It is part of the form: whoever
-changes it raises `record.RECORD_VERSION`.
+copy of a block less (bench/micro/checksum.py, ADR 30). The size is part of the form: changing it
+takes a new `record.RECORD_VERSION`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from kvstore.types import KEY_BYTES
 from kvstore.wire.bounds import I64, U32, Label, Sentence, Small, Word
 
 OWN_MEDIA: Final = (None, "GPU")
-"""Of the engine's own memory; what its connectors hold they tell themselves."""
+"""Media of the engine's own memory; its connectors publish events for their own media."""
 PAYLOAD_BYTES_MAX: Final = 4 << 20
 """A step of half a million tokens; what is longer is not read."""
 SEQUENCE_BYTES: Final = 8

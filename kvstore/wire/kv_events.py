@@ -8,8 +8,8 @@ An event describes itself: `kvstore` says of which node, incarnation, tenant, sp
 and has the whole 32-byte keys. `block_hashes` has them in the form in which the node's engines
 publish theirs (the low 64 bits as numbers, or whole), so that an index can join the two.
 
-A node knows no tokens: `token_ids` is empty, there is no parent, and `block_size` is 0. That is
-what vLLM itself publishes for blocks whose tokens it does not know, and what consumers skip or join
+A node knows no tokens: `token_ids` is empty, there is no parent, and `block_size` is 0. vLLM itself
+publishes this for blocks whose tokens it does not know, and consumers skip such blocks or join them
 by hash; with the real size, those that cut `token_ids` by it would read past its end.
 
 Covers the form. Does not cover: sockets, sequence numbers (`kvstore.node.publish`).
@@ -34,13 +34,13 @@ END: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 """Instead of a sequence number: of a reply, that it was the last; of a request, that a snapshot is
 wanted."""
 BLOCKS_MAX: Final = 1 << 20
-"""Of one event; a batch of ours has far fewer."""
+"""Most blocks of one event; a batch of ours has far fewer."""
 
 Hashes = Annotated[Sequence[Word | Key], msgspec.Meta(max_length=BLOCKS_MAX)]
 
 
 class PublisherName(msgspec.Struct, frozen=True):
-    """Who speaks. Another incarnation knows nothing of what this one said."""
+    """Identity of the publisher. An incarnation knows nothing of another one's events."""
 
     node: Name
     incarnation: Hex64

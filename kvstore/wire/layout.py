@@ -6,8 +6,8 @@
     ├─head 0─┼─head 1─┤…        ├─head 0─┼─head 1─┤…           …│ pad to 4 KiB │
       token 0..N-1, each token_bytes = K bytes + V bytes of one head
 
-Another parallel size cuts the same block otherwise. What two shards share is one run of bytes per
-layer, or one for all neighbouring layers where both have all of each other's heads (`shared`):
+Another parallel size cuts the same block otherwise. Two shards have one run of bytes per layer in
+common, or one for all neighbouring layers where both have all of each other's heads (`shared`):
 
     held here   layers 0-2, heads 0-4    │0 1 2 3│0 1 2 3│
     wanted      layers 0-2, heads 2-4        │2 3│   │2 3│
@@ -94,7 +94,7 @@ def corners(shards: Sequence[Shard]) -> NDArray[np.int64]:
 
 
 def shared(sources: NDArray[np.int64], targets: NDArray[np.int64], *, head_bytes: int) -> Runs:
-    """What of a block's `sources` belongs into its `targets`; possibly nothing.
+    """Runs of a block's `sources` that belong into its `targets`; possibly none.
 
     Args:
         sources, targets: corners of shards of one space.

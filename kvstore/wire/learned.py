@@ -1,17 +1,17 @@
-"""What a node has measured and what engines told it of themselves, and how that is kept.
+"""Measurements of a node and of its engines, and their form on disk.
 
     page-padded JSON   {"magic": "kvstore learned", "version": 1, "checksum": hex, "learned": {…}}
 
 The checksum is xxh3-128 of the bytes of `learned`. Only guesses to start from: a wrong one costs
 time and never a byte, and the first measurements replace it.
 
-What was written of a day's budget is kept with the wall clock's time, because only that goes on
-while no node runs. It may be wrong by any amount: set back, nothing is taken for refilled; set
-forward, a day's budget is, as if nothing had been kept. Leases and deadlines never see it.
+The used part of a day's budget of disk writes is kept with the wall clock's time, because only that
+goes on while no node runs. The clock may be wrong by any amount: set back, it refills nothing; set
+forward, a day's budget is full, as if nothing had been kept. Leases and deadlines never see it.
 
 Ways to be broken: longer than LEARNED_BYTES_MAX; not JSON; another magic or version; a checksum
 that differs; a field of another type. Each means: nothing was learned. A number out of bounds is
-moved to the nearest bound, here and when an engine tells it.
+moved to the nearest bound, here and on its way in from an engine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _VERSION: Final = 1
 _DAY_S: Final = 86_400
 
 COMPUTE_NS_MIN, COMPUTE_NS_MAX = 1_000, 100_000_000
-"""Of a computed token: a million tokens a second, and ten."""
+"""Bounds per computed token: a million tokens a second, and ten."""
 LOAD_NS_MIN, LOAD_NS_MAX = 1, 100_000_000
-"""Of a token copied from dram."""
+"""Bounds per token copied from dram."""
 DISK_NS_PER_MIB_MIN, DISK_NS_PER_MIB_MAX = 10_000, 10**12
 """100 GB/s, and 1 kB/s."""
 
@@ -41,7 +41,7 @@ Hex = Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
 
 
 class SpacePace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What engines of one tenant and space told of themselves; 0: nothing."""
+    """Measurements that engines of one tenant and space reported; 0: none."""
 
     tenant: Name
     space: Hex
@@ -50,11 +50,11 @@ class SpacePace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was used up of the budget of disk writes, and when that was so."""
+    """Used part of the budget of disk writes, and the time of this reading."""
 
     size_bytes: I64 = 0
     at_s: I64 = 0
-    """Of the wall clock."""
+    """Time of the wall clock."""
 
 
 class Learned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,10 +116,10 @@ def encode_learned(learned: Learned) -> bytes:
 
 
 def decode_learned(text: bytes) -> Learned:
-    """What was kept.
+    """Decode stored measurements.
 
     Raises:
-        NotLearned: it was damaged, or made by another version.
+        NotLearned: the text was damaged, or made by another version.
     """
     try:
         kept = msgspec.json.decode(text, type=_Kept)

@@ -1,8 +1,8 @@
-"""What a node does, in numbers, told with its beats and shown by `kvstore top`; and which engines
-it serves, told when that changes, for routers.
+"""Activity of a node in numbers, sent with its heartbeats and shown by `kvstore top`; and the
+engines that it serves, sent to routers when that changes.
 
-Counts are since the node process began, so that whoever looks makes rates of his own, over as long
-as he likes; `at_ms` is what they are divided by. No names, keys or tenants are in the numbers.
+Counts start with the node process, so that each reader computes rates over any interval; `at_ms` is
+the time to divide by. No names, keys or tenants are in the numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """One node, at one moment."""
 
     at_ms: U64 = 0
-    """Of its own clock, which does not go back while it lives."""
+    """Time of the node's own clock, which never goes back while the node lives."""
     dram_bytes: U64 = 0
     dram_used_bytes: U64 = 0
     file_bytes: U64 = 0
@@ -32,14 +32,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     lent_bytes: U64 = 0
     """To other nodes."""
     fetch_p50_us: U64 = 0
-    """Of all fetches."""
+    """Median of all fetches."""
     fetch_p99_us: U64 = 0
     leases: U64 = 0
     """Now, as the rest."""
     engines: U64 = 0
     slots_quarantined: U64 = 0
     replicas: U64 = 0
-    """Of the index, that it is to tell."""
+    """Replicas of the index that the node publishes to."""
     replicas_reached: U64 = 0
 
 
@@ -54,6 +54,6 @@ class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Data-parallel."""
     role: Label = ""
     address: Label = ""
-    """Of its HTTP server."""
+    """Address of the node's HTTP server."""
     queue: U32 | None = None
     """Requests that wait."""

@@ -20,7 +20,7 @@ bytes each. With S shards per block, an array of n blocks is shaped [n][S], shar
 
 Shards are distinct: ranks whose Hellos carry the same shard are replicas (KV heads of fewer number
 than ranks, MLA) and share a column. The lowest of them writes it, all of them read it. Columns are
-in the order of the writers' rank numbers; Quiesce tells each rank its own (ADR 0012).
+in the order of the writers' rank numbers; Quiesce carries each rank's own (ADR 0012).
 
     rank    shard                column  writes          rank    0   1   2   3
     0       layers 0-8, head 0   0       yes             shard   a   a   b   b
@@ -62,17 +62,17 @@ KEYS_PER_DATAGRAM_MAX: Final = 2048
 DATAGRAM_BYTES_MAX: Final = 160 << 10
 """Room for the largest datagram: 2,048 keys with slots, generations and checksums are 120 KiB."""
 HELLO_BYTES_MAX: Final = 48 << 10
-"""That of a rank is passed on to the node's supervisor, in a datagram of `supervisor.control`."""
+"""A rank's Hello is passed on to the node's supervisor, in a datagram of `supervisor.control`."""
 LEASES_PER_DATAGRAM_MAX: Final = 4096
 LEASE_LIVES_MAX: Final = 6
 """So many times its `ttl_ms` a lease is kept by renewing it."""
 ASKS_PER_LOOKUP_MAX: Final = 8
-"""What lies behind 16,384 blocks of a prompt is computed: asking would hold up the scheduler."""
+"""Blocks behind the first 16,384 of a prompt are computed: asking would hold up the scheduler."""
 ERROR_CHARS_MAX: Final = 200
 REQUEST_BYTES_MAX: Final = 255
 UNSERVED_LENGTH_MAX: Final = 255
 RANKS_MAX: Final = 1024
-"""Of one engine; so are its shards."""
+"""Most ranks of one engine, and so most shards."""
 
 KeyArray = Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX * KEY_BYTES)]
 SlotArray = Annotated[bytes, msgspec.Meta(max_length=4 * KEYS_PER_DATAGRAM_MAX)]
@@ -166,14 +166,14 @@ class Measured(Message, frozen=True):
 
     compute_ns_per_token: U64
     load_ns_per_token: U64
-    """Of a copy from dram."""
+    """Cost of a copy from dram."""
 
 
 class Story(Message, frozen=True):
     """Scheduler: how a request ended, for `kvstore explain`. Not answered; may be lost.
 
-    Counts and times only: neither text nor tokens nor keys. Of a request that was looked up several
-    times (preempted, say) the last lookup is told.
+    Counts and times only: neither text nor tokens nor keys. If a request was looked up several
+    times (preempted, say), the story is about the last lookup.
     """
 
     request: Name
@@ -182,22 +182,22 @@ class Story(Message, frozen=True):
     """Since it ended."""
     prompt_tokens: U64 = 0
     local_tokens: U64 = 0
-    """Of the prompt, in the engine's own cache."""
+    """Tokens of the prompt in the engine's own cache."""
     loaded_tokens: U64 = 0
     """Behind those, from the node."""
     file_tokens: U64 = 0
-    """Of the loaded ones: came from disk for this request."""
+    """Loaded tokens that came from disk for this request."""
     peer_tokens: U64 = 0
-    """Of the loaded ones: came from another node for this request."""
+    """Loaded tokens that came from another node for this request."""
     outcome: Annotated[str, msgspec.Meta(max_length=32)] = ""
     """Why nothing, or nothing more, was loaded: words of `client.core`; empty after a load."""
     detail: Label = ""
-    """Of a load that failed."""
+    """Error of a load that failed."""
     session: U64 = 0
     leases: Annotated[list[U64], msgspec.Meta(max_length=ASKS_PER_LOOKUP_MAX)] = []
     """LeaseAsks of the lookup, in chain order."""
     first_block: U64 = 0
-    """Of the first of them."""
+    """Number in the prompt of the first block of these LeaseAsks."""
     queued_ns: U64 = 0
     """From its arrival to the first question."""
     lookup_ns: U64 = 0
@@ -290,7 +290,7 @@ class Quiesce(Message, frozen=True):
 
     session: U64
     weights_epoch: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """That of the scheduler's Hello: ranks need it for the space in the checksum's header."""
+    """From the scheduler's Hello: ranks need it for the space in the checksum's header."""
     columns: Annotated[tuple[ShardColumn, ...], PER_GROUP] = (ShardColumn(),)
     """By group."""
 
@@ -314,7 +314,7 @@ class SessionClosed(Message, frozen=True):
 
 
 class HintReply(Message, frozen=True):
-    """What the node knows of a Hint's keys, now and without promise."""
+    """Known blocks among a Hint's keys: a snapshot, not a guarantee."""
 
     request: U64
     present: Annotated[bytes, msgspec.Meta(max_length=KEYS_PER_DATAGRAM_MAX // 8)]
@@ -330,7 +330,7 @@ class LeaseReply(Message, frozen=True):
     slots: SlotArray
     generations: GenerationArray
     checksums: ChecksumArray = b""
-    """[n][S] too, or none. What has one is verified while it is loaded; 16 bytes 0: not needed."""
+    """[n][S] too, or none. A load verifies blocks that have one; 16 bytes 0: not needed."""
     promoting: U64 = 0
     """So many blocks behind these are on their way to dram: LeaseMore brings them."""
     promoting_ms: U64 = 0

@@ -13,8 +13,8 @@
 Done and Failed say that nothing writes to the places of the transfer any more. Limbo says that only
 the mover's death proves that.
 
-A `Descriptor` is what movers give to those of other nodes. It goes through the node processes,
-which do not look inside.
+A mover sends its `Descriptor` to movers of other nodes, through the node processes, which do not
+look inside.
 
 Ways to be broken: not msgpack; unknown tag; field of another type; arrays that are no multiple of 8
 bytes or not equally long; ranges that overflow. `decode_*` raises `ProtocolError`.
@@ -68,10 +68,10 @@ class Begin(MoverMessage, frozen=True):
 
     backend: Label
     name: Name
-    """Of this node: what peers connect to it as."""
+    """Name of this node, to which peers connect."""
     arena_bytes: U64
     options: Annotated[dict[Label, Sentence], msgspec.Meta(max_length=OPTIONS_MAX)]
-    """Of the back end, see `transport.backends`."""
+    """Options of the back end, see `transport.backends`."""
     paced: bool = True
     landing_begin: U64 = 0
     landing_bytes: U64 = 0
@@ -123,7 +123,7 @@ class Unable(MoverMessage, frozen=True):
 
 
 class Connected(MoverMessage, frozen=True):
-    """Answer to Connect: transfers may follow. Whether the peer lives, they tell."""
+    """Answer to Connect: transfers may follow; only they show whether the peer lives."""
 
     peer: Name
 
@@ -173,12 +173,12 @@ FromMover = Registered | Unable | Connected | Unreachable | Done | Failed | Limb
 
 
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a peer needs to read from a mover's arena, and to write to its landing memory."""
+    """Everything a peer needs to read from a mover's arena, and to write to its landing memory."""
 
     backend: Label
     name: Name
     size_bytes: U64
-    """Of the arena."""
+    """Size of the arena."""
     base: U64
     """Address of its first byte in the mover, where the back end counts by addresses."""
     details: Blob
@@ -250,5 +250,5 @@ def words(array: NDArray[np.uint64]) -> bytes:
 
 
 def array_of(data: bytes) -> NDArray[np.uint64]:
-    """What `words` was given."""
+    """The inverse of `words`."""
     return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)

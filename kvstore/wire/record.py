@@ -71,13 +71,13 @@ def header_prefix(*, tenant: str, space: SpaceId, shard: Shard, block_bytes: int
 
 
 def header(prefix: bytes, key: BlockKey) -> bytes:
-    """What a block's checksum covers beside its payload."""
+    """Bytes that a block's checksum covers beside its payload."""
     assert len(key) == KEY_BYTES
     return prefix + key
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """What all blocks of one rank of one engine share: everything of an address but the key."""
+    """Address of a block without its key: common to all blocks of one rank of one engine."""
 
     tenant: Name
     space: Key
@@ -133,7 +133,7 @@ class Void(msgspec.Struct, frozen=True):
 
 
 class BlockPage(msgspec.Struct, frozen=True):
-    """What a page before a block says."""
+    """Content of the page before a block."""
 
     scope: Scope
     key: Key
@@ -200,7 +200,7 @@ def void_page(void: Void, *, segment_id: bytes, place: int) -> bytes:
 def parse_page(
     page: bytes | memoryview, *, segment_id: bytes, place: int
 ) -> BlockPage | Void | None:
-    """What the page at `place` of a segment says, or None: not a record of this place."""
+    """Content of the page at `place` of a segment, or None: not a record of this place."""
     if bytes(page[:4]) != PAGE_MAGIC or not page_is_whole(page):
         return None
     (_, version, kind, found_id, found_place, before, checksum, key, filters, length) = (

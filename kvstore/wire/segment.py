@@ -71,7 +71,7 @@ def place_of(number: int, page: int) -> int:
 
 
 class SegmentHead(msgspec.Struct, frozen=True):
-    """What page 0 says."""
+    """Content of page 0."""
 
     store_id: Id
     segment_id: Id
@@ -123,7 +123,7 @@ def segment_page(head: SegmentHead) -> bytes:
 
 
 def parse_segment_page(page: bytes) -> SegmentHead | None:
-    """What page 0 says, or None: broken, or of another version."""
+    """Content of page 0, or None: broken, or of another version."""
     if not page_is_whole(page):
         return None
     magic, version, flags, store_id, segment_id, number = _HEAD.unpack_from(page)
@@ -133,7 +133,7 @@ def parse_segment_page(page: bytes) -> SegmentHead | None:
 
 
 def footer_bytes_max(*, record_count: int, scope_count: int, void_count: int) -> int:
-    """What a footer with so many entries takes at most, its trailer included."""
+    """Most bytes of a footer with so many entries, its trailer included."""
     table = record_count * _ROW_BYTES + scope_count * 512 + void_count * PAGE_BYTES
     return -(-table // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
 

@@ -18,7 +18,7 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 
 class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank reports of its model. Strings are as the engine spells them."""
+    """Properties of a model, as a rank reports them. Strings are as the engine spells them."""
 
     model: Label
     """Digest of the model's own configuration (hex)."""
@@ -34,9 +34,9 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens: Tokens
     hash_block_tokens: Tokens
     layer_count: Count
-    """Of the whole model, not of the rank."""
+    """Layers of the whole model, not of the rank."""
     kv_head_count: Count
-    """Of the whole model, not of the rank."""
+    """KV heads of the whole model, not of the rank."""
     token_bytes: Tokens
     """Bytes of K‖V of one token in one head of one layer."""
     hash_algorithm: Label

@@ -29,7 +29,7 @@ FOLDERS = [
         *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
         *("obs", "stores", "supervisor", "testing", "tiers"),
     )
-] + ["connector", "kernels", "kvstore"]
+] + ["connector", "kernels", "kvstore", "kvstore/wire"]
 """Folders with clean docstrings of modules, classes, functions and attributes."""
 RETIRED = {
     "own hit": r"own(?: cache)? hits?",
