@@ -19,8 +19,8 @@ BACKENDS: Final[Mapping[str, type[Nixl | Tcp | Ucx]]] = {"nixl": Nixl, "tcp": Tc
 
 
 def is_at(descriptor: bytes, address: str) -> bool:
-    """Whether what a peer describes is a place on the machine at HOST:PORT, as far as the back end
-    tells: a peer must not have others dial whom it likes, nor give a mover what none would."""
+    """Whether a peer's descriptor is a place on the machine at HOST:PORT, where the back end can
+    check: a peer must not have others dial any address, nor give a mover what none would."""
     try:
         found = decode_descriptor(descriptor)
     except ProtocolError:

@@ -1,12 +1,12 @@
-"""Who of those that dial in may stay: decisions alone, over whatever stands for a connection.
+"""Which incoming connections may stay: decisions alone, over whatever stands for a connection.
 
     arrive ──▶ arriving (ARRIVING_MAX) ──admit──▶ admitted (ADMITTED_MAX)
 
-Rules: who has shown no certificate takes no place of one who has. Of those that arrive the oldest
-makes room for the newest, so that who is silent keeps nobody out. Of those that are admitted a node
-has NODE_MAX places, the longest quiet of which makes room for its next: as many nodes as a cluster
-has find room, and none takes it from the others. Otherwise none makes room, but the one that has
-been quiet longest, and for QUIET_NS.
+Rules: a guest without a certificate takes no place of one that has shown one. The oldest arriving
+guest makes room for the newest, so silent ones keep nobody out. Each node has NODE_MAX places of
+the admitted; its next guest takes the place of its longest quiet one: as many nodes as a cluster
+has find room, and none takes it from the others. Otherwise only the guest that has been quiet
+longest makes room, and only after QUIET_NS.
 
 Does not cover: what admits one, and when one that arrives is given up (`tcp`).
 """
@@ -37,7 +37,7 @@ class Guests(Generic[T]):
         self._heard_ns: dict[T, int] = {}
         """When each that is admitted was heard last; longest quiet first."""
         self._nodes: dict[T, str] = {}
-        """Of those that are admitted and have a name."""
+        """Names of admitted guests that have one."""
 
     def __contains__(self, guest: T) -> bool:
         return guest in self._arriving or guest in self._heard_ns
@@ -51,13 +51,13 @@ class Guests(Generic[T]):
         return [*self._arriving, *self._heard_ns]
 
     def arrive(self, guest: T) -> T | None:
-        """Who must go for it."""
+        """The guest that must go for it, if any."""
         self._arriving[guest] = None
         return next(iter(self._arriving)) if len(self._arriving) > ARRIVING_MAX else None
 
     def admit(self, guest: T, node: str, now_ns: int) -> T | None:
-        """Who must go for it; itself, where there is no room. `node`: by its certificate; empty
-        where everybody is believed."""
+        """The guest that must go for it; itself, where there is no room. `node`: by its
+        certificate; empty without authentication."""
         its = [each for each in self._heard_ns if node and self._nodes.get(each) == node]
         gone = its[0] if len(its) >= NODE_MAX else None
         if gone is None and len(self._heard_ns) >= ADMITTED_MAX:

@@ -18,7 +18,7 @@ from kvstore.wire.mover import Descriptor, Direction, decode_descriptor, encode
 
 
 class Hub:
-    """What stands for the network: who is there."""
+    """Stands for the network: the back ends that can be reached."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -49,7 +49,7 @@ class Loopback:
         self._moves: deque[tuple[int, str, Descriptor, Pieces, Direction]] = deque()
         self._outcomes: list[Outcome] = []
         self.stopped = False
-        """It gives and takes nothing, and its peers wait."""
+        """Moves nothing and answers nothing, so that its peers wait."""
 
     refused_count = 0
     """Its peers are not known here."""
@@ -113,7 +113,7 @@ def described(
     details: bytes,
     landing: Landing | None,
 ) -> Descriptor:
-    """Of a back end that counts by offsets."""
+    """Descriptor of a back end that counts by offsets."""
     begin, landing_bytes = (landing.begin, len(landing.memory)) if landing else (0, 0)
     return Descriptor(backend, name, size_bytes, 0, details, begin, landing_bytes)
 

@@ -1,7 +1,7 @@
 """The loop of a mover child: messages of the node in, transfers of a back end, outcomes out.
 
-It holds no state that the node does not, waits for no peer, and ends with its socket. Does not
-cover: how the process is made (`peers.mover_process`), when it must be killed (`watch`).
+The child holds no state that the node does not, waits for no peer, and ends with its socket. Does
+not cover: how the process is made (`peers.mover_process`), when it must be killed (`watch`).
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class MoverLoop:
         self._reads = Reads(paced=begin.paced)
         self._arena_bytes = begin.arena_bytes
         self._parts: dict[int, list[wire.MovePieces]] = {}
-        """Of transfers that have not all parts yet."""
+        """Parts of transfers that are not complete yet."""
         self._outbox: deque[wire.MoverMessage] = deque()
-        """What the node has not taken yet: at most an answer to each message, and a beat."""
+        """Not taken by the node yet: at most an answer to each message, and a beat."""
         self._next_beat_ns = 0
         self._ended = False
         self._tell(

@@ -2,14 +2,14 @@
 
 The arena is registered as one mapping for each use: what this node moves into and out of, writable;
 what peers read from, which may only be read; and the landing memory, if there is any, which peers
-may write to. Peers are told the latter two alone (ADR 23 has what a remote write elsewhere does). A
+may write to. Peers learn of the latter two alone (ADR 23 has what a remote write elsewhere does). A
 plugin that cannot register read-only memory gets the first instead of the second.
 
 A connection that works is kept when its peer is forgotten, for when it comes back: with each new
 one UCX leaves two sockets open. Only FORGOTTEN_MAX are: some never come back.
 
 When a read ends with an error, the other requests of the same read may still be under way, and NIXL
-asks no more about them. Of one range there is one request, whose end is an end.
+asks no more about them. One range has one request, whose end is an end.
 
 Options: `plugin` (default UCX), and its own, `plugin.NAME`. UCX itself reads UCX_* of the
 environment.
@@ -189,7 +189,7 @@ class Nixl:
         return -1
 
     def forget(self, peer: str) -> None:
-        """What is under way is given up, which says nothing about its requests."""
+        """Transfers under way are given up, which says nothing about their requests."""
         gone = self._peers.get(peer)
         if gone is None:
             return
@@ -221,7 +221,7 @@ class Nixl:
             self._end(number, begun, "NIXL reports an error")
 
     def _end(self, number: int, begun: _NixlMove, reason: str, end: End = End.FAILED) -> None:
-        """It came to nothing. Of one range one request; of more, others may be under way."""
+        """End a move as failed. One range has one request; with more, others may be under way."""
         begun.peer.is_broken = True
         del self._moves[number]
         self._quietly(begun.handle.release)
@@ -236,7 +236,7 @@ class Nixl:
             self._quietly(self._agent.remove_remote_agent, gone.agent)
 
     def _quietly(self, release: Callable[..., object], *arguments: object) -> None:
-        """What cannot be given back stays until this process ends."""
+        """Release something; if that fails, NIXL keeps it until this process ends."""
         with contextlib.suppress(*self._faults):
             release(*arguments)
 

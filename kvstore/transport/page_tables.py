@@ -28,7 +28,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class PageTables:
-    """Of mappings of one arena, each all of it."""
+    """Page tables of mappings of one arena, each all of it."""
 
     def __init__(self, fd: int, *mappings: NDArray[np.uint8]) -> None:
         """`fd`: of the arena."""

@@ -16,12 +16,12 @@ from kvstore.wire.mover import Descriptor, Direction
 
 
 def make_pieces(local: object, remote: object, length: object) -> Pieces:
-    """Of anything that numpy takes."""
+    """Pieces from anything that numpy takes."""
     return Pieces(*(np.asarray(part, np.uint64).reshape(-1) for part in (local, remote, length)))
 
 
 def total_bytes(pieces: Pieces) -> int:
-    """Of all pieces together; they are not so many that it overflows."""
+    """Bytes of all pieces together; they are not so many that it overflows."""
     return int(pieces.length.sum(dtype=np.uint64))
 
 

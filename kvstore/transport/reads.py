@@ -4,9 +4,9 @@
     transfer 8 ─ peer b ─ waits for its turn
     transfer 9 ─ peer c ─ post 23: peers take turns and never wait for each other
 
-A transfer ends when all its posts have. One that failed posts no more, but what is under way still
-writes: it is told as failed only when that has ended too. With a post whose end cannot be known it
-is in limbo at once, and for ever.
+A transfer ends when all its posts have. One that failed posts no more, but its posts under way
+still write: it is reported as failed only when they have ended too. With a post whose end cannot be
+known it is in limbo at once, and for ever.
 
 Does not cover: moving bytes (`ports.Transport`), deadlines (`watch`, on the node's side).
 """
@@ -67,12 +67,12 @@ class _PeerReads:
     def __init__(self) -> None:
         self.window = Window()
         self.waiting: deque[_Transfer] = deque()
-        """That have more to post."""
+        """Transfers that have more to post."""
         self.under_way_bytes = 0
 
 
 class Reads:
-    """Of one mover."""
+    """Transfers of one mover."""
 
     def __init__(self, *, paced: bool = True) -> None:
         """`paced`: False posts each transfer whole and at once, to measure what windows cost."""
@@ -108,7 +108,7 @@ class Reads:
         return []
 
     def next_post(self, now_ns: int) -> Post | None:
-        """What to post now; ask until there is none."""
+        """The next post, or None; ask until there is none."""
         for _ in range(len(self._turns)):
             name = self._turns[0]
             self._turns.rotate(-1)
@@ -201,7 +201,7 @@ class Reads:
             transfer.rest = None
 
     def _settle(self, transfer: _Transfer, now_ns: int) -> list[Told]:
-        """What there is to say, if all its posts have ended."""
+        """The outcome of the transfer, if all its posts have ended."""
         if transfer.posts or transfer.rest is not None or transfer.limbo:
             return []
         if transfer.failed is None:

@@ -52,9 +52,9 @@ PORT_PATIENCE_S: Final = 5.0
 """So long is a port that is in use tried again."""
 PORT_PAUSE_S: Final = 0.05
 UNREACHABLE: Final = (OSError, ValueError, TypeError)
-"""What connecting raises, to an address that is none by its scope, too."""
+"""Errors of connecting; some addresses that are none by their scope raise the last two."""
 LABEL_CHARS_MAX: Final = 63
-"""Of a DNS name."""
+"""Longest label of a DNS name."""
 
 
 class Tcp:
@@ -334,7 +334,7 @@ def _is_dns_name(name: str) -> bool:
 
 
 def _address(options: Mapping[str, str], listener: socket.socket, *, secure: bool) -> Address:
-    """What peers dial."""
+    """The address that peers dial."""
     host, port = listener.getsockname()[:2]
     host = options.get("host") or host
     try:

@@ -11,7 +11,7 @@
     write    "KVWR" u32 count  u64 number  u64 bytes  count × (u64 offset, u64 length)  the bytes
     answer   "KVAN" u32 0      u64 number  u64 bytes  the bytes                     little-endian
 
-Whatever is not so closes the connection, before a byte of it is written. Does not cover: who is
+Anything else closes the connection, before a byte of it is written. Does not cover: who is
 connected (`tcp`).
 """
 
@@ -45,13 +45,13 @@ REQUEST: Final = b"KVRQ"
 WRITE: Final = b"KVWR"
 ANSWER: Final = b"KVAN"
 REQUESTS_MAX: Final = 32
-"""Of one connection, not answered."""
+"""Most unanswered requests of one connection."""
 PIECES_MAX: Final = 4096
 HELLO_NS: Final = 10 * NS_PER_S
 """For the certificates."""
 SEND_BYTES: Final = 256 << 10
 TURN_BYTES: Final = 8 << 20
-"""That one connection moves before others have their turn."""
+"""Bytes that one connection moves before others have their turn."""
 
 
 class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,7 +137,7 @@ class Stream:
         self._socket.close()
 
     def wants(self, *, write: bool) -> int:
-        """What to wait for."""
+        """Events to wait for."""
         if self.is_open:
             self.events = selectors.EVENT_READ | (selectors.EVENT_WRITE if write else 0)
         return self.events

@@ -7,7 +7,7 @@
 
 ucxx has no one-sided reads in Python, so the owner's loop takes part. A receive that has completed,
 well or in error, is a place that UCX is done with; others of a peer that has ended or is forgotten
-are not, and end as UNKNOWN. It takes no writes: a tagged message lands where its receiver says.
+are not, and end as UNKNOWN. Writes are refused: a tagged message lands where its receiver says.
 
 Options: none; UCX itself reads UCX_* of the environment.
 """
@@ -37,7 +37,7 @@ READERS_MAX: Final = 2048
 
 
 class _UcxRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a reader asks of an owner."""
+    """Request of a reader to an owner."""
 
     address: Annotated[bytes, msgspec.Meta(max_length=8192)]
     tag: Annotated[int, msgspec.Meta(ge=DATA, le=2**63 - 1)]
@@ -192,7 +192,7 @@ class Ucx:
             raise TransportError(f"UCX cannot use this address: {error}") from None
 
     def _progress(self) -> None:
-        """All that is due; and have the descriptor tell of what comes next."""
+        """Make all progress that is due, and arm the descriptor for what comes next."""
         self._worker.progress()
         while not self._worker.arm():
             self._worker.progress()

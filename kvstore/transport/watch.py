@@ -53,7 +53,7 @@ class _WatchedTransfer:
 
 
 class Watch:
-    """Of one mover after the other."""
+    """Watches one mover after the other."""
 
     def __init__(self, *, arena_bytes: int) -> None:
         self._limbo_max = arena_bytes // LIMBO_DIVISOR
@@ -66,7 +66,7 @@ class Watch:
 
     @property
     def transfers(self) -> list[int]:
-        """That have not ended."""
+        """Transfers that have not ended."""
         return list(self._transfers)
 
     @property
@@ -97,7 +97,7 @@ class Watch:
             self._transfers[transfer].limbo = True
 
     def look(self, now_ns: int) -> list[Overdue] | Recycle:
-        """What has to be done now."""
+        """Actions that are due now."""
         if now_ns - self._looked_ns > LOOK_LATE_NS:
             self._silent_at_ns = max(self._silent_at_ns, now_ns + SILENT_NS)
         self._looked_ns = now_ns
@@ -122,8 +122,8 @@ class Watch:
         return min([*times, self._looked_ns + LOOK_LATE_NS // 2, self._silent_at_ns])
 
     def died(self, now_ns: int) -> tuple[list[int], int]:
-        """It is dead and reaped: the transfers that have ended with it, and how long to wait before
-        another is started."""
+        """The mover is dead and reaped: the transfers that have ended with it, and how long to wait
+        before another is started."""
         ended = list(self._transfers)
         self._transfers.clear()
         soon = now_ns - self._begun_ns <= LONG_NS

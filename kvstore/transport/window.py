@@ -1,6 +1,6 @@
 """How many bytes may be under way from one peer: additive increase, multiplicative decrease. Pure.
 
-What it sees are completion times. A post of which, with what was before it, `queued` bytes were
+The input is completion times. A post with which, counting all posts before it, `queued` bytes are
 under way takes
 
     base + queued / rate   on a link that is ours alone: the least of late times teach both
@@ -10,12 +10,12 @@ under way takes
 So others are given way, like LEDBAT (RFC 6817) does. Below one step the window is a duty: one step
 at a time, and pauses between them, so that even one step does not crowd a slow link.
 
-It is never less than what reads an eighth of what the link is known to carry. Times do not tell a
-busy link from a busy host, on either side, that lets each post wait for a processor: there giving
-way helps nobody, and to what waits a hundred times as long as expected even one step at a time
+The window always suffices for an eighth of the link's known rate. Times look the same for a busy
+link and for a busy host, on either side, that lets each post wait for a processor: there giving
+way helps nobody, and where posts take a hundred times as long as expected even one step at a time
 would be a hundredth of the link. Behind a queue of others this is an eighth of the queue, or less.
 
-Wrong where a link was busy from the first byte on: that is then what it is compared with, for
+Wrong where a link was busy from the first byte on: its times are then the base of comparison, for
 EPOCH_NS. Does not cover: which bytes are read next (`reads`).
 """
 
@@ -33,7 +33,7 @@ GROW_BELOW: Final = 1.15
 CUT_ABOVE: Final = 1.3
 """Times what is expected. One flow as strong as ours makes it 2."""
 SLACK_NS: Final = 4_000_000
-"""What a busy host adds to any time: no reason to give way."""
+"""Delay that a busy host adds to any time: no reason to give way."""
 QUEUE_NS: Final = 10_000_000
 """More than this, beyond what fills the link, would hide the queues of others behind our own."""
 SHARE: Final = 8
@@ -52,7 +52,7 @@ class _Least:
 
 
 class Window:
-    """Of one peer."""
+    """Window of one peer."""
 
     def __init__(self) -> None:
         self.size_bytes: float = START_BYTES
@@ -115,11 +115,11 @@ class Window:
         return base_ns + queued_bytes * ns_per_byte
 
     def _due_bytes(self, took_ns: int) -> float:
-        """What reads no less than its share, where posts take so long."""
+        """Window that reads no less than its share, where posts take so long."""
         ns_per_byte = min(epoch.ns_per_byte for epoch in self._epochs)
         return took_ns / ns_per_byte / SHARE
 
     def _enough_bytes(self) -> float:
-        """What fills the link, and some."""
+        """Window that fills the link, with some to spare."""
         ns_per_byte = min(epoch.ns_per_byte for epoch in self._epochs)
         return max(2 * STEP_BYTES, (self._expected_ns(0) + QUEUE_NS) / ns_per_byte)

@@ -28,8 +28,9 @@ FOLDERS = [
         *("cli", "client", "client/core", "config", "indexer", "net", "proto"),
         *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
         *("obs", "stores", "supervisor", "testing", "tiers"),
+        *("wire", "transport"),
     )
-] + ["connector", "kernels", "kvstore", "kvstore/wire"]
+] + ["connector", "kernels", "kvstore"]
 """Folders with clean docstrings of modules, classes, functions and attributes."""
 RETIRED = {
     "own hit": r"own(?: cache)? hits?",
