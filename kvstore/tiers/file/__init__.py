@@ -1,4 +1,4 @@
-"""The file tier: blocks on a disk, found again after any restart.
+"""The disk tier: blocks on a disk, found again after any restart.
 
 | module | covers |
 |---|---|
@@ -13,8 +13,8 @@
 | `log_thread.py`, `reclaim.py` | the thread at the log's end; room made by it |
 
 Durability: a write is not synced by itself, since a cache may forget; `fsync` runs when a segment
-is closed, when the tier is closed and after a void. What was `FileWritten` before that survives the
-death of the process, and of the machine only by chance. Nothing is ever served unverified.
+is closed, when the tier is closed and after a void. A block that was `FileWritten` before survives
+the death of the process, and of the machine only by chance. Nothing is ever served unverified.
 """
 
 from kvstore.tiers.file.config import FileConfig

@@ -1,4 +1,4 @@
-"""Configuration of the file tier, one frozen tree."""
+"""Configuration of the disk tier, one frozen tree."""
 
 from __future__ import annotations
 

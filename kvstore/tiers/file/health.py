@@ -1,10 +1,10 @@
-"""Whether the disk may be asked, and what the driver is told when that changes.
+"""Whether the disk may be used, and the events to the driver when that changes.
 
 Three breakers. Not thread safe: `FileTier` holds its lock.
 
 | breaker | opened by | while it is open |
 |---|---|---|
-| reads | reads that fail or are late | neither is tried: whoever cannot read need not write |
+| reads | reads that fail or are late | neither is tried: a tier that cannot read need not write |
 | writes | writes that fail or are late | loads go on: a slow disk loses stores before loads |
 | room | want of room on the file system | loads go on |
 
@@ -54,7 +54,7 @@ class Health:
 
     @property
     def writes(self) -> BreakerState:
-        """Of the breakers that writes need, the one that is furthest from closed."""
+        """State of that breaker needed by writes which is furthest from closed."""
         states = [breaker.state for breaker in (self._room, self._writes, self._reads)]
         order = (BreakerState.OPEN, BreakerState.HALF_OPEN)
         return next((state for state in order if state in states), BreakerState.CLOSED)

@@ -2,8 +2,8 @@
 
 Not thread safe: `FileTier` holds its lock around everything here.
 
-A read is split into runs, which threads take one by one. It ends when every run has ended or was
-taken back before it began; its deadline takes back what has not begun.
+A read is split into runs, which threads take one by one, and ends when every run has ended or was
+taken back before it began; its deadline takes back the runs that have not begun.
 """
 
 from __future__ import annotations

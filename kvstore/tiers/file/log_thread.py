@@ -117,12 +117,12 @@ class LogThread:
 
     @property
     def voids(self) -> tuple[Void, ...]:
-        """What was cleared, as far as it may still lie there. From any thread."""
+        """Voids of cleared blocks that may still lie in the log. From any thread."""
         return self._writer.voids
 
     def table_of(self, number: int) -> Table | None:
-        """What has been written to the segment that is appended to, if it is that. From any
-        thread."""
+        """Table of the records written so far, if `number` is the segment that is appended to. From
+        any thread."""
         return self._writer.table_of(number)
 
     def void(self, job: VoidFile) -> None:
@@ -158,7 +158,7 @@ class LogThread:
         return due
 
     def purged(self, taken_bytes: int) -> None:
-        """What was due is deleted for good."""
+        """A due segment is deleted for good."""
         self._catalog.hidden_bytes -= taken_bytes
         self._control.append(CarryJob(()))  # wakes whoever waits for room
         self._lock.notify_all()

@@ -36,7 +36,7 @@ RUN_RECORDS_MAX: Final = 128
 
 
 class ReadVerdict(enum.Enum):
-    """What became of one block."""
+    """Outcome of reading one block."""
 
     GOOD = 1
     DAMAGED = 2

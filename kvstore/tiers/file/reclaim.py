@@ -42,7 +42,7 @@ class Reclaimer:
         self._asked: dict[int, list[FileKnown]] = {}
 
     def ask(self, segment: Segment, voids: Sequence[Void]) -> FileReclaim:
-        """What to ask the engine. A segment that cannot be read, though the disk can be, holds
+        """The question to the engine. A segment that cannot be read, though the disk can be, holds
         nothing.
 
         Raises:

@@ -6,9 +6,9 @@
 
 The first pass begins when recovery knows all that is there, so that it is a pass over all of it. A
 pass is not remembered across a restart; beginning anywhere serves as well, and a node that is
-restarted often still reads everything in the long run. A bad record is told as `FileGone` and
-counted once; it stays on disk until its segment is reclaimed or fsck puts that aside, and is told
-again after a restart, by whoever reads it first. Records of other nodes are for those to scrub.
+restarted often still reads everything in the long run. A bad record is reported as `FileGone` and
+counted once; it stays on disk until its segment is reclaimed or fsck puts that aside, and the first
+read after a restart reports it again. Each node scrubs its own records only.
 
 Does not cover: how a record is verified (`verify.py`), how fast (`kvstore.tiers.scrub`).
 """
@@ -133,7 +133,7 @@ class Scrub:
             self._failed(error)
 
     def _table(self, segment: Segment, fd: int) -> Table | None:
-        """What the segment holds; None: it is being closed, and looked at in the next pass."""
+        """Table of the segment; None: it is being closed, and looked at in the next pass."""
         if segment.appending:
             return self._log.table_of(segment.number)
         self._take_turn(PIECE_BYTES)

@@ -31,7 +31,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """Of its header's page and its payload."""
+        """Bytes of its header's page and its payload."""
         return record_pages(self.scope) * PAGE_BYTES
 
 

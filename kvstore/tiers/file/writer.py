@@ -67,7 +67,7 @@ cache may forget."""
 
 
 class SyncFailed(OSError):
-    """fsync failed: the kernel may have dropped what it had promised to write."""
+    """fsync failed: the kernel may have dropped data that it had accepted."""
 
 
 class Payloads(msgspec.Struct, frozen=True):
@@ -146,7 +146,7 @@ class Writer:
         self._open: _OpenSegment | None = None
         self._voids: list[Void] = []
         self.voids_are_durable = True
-        """Whether every carried void is on the disk: what they cover stays away after a restart."""
+        """Whether every carried void is on the disk: cleared blocks stay so after a restart."""
         self._headers = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
         self._prefix_bytes = 0
         self._tails = Pages(RUN_RECORDS_MAX * PAGE_BYTES)
@@ -159,7 +159,7 @@ class Writer:
         return tuple(self._voids)
 
     def table_of(self, number: int) -> Table | None:
-        """What has been written to this segment, if it is the open one; from any thread."""
+        """Table of the records written so far, if this is the open segment; from any thread."""
         opened = self._open
         if opened is None or opened.segment.number != number:
             return None
@@ -203,7 +203,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _attempt(self) -> Iterator[AppendOutcome]:
-        """What the block comes to; after a failure the open segment is left as it is."""
+        """The outcome for the block; after a failure the open segment is left as it is."""
         outcome = AppendOutcome([])
         try:
             yield outcome

@@ -1,4 +1,4 @@
-"""What lies on the disk: directories, segments, and what is in them.
+"""The disk's content: directories, segments, and what is in them.
 
 | module | covers |
 |---|---|

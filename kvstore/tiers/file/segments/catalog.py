@@ -96,7 +96,7 @@ class Catalog:
             return self._segments.get(number)
 
     def closed(self, number: int, size_bytes: int) -> None:
-        """It is not appended to any more and takes so much."""
+        """Mark a segment as not appended to any more, with its final size."""
         with self._lock:
             segment = self._segments[number]
             segment.appending = False
@@ -127,7 +127,7 @@ class Catalog:
             return min([*own, *self._unread], default=0)
 
     def own_numbers(self) -> list[int]:
-        """Of own segments, oldest first."""
+        """Numbers of own segments, oldest first."""
         with self._lock:
             return sorted(n for n in self._segments if n < FOREIGN_BASE)
 
@@ -167,7 +167,7 @@ class Catalog:
         return opened
 
     def _trim(self) -> list[int]:
-        """What the caller closes, without the lock, because too many are open."""
+        """Descriptors for the caller to close, without the lock, because too many are open."""
         if len(self._open) > _OPEN_MAX:
             for number, opened in self._open.items():
                 if opened.users == 0:
@@ -176,7 +176,7 @@ class Catalog:
         return []
 
     def _retire(self, leaving: Iterable[_Open]) -> list[int]:
-        """What of these the caller closes, without the lock; the rest its last reader closes."""
+        """Descriptors for the caller to close, without the lock; last readers close the others."""
         idle = []
         for opened in leaving:
             if opened.users == 0:

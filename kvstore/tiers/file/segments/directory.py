@@ -49,7 +49,7 @@ _OURS: Final = {_STORE, _STORE_NEW, _LOCK, _PROBE, _ASIDE, _NOTE, _NOTE_NEW, "lo
 NOTE_BYTES_MAX: Final = 16 * PAGE_BYTES
 NUMBER_MAX: Final = (1 << 31) - 1
 _NO_FILE: Final = (errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.ENODEV)
-"""What opening a link, directory, FIFO, device or socket ends with."""
+"""Errors of opening a link, directory, FIFO, device or socket."""
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def refuse_other_mode(directory: Path, *, shared: bool) -> None:
 
 
 def cannot_be_read(path: Path, error: OSError) -> ConfigError:
-    """What an operator is told of a disk that fails at a start."""
+    """Error for an operator whose disk fails at a start."""
     return ConfigError(
         f"the disk tier cannot read {path}: {error.strerror}; the kernel's log may say why: mend"
         " its disk, or give --file another directory"
@@ -283,7 +283,7 @@ class Directory:
         return store_id
 
     def note(self) -> bytes:
-        """What `keep_note` kept last; empty if there is none or it cannot be read."""
+        """The last note of `keep_note`; empty if there is none or it cannot be read."""
         try:
             with opened(self._disk, _NOTE, os.O_RDONLY, self.fd) as (fd, size):
                 return read_bytes(self._disk, fd, min(size, NOTE_BYTES_MAX), 0)
@@ -359,7 +359,7 @@ class Directory:
             _log.warning("%s stays where it is: %s", self.path / name, error.strerror)
 
     def aside_bytes(self) -> int:
-        """What quarantine takes of the disk."""
+        """Bytes on the disk in quarantine."""
         total = 0
         try:
             with os.scandir(self.path / _ASIDE) as entries:

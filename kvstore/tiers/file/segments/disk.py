@@ -1,4 +1,4 @@
-"""The system calls of the file tier, as a port that tests can delay and fail, used with care.
+"""The system calls of the disk tier, as a port that tests can delay and fail, used with care.
 
 A file is opened without following links and without waiting for a FIFO's other end, and is looked
 at before it is read: only a regular file is one of ours.
@@ -26,7 +26,7 @@ _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class Disk(Protocol):
-    """What may hang or fail. Each call ends with its result or OSError, or not at all."""
+    """Calls that may hang or fail. Each ends with its result or OSError, or not at all."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int: ...
 
@@ -180,7 +180,7 @@ def forget_cached(fd: int, offset: int = 0, length: int = 0) -> None:
 
 
 def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers behind their first `count` bytes."""
+    """The rest of the buffers behind their first `count` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]

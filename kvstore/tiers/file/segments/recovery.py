@@ -1,4 +1,4 @@
-"""What a segment holds: from its footer, or record by record.
+"""The content of a segment: from its footer, or record by record.
 
 Only pages that describe are read; a payload is verified when somebody wants it. Broken, torn and
 foreign files end as a reason, never as an exception (but for OSError of the medium itself).
@@ -35,7 +35,7 @@ _SEARCH_PAGES: Final = 256
 
 
 def read_head(disk: Disk, fd: int) -> SegmentHead | None:
-    """What page 0 says. Raises OSError."""
+    """Content of page 0. Raises OSError."""
     return parse_segment_page(read_bytes(disk, fd, PAGE_BYTES, 0))
 
 
@@ -71,7 +71,7 @@ class Gathered:
         self.checksums += checksum
 
     def snapshot(self) -> Table:
-        """What is there so far; from any thread, while another one adds."""
+        """Records found so far; from any thread, while another one adds."""
         # `add` puts checksums last, so all else is there for as many.
         checksums = bytes(self.checksums)
         count = len(checksums) // CHECKSUM_BYTES
@@ -153,7 +153,7 @@ def _next_record(disk: Disk, fd: int, head: SegmentHead, page: int, end: int) ->
 
 
 class Contents(NamedTuple):
-    """What a segment holds, and how that is known."""
+    """Content of a segment, and how it was found."""
 
     table: Table
     end_page: int

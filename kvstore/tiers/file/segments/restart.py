@@ -1,4 +1,4 @@
-"""What this node's own directory held when the tier was opened: newest segment first.
+"""The content of this node's own directory when the tier was opened: newest segment first.
 
 `survey` runs before anything else and is quick: names, sizes, and the number that the next segment
 gets. `recover` runs beside the first reads and writes.
@@ -90,10 +90,10 @@ class Restart:
             )
 
     def recover(self, announce: _Announce, leaving: Callable[[float], bool]) -> bool:
-        """Announce what every segment holds. False: told to stop.
+        """Announce the content of every segment. False: stopped.
 
         Args:
-            announce: is told; False: stop.
+            announce: takes the events; False: stop.
             leaving: waits so many seconds; True: stop.
         """
         return all(

@@ -4,10 +4,9 @@ Shared mode gives each node a directory of its own below one parent. This one re
 never writes there. A segment that its owner still appends to is read record by record, from where
 the last look ended; one without a footer after the owner's death just stays so.
 
-A deleted segment is renamed out of sight first and stays readable for a grace period, so who has
-just found it is not disappointed; where even that fails, the read is a miss, and the checksum
-decides on every byte in any case. A void of another node is not obeyed: `clear` is for each node
-to be told.
+A deleted segment is renamed out of sight first and stays readable for a grace period, so that a
+read just planned succeeds; where even that fails, the read is a miss, and the checksum decides on
+every byte in any case. A void of another node is not obeyed: `clear` has to be sent to each node.
 
 A name says nothing about what is under it: a node that is given an empty directory begins again
 with the same names. A directory is known by its inode, a segment by its size, the time of its last
@@ -48,7 +47,7 @@ class _Seen:
     end_page: int = 1
     size_and_time: tuple[int, int] = (0, 0)
     announced: list[FileGone] = field(default_factory=list)
-    """What to take back when it vanishes."""
+    """Events that take its blocks back when it vanishes."""
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class _OtherNode:
 
 
 class Peers:
-    """What the other nodes of a shared parent have."""
+    """Segments of the other nodes of a shared parent."""
 
     def __init__(
         self,
@@ -78,11 +77,11 @@ class Peers:
         self._segments_max = segments_max
         self._peers: dict[str, _OtherNode] = {}
         self._segment_count = 0
-        """Of all of them."""
+        """Segments of all other nodes together."""
         self._next_number = FOREIGN_BASE
 
     def look(self, announce: _Announce, vanished: _Vanished) -> bool:
-        """One look at all of them. False: told to stop."""
+        """One look at all of them. False: stopped."""
         try:
             names = sorted(os.listdir(self._parent))
         except OSError:
