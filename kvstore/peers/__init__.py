@@ -1,4 +1,4 @@
-"""What a node does with other nodes, on an asyncio loop of its own.
+"""A node's exchange with other nodes, on an asyncio loop of its own.
 
 member          its part in a cluster: all that follows
 changes         what changed in its blocks, logged for all that publish it
@@ -6,7 +6,7 @@ feed            what it offers, published to every replica of the index
 peering, borrower, lender, peer_session   blocks from others, and for others
 exchange        between this loop and the node's
 mover, mover_host, mover_process   the child that moves bytes: started, watched, awaited
-engine_memory   KV events of engines: what their own memory holds
+engine_memory   KV events of engines: blocks in their own memory
 """
 
 import kvstore.net  # noqa: F401 -- it makes gRPC quiet, before anything imports it

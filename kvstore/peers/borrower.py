@@ -48,19 +48,19 @@ MEMBERS_EVERY_S: Final = 1.0
 """About: nodes that ask in step would have an index answer all of them at once."""
 ASK_TIMEOUT_S: Final = 2.0
 MOVE_TIMEOUT_S: Final = 10.0
-"""Whoever waits has given up long before; the mover of a peer that stopped is not waited for
+"""Engines have given up long before; a peer whose transfer worker stopped is not waited for
 longer."""
 FETCHES_AT_ONCE: Final = 4
-"""Of one peer: 64 MiB, as `engine.fetches` cuts them. All of a long prompt at a time would share
-the link until none ends within its timeout."""
+"""Fetches from one peer: 64 MiB, as `engine.fetches` cuts them. A long prompt in one piece would
+share the link until none ends within its timeout."""
 KINDS: Final = ("ask", "move", "verify", "fetch")
-"""What is timed: until the peer lent, the mover's reading, verifying, all of it."""
+"""Timed steps: until the peer lent, the mover's reading, verifying, all of it."""
 TROUBLE_MAX: Final = 200
-"""Characters of what is told of a failure."""
+"""Characters of a failure's text."""
 ASK_THREADS: Final = 4
-"""That ask the index."""
+"""Threads that query the index."""
 VERIFY_THREADS: Final = 4
-"""Of their own: what has come does not wait for an index that hangs."""
+"""Threads for verification alone: blocks that have come do not wait for an index that hangs."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 
 class IndexQueries(Protocol):
-    """What is needed of `client.index.IndexClient`."""
+    """The part of `client.index.IndexClient` that is needed here."""
 
     def match(
         self, tenant: str, space: bytes, prompt: bytes, *, timeout_s: float | None = None
@@ -114,10 +114,10 @@ class _Turns:
         self.free = asyncio.Semaphore(FETCHES_AT_ONCE)
         self.losses = 0
         self.trouble = ""
-        """Of the last loss."""
+        """Reason of the last loss."""
 
     def lost(self, trouble: str) -> None:
-        """Who waits for a turn does not try it, too: each would wait as long again."""
+        """Fetches that wait for a turn give up, too: each would wait as long again."""
         self.losses += 1
         self.trouble = trouble
 
@@ -140,11 +140,11 @@ class Borrower:
         `PeerSession.open`. `jitter`: a random part of 1."""
         self.counters = BorrowerCounters()
         self.timings = {kind: Timings() for kind in KINDS}
-        """Of what went well."""
+        """Timings of steps that succeeded."""
         self.exchange: Exchange | None = None
         """Where answers go; set before the first command."""
         self.index: IndexQueries | None = None
-        """Who is asked; set before `start`."""
+        """The index to query; set before `start`."""
         self._who = who
         self._mover = mover
         self._read = read
@@ -155,7 +155,7 @@ class Borrower:
         self._members = {who.node}
         """All that the index named the last time."""
         self._addresses: dict[str, str] = {}
-        """Of those who can be asked."""
+        """Addresses of nodes that serve fetches."""
         self._sessions: dict[str, asyncio.Task[PeerSession]] = {}
         self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
         self._askers = ThreadPoolExecutor(ASK_THREADS, thread_name_prefix="ask-index")
@@ -244,7 +244,7 @@ class Borrower:
             await asyncio.sleep(MEMBERS_EVERY_S * (0.5 + self._jitter()))
 
     async def _look(self) -> None:
-        """Who is a member now."""
+        """Read the present members."""
         assert self.index is not None
         index = self.index
         try:
@@ -404,7 +404,7 @@ class Borrower:
         *,
         shards: int,
     ) -> tuple[bytes, bytes]:
-        """(one bool per block, checksums of our shards). What did not stay is no damage."""
+        """(one bool per block, checksums of our shards). A block that did not stay is no damage."""
         self.counters.not_kept += int((~stayed).sum())
         good, made = bytearray(len(stayed)), bytearray()
         for number, (kept, its) in enumerate(zip(stayed.tolist(), sums, strict=True)):
@@ -478,12 +478,12 @@ async def _both(asking: Awaitable[T], working: Awaitable[U]) -> tuple[T, U]:
 
 
 def _mover_name(node: str) -> str:
-    """What its mover is called: as in its certificate."""
+    """Name of a node's mover: as in its certificate."""
     return str(Identity("node", node))
 
 
 def _session_of(opening: asyncio.Task[PeerSession]) -> PeerSession | None:
-    """Of an opening that is done; None: it failed."""
+    """Session of an opening that is done; None: it failed."""
     return None if opening.cancelled() or opening.exception() else opening.result()
 
 

@@ -35,7 +35,7 @@ LEAVE_ROWS_MAX: Final = 64
 DELTA_KEYS_MAX: Final = 4096
 """Of one message, but for its last row: a replica takes it in within a millisecond or two."""
 _CHANGE_BYTES: Final = 96
-"""Of a change, besides its keys and names: a space, numbers, lengths."""
+"""Bytes of a change besides its keys and names: a space, numbers, lengths."""
 
 Told = Offered | Left
 Row = Changed | Told | OffersUntold
@@ -45,7 +45,7 @@ _RowT = TypeVar("_RowT", bound=Row)
 
 
 class FeedCounters:
-    """What was told since the start, to all replicas together."""
+    """Updates published since the start, to all replicas together."""
 
     def __init__(self) -> None:
         self.deltas = 0
@@ -139,7 +139,7 @@ def key_count(row: Row) -> int:
 
 
 def head_bytes(told: Told) -> int:
-    """Of a change in a message, without its keys: so much at most."""
+    """Most bytes of a change in a message, without its keys."""
     names = [told.engine] if isinstance(told, Left) else [told.engine, told.tenant]
     return _CHANGE_BYTES + sum(len(name.encode()) for name in names)
 

@@ -57,13 +57,13 @@ RECONNECT_MS: Final = 100
 RECONNECT_MS_MAX: Final = 2000
 QUEUED_BATCHES_MAX: Final = 32
 FRAMES_MAX: Final = 16
-"""Of one message, which has four at most where it makes sense."""
+"""Frames of one message, which has four at most where it makes sense."""
 MESSAGE_BYTES_MAX: Final = PAYLOAD_BYTES_MAX + (64 << 10)
 """In all frames but the last."""
 BUGS_MAX: Final = 8
 """So many are remembered, to be logged once."""
 _FIRST_ROW: Final = 1 << 40
-"""Of slices of a snapshot: the node's own rows are below."""
+"""First row of slices of a snapshot: the node's own rows are below."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class _Follower:
         return changes
 
     def close(self) -> list[Change]:
-        """It is followed no more."""
+        """End following; the changes that take its blocks back."""
         self.hang_up()
         return self.feed.end()
 
@@ -236,10 +236,10 @@ class EngineMemory:
             (-1 - number, source) for number, source in enumerate(sources)
         )
         self._bugs: deque[str] = deque(maxlen=BUGS_MAX)
-        """Of late."""
+        """Recent bugs."""
         self._lock = threading.Lock()
-        """Of changes until they are told: a slice must not fall between a change and its word. Held
-        for a turn of one engine. Whoever looks at one fact at a time needs no lock."""
+        """Guards changes until they are published: a slice must not fall between a change and its
+        update. Held for a turn of one engine. Reading a single fact needs no lock."""
         self._wake_fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self._has_ended = False
@@ -335,7 +335,7 @@ class EngineMemory:
 
     @property
     def trouble(self) -> str:
-        """What a healthy node lacks; empty while all is well."""
+        """Reason why the node is not healthy; empty while all is well."""
         if self._has_ended:
             return "KV events of engines are not read any more after a bug, which the log has"
         away: dict[bool, list[str]] = {False: [], True: []}
@@ -377,7 +377,7 @@ class EngineMemory:
                     self._begin_again(each)
 
     def _begin_again(self, number: int) -> None:
-        """What it holds, and what it has told of that, may be wrong."""
+        """Start over: the engine's blocks, and those published for it, may be wrong."""
         failed = self._followers[number]
         source, until_ms = failed.source, self._clock.now_ns() // NS_PER_MS + REOPEN_MS_MAX
         self._serial += 1

@@ -42,7 +42,7 @@ class Exchange:
         return self._fd
 
     def read(self, _mask: int) -> Iterator[Event]:
-        """What was posted, a part of it at a time."""
+        """Events that were posted, a part of them at a time."""
         for _ in range(READ_EVENTS_MAX):
             with self._lock:
                 if not self._events:

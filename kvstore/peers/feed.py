@@ -1,4 +1,4 @@
-"""The node's end of its feeds: what it offers, told to every replica of the index.
+"""The node's end of its feeds: its offers, published to every replica of the index.
 
     loop of the node ─append─▶ ChangeLog ─▶ FeedLink per replica (asyncio) ─▶ gRPC stream
 
@@ -67,7 +67,7 @@ REASON_CHARS_MAX: Final = 300
 BUSY_RETRY_S: Final = 0.2
 
 Slice = tuple[list[Offered], int]
-"""What peers can have of some rows, and the next row, -1 after the last."""
+"""Blocks of some rows that peers can have, and the next row, -1 after the last."""
 
 FeedLog = ChangeLog[Told | OffersUntold]
 
@@ -138,17 +138,17 @@ class Feeder:
 
     @property
     def replica_count(self) -> int:
-        """Replicas that are to be told."""
+        """Replicas that the node publishes to."""
         return len(self._links)
 
     @property
     def connected_count(self) -> int:
-        """Replicas that are being told."""
+        """Replicas that are connected."""
         return sum(link.is_connected for link in self._links)
 
     @property
     def trouble(self) -> str:
-        """What a healthy node lacks; empty while all is well."""
+        """Reason why the node is not healthy; empty while all is well."""
         if twins := [link.twin.text for link in self._links if link.twin.text]:
             return twins[0]
         away = [
@@ -215,14 +215,14 @@ class FeedLink:
         self._jitter = jitter or aio.jitter
         self.changes = log.reader(self._woken)
         self._sequence = 0
-        """Of the last delta that was made, sent or not."""
+        """Number of the last delta that was made, sent or not."""
         self._streams = 0
         self._wake = asyncio.Event()
         self._is_asked = False
         self.why = ""
         """Behind a sentence that says that it is not reached."""
         self._told: deque[str] = deque(maxlen=REASONS_MAX)
-        """What was logged of late, but for its numbers."""
+        """Recently logged reasons, without their numbers."""
 
     def _woken(self) -> None:
         """Called by threads that append, once `run` has begun to read."""
@@ -240,7 +240,7 @@ class FeedLink:
             self._lose()
 
     async def run(self, ask: Callable[[int], Slice]) -> None:
-        """Tell, and dial again, until cancelled."""
+        """Publish, and dial again, until cancelled."""
         retry_s = RETRY_MIN_S
         self._loop = loop = asyncio.get_running_loop()
         while True:

@@ -1,12 +1,12 @@
-"""What other nodes read here: their sessions, and the engine's answers to their asks.
+"""Serving fetches of other nodes: their sessions, and the engine's answers to their asks.
 
     peer ──Ask──▶ Session ──Lend, LoanReturned, PeerGone──▶ engine
     peer ◀──Answer── Session ◀──────Lent, LoanEnded──────── engine
 
-A session is one stream of one incarnation of a node, by the name in its certificate. It may have
-ASKS_MAX asks without an answer; whoever sends more is hung up on. Its loans end with it. A node has
-one session: its next one ends the one before, and all end when this node's mover is another, whose
-memory peers must be told of anew.
+A session is one stream of one incarnation of a node, by the name in its certificate. A peer with
+more than ASKS_MAX asks without an answer is hung up on. A session's loans end with it. A node has
+one session: its next one ends the one before, and all end when this node's mover is another, with
+other memory that peers must learn of.
 
 Does not cover: what is lent (`engine.loans`), reading from others (`borrower`), the bytes
 (`kvstore.transport`).
@@ -112,7 +112,7 @@ class Lender(PeersServicer):
             self._exchange.post(PeerGone(session.number))
 
     def mover_changed(self) -> None:
-        """What peers were told of this node's memory holds no more."""
+        """End all sessions: their descriptors of this node's memory are void."""
         self._hang_up(self._sessions.values())
 
     def _hang_up(self, sessions: Iterable[_Session]) -> None:

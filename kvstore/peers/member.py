@@ -1,6 +1,6 @@
 """A node's part in a cluster, on one loop: feeds, a replica of the index inside it, its peers.
 
-Covers: putting them together, what an operator is told of them. Does not cover: either.
+Covers: putting them together, their state for an operator. Does not cover: either.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class ClusterMember:
         load: Callable[[], Load],
         engines: Callable[[], tuple[EngineEntry, ...]],
     ) -> None:
-        """Tell, lend and borrow. `ask` is `Engine.offered`, the others are of its name, all on the
-        node's loop."""
+        """Publish, serve and fetch. `ask` is `Engine.offered`, the others are of its name, all on
+        the node's loop."""
         if self.peering is not None:
             self.peering.start(self._client)
         if self.memory is not None:
@@ -144,7 +144,7 @@ class ClusterMember:
 
     @property
     def trouble(self) -> str:
-        """What a healthy node lacks; empty while all is well."""
+        """Reason why the node is not healthy; empty while all is well."""
         notes = (
             INSECURE_NOTE if self._tls is None else "",
             self.feeder.trouble,
@@ -163,11 +163,11 @@ class ClusterMember:
 
     @property
     def node(self) -> str:
-        """What it is called in the cluster."""
+        """Name of the node in the cluster."""
         return self._node
 
     def with_peers(self, load: Load) -> Load:
-        """What the node does, with what it does with others."""
+        """The node's load, completed with that of feeds and peers."""
         load = msgspec.structs.replace(
             load,
             replicas=self.feeder.replica_count,
@@ -180,7 +180,7 @@ class ClusterMember:
         return self.peering.transfers() if self.peering is not None else []
 
     def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> list[MemoryReport]:
-        """What engines hold in their own memory: all, or of one prompt."""
+        """Blocks in the engines' own memory: all, or of one prompt."""
         if self.memory is None:
             return []
         return self.memory.reports(tenant=tenant, space=space, keys=keys)

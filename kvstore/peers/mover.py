@@ -1,4 +1,4 @@
-"""The node's end of its mover: starts, watches and kills it, and tells each transfer's end once.
+"""The node's end of its mover: starts, watches and kills it, and reports each transfer's end once.
 
     mover = Mover(arena_fd, hold_fd, arena_bytes, settings, clock)
     mover.start()                                  # from the loop's own thread: it dies with it
@@ -47,9 +47,9 @@ class MoverSettings(msgspec.Struct, frozen=True):
 
     backend: str
     name: str
-    """Of this node: peers connect to it by this name."""
+    """Name of this node, to which peers connect."""
     options: dict[str, str] = {}
-    """Of the back end."""
+    """Options of the back end."""
     environment: dict[str, str] = {}
     """Added to that of the child: UCX_* and the like."""
     landing: tuple[int, int] = (0, 0)
@@ -94,10 +94,10 @@ class TransferEnded(NamedTuple):
 
 
 class Crowded(NamedTuple):
-    """Peers that would read from here found no room; told at the first, and when they doubled."""
+    """Peers that would read from here found no room; reported at the first, and each doubling."""
 
     refused: int
-    """Of this mover."""
+    """Peers refused by this mover."""
 
 
 MoverEvent = Up | Down | Unusable | PeerUnreachable | TransferEnded | Crowded
@@ -154,7 +154,7 @@ class MoverChild:
         return len(self._unsent) <= UNSENT_MAX
 
     def flush(self) -> None:
-        """What it had no room for."""
+        """Send the messages that the socket had no room for."""
         while self._unsent:
             try:
                 self.socket.send(self._unsent[0], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -234,7 +234,7 @@ class Mover:
 
     @property
     def pid(self) -> int | None:
-        """Of the child."""
+        """Process id of the child."""
         return self._child.pid if self._child else None
 
     def fileno(self) -> int:
@@ -290,7 +290,7 @@ class Mover:
         return True
 
     def read(self) -> list[MoverEvent]:
-        """What happened; call it when `fileno` is readable, and at `next_ns`."""
+        """New events; call it when `fileno` is readable, and at `next_ns`."""
         now_ns = self._clock.now_ns()
         events, self._pending = self._pending, []
         child = self._child
@@ -317,7 +317,7 @@ class Mover:
         return events
 
     def kill(self, reason: str) -> None:
-        """SIGKILL. Its transfers end when it is gone, which `read` tells."""
+        """SIGKILL. Its transfers end when it is gone, as `read` reports."""
         if self._child is not None:
             self._ready, self._killed = False, self._killed or reason
             self._child.signal(signal.SIGKILL)

@@ -34,7 +34,7 @@ class MoverHost:
 
     def __init__(self, mover: Mover, clock: Clock) -> None:
         self.descriptor = b""
-        """What peers need to read from here; empty while nothing can be read."""
+        """Descriptor that peers need to read from here; empty while nothing can be read."""
         self.trouble = "the transfer worker is starting"
         """Why nothing moves; empty while all is well."""
         self.changed: Callable[[], object] = lambda: None
@@ -88,7 +88,7 @@ class MoverHost:
     ) -> TransferEnded:
         """Read from a peer. On return nothing writes to the places of the pieces any more.
 
-        It is not to be cancelled: only its end says that.
+        Must not be cancelled: only its return proves that.
         """
         assert self._loop is not None
         number = next(self._numbers)

@@ -40,7 +40,7 @@ PINGS: Final = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Of both ends, for as long as a session is quiet: a host that vanishes hangs up on nobody."""
+"""Pings of both ends while a session is quiet: a host that vanishes closes no connection."""
 
 
 Dial = Callable[[str, str, grpc.ChannelCredentials | None], grpc.aio.Channel]
@@ -57,7 +57,7 @@ class PeerSession:
     def __init__(self, channel: grpc.aio.Channel, call: Any, welcome: pb.Welcome) -> None:
         self.who = loans.who_of(welcome)
         self.descriptor = welcome.descriptor
-        """What our mover needs to read there."""
+        """The peer's descriptor, which our mover needs to read there."""
         self.lost = ""
         """Why it has ended."""
         self._channel = channel

@@ -1,6 +1,6 @@
-"""A node among others: what it lends, what it borrows, and the mover between them, on one loop.
+"""A node among others: serving, fetching, and the mover between them, on one loop.
 
-Covers: putting these together, their addresses, what an operator is told. Does not cover: any of
+Covers: putting these together, their addresses, their state for an operator. Does not cover: any of
 them (`lender`, `borrower`, `mover_host`), the index (`member`).
 """
 
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class Peering:
-    """Listens from construction; lends and borrows from `start` until `close`."""
+    """Listens from construction; serves and fetches from `start` until `close`."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Peering:
         ]
 
     def with_fetches(self, load: Load) -> Load:
-        """What the node does, with what it fetched."""
+        """The node's load, completed with that of its fetches."""
         fetches = self.borrower.timings["fetch"]
         return msgspec.structs.replace(
             load,
@@ -208,12 +208,12 @@ class Peering:
 
     @property
     def trouble(self) -> str:
-        """What a healthy node lacks; empty while all is well."""
+        """Reason why the node is not healthy; empty while all is well."""
         return "; ".join(filter(None, (self._note, self.mover.trouble)))
 
 
 def _options(cluster: ClusterConfig, peers: PeerConfig) -> dict[str, str]:
-    """Of the back end."""
+    """Options of the back end."""
     options = dict(peers.transport.options)
     if not BACKENDS[peers.transport.name].capabilities.is_secure:
         return options
