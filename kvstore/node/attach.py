@@ -1,7 +1,7 @@
 """The node's end of the attach sockets: who may come in, and datagrams both ways.
 
 Covers: the check of every newcomer (uid, pidfd, hello in time, room), reading in the order that
-the protocol promises, bounded outboxes, and the pidfds by which the death of a process is seen.
+the protocol guarantees, bounded outboxes, and the pidfds by which the death of a process is seen.
 Turns sockets into engine events. Does not cover: what the messages mean (`kvstore.engine`), whose
 turn it is (`kvstore.node.driver`), the socket's files (`kvstore.supervisor.listener`).
 
@@ -66,7 +66,7 @@ ACCEPT_COUNT_MAX = 64
 ACCEPT_PAUSE_NS = NS_PER_S // 2
 SEND_BUFFER_BYTES = 1 << 20
 ENGINE_CHARACTERS_MAX = 64
-"""Of an engine's id in the log."""
+"""Characters of an engine's id in the log."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(8 * 4)
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -74,12 +74,12 @@ _log = logging.getLogger(__name__)
 
 
 class Sent(enum.Enum):
-    """What became of a datagram."""
+    """Outcome of sending a datagram."""
 
     DONE = enum.auto()
     """With the kernel, or queued in the outbox."""
     OVERFLOW = enum.auto()
-    """It cannot be had: the peer does not read and its outbox is full, or the kernel refuses."""
+    """Not sent: the peer does not read and its outbox is full, or the kernel refuses."""
     GONE = enum.auto()
     """There is no such connection any more."""
 
@@ -155,7 +155,7 @@ class Attach:
         return None if source is None else source.connection
 
     def source(self, fd: int) -> TurnSource | None:
-        """What this descriptor is; None if it was closed earlier in this round."""
+        """The source behind this descriptor; None if it was closed earlier in this round."""
         return self._sources.get(fd)
 
     def charge(self, fd: int, party: Party, duration_ns: int) -> None:
@@ -215,7 +215,7 @@ class Attach:
     def hang_up(self, number: ConnectionId, kind: str = "") -> None:
         """Close the socket of a connection; its process stays watched until `release`.
 
-        What is queued goes out as far as the peer's socket takes it; nobody waits for it.
+        Queued datagrams go out as far as the peer's socket takes them; nobody waits for it.
         """
         connection = self._connections.get(number)
         if connection is None or connection.socket is None:
@@ -260,7 +260,7 @@ class Attach:
             connection.pidfd = None
 
     def close(self) -> None:
-        """Close every socket and pidfd. What is registered stays so: the journal names it."""
+        """Close every socket and pidfd. Registrations stay: the journal names them."""
         self._registered.clear()
         for number in list(self._connections):
             self.release(number)
@@ -331,7 +331,7 @@ class Attach:
     def _refuse(
         self, connection: AttachSocket, kind: str, reason: str, *, permanent: bool = True
     ) -> None:
-        """Tell a newcomer why, as far as it listens, and hang up."""
+        """Send a newcomer the reason, as far as it listens, and hang up."""
         self.counters.refused.add(kind, reason, self._clock.now_ns())
         _log.info("connection refused: %s", reason)
         self.send(connection.number, encode(Refused(reason=reason, permanent=permanent)))

@@ -16,7 +16,7 @@ RANK_COUNT_MAX = 1024
 
 
 class AttachCounters:
-    """What the door saw since the start; read by /metrics."""
+    """Counters of the attach sockets since the start; read by /metrics."""
 
     def __init__(self) -> None:
         self.datagrams_received = 0
@@ -44,7 +44,7 @@ class AttachSocket:
         self.pidfd: int | None = None
         self.is_rank = False
         self.engine = ""
-        """Of a scheduler: whose it is, as much as is logged."""
+        """The engine of a scheduler, as much of its id as is logged."""
         self.deadline_ns = deadline_ns
         """By when it must have introduced itself."""
         self.outbox: deque[bytes] = deque()

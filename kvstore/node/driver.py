@@ -54,8 +54,8 @@ SPIN_NS: Final = 50_000
 a lookup, and waking up costs a lookup a quarter of its time."""
 QUERY_COUNT_MAX: Final = 64
 RECOVERIES_MAX: Final = 4
-"""Failures one after the other, each in what the one before left to be done. Then the node ends: it
-does not know what it has promised."""
+"""Failures one after the other, each in the work that the one before left. Then the node ends: its
+commitments are no longer known."""
 STEP_BUCKETS_NS: Final = tuple(1000 << n for n in range(0, 16, 2))
 """Upper bounds of the step histogram: 1 µs, 4 µs, … 16 ms."""
 
@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepFailed(KVStoreError):
-    """The loop could not do what it was told, logged why, and goes on."""
+    """The loop could not carry out an order, logged why, and goes on."""
 
 
 class NotDurable(KVStoreError):
@@ -72,7 +72,7 @@ class NotDurable(KVStoreError):
 
 
 class DriverCounters:
-    """What the loop did since the start; read by /metrics through `Driver.query`."""
+    """Counters of the loop since the start; read by /metrics through `Driver.query`."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -84,7 +84,7 @@ class DriverCounters:
 
 
 class _Query(NamedTuple):
-    """What another thread wants done on the loop."""
+    """A call that another thread wants done on the loop."""
 
     future: concurrent.futures.Future[object]
     call: Callable[[], object]
@@ -272,14 +272,14 @@ class Driver:
             self._recover(error, owner)
 
     def _as_time_allows(self, event: Event | None, events: Iterator[Event]) -> Iterator[Event]:
-        """Events for one step. What is not taken from `events` is not lost."""
+        """Events for one step. Events not taken from `events` are not lost."""
         end_ns = self._clock.now_ns() + STEP_NS
         while event is not None:
             yield event
             event = next(events, None) if self._beat_if_due() < end_ns else None
 
     def _tick(self, now_ns: int) -> None:
-        """What time alone brings about: another place that catches everything."""
+        """Changes caused by time alone: another place that catches everything."""
         self._tick_ns = now_ns
         try:
             self._attach.expire(now_ns)
@@ -341,7 +341,7 @@ class Driver:
         return now_ns
 
     def _answer(self, _mask: int) -> list[Event]:
-        """What other threads ask: the third place that catches everything."""
+        """Answer other threads' queries: the third place that catches everything."""
         os.eventfd_read(self._wake_fd)
         while not self._poisoned:
             with self._queries_lock:

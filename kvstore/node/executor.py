@@ -1,7 +1,7 @@
 """Carries out what the engine core decided.
 
 Covers: the order that safety asks for (generations before every send), sending, admitting with
-descriptors, hanging up. What goes wrong comes back as events for the next step, never as a call
+descriptors, hanging up. Failures come back as events for the next step, never as a call
 into the engine. Does not cover: deciding (`kvstore.engine`), sockets (`kvstore.node.attach`).
 """
 
@@ -51,7 +51,7 @@ class Poisoned(Exception):
 
 
 class BatchOutcome(NamedTuple):
-    """What came of one batch of commands."""
+    """Outcome of one batch of commands."""
 
     events: list[Event]
     """For the engine's next step."""

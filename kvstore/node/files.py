@@ -1,6 +1,6 @@
-"""Between the engine and the file tier: commands one way, events the other.
+"""Between the engine and the disk tier: commands one way, events the other.
 
-Both speak `kvstore.tier_events`; what is seen on the way is what an operator is told. Does not
+Both speak `kvstore.tier_events`; the operator's view of the tier is made from what passes. Does not
 cover: what moves bytes (`kvstore.tiers.file`), what is decided (`kvstore.engine.moves.files`).
 """
 
@@ -42,23 +42,23 @@ from kvstore.wire.learned import (
 
 LOCATION_BYTES = 8
 FILE_ROW_BYTES = 256 * KIB
-"""One row of metadata for so much of the file tier. Blocks of models that serve are larger; with
+"""One row of metadata for so much of the disk tier. Blocks of models that serve are larger; with
 smaller ones a part of the tier stays unused."""
 SPENT_SHARE = 64
 """One part in so many of a day's budget is written before that is kept: what a kill loses."""
 TOLD_NS = 86_400 * NS_PER_S
-"""That the budget is used up is said once in so long."""
+"""Interval between two reports that the budget is used up."""
 _log = logging.getLogger(__name__)
 
 
 class FileEnd:
-    """The driver's end of one file tier. One thread.
+    """The driver's end of one disk tier. One thread.
 
     Args:
         tier: which.
         day_bytes: what may be written to it in a day; 0: any amount.
         wall_s: seconds of the wall clock: the only one that goes on while no node runs.
-        on_hang: is told when jobs have become late and have not ended, and when all have.
+        on_hang: called when jobs have become late and have not ended, and when all have.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class FileEnd:
         """By whether it is about writes only."""
         self._scrub_log = PassLog("disk")
         self._found_blocks = 0
-        """That the tier told of, until it had told of all."""
+        """Blocks that the tier reported until recovery was complete."""
         self._is_recovered = self._is_recovery_told = self._is_crowd_told = False
 
     def spent_bytes(self) -> int:
-        """Of the day's budget, used up by earlier starts."""
+        """Bytes of the day's budget used up by earlier starts."""
         now_s = int(self._wall_s())
         return still_spent(self.learned.spent, day_bytes=self._day_bytes, now_s=now_s)
 
@@ -128,7 +128,7 @@ class FileEnd:
         """Say, once each, what was found again, and that the table of blocks is full.
 
         Args:
-            left_out_blocks: that the tier told of and that found no row, since the start.
+            left_out_blocks: that the tier reported and that found no row, since the start.
             crowded_blocks: those, and those on disk that gave their row to dram.
         """
         if crowded_blocks and not self._is_crowd_told:
@@ -155,12 +155,12 @@ class FileEnd:
 
     @property
     def used_bytes(self) -> int:
-        """What the tier takes of its capacity."""
+        """Bytes that the tier takes of its capacity."""
         return self._tier.taken_bytes
 
     @property
     def trouble(self) -> str:
-        """What the tier does not do at present, and why; empty while all is well."""
+        """Work that the tier does not do at present, and why; empty while all is well."""
         trouble = self._trouble.get(False) or self._trouble.get(True, "")
         if trouble or self._is_recovered:
             return trouble
@@ -176,7 +176,7 @@ class FileEnd:
         return reads.value, writes.value
 
     def wait_for_voids(self, timeout_s: float) -> bool:
-        """Whether what was cleared stays away after a restart; from any thread."""
+        """Whether cleared blocks stay so after a restart; from any thread."""
         return self._tier.wait_for_voids(timeout_s)
 
     @property
@@ -189,7 +189,7 @@ class FileEnd:
         return self._tier.fileno()
 
     def carry_out(self, command: FileCommand) -> list[FileEvent]:
-        """Give the tier its order. What it does not take ends here and now."""
+        """Give the tier its order. A command that the tier refuses ends here and now."""
         if self._tier.submit(command):
             return []
         assert isinstance(command, WriteFile | ReadFile)
@@ -199,7 +199,7 @@ class FileEnd:
         return [FileRead(command.job, bytes(count))]
 
     def read(self, _mask: int) -> Iterator[FileEvent]:
-        """What the tier says to the engine."""
+        """Events of the tier for the engine."""
         for event in self._tier.take_events():
             match event:
                 case Suspended(reason=reason, writes_only=writes_only):

@@ -51,7 +51,7 @@ class SpaceUnknown(RefusedCall):
 
 
 class Cluster(Protocol):
-    """What is needed of `member.ClusterMember`."""
+    """The part of `member.ClusterMember` that is needed here."""
 
     @property
     def node(self) -> str: ...
@@ -65,11 +65,11 @@ class Cluster(Protocol):
         ...
 
     def memories(self, tenant: str, space: SpaceId | None, keys: bytes) -> Sequence[Row]:
-        """What engines hold in their own memory: all, or those that hold a prompt."""
+        """Blocks in the engines' own memory: all, or those of a prompt."""
         ...
 
     def with_peers(self, load: Load) -> Load:
-        """What the node does, with what it does with them."""
+        """The node's load, completed with that of feeds and peers."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""A file tier whose directory cannot be had when a later process of a node starts.
+"""A disk tier whose directory cannot be opened when a later process of a node starts.
 
 The first start refuses such a directory. A later process has memory that engines want, so it serves
 that; reads and writes are refused as by a disk that fails, and the directory is tried again until
-it can be had. Then the tier goes on where it is, and what was cleared meanwhile is void in it.
+it opens. Then the tier goes on where it is, and blocks cleared meanwhile are void in it.
 
 Does not cover: what the node says of it (`files`), the tier (`kvstore.tiers.file`).
 """
@@ -55,7 +55,7 @@ class LateTier:
         self._outbox.put([Suspended(f"{why}; it is tried again by itself", writes_only=False)])
         self._voids: dict[tuple[str | None, bytes | None], VoidFile] = {}
         self._lock = threading.Lock()
-        """Of the tier and of voids: none is lost between its opening and its use."""
+        """Guards the tier and voids: none is lost between its opening and its use."""
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._try_again, name="file-late", daemon=True)
         self._thread.start()

@@ -70,14 +70,14 @@ _log = logging.getLogger(__name__)
 
 
 class Running(NamedTuple):
-    """A node that serves, as an operator is told."""
+    """A node that serves, as shown to an operator."""
 
     socket: str
     dram_bytes: int
     dram_note: str
     slab_bytes: int
     file: str
-    """Directory and size of the file tier; empty when there is none."""
+    """Directory and size of the disk tier; empty when there is none."""
     huge_pages: bool
     metrics_url: str
     """Empty when off."""
@@ -86,13 +86,13 @@ class Running(NamedTuple):
     replica: str
     """Where the replica inside this node is; empty when there is none."""
     tells: str
-    """Replicas elsewhere that it tells what it holds."""
+    """Replicas elsewhere that the node publishes to."""
     peers: str
     """Where other nodes reach it, and by what blocks move; empty when off."""
     incarnation: Incarnation
 
     def line(self) -> str:
-        """The line that tells an operator, and a script, that the node is ready."""
+        """The line that announces to an operator, and a script, that the node is ready."""
         note = f" ({self.dram_note})" if self.dram_note else ""
         return (
             f"kvstore node ready: version={__version__} socket={self.socket}"

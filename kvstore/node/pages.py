@@ -1,4 +1,4 @@
-"""What /metrics and /healthz say: the state of the loop, asked on the loop."""
+"""The pages /metrics and /healthz: the state of the loop, asked on the loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BREAKER_LEVELS: Final = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 
 
 class EventCounters:
-    """What was published since the start; each is written by one thread."""
+    """Counters of published events since the start; each is written by one thread."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -68,7 +68,7 @@ class NodeCollector(Collector):
         """From the end of the process before until this one served."""
 
     def collect(self) -> Iterator[Family]:
-        """What this node has no part for is named, without a value.
+        """Families without a part in this node are named, without a value.
 
         Raises NodeBusy when the loop does not answer.
         """
@@ -87,7 +87,7 @@ class NodeCollector(Collector):
 
     @property
     def refused(self) -> str:
-        """Of processes that were turned away lately, the last one's sentence."""
+        """Reason of the last recent refusal of a process."""
         return self._attach.counters.refused.trouble(time.monotonic_ns())
 
     def _process_families(self) -> list[Family]:
@@ -198,7 +198,7 @@ def _integrity_families(
 
 
 def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
-    """What a healthy node lacks."""
+    """Reason why the node is not healthy; empty while all is well."""
     found = [files.trouble] if files is not None and files.trouble else []
     if unserved := engine.unserved():
         more = f" (and {len(unserved) - 1} more)" if len(unserved) > 1 else ""

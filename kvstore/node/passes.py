@@ -1,4 +1,4 @@
-"""What a scrub says in the log: what it found, and now and then that all is well."""
+"""Log lines of a scrub: bad blocks that it found, and now and then that all is well."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.obs.logs import short
 from kvstore.units import format_size
 
 QUIET_S: Final = 3600
-"""Passes that find nothing are told once in that time."""
+"""Passes that find nothing are logged once in that time."""
 
 _log = logging.getLogger(__name__)
 

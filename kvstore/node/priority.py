@@ -2,19 +2,19 @@
 
 A rank that waits for another one spins, and a kernel that is fair gives it as much of a core as any
 thread that works: with as many spinning ranks as cores the loop is ready to run and is not run, and
-engines call a node away after 250 ms. Its work is short and others wait for it, so it asks for the
+engines give a node up after 250 ms. Its work is short and others wait for it, so it asks for the
 least of the real-time places: before all ordinary threads, behind all other real-time ones.
 Measured with two spinning processes on two cores, lookups of 512 keys: p99 of 11 to 30 ms without,
 1 ms with it; a better nice value halved the p90 and left the slowest as they were.
 
-It keeps that place while its work is short: a loop that an engine's flood keeps from sleeping would
-take a core from all ordinary threads. One that slept for less than a fifth of the last second
+The loop keeps that place while its work is short: if an engine's flood kept it from sleeping, it
+would take a core from all ordinary threads. One that slept for less than a fifth of the last second
 goes back among them, with a better nice value, until it sleeps for half of the time again.
 
-It needs CAP_SYS_NICE, which who starts the node may give or not. Where real-time places are refused
-a better nice value is asked for; where that is refused too all goes on as it was.
+Real-time places need CAP_SYS_NICE, which the deployment may give or not. Where they are refused a
+better nice value is asked for; where that is refused too all goes on as it was.
 
-What it cannot do: no other thread has that place (the loop's children start as ordinary ones), and
+Limits: no other thread has that place (the loop's children start as ordinary ones), and
 the kernel keeps a share of each core for ordinary threads whatever a real-time one does. Does not
 cover: threads that hold the interpreter's lock when a spinning engine takes their core.
 """
@@ -32,14 +32,14 @@ from kvstore.units import NS_PER_S
 LOOP_NICE: Final = -10
 LOOK_NS: Final = NS_PER_S
 BUSY_PART, CALM_PART = 0.2, 0.5
-"""Of the time slept: less, and the place is given up; more, and it is asked for again."""
+"""Share of time slept: below the first the place is given up; above the second, regained."""
 
 _log = logging.getLogger(__name__)
 
 
 class ThreadPriority:
-    """Of the calling thread among all threads of the machine. Never fails; what is refused is said
-    to who debugs."""
+    """Priority of the calling thread among all threads of the machine. Never fails; a refusal is
+    logged for debugging."""
 
     def __init__(self, now_ns: int) -> None:
         self._is_first = _be_first()

@@ -71,7 +71,7 @@ class _ReplayRequest(NamedTuple):
     first: bytes
     """Number that it asks from, or END for a snapshot."""
     again: bool
-    """It came before its client had the answer to the one before."""
+    """The request came before its client had the answer to the one before."""
 
 
 class _Reply:
@@ -101,10 +101,10 @@ class Publisher:
         self._next_number = 0
         self._replies: dict[bytes, _Reply] = {}
         self._asked: dict[bytes, _ReplayRequest] = {}
-        """Of each client the last one, in the order in which they come up."""
+        """Last request of each client, in the order in which they come up."""
         self._closing = False
         self._files: dict[str, os.stat_result | None] = {}
-        """Of ipc:// sockets, which ZeroMQ leaves behind."""
+        """Files of ipc:// sockets, which ZeroMQ leaves behind."""
         self._ask: Callable[[int], Held] | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.log: ChangeLog[Changed] = ChangeLog()
@@ -291,8 +291,8 @@ class Publisher:
         yield wire.END, b""
 
     def _snapshot(self) -> Iterator[_Frames]:
-        """What is held, told while the loop goes on: a change that a slice has or has not seen is
-        in the live stream after this number, and the last word about a block counts."""
+        """All blocks held, while the loop goes on: a change that a slice has or has not seen is in
+        the live stream after this number, and the last update about a block counts."""
         assert self._ask is not None
         number = _sequence(self._next_number - 1)
         cleared = wire.AllBlocksCleared(kvstore=self._who)

@@ -1,7 +1,7 @@
-"""Who was turned away at the attach socket: counts, and the last sentence for /healthz.
+"""Processes refused at the attach socket: counts, and the last sentence for /healthz.
 
-A process that is refused before it has introduced itself is known by nothing but that sentence. It
-asks again after 10 s, as all engines do, so a refusal that nobody repeats is over.
+A process that is refused before it has introduced itself is known by nothing but that sentence. All
+engines ask again after 10 s, so a refusal that nobody repeats is over.
 """
 
 from __future__ import annotations

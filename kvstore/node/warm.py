@@ -1,7 +1,7 @@
 """The memory of a node: taken over from the process before, or made.
 
-Nothing is taken over by halves. A journal that cannot be believed means an arena of which nobody
-knows who still writes to it: then all of it is let go, and new memory is made.
+Nothing is taken over by halves. Without a journal that can be trusted, the processes that still
+write to the arena are unknown: then all of it is let go, and new memory is made.
 
 Covers: arena, generation page, journal, the ranks of earlier processes. Does not cover: how they
 come here (`handover`), what the engine makes of them (`kvstore.engine.memory.adoption`).
@@ -27,7 +27,7 @@ from kvstore.wire.messages import HelloRank, decode_from_engine
 HOLDERS_WAIT_S: Final = 30.0
 """For movers of the process before: the kernel takes less to unmap 1 TiB of small pages twice."""
 GENERATIONS_PER_LIFE: Final = 1 << 40
-"""What one process gives a slot, no other does: a reader of an earlier one finds his copy void."""
+"""Each process has its own generations: a reader of an earlier one finds its copy void."""
 _ARENA, _JOURNAL, _HOLDERS = "arena", "journal", "holders"
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class NodeMemory(NamedTuple):
     incarnation: Incarnation
     first_generation: int
     adopt: Adopt | None
-    """What was taken over; None: everything is new."""
+    """State taken over from the process before; None: everything is new."""
     writers: list[tuple[AdoptedWriter, int]]
     """Ranks of earlier processes, with their pidfds, which are the caller's."""
 

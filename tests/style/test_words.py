@@ -28,7 +28,7 @@ FOLDERS = [
         *("cli", "client", "client/core", "config", "indexer", "net", "proto"),
         *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
         *("obs", "stores", "supervisor", "testing", "tiers"),
-        *("wire", "transport", "tiers/file", "tiers/file/segments", "peers"),
+        *("wire", "transport", "tiers/file", "tiers/file/segments", "peers", "node"),
     )
 ] + ["connector", "kernels", "kvstore"]
 """Folders with clean docstrings of modules, classes, functions and attributes."""
