@@ -68,7 +68,7 @@ class NodeCollector(Collector):
         """From the end of the process before until this one served."""
 
     def collect(self) -> Iterator[Family]:
-        """Families without a part in this node are named, without a value.
+        """Metrics of parts that this node lacks are named, without a value.
 
         Raises NodeBusy when the loop does not answer.
         """
@@ -198,7 +198,7 @@ def _integrity_families(
 
 
 def _trouble(engine: Engine, files: FileEnd | None, refused: str) -> str:
-    """Reason why the node is not healthy; empty while all is well."""
+    """Trouble to report on /healthz; empty while all is well."""
     found = [files.trouble] if files is not None and files.trouble else []
     if unserved := engine.unserved():
         more = f" (and {len(unserved) - 1} more)" if len(unserved) > 1 else ""

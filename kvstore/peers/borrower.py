@@ -48,11 +48,11 @@ MEMBERS_EVERY_S: Final = 1.0
 """About: nodes that ask in step would have an index answer all of them at once."""
 ASK_TIMEOUT_S: Final = 2.0
 MOVE_TIMEOUT_S: Final = 10.0
-"""Engines have given up long before; a peer whose transfer worker stopped is not waited for
-longer."""
+"""Longest move. The waiting engine has given up long before; the bound is for a stopped peer's
+mover."""
 FETCHES_AT_ONCE: Final = 4
-"""Fetches from one peer: 64 MiB, as `engine.fetches` cuts them. A long prompt in one piece would
-share the link until none ends within its timeout."""
+"""Fetches from one peer at a time: 64 MiB together, as `engine.fetches` cuts them. All those of a
+long prompt would share the link until none ends within its timeout."""
 KINDS: Final = ("ask", "move", "verify", "fetch")
 """Timed steps: until the peer lent, the mover's reading, verifying, all of it."""
 TROUBLE_MAX: Final = 200

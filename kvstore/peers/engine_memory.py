@@ -335,7 +335,7 @@ class EngineMemory:
 
     @property
     def trouble(self) -> str:
-        """Reason why the node is not healthy; empty while all is well."""
+        """Trouble to report on /healthz; empty while all is well."""
         if self._has_ended:
             return "KV events of engines are not read any more after a bug, which the log has"
         away: dict[bool, list[str]] = {False: [], True: []}

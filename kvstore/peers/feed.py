@@ -148,7 +148,7 @@ class Feeder:
 
     @property
     def trouble(self) -> str:
-        """Reason why the node is not healthy; empty while all is well."""
+        """Trouble to report on /healthz; empty while all is well."""
         if twins := [link.twin.text for link in self._links if link.twin.text]:
             return twins[0]
         away = [

@@ -144,7 +144,7 @@ class ClusterMember:
 
     @property
     def trouble(self) -> str:
-        """Reason why the node is not healthy; empty while all is well."""
+        """Trouble to report on /healthz; empty while all is well."""
         notes = (
             INSECURE_NOTE if self._tls is None else "",
             self.feeder.trouble,

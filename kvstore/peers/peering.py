@@ -208,7 +208,7 @@ class Peering:
 
     @property
     def trouble(self) -> str:
-        """Reason why the node is not healthy; empty while all is well."""
+        """Trouble to report on /healthz; empty while all is well."""
         return "; ".join(filter(None, (self._note, self.mover.trouble)))
 
 

@@ -52,7 +52,7 @@ PORT_PATIENCE_S: Final = 5.0
 """So long is a port that is in use tried again."""
 PORT_PAUSE_S: Final = 0.05
 UNREACHABLE: Final = (OSError, ValueError, TypeError)
-"""Errors of connecting; some addresses that are none by their scope raise the last two."""
+"""Errors of connecting, also to an address that is invalid by its scope."""
 LABEL_CHARS_MAX: Final = 63
 """Longest label of a DNS name."""
 

@@ -54,7 +54,7 @@ class Health:
 
     @property
     def writes(self) -> BreakerState:
-        """State of that breaker needed by writes which is furthest from closed."""
+        """State of the breaker furthest from closed, among those that writes need."""
         states = [breaker.state for breaker in (self._room, self._writes, self._reads)]
         order = (BreakerState.OPEN, BreakerState.HALF_OPEN)
         return next((state for state in order if state in states), BreakerState.CLOSED)
