@@ -1,7 +1,7 @@
 """Publishes KV events over ZeroMQ, in a thread of its own, and never makes the node wait.
 
     loop ─append─▶ ChangeLog ─▶ thread ─▶ PUB     topic, sequence number, batch
-                                   └────▶ ROUTER  replay or snapshot, to whoever asks
+                                   └────▶ ROUTER  replay or snapshot, on request
 
 Subscribe first, then ask. A replay request is [empty, first sequence number]; the answer is what is
 kept of the batches from there on, [empty, sequence number, payload] each, then [empty, -1, empty].
@@ -11,8 +11,8 @@ last batch that they include: go on with the live stream after that number.
 
 Everything is bounded. After a loss in the log a number is used up, so that subscribers see the gap.
 A subscriber that does not read loses batches by ZeroMQ's high-water mark, and one that does not
-take its replay is given up. Who asks again before he has his answer has no use for it: it ends
-there, and the next begins when nobody else is being answered.
+take its replay is given up. A client's next request ends the answer to its last one; the next
+answer begins when no other client is being answered.
 
 Covers: sockets, numbers, what is kept. Does not cover: the form (`kvstore.wire.kv_events`).
 """
@@ -108,7 +108,7 @@ class Publisher:
         self._ask: Callable[[int], Held] | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.log: ChangeLog[Changed] = ChangeLog()
-        """Of what is to be published."""
+        """Changes to be published."""
         self._changes = self.log.reader(lambda: os.eventfd_write(self._wake_fd, 1))
         self._context = zmq.Context()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)

@@ -1,9 +1,9 @@
 """A node's exchange with other nodes, on an asyncio loop of its own.
 
 member          its part in a cluster: all that follows
-changes         what changed in its blocks, logged for all that publish it
-feed            what it offers, published to every replica of the index
-peering, borrower, lender, peer_session   blocks from others, and for others
+changes         changes of its blocks, logged for all that publish them
+feed            its offers, published to every replica of the index
+`peering`, `borrower`, `lender`, `peer_session`   blocks from others, and for others
 exchange        between this loop and the node's
 mover, mover_host, mover_process   the child that moves bytes: started, watched, awaited
 engine_memory   KV events of engines: blocks in their own memory

@@ -26,14 +26,14 @@ from kvstore.index.feed import Left
 from kvstore.types import KEY_BYTES
 
 LOG_BYTES_MAX: Final = 32 << 20
-"""Of one log: 131,072 rows of one key, or a million keys in full rows."""
+"""Size of one log: 131,072 rows of one key, or a million keys in full rows."""
 ROW_BYTES: Final = 224
-"""What a row takes besides its keys; names are shared with the engine's tables."""
+"""Bytes of a row besides its keys; names are shared with the engine's tables."""
 ROW_KEYS_MAX: Final = 1024
 LEAVE_ROWS_MAX: Final = 64
 """Rows that all have had and that leave with one append, so that none takes long."""
 DELTA_KEYS_MAX: Final = 4096
-"""Of one message, but for its last row: a replica takes it in within a millisecond or two."""
+"""Keys of one message but for its last row: a replica takes it in within a millisecond or two."""
 _CHANGE_BYTES: Final = 96
 """Bytes of a change besides its keys and names: a space, numbers, lengths."""
 
@@ -62,9 +62,9 @@ class ChangeLog(Generic[_RowT]):
         self.first = self.end = 0
         """Numbers of the oldest row, and of the next one."""
         self.keys = self.gone_keys = 0
-        """Of all rows that ever were, and of those that left."""
+        """Keys of all rows that ever were, and of those that left."""
         self.lock = threading.Lock()
-        """Of those that append: a reader takes it only after a loss."""
+        """Held by threads that append; a reader takes it only after a loss."""
         self._readers: list[ChangeReader[_RowT]] = []
 
     def reader(self, wake: Callable[[], object]) -> ChangeReader[_RowT]:
@@ -92,7 +92,7 @@ class ChangeLog(Generic[_RowT]):
 
     @property
     def size_bytes(self) -> int:
-        """Of the rows that are kept."""
+        """Bytes of the rows that are kept."""
         return ROW_BYTES * (self.end - self.first) + KEY_BYTES * (self.keys - self.gone_keys)
 
 

@@ -4,14 +4,14 @@
 
 Nothing here makes the node wait. After a loss in the log a link uses up a number, so that its
 replica sees a gap and asks for a snapshot; so it does after a stream broke with something on its
-way. A snapshot is read from the engine slice by slice, between steps; what changes meanwhile
-follows as deltas, and the last word about a block counts.
+way. A snapshot is read from the engine slice by slice, between steps; later changes follow as
+deltas, and the last update about a block counts.
 
 A link that fails dials again, with jitter, for ever. A replica that takes nothing for so long as
 WRITE_TIMEOUT_S is hung up on. Carries keys, tenants and spaces; never a token.
 
 Covers: numbers, streams. Does not cover: the log (`changes`), what is offered (`engine.offers`),
-what a replica believes (`index.feed`), forms (`proto.feeds`).
+a replica's trust (`index.feed`), forms (`proto.feeds`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvstore.types import Incarnation
 from kvstore.wire.load import EngineEntry, Load
 
 MESSAGE_BYTES: Final = feeds.MESSAGE_BYTES_MAX // 4
-"""Of one message, but for its last change, which is half of that and two names at most."""
+"""Bytes of one message but for its last change, which is half of that and two names at most."""
 BEAT_S: Final = BEAT_MS / 1000
 LOAD_S: Final = 2.0
 """How often the node is asked what it does."""
@@ -133,7 +133,7 @@ class Feeder:
 
     @property
     def waiting_keys(self) -> int:
-        """Keys that some replica is still to be told."""
+        """Keys that still have to be sent to some replica."""
         return max((link.changes.waiting_keys for link in self._links), default=0)
 
     @property
@@ -230,7 +230,7 @@ class FeedLink:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def _lose(self) -> None:
-        """A number that nobody will ever see tells the replica that it lacks something."""
+        """Skip a number, so that the replica sees a gap."""
         self._sequence += 1
         self._wake.set()
 
@@ -348,7 +348,7 @@ class FeedLink:
             self._wake.set()
 
     async def _write_waiting(self, call: Any) -> None:
-        """What is there now: for what comes meanwhile, no snapshot waits."""
+        """Send the changes that are there now: no snapshot waits for later ones."""
         self._look_for_losses()
         rows = self.changes.new()
         while changes := self._take_changes(rows):
