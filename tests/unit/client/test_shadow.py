@@ -71,6 +71,17 @@ def verdicts(node: ScriptedNode) -> list[tuple[int, list[int], int]]:
     ]
 
 
+def test_what_is_computed_from_blocks_of_older_weights_is_not_compared() -> None:
+    node, keys = ScriptedNode(shadow_every=1), chain("a", 4)
+    node.core.new_weights("w1", node.now_ns, emptied=False)
+    node.keys = set(keys)
+    node.attach()
+    assert lookup(node, "r", keys, local=1) == SHADOW
+    load(node, "r", keys, list(range(100, 104)), 0)
+    assert compute(node, keys, 4) == []
+    assert any(isinstance(message, m.LeaseRelease) for message in node.exchange())
+
+
 # ── which ────────────────────────────────────────────────────────────────────────────────────────
 
 

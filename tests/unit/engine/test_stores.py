@@ -225,6 +225,7 @@ def test_distrust_of_what_an_engine_cannot_read_does_nothing() -> None:
     mine, other = Peer(node, "a"), Peer(node, "b", tenant="u")
     place = mine.seal(1)[0]
     other.distrust(place)
+    mine.distrust((place[0] + 1, place[1]))  # no slot begins there
     assert mine.hint(1) == [True]
     assert node.engine.counters.blocks_distrusted == 0
     mine.distrust(place)
