@@ -2,16 +2,16 @@
 
 | module     | cares about                                     | in → out                 |
 |------------|-------------------------------------------------|--------------------------|
-| `intake`   | every block that comes into dram, however       | copies → rows, seals     |
+| `intake`   | every block that comes into dram                | copies → rows, seals     |
 | `jobs`     | transfers under way, how much may be in motion  | –                        |
 | `stores`   | credits out, seals in                           | Seal, Drop → Grant       |
-| `files`    | what comes from disk, who waits for it          | keys → ReadFile, LeaseMore |
-| `writes`   | what is written through to disk                 | rows → WriteFile         |
-| `fetches`  | what comes from other nodes                     | keys → Locate, Fetch     |
-| `loans`    | what other nodes read here                      | Lend → Lent              |
-| `offers`   | what they can have: whole blocks                | changes → keys           |
-| `covers`   | which shards make one                           | –                        |
+| `files`    | promotions from disk, places on disk            | keys → ReadFile, LeaseMore |
+| `writes`   | blocks that are written through to disk         | rows → WriteFile         |
+| `fetches`  | blocks from other nodes                         | keys → Locate, Fetch     |
+| `loans`    | blocks that other nodes read here               | Lend → Lent              |
+| `offers`   | whole blocks, which other nodes can fetch       | changes → keys           |
+| `covers`   | sets of shards that make a whole block          | –                        |
 | `arrivals` | leases that grow while blocks arrive            | blocks → LeaseMore       |
 | `pace`     | how long disk and peers take                    | times → estimate         |
-| `paces`    | what engines said of themselves                 | –                        |
+| `paces`    | speeds that engines reported                    | –                        |
 """

@@ -2,10 +2,10 @@
 
     LeaseAsk ──▶ Wait ──blocks arrive──▶ LeaseMore … ──nothing more comes──▶ over
 
-Rules. 1: a wait ends with its lease, when all came, or when no source brings the next block. 2: it
-is looked at when the block that it needs next has come, whoever brought it, or will not come. 3:
-where a block came from is told once, to whoever leases it first.
-Does not cover: bringing them (`files`, `fetches`).
+Rules. 1: a wait ends with its lease, when all blocks came, or when no source brings the next one.
+2: a wait is looked at when the block that it needs next has come, from any source, or will not
+come. 3: the origin of a block is reported once, with the first lease of it.
+Does not cover: bringing the blocks (`files`, `fetches`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ LOOKS_PER_STEP: Final = 256
 Name = tuple[int, int]
 """Session and lease; sessions of loans are below 0."""
 Look = Callable[[], Keys]
-"""Takes what arrived; returns the keys that are waited for from now on, none when it is over."""
+"""Takes the blocks that arrived; returns the keys still waited for, none when the wait is over."""
 
 
 class Source(Protocol):
-    """What brings blocks to dram."""
+    """A way for blocks to come to dram."""
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Which of these keys, whose rows are given, are on their way, or may be; [S][n]."""
+        """Flags of the keys, whose rows are given, that are on their way or may be; [S][n]."""
         ...
 
 
@@ -55,7 +55,7 @@ class Wait(msgspec.Struct):
     """Another lease may have the same number by the time the blocks come."""
     asker: Asker
     keys: Keys
-    """What was asked for and is not leased yet, in chain order."""
+    """Keys that were asked for and are not leased yet, in chain order."""
     with_checksums: bool
 
 
@@ -65,14 +65,14 @@ class _Watch(NamedTuple):
 
 
 class Arrivals:
-    """What waits for blocks, and the sources that bring them."""
+    """Leases and loans that wait for blocks, and the sources that bring them."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._sources: list[Source] = []
         word_count = len(state.slots.state)
         self._generation = np.zeros(word_count, dtype=np.uint64)
-        """Of each slot that a block was brought into and that nobody has leased since."""
+        """Generation of each slot that a block was brought into and that has no lease since."""
         self._origin = np.zeros(word_count, dtype=np.uint8)
         self._watches: dict[Name, _Watch] = {}
         self._next: dict[bytes, dict[Name, None]] = {}
@@ -81,7 +81,7 @@ class Arrivals:
         """Watches that `advance` looks at next, in order."""
 
     def add(self, source: Source) -> None:
-        """Blocks come from there, too."""
+        """Register a source of blocks."""
         self._sources.append(source)
 
     def brought(self, words: Words, origin: Origin) -> None:
@@ -90,7 +90,7 @@ class Arrivals:
         self._origin[words] = origin
 
     def take_origins(self, run: Run) -> Origins | None:
-        """Where the blocks of a run that is leased now came from; None: all were in dram."""
+        """Origins of the blocks of a run that is leased now; None: all were in dram."""
         if not run.count or not self._sources:
             return None
         words = run.words_by_shard[0][: run.count]
@@ -106,14 +106,14 @@ class Arrivals:
         self.watch((session, wait.lease), wait.keys, lambda: self._grow(session, wait))
 
     def watch(self, name: Name, keys: Keys, look: Look) -> None:
-        """Look when the first of these keys has arrived, or will not. A name watches once."""
+        """Call `look` when the first of these keys has arrived or will not. One watch per name."""
         self.unwatch(name)
         next_key = keys[0].tobytes()
         self._watches[name] = _Watch(next_key, look)
         self._next.setdefault(next_key, {})[name] = None
 
     def unwatch(self, name: Name) -> None:
-        """Look no more."""
+        """End the watch of this name, if there is one."""
         watch = self._watches.pop(name, None)
         if watch is not None:
             names = self._next[watch.next_key]
@@ -122,13 +122,13 @@ class Arrivals:
                 del self._next[watch.next_key]
 
     def news(self, keys: Keys) -> None:
-        """These arrived, or will not: look at what needs one of them next."""
+        """These keys arrived, or will not: queue the watches that need one of them next."""
         for key in each(keys) if self._next else ():
             self._to_look_at |= self._next.get(key, {})
 
     @property
     def has_news(self) -> bool:
-        """`advance` is to be called."""
+        """Whether `advance` has watches to look at."""
         return bool(self._to_look_at)
 
     @property
@@ -137,7 +137,7 @@ class Arrivals:
         return len(self._watches)
 
     def advance(self) -> None:
-        """Look, LOOKS_PER_STEP times at most: one step is no longer for more."""
+        """Look at the queued watches, at most LOOKS_PER_STEP: this bounds the time of a step."""
         for name in list(itertools.islice(self._to_look_at, LOOKS_PER_STEP)):
             del self._to_look_at[name]
             watch = self._watches.get(name)
@@ -153,7 +153,7 @@ class Arrivals:
         return wait.keys if is_held and self._advance(session, wait) else wait.keys[:0]
 
     def _advance(self, session: int, wait: Wait) -> bool:
-        """Lease what has arrived and say so. False: nothing more will come."""
+        """Lease the blocks that arrived and send LeaseMore. False: no more will come."""
         state, scopes = self._state, wait.asker.scopes
         # While the first block is on its way by another job, the rest cannot be leased.
         first = wait.keys[:1]
@@ -198,5 +198,5 @@ class Arrivals:
 
 
 def count_of(origins: Origins | None, origin: Origin) -> int:
-    """How many blocks came from there."""
+    """Number of blocks from this origin."""
     return 0 if origins is None else int(np.count_nonzero(origins == origin))

@@ -1,4 +1,4 @@
-"""Which sets of shards make whole blocks: every layer and head exactly once.
+"""Sets of shards that make whole blocks: every layer and head exactly once.
 
     shards of a space            covers
     0-16 × 0-8                   one rank
@@ -15,14 +15,14 @@ from collections.abc import Collection
 from kvstore.types import Shard
 
 COVERS_MAX = 16
-"""Parallel sizes of one space on one node; what is beyond is not offered."""
+"""Parallel sizes of one space on one node; blocks of further ones are not offered."""
 
 
 WORK_MAX = 1 << 15
-"""Gaps looked at, in one search: engines choose the shards, and may choose puzzles."""
+"""Gaps looked at in one search. Engines choose the shards, and could make the search long."""
 
 _Gap = tuple[int, int, int]
-"""First head, the head behind the last one, first layer: behind it nothing is covered."""
+"""First head, the head behind the last one, first layer that is not covered."""
 _Chosen = tuple[Shard, "_Chosen | None"]
 
 

@@ -1,16 +1,16 @@
-"""Blocks of other nodes: when the index is asked, what is fetched, and what becomes of it.
+"""Blocks of other nodes: questions to the index, fetches, and their results.
 
     keys not held ──Locate──▶ Located ──worth it? room?──Fetch──▶ slots held ──Fetched──▶ sealed
 
 Rules. 1: a slot that is being fetched into belongs to PEER_WRITER until the fetch has truly ended,
-however late. 2: who asks for a key on its way waits for the same fetch; nothing is asked of the
-index or of a peer twice at a time. 3: everything is bounded: LOCATES_MAX questions, a quarter of
-the arena in motion. 4: what is cleared or switched off while it is on its way is dropped when it
-comes.
+however late. 2: a request for a key on its way waits for the same fetch; neither the index nor a
+peer is asked for a key twice at a time. 3: everything is bounded: LOCATES_MAX questions, a quarter
+of the arena in motion. 4: blocks that are cleared or switched off on their way are dropped on
+arrival.
 
-Covers: whom to ask, and whether it pays: a peer's measured pace beside what this space takes to
-compute. Does not cover: the index, loans, bytes and checksums (`kvstore.peers`), leases that wait
-(`arrivals`), what this node lends (`loans`).
+Covers: which node to ask, and whether a fetch pays: a peer's measured pace against the compute time
+of the space. Does not cover: the index, the serving node, bytes and checksums (`kvstore.peers`),
+leases that wait (`arrivals`), blocks served by this node (`loans`).
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, checksums_array
 
 LOCATES_MAX = 256
 COMING_BYTES = 192
-"""What is kept of one key while it is asked for or on its way, whatever the number of shards."""
+"""Memory for one key while it is asked for or on its way, for any number of shards."""
 COMING_BYTES_MAX = 32 * MIB
 COMING_BYTES_PER_ENGINE = 4 * MIB
 """Ten questions of 2,048 keys."""
 """Questions to the index under way."""
 LOCATE_MS = 2
-"""What a question to the index is estimated at."""
+"""Estimated time of a question to the index."""
 ABSENT_NS = NS_PER_S
-"""So long after the index knew nobody, the same question is not asked again."""
+"""After the index knew no location, the same question is not asked again for so long."""
 ABSENT_MAX = 4096
 FETCH_BYTES = 16 * MIB
-"""Of one fetch: the loan of the next is asked for while this one moves, and whoever waits is told
-piece by piece."""
+"""Size of one fetch: the peer is asked for the next one while this one moves, and waiting leases
+grow piece by piece."""
 GAIN = 2
-"""A fetch must be estimated at one part in so many of what computing takes, or less."""
+"""The estimated time of a fetch may be the compute time divided by this, at most."""
 AVOID_FIRST_NS, AVOID_MOST_NS = NS_PER_S, 30 * NS_PER_S
-"""A peer that failed is left alone, longer each time in a row; so is an index that did not answer
-UNANSWERED_MAX times."""
+"""First and longest back-off from a peer that failed, or from an index that did not answer
+UNANSWERED_MAX times in a row."""
 UNANSWERED_MAX = 3
 PEERS_MAX = 1024
 
@@ -81,12 +81,12 @@ class _Fetching(msgspec.Struct):
 
     @property
     def words(self) -> Words:
-        """Of all columns."""
+        """Slots of all columns."""
         return np.concatenate(self.columns)
 
 
 class _PeerPace(msgspec.Struct):
-    """What is known of another node."""
+    """Measured pace and failures of another node."""
 
     pace: ReadPace = msgspec.field(default_factory=ReadPace)
     failures: int = 0
@@ -111,23 +111,23 @@ class Fetches:
         self._locating: dict[int, _Locating] = {}
         self._fetching: Jobs[_Fetching] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
         self._coming: dict[tuple[int, ...], dict[bytes, int]] = {}
-        """Question or fetch of each key, by the scopes that it is wanted in, all together."""
+        """Question or fetch of each key, by all the scopes together that the key is wanted in."""
         self._coming_of: Counter[str] = Counter()
-        """Keys of these, by engine."""
+        """Number of these keys, by engine."""
         self._absent: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
-        """Until when nobody is asked for a run that begins with this (scope, key), and since which
-        question or fetch."""
+        """(time until which the index is not asked for a run that begins with this (scope, key),
+        question or fetch that found none)."""
         self._peers: OrderedDict[str, _PeerPace] = OrderedDict()
         self._unanswered = 0
         """Questions in a row that the index did not answer."""
         self._ask_from_ns = 0
-        """Before that the index is asked nothing: it would only be waited for."""
+        """End of the back-off from the index: a question before it would only wait."""
 
     # ── what is asked ────────────────────────────────────────────────────────────────────────────
 
     def want(self, asker: Asker, keys: Keys) -> Wanted:
-        """A request names these keys, in chain order, of which this node holds not even the first.
-        Returns how many of them, from the first on, are on their way or may be."""
+        """A request names these keys, in chain order, and this node does not hold the first.
+        Returns how many leading ones are on their way or may be."""
         state = self._state
         if not state.config.fetches or not len(keys):
             return Wanted()
@@ -164,7 +164,7 @@ class Fetches:
         return Wanted(len(keys), number)
 
     def _exceeds_share(self, engine: str, more: int) -> bool:
-        """Whether so many more keys are more than this engine, or all together, may be told of."""
+        """Whether so many more keys exceed the bound of this engine or of all engines together."""
         its = (self._coming_of[engine] + more) * COMING_BYTES
         every = (self._coming_of.total() + more) * COMING_BYTES
         return its > COMING_BYTES_PER_ENGINE or every > COMING_BYTES_MAX
@@ -175,19 +175,19 @@ class Fetches:
         return Wanted(0, number)
 
     def _brought_by(self, scope: int, key: bytes) -> tuple[int, int]:
-        """The question or fetch that brings this key of a scope, and its place there."""
+        """The question or fetch that brings this key of a scope, and the key's place in it."""
         number = next(its[key] for its in self._with([scope]).values() if key in its)
         job = self._locating.get(number) or self._fetching.get(number)
         assert job is not None, "nobody brings a key"
         return number, next(n for n, its in enumerate(each(job.keys)) if its == key)
 
     def _with(self, scopes: Sequence[int]) -> dict[tuple[int, ...], dict[bytes, int]]:
-        """Keys on their way in any of these."""
+        """Keys on their way in any of these scopes."""
         wanted = set(scopes)
         return {these: its for these, its in self._coming.items() if not wanted.isdisjoint(these)}
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Which of these keys are on their way, or asked for (`arrivals.Source`)."""
+        """Flags of the keys that are on their way or asked for (`arrivals.Source`)."""
         del rows
         flags = np.zeros((len(scopes), len(keys)), dtype=bool)
         for these, its in self._with(scopes).items() if self._coming else ():
@@ -213,7 +213,7 @@ class Fetches:
             del self._coming_of[asker.engine]
 
     def estimate_ms(self, asker: Asker, block_count: int) -> int:
-        """How long so many blocks take to come from wherever they are, as far as anybody knows."""
+        """Estimated time for so many blocks to come, from the quickest peer that does not fail."""
         size = block_count * sum(asker.slot_sizes)
         now_ns = self._state.now_ns
         paces = [p.pace.ns_per_byte(now_ns) for p in self._peers.values() if not p.failures]
@@ -222,7 +222,7 @@ class Fetches:
     # ── what the index knows ─────────────────────────────────────────────────────────────────────
 
     def located(self, event: Located) -> None:
-        """The index answered, or did not: fetch from whoever is best, or from nobody."""
+        """The index answered, or did not: fetch from the best candidate, if any."""
         state, question = self._state, self._locating.pop(event.locate, None)
         assert question is not None, f"question {event.locate} was answered twice"
         asker, keys = question.asker, question.keys
@@ -238,7 +238,7 @@ class Fetches:
         self._arrivals.news(keys)
 
     def _judge_index(self, *, is_known: bool) -> None:
-        """Requests do not wait, one after the other, for an index that is away."""
+        """Back off from an unreachable index, so that not every request waits for it."""
         if is_known:
             self._unanswered = self._ask_from_ns = 0
             return
@@ -258,7 +258,7 @@ class Fetches:
     def _choose(
         self, asker: Asker, candidates: Sequence[Candidate], question: int
     ) -> Candidate | None:
-        """The one that saves most time; None: computing is as quick, or nobody is to be asked."""
+        """The candidate that saves most time; None: computing is as quick, or all are avoided."""
         state = self._state
         pace = state.paces.of(asker.tenant, asker.space)
         compute_ns = pace.compute_ns_per_token * asker.block_tokens
@@ -286,7 +286,7 @@ class Fetches:
     # ── what is fetched ──────────────────────────────────────────────────────────────────────────
 
     def _fetch_all(self, node: str, asker: Asker, keys: Keys, question: int) -> None:
-        """Fetch what of these is not here by now, as far as there is room."""
+        """Fetch those of the keys that are not here by now, as far as there is room."""
         state = self._state
         rows = state.residency.find_all(asker.scopes, keys)
         away = (state.residency.words(rows) < 0) & ~self.coming(asker.scopes, keys, rows)
@@ -340,7 +340,7 @@ class Fetches:
         return peer
 
     def fetched(self, event: Fetched) -> None:
-        """A fetch has truly ended: what is good and not here by another way is in dram now."""
+        """A fetch has truly ended: seal its good blocks that did not come by another way."""
         state, job = self._state, self._fetching.end(event.job)
         asker = job.asker
         self._expect_no_more(event.job, asker, job.keys)
@@ -370,7 +370,7 @@ class Fetches:
         state.counters.fetch_blocks_lost += int((~good).sum())
 
     def _judge(self, job: _Fetching, event: Fetched) -> None:
-        """What this says of the peer."""
+        """Update the peer's pace, failures and back-off."""
         peer = self._peer(job.node)
         good = any(event.good)
         peer.pace.ended(event.job, self._state.now_ns, counts=good)
@@ -382,7 +382,7 @@ class Fetches:
             peer.failures += 1
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
-        """What was cleared must not come from what is on its way."""
+        """Mark fetches of cleared blocks, so that these do not come back."""
         for job in self._fetching.values():
             if tenant in (None, job.asker.tenant) and space in (None, job.asker.space):
                 job.is_void = True

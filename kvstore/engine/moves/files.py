@@ -1,12 +1,12 @@
-"""The file tier as the engine sees it: what is promoted, what is kept.
+"""The disk tier as the engine sees it: promotions, and blocks kept from reclaimed segments.
 
     sealed in dram ──▶ written through, if it is worth it (`writes`)
     asked for      ──ReadFile───▶ slots held  ──FileRead─────▶ sealed in dram, waiting leases grow
-    segment to go  ──FileReclaim─▶ what was asked for since it was written is kept, all else goes
+    segment to go  ──FileReclaim─▶ blocks asked for since they were written stay, all others go
 
 Rules. 1: a slot that is being read into belongs to FILE_WRITER until the read has truly ended,
-however late. 2: what a read brings counts only if the block is still wanted: its row is there and
-not in dram. 3: at most a quarter of the arena is in motion each way.
+however late. 2: a block that was read counts only if it is still wanted: its row is there and not
+in dram. 3: at most a quarter of the arena is in motion each way.
 
 Covers: reads, places on disk. Does not cover: writes (`writes`), leases that wait (`arrivals`), the
 I/O, its deadlines and checksums (`kvstore.tiers.file`), where blocks are (`residency`), how long a
@@ -51,16 +51,16 @@ from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 from kvstore.wire.record import Scope
 
 BLOCKS_PER_READ = 64
-"""A promotion is told piece by piece: a reader whose time is up takes what is there."""
+"""A promotion is reported piece by piece: a reader at its deadline takes the blocks that came."""
 READ_AHEAD_NS = 10**9
-"""No more is asked of the disk at once than it brings in about this time: what waits longer comes
-too late for whoever asked, and would look like a hanging disk."""
+"""The disk is asked for no more at once than it reads in about this time: blocks that wait longer
+come too late for their request, and would look like a hanging disk."""
 PROMOTED_BLOCKS_MAX = KEYS_PER_DATAGRAM_MAX
-"""Of one question: what lies behind is promoted when it is asked for."""
+"""Blocks of one question; later ones are promoted when they are asked for."""
 REPEATED = -1
 """Answer to a question that names a key twice."""
 KEEP_SHARE = 4
-"""Of a segment that is reclaimed, one part in so many is kept at most."""
+"""At most one part in so many of a reclaimed segment is kept."""
 FOREIGN_LOCATION = np.uint64(1 << 63)
 """Locations from here on are records of other nodes."""
 
@@ -72,15 +72,15 @@ class _Read(msgspec.Struct):
     keys: Keys
     rows: Rows
     checksums: NDArray[np.uint64]
-    """What the tier verifies against: by the end the row may be another copy's."""
+    """For verification by the tier: when the read ends, the row may be another copy's."""
     words: Words
     size_bytes: int
     late: bool = False
-    """Nobody waits for it any more."""
+    """No lease waits for this read any more."""
 
 
 class Files:
-    """Everything the engine decides about its file tier."""
+    """Everything the engine decides about its disk tier."""
 
     def __init__(
         self,
@@ -98,27 +98,27 @@ class Files:
         self._reading = np.zeros(rows + 1, dtype=np.int32)
         """Read job of each row, 0 when none; row -1 reads as none."""
         self._asked_for = np.zeros(rows, dtype=bool)
-        """Since its record was written."""
+        """Flag of each row: asked for since its record was written."""
         self._reads: Jobs[_Read] = Jobs(numbers, arena_bytes=state.config.arena_bytes)
         self.left_out_count = 0
-        """Blocks that the tier told of and that found no row."""
+        """Blocks that the tier reported and that found no row."""
         self.pace = ReadPace(state.config.learned.disk_ns_per_mib)
 
     @property
     def enabled(self) -> bool:
-        """Whether this node has a file tier."""
+        """Whether this node has a disk tier."""
         return self._state.config.file_bytes > 0
 
     def written(self, event: FileWritten) -> None:
-        """A write ended, in whatever way: what is on disk is known."""
+        """A write ended, well or not: record the places on disk."""
         self._place(*self.writes.ended(event))
 
     # ── disk to dram ─────────────────────────────────────────────────────────────────────────────
 
     def promote(self, asker: Asker, keys: Keys, *, held: Rows = NO_ROWS) -> int:
-        """Begin to read what of these keys, in chain order, is on disk and not in dram. Returns how
-        many of them, from the first on, are in dram or on their way, or REPEATED: then nothing was
-        begun. `held`: rows of the first shard that the same question has leased already."""
+        """Begin to read those of these keys, in chain order, that are on disk and not in dram.
+        Returns how many leading ones are in dram or on their way, or REPEATED if nothing was begun.
+        `held`: rows of the first shard that the same question has leased already."""
         state = self._state
         if not self.enabled:
             return 0
@@ -138,14 +138,14 @@ class Files:
         return count
 
     def there(self, rows: Rows) -> NDArray[np.bool_]:
-        """Which are in dram, on their way, or could be read."""
+        """Flags of the rows that are in dram, on their way, or on disk."""
         residency = self._state.residency
         there: NDArray[np.bool_] = (residency.words(rows) >= 0) | (self._reading[rows] != 0)
         there |= (rows >= 0) & (residency.file[rows] != 0)
         return there
 
     def _start(self, asker: Asker, column: int, keys: Keys, rows: Rows) -> int:
-        """Issue reads for these rows of one shard as far as there is room. Returns for how many."""
+        """Issue reads for these rows of one shard as far as there is room; returns how many."""
         state, size = self._state, asker.slot_sizes[column]
         ahead_bytes = int(READ_AHEAD_NS / self.pace.ns_per_byte(state.now_ns))
         room = self._reads.room(size, bytes_max=ahead_bytes)
@@ -195,8 +195,8 @@ class Files:
         )
 
     def read(self, event: FileRead) -> None:
-        """A read has truly ended: what is good and still wanted is in dram now. What is damaged the
-        tier tells by itself (FileGone)."""
+        """A read has truly ended: seal its good blocks that are still wanted. The tier reports
+        damaged ones itself (FileGone)."""
         state, job = self._state, self._reads.end(event.job)
         self._no_more_reading(event.job, job)
         good = np.frombuffer(event.good, dtype=np.bool_)
@@ -206,7 +206,7 @@ class Files:
         self.pace.ended(event.job, state.now_ns, counts=bool(good.any()))
 
     def late(self, event: FileLate) -> None:
-        """Nobody waits for this read any more; its slots stay until it has ended."""
+        """No lease waits for this read any more; its slots stay until the read has ended."""
         job = self._reads.get(event.job)
         if job is not None and not job.late:
             job.late = True
@@ -219,7 +219,7 @@ class Files:
         self._reading[mine] = 0
 
     def coming(self, scopes: Sequence[int], keys: Keys, rows: Rows) -> NDArray[np.bool_]:
-        """Which of these rows are being read (`arrivals.Source`)."""
+        """Flags of the rows that are being read (`arrivals.Source`)."""
         being_read: NDArray[np.bool_] = self._reading[rows] != 0
         return being_read
 
@@ -229,7 +229,7 @@ class Files:
         return self._state.residency.scope(scope.tenant, SpaceId(scope.space), scope.shard)
 
     def known(self, event: FileKnown) -> None:
-        """The tier holds these blocks. Of two places the later written one counts."""
+        """The tier holds these blocks. The place that was written last counts."""
         state = self._state
         if state.is_off(event.scope.tenant, SpaceId(event.scope.space), Tier.FILE):
             return
@@ -257,7 +257,7 @@ class Files:
         self._state.residency.put_file(rows, locations)
 
     def moved(self, event: FileMoved) -> None:
-        """What a reclaimed segment kept. A block that has another place by now keeps that."""
+        """New places of blocks kept from a reclaimed segment. Blocks with a later place keep it."""
         residency = self._state.residency
         scope = self._number_of(event.scope)
         rows = residency.find(scope, keys_array(event.keys))
@@ -279,8 +279,8 @@ class Files:
         residency.drop_file(np.unique(rows[there]), self._state.stamp(Reason.FILE_LOST))
 
     def reclaim(self, event: FileReclaim) -> None:
-        """A segment is to go: keep what was asked for since it was written, within a share and the
-        budget."""
+        """A segment is to go: keep the blocks that were asked for since they were written, within a
+        share and the budget."""
         state, residency = self._state, self._state.residency
         total = sum(len(part.keys) // KEY_BYTES for part in event.parts)
         room, kept = total // KEEP_SHARE, []
@@ -303,7 +303,7 @@ class Files:
         state.say(ReclaimFile(segment=event.segment, keep=keep, cause=state.cause))
 
     def void(self, tenant: str | None, space: bytes | None) -> None:
-        """What was cleared must not come back with a restart."""
+        """Void cleared blocks on disk, so that they do not come back with a restart."""
         if self.enabled:
             self._state.say(VoidFile(tenant=tenant, space=space, cause=self._state.cause))
 
@@ -315,8 +315,8 @@ class Files:
 
 
 def _is_newer(new: NDArray[np.uint64], old: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which new places supersede the old ones: any that is the first, one of our own a foreign one,
-    and of our own the greater."""
+    """Flags of the new places that supersede the old ones: any is newer than none, an own one than
+    a foreign one, and the greater of two own ones."""
     own = new < FOREIGN_LOCATION
     newer: NDArray[np.bool_] = (old == 0) | (own & ((old >= FOREIGN_LOCATION) | (new > old)))
     return newer

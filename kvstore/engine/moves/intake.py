@@ -1,13 +1,13 @@
-"""Intake: the one door into dram, for blocks that an engine computed, the disk held, a peer sent.
+"""Intake: the one way into dram, for blocks that an engine computed, the disk held, a peer sent.
 
     room? ─▶ slots held by a writer ─▶ the writer is done ─▶ wanted, and not here yet? ─▶ sealed
                                                                └─ no: the slot is free again
 
-Rules. 1: of two copies of a (scope, key) the first one stays. 2: whoever waits for a block is
-woken, whichever way it came. 3: what did not come from disk is offered to the disk.
+Rules. 1: the first copy of a (scope, key) stays. 2: leases that wait for a block are woken,
+whichever way it came. 3: blocks that did not come from disk are offered to the disk.
 
-Covers: room, rows, places, seals. Does not cover: credits (`stores`), what is moved and whether it
-pays (`files`, `fetches`), leases that wait (`arrivals`).
+Covers: room, rows, places, seals. Does not cover: credits (`stores`), the choice of blocks to move
+(`files`, `fetches`), leases that wait (`arrivals`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Copies(NamedTuple):
 
 
 class Intake:
-    """Of one node."""
+    """The intake of one node."""
 
     def __init__(
         self, state: State, admission: Admission, arrivals: Arrivals, writes: Writes
@@ -55,8 +55,8 @@ class Intake:
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
 
     def room(self, sizes: Sequence[int], wanted: int, quota: QuotaGroup, active: set[int]) -> int:
-        """Make room for blocks of one slot of each of these sizes; returns for how many, up to
-        `wanted`, there is some. `active`: sizes in use, which keep what they have."""
+        """Make room for blocks of one slot of each of these sizes; returns how many fit, up to
+        `wanted`. `active`: slot sizes that sessions use now; other pools give way first."""
         if wanted <= 0:
             return 0
         pools = {size: self._state.slots.pool(size) for size in sizes}
@@ -66,7 +66,7 @@ class Intake:
         return min(wanted, *(len(pool.free) // sizes.count(s) for s, pool in pools.items()))
 
     def room_for(self, asker: Asker, sizes: Sequence[int], wanted: int) -> int:
-        """The same for what is brought because it was asked for, as far as that may be pinned."""
+        """The same for blocks that are brought for a request, as far as they may be pinned."""
         state, block_bytes = self._state, sum(sizes)
         pinnable = state.slots.pins.room(None, asker.quota, block_bytes) // block_bytes
         active = state.active_sizes()
@@ -76,7 +76,7 @@ class Intake:
     def hold(
         self, sizes: Sequence[int], count: int, *, writer: int, quota: QuotaGroup
     ) -> list[Words]:
-        """Slots for so many blocks, a column for each size, which are the writer's from now on."""
+        """Grant the writer slots for so many blocks; one column for each size."""
         state = self._state
         return [
             state.slots.grant(
@@ -93,22 +93,22 @@ class Intake:
     # ── arrival ──────────────────────────────────────────────────────────────────────────────────
 
     def store(self, copies: Copies, *, block_bytes: int) -> NDArray[np.bool_]:
-        """An engine computed them, no key twice. Returns which are in dram by these slots now; the
-        other slots are free."""
+        """Seal blocks that an engine computed, no key twice. Returns flags of those that are in
+        dram in these slots now; the other slots are free."""
         rows, absent = self._find(copies)
         taken = self._put(copies, rows, absent, is_use=False)
         self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
         return absent
 
     def fetch(self, copies: Copies, good: NDArray[np.bool_], *, block_bytes: int) -> None:
-        """Another node sent the good ones of them."""
+        """Seal the good blocks that another node sent."""
         rows, absent = self._find(copies)
         taken = self._put(copies, rows, good & absent, is_use=True)
         self._arrivals.brought(self._state.residency.words(taken), Origin.PEER)
         self._writes.sealed(copies.scope, taken, block_bytes=block_bytes)
 
     def read(self, copies: Copies, good: NDArray[np.bool_]) -> None:
-        """The disk held the good ones of them. What has no row any more is not wanted."""
+        """Seal the good blocks that were read from disk. Blocks without a row are not wanted."""
         rows, absent = self._find(copies)
         wanted = good & absent & (rows >= 0)
         # A scope that nothing is in any more may be forgotten by now.
@@ -117,7 +117,7 @@ class Intake:
         self._arrivals.brought(self._state.residency.words(taken), Origin.FILE)
 
     def _find(self, copies: Copies) -> tuple[Rows, NDArray[np.bool_]]:
-        """Their rows, and which of them are not in dram."""
+        """Rows of these blocks, and flags of those that are not in dram."""
         rows = self._state.residency.find(copies.scope, copies.keys)
         return rows, self._state.residency.words(rows) < 0
 

@@ -3,8 +3,8 @@
 Rules. 1: a job's slots are its own until the transfer has truly ended, however late. 2: a job ends
 once. 3: jobs of one kind move `bytes_max` at most together; one block always may.
 
-Does not cover: what is moved and whether it pays (`files`, `writes`, `fetches`), how long it takes
-(`pace`).
+Does not cover: the choice of blocks to move (`files`, `writes`, `fetches`), how long a transfer
+takes (`pace`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOVING_SHARE: Final = 4
 
 
 class Moving(Protocol):
-    """What every job has."""
+    """Properties of every job."""
 
     @property
     def words(self) -> Words:
@@ -30,7 +30,7 @@ class Moving(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Of these slots."""
+        """Size of these slots."""
         ...
 
 
@@ -38,7 +38,7 @@ J = TypeVar("J", bound=Moving)
 
 
 class Jobs(Generic[J]):
-    """Those of one kind. `numbers` names jobs of all kinds."""
+    """Jobs of one kind. `numbers` names jobs of all kinds."""
 
     def __init__(self, numbers: Iterator[int], *, arena_bytes: int) -> None:
         self._numbers = numbers
@@ -52,21 +52,21 @@ class Jobs(Generic[J]):
         return max(0 if self._jobs else 1, (limit - self.moving_bytes) // block_bytes)
 
     def begin(self, job: J) -> int:
-        """Returns its number."""
+        """Add a job; returns its number."""
         number = next(self._numbers)
         self._jobs[number] = job
         self.moving_bytes += job.size_bytes
         return number
 
     def end(self, number: int) -> J:
-        """It has truly ended."""
+        """Remove a job whose transfer has truly ended."""
         job = self._jobs.pop(number, None)
         assert job is not None, f"job {number} ended twice"
         self.moving_bytes -= job.size_bytes
         return job
 
     def get(self, number: int) -> J | None:
-        """None: it has ended."""
+        """The job with this number; None: the job has ended."""
         return self._jobs.get(number)
 
     def items(self) -> ItemsView[int, J]:
@@ -74,7 +74,7 @@ class Jobs(Generic[J]):
         return self._jobs.items()
 
     def values(self) -> ValuesView[J]:
-        """All of them."""
+        """All jobs."""
         return self._jobs.values()
 
     def __len__(self) -> int:

@@ -1,13 +1,13 @@
-"""Blocks that another node reads here: pinned while it does, and told whether they stayed.
+"""Blocks that another node reads here: pinned during the read, then checked for changes.
 
     Lend ──pin the leading run──▶ Lent … the peer reads … LoanReturned ──▶ LoanEnded(intact)
-      └─ what is on disk is promoted first, for WAIT_NS at most
+      └─ blocks on disk are promoted first, for WAIT_NS at most
 
 Rules. 1: a loan is a lease of a session of its own, negative, so that time ends it like any other.
-2: a peer only reads: giving a slot up early is never unsafe here, and `intact` tells it so. 3: what
-a block was lent with is what it must still be at the end: slot and generation. 4: a peer is lent as
-much as its share of pins allows (`pins`); the run ends there.
-Does not cover: who may ask (`kvstore.peers`), what is fetched from others (`fetches`).
+2: a peer only reads: giving a slot up early is never unsafe, and `intact` shows it to the peer. 3:
+a block is intact if its slot and generation at the end are those of the start. 4: a peer's share of
+pins (`pins`) limits the run.
+Does not cover: access control (`kvstore.peers`), blocks fetched from others (`fetches`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvstore.units import NS_PER_S
 from kvstore.wire.messages import KEYS_PER_DATAGRAM_MAX, keys_array
 
 WAIT_NS = NS_PER_S
-"""So long a loan waits for blocks from disk; whoever asks waits twice as long for the answer."""
+"""Longest wait of a loan for blocks from disk; the peer waits twice as long for the answer."""
 WAITING_MAX = 64
-"""Loans of one peer that wait."""
+"""Waiting loans of one peer."""
 
 
 class _Loan(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class _Loan(msgspec.Struct, frozen=True):
 
 
 class _Waiting(msgspec.Struct, frozen=True):
-    """A loan that is answered when what is on disk has come."""
+    """A loan that is answered when its blocks on disk have come."""
 
     peer: int
     loan: int
@@ -64,7 +64,7 @@ class Loans:
         self._waiting: dict[tuple[int, int], _Waiting] = {}
 
     def lend(self, event: Lend) -> None:
-        """Pin the longest run there is, whatever the parallel size it was stored with."""
+        """Pin the longest run of any parallel size that was stored here."""
         state, name = self._state, (event.peer, event.loan)
         keys = keys_array(event.keys)[:KEYS_PER_DATAGRAM_MAX]
         is_new = name not in self._loans and name not in self._waiting
@@ -94,7 +94,7 @@ class Loans:
         return waiting < WAITING_MAX and self._state.leases.may_add(-peer, loan)
 
     def _best(self, event: Lend, keys: Keys) -> tuple[Asker, Rows] | None:
-        """The cover that has the longest run, and its rows, [S][n]; None: nothing is to be lent."""
+        """The cover that has the longest run, and its rows, [S][n]; None: no block to serve."""
         state, space = self._state, SpaceId(event.space)
         known = state.known.get((event.tenant, space))
         if known is None or state.is_off(event.tenant, space) or not len(keys):
@@ -158,7 +158,7 @@ class Loans:
 
     def _look(self, waiting: _Waiting) -> Keys:
         """Blocks came, or time passed: answer a loan that need not wait any longer. Returns the
-        keys that it waits for."""
+        keys that it still waits for."""
         state, name = self._state, (waiting.peer, waiting.loan)
         run = leading_run(state, waiting.asker.scopes, waiting.keys)
         rest = waiting.keys[run.count :]
@@ -175,7 +175,7 @@ class Loans:
         return rest[:0]
 
     def returned(self, event: LoanReturned) -> None:
-        """Say whether what was lent stayed, and let go of it."""
+        """Answer which blocks of the loan stayed, and release its lease."""
         state = self._state
         loan = self._loans.pop((event.peer, event.loan), None)
         intact = np.zeros(loan.block_count if loan else 0, dtype=bool)
@@ -190,7 +190,7 @@ class Loans:
         )
 
     def gone(self, event: PeerGone) -> None:
-        """Nobody reads these any more, or nobody will believe what it read."""
+        """The peer reads no more, or drops the bytes that it read: end its loans."""
         self._state.leases.end_session(-event.peer)
         self._state.slots.pins.leave(-event.peer)
         self._loans = {name: loan for name, loan in self._loans.items() if name[0] != event.peer}
@@ -200,7 +200,7 @@ class Loans:
         self._state.credits_due = True
 
     def tick(self) -> None:
-        """Loans whose lease has run out are forgotten: `returned` tells their peers the same."""
+        """Forget loans whose lease has run out: for these, `returned` answers that none stayed."""
         now_ns = self._state.now_ns
         for name in [name for name, its in self._waiting.items() if its.until_ns <= now_ns]:
             self._arrivals.unwatch(_watch(name))

@@ -1,18 +1,18 @@
-"""What peers can have of this node: blocks that a tier holds in all their shards.
+"""Blocks that peers can fetch from this node: a tier holds them in all their shards.
 
     Change (tier, shard, keys) ─▶ which of the keys are whole now ─▶ Offered, or taken back
 
-An engine of several ranks stores a block in pieces, and the pieces come and go one by one. A piece
-alone is of no use to a peer that may be cut in another way, so a key is offered while the shards
-that a tier holds of it cover all layers and heads of the space. Rules:
+An engine of several ranks stores a block in shards, and the shards come and go one by one. A shard
+alone is of no use to a peer that may be sharded in another way, so a key is offered while the
+shards that a tier holds of it cover all layers and heads of the space. Rules:
 
-1. Nothing is remembered but the tables: each change is judged by what is held when the step ends,
-   so the last word about a key is the truth, whatever was said before it.
-2. To offer twice, and to take back what was never offered, is no error.
-3. Before an engine has said how many layers and heads a space has, to this process or an earlier
-   one (`journal_spaces`), nothing of it is offered.
+1. There is no state but the tables: each change is judged by the tables when the step ends, so the
+   last update about a key is the truth, whatever the earlier ones were.
+2. To offer twice, and to take back a key that was never offered, is no error.
+3. Before an engine has reported how many layers and heads a space has, to this process or an
+   earlier one (`journal_spaces`), none of its blocks are offered.
 
-Covers: what is whole. Does not cover: telling it (`kvstore.peers.feed`).
+Covers: which blocks are whole. Does not cover: publishing them (`kvstore.peers.feed`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Offers:
         self._geometry = geometry
 
     def told(self, changes: Iterable[Change]) -> list[Offered]:
-        """What follows from the changes of a step that has ended, in order."""
+        """Updates that follow from the changes of a step that has ended, in order."""
         return [offer for change in changes for offer in self._judge(change)]
 
     def held(self, held: Iterable[Change]) -> list[Offered]:
-        """What is whole of a slice of what is held. Each key comes with the shards where layers and
+        """Whole blocks of a slice of the tables. Each key comes with the shards where layers and
         heads begin: every cover has one of them."""
         offers = (
             offer
@@ -78,7 +78,7 @@ class Offers:
                 yield Offered(change.tier, stored, tenant, space, keys[which].tobytes())
 
     def _whole(self, change: Change, geometry: Geometry) -> NDArray[np.bool_]:
-        """Of each key, whether the shards that the tier holds now cover everything."""
+        """Flags of the keys whose shards in the tier cover everything now."""
         tenant, space, _ = change.scope
         keys = np.frombuffer(change.keys, dtype=np.uint64).reshape(-1, KEY_BYTES // 8)
         shards = self._residency.shards(tenant, space)
@@ -97,7 +97,7 @@ class Offers:
 
 @lru_cache(maxsize=4096)
 def _cover(shards: frozenset[Shard], geometry: Geometry) -> bool:
-    """Whether these pieces are all layers and heads."""
+    """Whether these shards cover all layers and heads."""
     there = np.zeros(geometry, dtype=bool)
     for shard in shards:
         there[shard.layer_begin : shard.layer_end, shard.head_begin : shard.head_end] = True

@@ -1,12 +1,12 @@
-"""How long the disk takes, or another node, learned from every read: the estimate that requests
-decide by.
+"""How long the disk takes, or another node, learned from every read: the estimate by which requests
+decide.
 
 A read is timed from question to answer, queue, seeks and checksums included, over the bytes that
-were under way with it. The slowest of the last few counts: a disk that became slow is known after
-one read, and one that recovered after READS. A read under way counts with the time it has taken
-already, and while one takes much longer than it should, nobody is told to wait.
+were under way with it. The slowest of the last few counts: a slow disk shows after one read, a
+recovered one after READS. A read under way counts with the time it has taken already, and while one
+takes much longer than expected, the estimate is longer than any request waits.
 
-Does not cover: who waits how long (`kvstore.client.core.costs`), deadlines of I/O.
+Does not cover: how long requests wait (`kvstore.client.core.costs`), deadlines of I/O.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ READS = 4
 SMALL_READ_BYTES = 256 * KIB
 """A shorter read is mostly latency: it takes as long as this."""
 NS_PER_BYTE_GUESS = 1.0
-"""Of a read, until the first one was measured."""
+"""Estimate until the first read was measured."""
 DOUBT_NS = 5 * NS_PER_MS
-"""A read that takes so much longer than twice its time puts the disk in doubt."""
+"""A read that takes so much longer than twice its expected time puts the disk in doubt."""
 DOUBTFUL_MS = 1 << 31
-"""The estimate then: longer than anybody waits."""
+"""Estimate for a disk in doubt: longer than any request waits."""
 
 
 class _TimedRead:
@@ -35,12 +35,12 @@ class _TimedRead:
     def __init__(self, size_bytes: int, ahead_bytes: int, begin_ns: int) -> None:
         self.size_bytes = size_bytes
         self.ahead_bytes = max(ahead_bytes, SMALL_READ_BYTES)
-        """With its own: what the disk has to bring until this read is done."""
+        """Bytes that the disk has to read until this read is done, its own included."""
         self.begin_ns = begin_ns
 
 
 class ReadPace:
-    """What reads from one place take: a file tier's disk, another node."""
+    """Time of reads from one place: the disk tier or another node."""
 
     def __init__(self, learned_ns_per_mib: int = 0) -> None:
         self._guess = (MIB, learned_ns_per_mib or int(NS_PER_BYTE_GUESS * MIB))
@@ -51,11 +51,11 @@ class ReadPace:
 
     @property
     def measured_ns_per_mib(self) -> int:
-        """For the next start; 0: nothing was learned."""
+        """Pace for the next start; 0: no read was measured."""
         return round(max(ns / size for size, ns in self._samples) * MIB) if self._samples else 0
 
     def ns_per_byte(self, now_ns: int) -> float:
-        """Of the slowest read, one under way included."""
+        """Pace of the slowest read, the oldest one under way included."""
         return max(ns / size for size, ns in [*self._learned(), *self._so_far(now_ns)])
 
     def begun(self, job: int, size_bytes: int, now_ns: int) -> None:
@@ -64,7 +64,7 @@ class ReadPace:
         self._reads[job] = _TimedRead(size_bytes, self._bytes, now_ns)
 
     def ended(self, job: int, now_ns: int, *, counts: bool) -> None:
-        """It truly ended; `counts`: how long it took says something about the disk."""
+        """A read has truly ended. `counts`: its time is a measurement of the disk."""
         read = self._reads.pop(job)
         self._bytes -= read.size_bytes
         if counts:
@@ -72,7 +72,7 @@ class ReadPace:
             self._samples.append((read.ahead_bytes, max(now_ns - read.begin_ns, least_ns)))
 
     def estimate_ms(self, now_ns: int) -> int:
-        """How long what is being read now will take."""
+        """How long the reads under way will take."""
         for size, ns in self._so_far(now_ns):
             if ns > 2 * _expected_ns(self._learned(), size) + DOUBT_NS:
                 return DOUBTFUL_MS
@@ -90,6 +90,6 @@ class ReadPace:
 
 def _expected_ns(samples: Iterable[tuple[int, int]], size_bytes: int) -> float:
     """A longer read than one that was measured takes longer in proportion; a shorter one is quicker
-    by the root of that only, because a part of every read is latency, and which part is not known.
+    by the root of that only, because an unknown part of every read is latency.
     """
     return max(ns * max(size_bytes / size, math.sqrt(size_bytes / size)) for size, ns in samples)

@@ -1,7 +1,7 @@
-"""What engines told of themselves, by tenant and space, for the next engine of that space.
+"""Speeds that engines reported, by tenant and space, for the next engine of that space.
 
-Bounded: of many, those that told last. What an engine says is moved into bounds and used for
-nothing but the start of another engine of its own tenant, which measures for itself from then on.
+Bounded: the latest reports stay. Reported values are clamped to bounds and serve only for the
+start of another engine of the same tenant, which measures for itself from then on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvstore.wire.messages import Measured
 
 
 class Paces:
-    """By (tenant, space), the least recently told first."""
+    """Paces by (tenant, space), the least recently reported first."""
 
     def __init__(self, learned: Learned) -> None:
         self._by_space: OrderedDict[tuple[str, str], SpacePace] = OrderedDict()
@@ -22,7 +22,7 @@ class Paces:
             self._by_space[pace.tenant, pace.space] = pace
 
     def told(self, tenant: str, space: SpaceId, measured: Measured) -> None:
-        """An engine says how quick it is. What it has not measured stays as it was."""
+        """An engine reports its speed. A value that it has not measured stays as it was."""
         old = self.of(tenant, space)
         told = SpacePace(
             tenant,
@@ -37,10 +37,10 @@ class Paces:
             self._by_space.popitem(last=False)
 
     def of(self, tenant: str, space: SpaceId) -> SpacePace:
-        """What is known of this space, possibly nothing."""
+        """Pace of this space; zeros where it is not known."""
         nothing = SpacePace(tenant, space.hex())
         return self._by_space.get((tenant, nothing.space), nothing)
 
     def all(self) -> tuple[SpacePace, ...]:
-        """All, the last told first."""
+        """All paces, the last reported first."""
         return tuple(reversed(self._by_space.values()))

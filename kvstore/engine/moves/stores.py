@@ -1,8 +1,8 @@
 """Stores: credits out, seals in, copies that turned out bad.
 
-A granted slot comes back by its writer's Seal or Drop; only what was granted to that very
-connection, in that session, with that generation counts. Duplicate stores are joined: the first
-seal of a (space, shard, key) wins, the other slot is free again.
+A granted slot comes back by its writer's Seal or Drop, which count only if connection, session and
+generation are those of the grant. Duplicate stores are joined: the first seal of a (space, shard,
+key) wins, the other slot is free again.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Stores:
         self._intake = intake
         self._counted: list[int] = []
         self._sharing_slots: dict[frozenset[int], int] = {}
-        """Sessions with slots of one of these sizes; of the sessions that were counted."""
+        """Number of counted sessions that have slots of one of these sizes."""
         self._sharing_quota: Counter[QuotaGroup] = Counter()
 
     def drop(self, connection: Connection, message: Drop) -> None:
-        """Granted slots that were not written: free again."""
+        """Free granted slots that were not written."""
         words, valid = self._valid(connection, message)
         words = np.unique(words[valid])
         self._state.counters.stores_dropped += len(words)
@@ -111,20 +111,20 @@ class Stores:
             owner.groups[message.group].granted_slots -= len(words)
 
     def distrust(self, connection: Connection, message: Distrust) -> None:
-        """Forget copies whose bytes failed their checksum. Only those that this engine could read
-        count: another model's or tenant's cache is not its to empty."""
+        """Forget copies whose bytes failed their checksum. Only copies that this engine can read
+        count: no engine may empty another model's or tenant's cache."""
         words = self._readable(connection, message)
         self._state.counters.blocks_distrusted += len(words)
         self._state.empty(words, self._state.stamp(Reason.FAILED_CHECK))
 
     def verified(self, connection: Connection, message: Verified) -> None:
-        """These copies are what they were when they were stored. The same rule."""
+        """Mark copies whose bytes passed their checksum as verified, by the same rule."""
         words = self._readable(connection, message)
         self._state.counters.blocks_verified += int(self._state.residency.unverified[words].sum())
         self._state.residency.unverified[words] = False
 
     def _readable(self, connection: Connection, message: Distrust | Verified) -> Words:
-        """Of the copies that are named, those that are still there and the engine's to read."""
+        """The named copies that are still there and that the engine can read."""
         words, known = self._state.slots.words_of(slots_array(message.slots))
         bad = (
             known
@@ -154,7 +154,7 @@ class Stores:
                         self._grant(owner, index, wanted, active)
 
     def _credits_wanted(self, group: OwnerGroup) -> int:
-        """Blocks that a group's credits are short of; 0 while half of them are left."""
+        """Blocks that a group's credits lack; 0 while more than half of them are left."""
         counts, quota = Counter(group.asker.slot_sizes), group.asker.quota
         pools = {self._state.slots.pools[size]: count for size, count in counts.items()}
         sharing = self._sharing_slots[frozenset(counts)]
@@ -165,8 +165,8 @@ class Stores:
         return target - group.granted_blocks if group.granted_blocks <= target // 2 else 0
 
     def _count_sharing(self, groups: list[OwnerGroup]) -> None:
-        """How many groups share slots and quotas, anew when they are other groups: credits are
-        looked at on nearly every step. Hundreds of sessions have few kinds of slots."""
+        """Count the groups that share slots and quotas, again only when the groups changed: credits
+        are looked at on nearly every step. Hundreds of sessions have few kinds of slots."""
         numbers = [group.session for group in groups]
         if numbers == self._counted:
             return

@@ -1,15 +1,15 @@
-"""What is written through to disk: which blocks are worth it, their jobs, their pins.
+"""Writes of blocks to disk: which blocks are worth it, their jobs, their pins.
 
     sealed in dram ──┐
                      ├─ worth it? ─ room? ─ budget? ──WriteFile──▶ slot pinned ──FileWritten──▶
     asked for again ─┘
 
-Rules. 1: a slot that is being written from is pinned like a leased one. 2: stores never wait: what
-cannot be written now is not written; if it is asked for while it is in dram, it is offered again.
-3: at most a quarter of the arena is in motion. 4: whatever is written, what a reclaimed segment
-keeps included, is allowed by the budget first; reads never ask.
+Rules. 1: a slot that is being written from is pinned like a leased one. 2: stores never wait: a
+block that cannot be written now is skipped, and offered again if it is asked for while in dram.
+3: at most a quarter of the arena is in motion. 4: every write, blocks kept from a reclaimed segment
+included, is charged to the budget first; reads are not.
 
-Does not cover: what "worth it" means (`policy.disk`), places on disk (`files`), the I/O
+Does not cover: which blocks are worth it (`policy.disk`), places on disk (`files`), the I/O
 (`kvstore.tiers.file`).
 """
 
@@ -32,7 +32,7 @@ from kvstore.types import PAGE_BYTES, Tier
 from kvstore.wire.record import Scope, payload_pages
 
 JOB_BYTES_MAX = 64 << 20
-"""Of one job, if it has more than one block: jobs of some hundred MiB would fill any queue."""
+"""Size of a job of more than one block: jobs of some hundred MiB would fill any queue."""
 
 
 class _Write(msgspec.Struct, frozen=True):
@@ -41,9 +41,9 @@ class _Write(msgspec.Struct, frozen=True):
     words: Words
     generations: NDArray[np.uint64]
     size_bytes: int
-    """In dram."""
+    """Size in dram."""
     record_bytes: int
-    """Of one block on disk."""
+    """Size of one block on disk."""
 
 
 class Writes:
@@ -61,15 +61,15 @@ class Writes:
         )
         self._jobs: Jobs[_Write] = Jobs(numbers, arena_bytes=config.arena_bytes)
         self._job_of_word = np.zeros(len(state.slots.state), dtype=np.int64)
-        """The last write of each slot while it lasts, else 0."""
+        """Job of the last write of each slot while it lasts, else 0."""
 
     def sealed(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
-        """These blocks were stored now."""
+        """Offer blocks that were just stored."""
         if self._state.config.file_bytes:
             self._offer(scope, rows, block_bytes)
 
     def asked_again(self, scope: int, rows: Rows, *, block_bytes: int) -> None:
-        """A new request names these blocks; rows that are not there are -1."""
+        """Offer blocks that a new request names; absent rows are -1."""
         if not self._state.config.file_bytes:
             return
         words = self._state.residency.words(rows)
@@ -78,7 +78,7 @@ class Writes:
             self._offer(scope, rows, block_bytes)
 
     def _offer(self, scope: int, rows: Rows, block_bytes: int) -> None:
-        """Of these blocks in dram, in chain order, write what is in no file, worth it, and fits."""
+        """Write blocks in dram, in chain order, if they are in no file, worth it, and fit."""
         state = self._state
         rows = rows[state.residency.file[rows] == 0]
         if len(rows) == 0 or state.is_scope_off(scope, Tier.FILE):
@@ -102,7 +102,7 @@ class Writes:
             self._write(scope, rows[piece], words[piece], size=size, block_bytes=block_bytes)
 
     def allow(self, count: int, *, block_bytes: int) -> int:
-        """How many blocks the budget lets be written now; they count as written."""
+        """How many of the blocks the budget allows now; these count as written."""
         allowed = self._admission.allow(count, _record_bytes(block_bytes), self._state.now_ns)
         self._state.counters.file_blocks_over_budget += count - allowed
         return allowed
@@ -125,8 +125,7 @@ class Writes:
         )
 
     def ended(self, event: FileWritten) -> tuple[Rows, NDArray[np.uint64]]:
-        """A write ended, in whatever way: its slots are free to go. Returns which rows lie where
-        now."""
+        """A write ended, well or not: unpin its slots. Returns rows and their places on disk."""
         state, job = self._state, self._jobs.end(event.job)
         locations = np.frombuffer(event.locations, dtype="<u8")
         stayed = state.slots.generation[job.words] == job.generations
@@ -145,21 +144,21 @@ class Writes:
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def pinned_words(self) -> Words:
-        """Slots that are being written from, each as often as it is, while their blocks stay."""
+        """Slots that are being written from, once per write, while their blocks stay."""
         generation = self._state.slots.generation
         held = [job.words[generation[job.words] == job.generations] for job in self._jobs.values()]
         return np.concatenate(held) if held else NONE
 
     def budget_left_bytes(self) -> int | None:
-        """What may be written now; None without a budget."""
+        """Bytes that may be written now; None without a budget."""
         return self._admission.left_bytes(self._state.now_ns)
 
     def spent_bytes(self) -> int:
-        """What is used up of the day's budget; 0 without one."""
+        """Used part of the day's budget; 0 without one."""
         left = self.budget_left_bytes()
         return 0 if left is None else max(0, self._state.config.file_day_bytes - left)
 
 
 def _record_bytes(block_bytes: int) -> int:
-    """What a block takes on disk: its header's page and its payload."""
+    """Size of a block on disk: its header's page and its payload."""
     return PAGE_BYTES * (1 + payload_pages(block_bytes))
