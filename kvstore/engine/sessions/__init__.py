@@ -1,12 +1,12 @@
-"""Who is attached, what he asks, and what he was promised.
+"""Attached engines, their lookups and their leases.
 
 | module      | cares about                                   | in → out                     |
 |-------------|-----------------------------------------------|------------------------------|
-| `owners`    | who is attached, and whether it fits          | Hellos → owner, objection    |
-| `sessions`  | attaching, sessions, whose slots come back    | Hellos, ends → Quiesce, open |
-| `lookups`   | what can be loaded                            | LeaseAsk, Hint → replies     |
+| `owners`    | attached engines, and whether their parts fit | Hellos → owner, objection    |
+| `sessions`  | attaching, sessions, return of slots          | Hellos, ends → Quiesce, open |
+| `lookups`   | blocks that a request can load                | LeaseAsk, Hint → replies     |
 | `runs`      | the longest run of a chain in dram            | keys → slots                 |
-| `leases`    | what readers were promised                    | leases → lease counts        |
-| `askers`    | for whom blocks are brought                   | owner → shards, quota        |
+| `leases`    | slots pinned for readers                      | leases → lease counts        |
+| `askers`    | engines and nodes that blocks are brought for | owner → shards, quota        |
 | `unserved`  | engines that get nothing, and why             | objections → rows            |
 """

@@ -1,7 +1,7 @@
-"""For whom blocks are brought to dram: which shards, into slots of which sizes, out of whose quota.
+"""Askers, for which blocks are brought to dram: their shards, slot sizes and quota.
 
-An engine, or another node that wants to be lent blocks. What is on its way outlives the engine that
-asked, so nothing here refers to it.
+An asker is an engine, or another node that fetches from this one. Blocks on their way outlive the
+engine that asked, so nothing here refers to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.wire.layout import shard_bytes, slot_bytes
 from kvstore.wire.space import Space
 
 ANOTHER_NODE = "(another node)"
-"""Instead of an engine's title."""
+"""Stands in place of an engine's title."""
 
 
 class Asker(msgspec.Struct, frozen=True):
@@ -26,15 +26,15 @@ class Asker(msgspec.Struct, frozen=True):
     space: SpaceId
     shards: tuple[Shard, ...]
     scopes: tuple[int, ...]
-    """Of the shards, while the engine or blocks of them are there."""
+    """Scopes of the shards, valid while the engine is attached or blocks of them are held."""
     slot_sizes: tuple[int, ...]
     block_bytes: tuple[int, ...]
     block_tokens: int
     quota: QuotaGroup
     engine: str
-    """Whose share it takes of what is bounded."""
+    """Engine whose share of bounded resources is used."""
     title: str
-    """For people: for whom room was made."""
+    """Name for people, in explanations of evictions."""
 
     @property
     def address(self) -> tuple[str, SpaceId]:
@@ -51,7 +51,7 @@ def asker(
     engine: str = ANOTHER_NODE,
     title: str = ANOTHER_NODE,
 ) -> Asker:
-    """Of an engine or of another node. `columns`: shards and their scopes."""
+    """The asker for an engine or for another node. `columns`: shards and their scopes."""
     sizes = tuple(shard_bytes(space, shard) for shard, _ in columns)
     return Asker(
         tenant=address[0],

@@ -1,10 +1,10 @@
-"""Leases: sealed slots promised to a reader until it lets go, its session ends or time is up.
+"""Leases: sealed slots pinned for a reader until it releases them, its session or the time ends.
 
 Rules. 1: each lease is counted exactly once in the counts of `pins`, and no more when its block has
 left. 2: a lease is renewed for LEASE_LIVES_MAX of its lives at most: a request that loads nothing
-asks again, and gets what its engine's share of pins allows then. 3: what a session's leases take,
+asks again, and gets what its engine's share of pins allows then. 3: the cost of a session's leases,
 in memory and in time to end them all, is bounded, and there is always some left for the next one.
-4: a lease is looked at when it may be over, and once a life otherwise: not at each tick.
+4: a lease is looked at when it may have expired, and once a life otherwise: not at each tick.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvstore.units import MIB, NS_PER_MS
 from kvstore.wire.messages import LEASE_LIVES_MAX
 
 SLOT_BYTES: Final = 16
-"""Of a slot in a lease: a word and a generation."""
+"""Size of a slot in a lease: a word and a generation."""
 LEASE_BYTES: Final = 4096
-"""Counted for a lease, and for each time that it grows: more than they take, because ending them
+"""Counted for a lease, and for each time that it grows: more than its memory, because ending it
 takes time."""
 SESSION_BYTES_MAX: Final = 8 * MIB
-"""Half a million slots: 30 ms to end them all. No more than half of what others leave, either."""
+"""Half a million slots: 30 ms to end them all. A session gets at most half of what others leave."""
 BYTES_MAX: Final = 256 * MIB
 _LOOK_NS: Final = 100 * NS_PER_MS
 
@@ -41,7 +41,7 @@ class Lease:
         self, account: Account | None, *, shards: int, granted_ns: int, expires_ns: int
     ) -> None:
         self.account = account
-        """That pins its slots."""
+        """Account that pins its slots."""
         self._shards = shards
         self.pieces: list[tuple[Words, NDArray[np.uint64]]] = []
         """Slots and generations, as they were pinned: distinct within a piece. A slot whose block
@@ -49,7 +49,7 @@ class Lease:
         self.granted_ns = granted_ns
         self.expires_ns = expires_ns
         self.due = 0
-        """When it is looked at, in _LOOK_NS."""
+        """Time of the next look, in _LOOK_NS."""
 
     @property
     def slot_count(self) -> int:
@@ -63,7 +63,7 @@ class Lease:
 
     @property
     def size_bytes(self) -> int:
-        """Counted for it."""
+        """Bytes that are counted for this lease."""
         return len(self.pieces) * LEASE_BYTES + self.slot_count * SLOT_BYTES
 
 
@@ -76,23 +76,23 @@ class Leases:
         self._count_max = count_max
         self._by_session: dict[int, dict[int, Lease]] = {}
         self._bytes_of: Counter[int] = Counter()
-        """By session, of those that have any."""
+        """Bytes counted by session; only sessions that have leases."""
         self._bytes = 0
         self._to_look_at: dict[int, dict[tuple[int, int], Lease]] = {}
-        """By when they may be over, in _LOOK_NS."""
+        """Leases by the time at which they may have expired, in _LOOK_NS."""
 
     def __len__(self) -> int:
         return sum(len(leases) for leases in self._by_session.values())
 
     def may_add(self, session: int, lease: int) -> bool:
-        """False when the session holds its share, or this id, already."""
+        """False when the session holds its share already, or this lease id."""
         held = self._by_session.get(session, {})
         if lease in held or len(held) >= self._count_max:
             return False
         return self._room(session) >= LEASE_BYTES
 
     def fitting(self, session: int, account: Account | None, words: Words, shards: int) -> int:
-        """How many blocks, from the first on, may be leased of these: [n][shards], sealed."""
+        """How many leading blocks of these slots may be leased: [n][shards], sealed."""
         room = max(self._room(session) - LEASE_BYTES, 0) // (SLOT_BYTES * shards)
         return min(self._slots.pins.fitting(account, words, shards), room)
 
@@ -109,7 +109,7 @@ class Leases:
         account: Account | None = None,
         shards: int = 1,
     ) -> Lease:
-        """Pin these slots, [n][shards] and distinct, for an account that may (`Pins.fitting`)."""
+        """Pin these slots, [n][shards] and distinct; the account has room (`Pins.fitting`)."""
         expires_ns = now_ns + self._ttl_ns
         made = Lease(account, shards=shards, granted_ns=now_ns, expires_ns=expires_ns)
         self._by_session.setdefault(session, {})[lease] = made
@@ -118,7 +118,7 @@ class Leases:
         return made
 
     def get(self, session: int, lease: int) -> Lease | None:
-        """This lease, if it is held."""
+        """The lease with this id, if the session holds it."""
         return self._by_session.get(session, {}).get(lease)
 
     def extend(self, session: int, lease: int, words: Words) -> None:
@@ -127,7 +127,7 @@ class Leases:
             self._pin(session, self._by_session[session][lease], words)
 
     def renew(self, session: int, leases: list[int], now_ns: int) -> None:
-        """Let these last a whole life from now, if they may; unknown ones are ignored."""
+        """Let leases last a whole life from now, within rule 2; unknown ones are ignored."""
         held = self._by_session.get(session, {})
         for lease in leases:
             found = held.get(lease)
@@ -136,7 +136,7 @@ class Leases:
                 found.expires_ns = min(now_ns + self._ttl_ns, last_ns)
 
     def release(self, session: int, leases: list[int]) -> None:
-        """Let go; unknown ones are ignored."""
+        """Release leases; unknown ones are ignored."""
         held = self._by_session.get(session, {})
         for lease in leases:
             found = held.pop(lease, None)
@@ -146,12 +146,12 @@ class Leases:
             self._by_session.pop(session, None)
 
     def end_session(self, session: int) -> None:
-        """Let go of all of a session's."""
+        """Release all leases of a session."""
         for number, lease in self._by_session.pop(session, {}).items():
             self._end(session, number, lease)
 
     def expire(self, now_ns: int) -> int:
-        """Let go of those whose time is up; returns how many."""
+        """Release the leases whose time is up; returns how many."""
         count = 0
         for due in sorted(due for due in self._to_look_at if due <= now_ns // _LOOK_NS):
             for (session, number), lease in self._to_look_at.pop(due).items():
@@ -167,7 +167,7 @@ class Leases:
         self._to_look_at.setdefault(lease.due, {})[session, number] = lease
 
     def items(self) -> list[tuple[int, int, Lease]]:
-        """(session, lease id, lease) of all."""
+        """(session, lease id, lease) of every lease."""
         return [
             (session, number, lease)
             for session, held in self._by_session.items()
@@ -186,7 +186,7 @@ class Leases:
             del self._bytes_of[session]
 
     def check(self) -> None:
-        """Raises AssertionError when what leases take is miscounted."""
+        """Raises AssertionError when the bytes of leases are miscounted."""
         found: Counter[int] = Counter()
         for session, number, lease in self.items():
             found[session] += lease.size_bytes

@@ -1,4 +1,4 @@
-"""Lookups: what a request can load, pinned by a lease, and what is known of its keys."""
+"""Lookups: blocks that a request can load, pinned by a lease, and hints about its keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lookups:
         self._fetches = fetches
         self._arrivals = arrivals
         self._brings = files.enabled or state.config.fetches
-        """Whether anything comes to dram but what engines store."""
+        """Whether any blocks come to dram besides stores of engines."""
 
     def lease(self, connection: Connection, ask: LeaseAsk) -> str:
         """Pin the longest run in dram and answer. Returns why the connection must end, or "" ."""
@@ -111,16 +111,16 @@ class Lookups:
         return ""
 
     def _may_lease(self, session: int, account: Account, run: Run) -> tuple[Run, int]:
-        """What of a run a session may lease, and how many blocks it may not."""
+        """The part of a run that a session may lease, and the number of blocks it may not."""
         shards = max(len(run.words_by_shard), 1)
         fits = self._state.leases.fitting(session, account, run.words(), shards)
         self._state.counters.pins_refused += run.count - fits
         return run.cut(fits), run.count - fits
 
     def _bring(self, asker: Asker, keys: Keys, run: Run) -> tuple[int, int, Wanted]:
-        """Begin to bring what is not in dram, from disk and behind that from other nodes. Returns
-        how many are on their way, or may be, an estimate of how long that takes in ms, and what
-        other nodes have to do with it."""
+        """Begin to bring blocks that are not in dram, first from disk, later ones from other nodes.
+        Returns how many are on their way or may be, an estimate of the time in ms, and the part of
+        other nodes."""
         if not self._brings or not len(keys):
             return 0, 0, Wanted()
         promoting = self._files.promote(asker, keys, held=run.rows())
@@ -133,7 +133,7 @@ class Lookups:
         return promoting + wanted.coming, estimate_ms, wanted
 
     def _refuse(self, connection: Connection, ask: LeaseAsk, asker: Asker) -> str:
-        """Nothing of this space is lent; explain says why."""
+        """Lease no block of this space; explain says why."""
         state, keys = self._state, keys_array(ask.keys)
         state.counters.blocks_missed += len(keys)
         self._lend_nothing(connection, ask)
@@ -147,7 +147,7 @@ class Lookups:
         self._state.send(connection, nothing)
 
     def hint(self, connection: Connection, hint: Hint) -> str:
-        """Touch what is held, and say what is known: of what lies behind LOOKED_UP_MAX nothing.
+        """Touch the blocks that are held, and reply which keys are known, up to LOOKED_UP_MAX.
         Returns why the connection must end, or nothing."""
         state, owner, keys = self._state, connection.owner, keys_array(hint.keys)
         present: NDArray[np.bool_] = np.zeros(len(keys), dtype=bool)
@@ -165,7 +165,7 @@ class Lookups:
         return ""
 
     def _hint(self, asker: Asker, keys: Keys) -> NDArray[np.bool_]:
-        """Which keys are known in every shard."""
+        """Flags of the keys that are known in every shard."""
         rows = self._state.residency.find_all(asker.scopes, keys)
         present: NDArray[np.bool_] = np.logical_and.reduce(rows >= 0, axis=0)
         self._use(asker, keys, self._state.residency.words(rows))
@@ -179,7 +179,7 @@ class Lookups:
         return present
 
     def _use(self, asker: Asker, keys: Keys, words: NDArray[np.int64]) -> None:
-        """A request names these blocks; words are [S][n]. Pool by pool, its shards side by side."""
+        """A request names these blocks; words are [S][n]. One pool at a time, all its shards."""
         sizes, scopes = np.array(asker.slot_sizes), np.array(asker.scopes)
         for size in dict.fromkeys(asker.slot_sizes):
             its = np.flatnonzero(sizes == size)

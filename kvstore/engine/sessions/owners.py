@@ -1,8 +1,8 @@
-"""Owners, their connections, and whether they have a session: who is attached, and to what.
+"""Owners: attached engine instances, their connections and sessions.
 
 An owner is one engine instance: a scheduler and `rank_count` ranks. See ADR 0003 for how a session
-forms, ADR 0012 for ranks that hold the same shard. Holds facts only; what follows from them (slots
-freed, datagrams sent) is `engine`'s.
+forms, ADR 0012 for ranks that hold the same shard. Holds facts only; `sessions` acts on them (frees
+slots, sends datagrams).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OwnerKey = tuple[str, str, str]
 
 
 class Connection:
-    """One attached process. Stays known after its socket ended while it may still write."""
+    """One attached process. Stays here after its socket ended while the process may still write."""
 
     __slots__ = ("asked_session", "ended", "hello", "id", "owner", "quiet_session")
 
@@ -31,9 +31,9 @@ class Connection:
         self.owner = owner
         self.ended = False
         self.asked_session = 0
-        """The session that this rank was last asked to be quiet for."""
+        """Session of the last Quiesce to this rank."""
         self.quiet_session = 0
-        """The session that this rank said it serves."""
+        """Session of the last Quiet from this rank."""
 
     @property
     def role(self) -> Literal["scheduler", "rank"]:
@@ -41,18 +41,18 @@ class Connection:
 
 
 class OwnerGroup:
-    """A KV cache group of a session: what one column per distinct shard is about."""
+    """A KV cache group of a session, with one column per distinct shard."""
 
     __slots__ = ("asker", "granted_slots", "session", "writers")
 
     def __init__(self, asker: Asker, writers: tuple[int, ...], session: int) -> None:
         self.asker = asker
         self.writers = writers
-        """By column: the rank that writes the shard."""
+        """Rank that writes the shard, by column."""
         self.session = session
-        """Number that its granted slots carry: the session's, plus the group's index."""
+        """Number that granted slots carry: the session's, plus the group's index."""
         self.granted_slots = 0
-        """Not yet sealed or dropped, all columns together."""
+        """Slots granted and not yet sealed or dropped, all columns together."""
 
     @property
     def granted_blocks(self) -> int:
@@ -80,14 +80,14 @@ class Owner:
         self.scheduler: Connection | None = None
         self.ranks: dict[int, Connection] = {}
         self.forming = 0
-        """Session that the ranks were asked to be quiet for; 0 when none."""
+        """Session of the last Quiesce, until it opens or the owner changes; 0: none."""
         self.open_session = 0
         self.unserved = ""
-        """Why its scheduler says that it cannot be served."""
+        """Reason, from the scheduler, why this engine cannot be served."""
         self.waits_since_ns = 0
-        """Since when its scheduler has been attached without a session."""
+        """Time since which the scheduler has been attached without a session."""
         self.groups: tuple[OwnerGroup, ...] = ()
-        """Of the last session."""
+        """KV cache groups of the last session."""
         self.opened_ns = 0
 
     @property
@@ -97,7 +97,7 @@ class Owner:
 
     @property
     def rank_count(self) -> int:
-        """As its scheduler, which is attached, has it."""
+        """Number of ranks by the Hello of the scheduler, which must be attached."""
         assert self.scheduler is not None
         hello = self.scheduler.hello
         assert isinstance(hello, HelloScheduler)
@@ -105,7 +105,7 @@ class Owner:
 
     @property
     def title(self) -> str:
-        """For people: its id and what it serves."""
+        """Text for people: the engine's id and the label of its model."""
         hello = self.scheduler.hello if self.scheduler is not None else None
         label = hello.label if isinstance(hello, HelloScheduler) else ""
         return f"{self.key[1]} ({label})" if label else self.key[1]
@@ -124,7 +124,7 @@ class Owner:
         return hellos
 
     def columns(self, group: int) -> dict[Shard, HelloRank]:
-        """Distinct shards of the attached ranks, in the order of columns, each with its writer."""
+        """Distinct shards of the attached ranks in column order, each with its writer."""
         columns: dict[Shard, HelloRank] = {}
         for hello in self.rank_hellos():
             if group < len(hello.groups):  # as on every rank, once `objection` has none

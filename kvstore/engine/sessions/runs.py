@@ -1,4 +1,4 @@
-"""The longest run of a chain that is in dram: what a lease can pin.
+"""The longest run of a chain that is in dram, which a lease can pin.
 
 Keys come in chain order; a block counts when every shard of it is there. Does not cover: pinning
 (`leases`), answering (`lookups`, `files`).
@@ -18,8 +18,8 @@ from kvstore.engine.state import State
 from kvstore.wire.messages import ASKS_PER_LOOKUP_MAX, KEYS_PER_DATAGRAM_MAX
 
 LOOKED_UP_MAX = ASKS_PER_LOOKUP_MAX * KEYS_PER_DATAGRAM_MAX
-"""Blocks, times shards, that one message is answered about: what a lookup with all its asks can
-lease. Of the many keys and many shards that fit a message, a look at each would take 0.1 s."""
+"""Blocks, times shards, that one message is answered about: as many as a lookup can lease with all
+its asks. A message has room for so many keys and shards that a look at each would take 0.1 s."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Run(msgspec.Struct, frozen=True):
     words_by_shard: list[Words]
 
     def cut(self, count: int) -> Run:
-        """Only the first so many."""
+        """The first `count` keys only."""
         return self if count == self.count else msgspec.structs.replace(self, count=count)
 
     def words(self) -> Words:
@@ -38,8 +38,8 @@ class Run(msgspec.Struct, frozen=True):
         return _interleave(self.words_by_shard, self.count) if self.count else NONE
 
     def checksums(self, state: State, *, asked: bool) -> bytes:
-        """16 bytes each, [n][S]; unless they are asked for, of blocks only that must be verified:
-        0 for the others, and nothing if there is none."""
+        """Checksums of 16 bytes, [n][S]. Unless asked for, only blocks that must be verified have
+        theirs, the others 0; empty if there is none."""
         if not self.count:
             return b""
         unverified = state.residency.unverified[self.words()]
@@ -51,13 +51,13 @@ class Run(msgspec.Struct, frozen=True):
         return sums.astype("<u8").tobytes()
 
     def every_checksum(self, state: State) -> NDArray[np.uint64]:
-        """Of all blocks, [n][S] of two words."""
+        """Checksums of all blocks, [n][S] of two words."""
         rows = _interleave(self.rows_by_shard, self.count)
         sums: NDArray[np.uint64] = state.residency.checksum[rows]
         return sums
 
     def repeats(self) -> bool:
-        """Whether a key comes twice. Slots are distinct if rows are."""
+        """Whether a key occurs twice. Slots are distinct if rows are."""
         return has_repeats(self.rows())
 
     def rows(self) -> Rows:
@@ -66,14 +66,14 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def has_repeats(rows: Rows) -> bool:
-    """Whether a row comes twice. Rows of a chain mostly ascend; only otherwise is the costlier look
+    """Whether a row occurs twice. Rows of a chain mostly ascend; only if not is the costlier look
     needed."""
     ascending = np.count_nonzero(rows[1:] > rows[:-1]) >= len(rows) - 1
     return not ascending and len(np.unique(rows)) != len(rows)
 
 
 def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:
-    """The longest run of these keys, from the first on, that is in dram in all of `scopes`."""
+    """The longest run of leading keys that is in dram in all of `scopes`."""
     rows_by_shard, words_by_shard, count = [], [], len(keys)
     if len(scopes) > FEW_SCOPES:
         return run_of(state, state.residency.find_all(scopes, keys))
@@ -88,19 +88,19 @@ def leading_run(state: State, scopes: Sequence[int], keys: Keys) -> Run:
 
 
 def run_of(state: State, rows: Rows) -> Run:
-    """The same of rows that are known, [S][n]."""
+    """The same for rows that are known, [S][n]."""
     words = state.residency.words(rows)
     return Run(leading(words >= 0), list(rows), list(words))
 
 
 def leading(flags: NDArray[np.bool_]) -> int:
-    """How many of n are set in every shard, from the first on; [S][n]."""
+    """How many leading ones of n flags are set in every shard; [S][n]."""
     every: NDArray[np.bool_] = np.logical_and.reduce(flags, axis=0)
     return len(every) if bool(every.all()) else int(np.argmin(every))
 
 
 def _interleave(columns: list[NDArray[np.int64]], count: int) -> NDArray[np.int64]:
-    """[n][S] of S columns of at least n."""
+    """Array [n][S] of S columns of at least n."""
     if len(columns) == 1:
         return columns[0][:count]
     return np.stack([column[:count] for column in columns], axis=1).reshape(-1)

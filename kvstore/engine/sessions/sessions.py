@@ -1,4 +1,4 @@
-"""Sessions: who attaches, when a session opens and ends, whose slots come back (ADR 0003).
+"""Sessions: attaching, opening and closing, and the return of slots (ADR 0003).
 
 Covers Hello, Quiet, the end of sockets and processes. Does not cover: credits (`stores`).
 """
@@ -35,7 +35,7 @@ class Sessions:
         self._next_session = (state.config.incarnation & 0x7F_FFFF_FFFF) << 24 | GROUPS_MAX
 
     def hello(self, id: ConnectionId, hello: HelloScheduler | HelloRank, process: int = 0) -> None:
-        """A process introduces itself; with it the owner may be complete."""
+        """A process attaches, or is refused; the owner may be complete with it."""
         reason, permanent = "", False
         if hello.protocol != PROTOCOL_VERSION:
             permanent = True
@@ -75,8 +75,8 @@ class Sessions:
         self._form(owner)
 
     def _count_beside(self, hello: HelloScheduler | HelloRank) -> int:
-        """Attached processes, without the one that this Hello replaces. Who has ended and only
-        keeps slots in quarantine takes nobody's place."""
+        """Number of attached processes, without the one that this Hello replaces. Ended processes
+        that only keep slots in quarantine do not count."""
         owner = self._state.owners.get((hello.tenant, hello.engine_id, hello.nonce))
         replaced = None
         if owner is not None and isinstance(hello, HelloRank):
@@ -99,7 +99,7 @@ class Sessions:
             self.ended(old.id)
 
     def _rank_is_quiet_again(self, owner: Owner, hello: HelloRank) -> None:
-        """Its Hello says that no copy of this process runs: what it may have written is free."""
+        """This Hello shows that no copy of the process runs: free the slots that it could write."""
         for old in list(self._state.connections.values()):
             if (
                 old.ended
@@ -112,7 +112,7 @@ class Sessions:
                 self._forget(old)
 
     def _form(self, owner: Owner) -> None:
-        """Everybody attached: ask the ranks to be quiet for a new session."""
+        """If all are attached and fit, ask the ranks to be quiet for a new session."""
         scheduler = owner.scheduler
         if scheduler is None or not owner.is_complete:
             return
@@ -154,7 +154,7 @@ class Sessions:
             )
 
     def quiet(self, connection: Connection, session: int) -> str:
-        """Its slots of earlier sessions are free; when all ranks are quiet the session opens.
+        """Free the rank's slots of earlier sessions; open the session when all ranks are quiet.
 
         Returns why the connection must end, or nothing.
         """

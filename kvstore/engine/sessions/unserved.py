@@ -1,12 +1,12 @@
-"""Engines that get nothing from this node, and why: an operator must see them.
+"""Engines that this node does not serve, and why: an operator must see them.
 
-Three kinds. An engine that says itself that its ranks cannot be served, such as ones whose cache is
-on a GPU (`Unserved`). One that this node refused (`owners.objection`), for as long as it asks
-again. One whose scheduler is attached, but whose session does not open. Not among them: ranks
-without a scheduler, which are an engine that is still starting.
+Three kinds. An engine that reports that its ranks cannot be served, such as ones whose cache is on
+a GPU (`Unserved`). One that this node refused (`owners.objection`), for as long as it asks again.
+One whose scheduler is attached, but whose session does not open. Not among them: ranks without a
+scheduler, which are an engine that is still starting.
 
-Covers: what is remembered, and the rows of it. Does not cover: refusals before there is an engine,
-such as of a uid (`kvstore.node.refused`).
+Covers: the refusals that are kept, and the rows of the report. Does not cover: refusals before
+there is an engine, such as of a uid (`kvstore.node.refused`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.engine.sessions.owners import Owner, OwnerKey
 from kvstore.units import NS_PER_S
 
 FORMS_NS_MAX: Final = 30 * NS_PER_S
-"""Its ranks attach before its scheduler does: a session that takes longer will not open."""
+"""Ranks attach before their scheduler does: a session that takes longer will not open."""
 REFUSED_NS_MAX: Final = 30 * NS_PER_S
 """A refused engine asks again after 10 s; one that did not is gone."""
 REFUSED_COUNT_MAX: Final = 64
@@ -41,14 +41,14 @@ class Refusals:
         self._last: dict[OwnerKey, tuple[str, int]] = {}
 
     def add(self, owner: OwnerKey, reason: str, now_ns: int) -> None:
-        """The latest ones stay."""
+        """Add a refusal; the latest ones stay."""
         self._last.pop(owner, None)
         self._last[owner] = (reason, now_ns)
         if len(self._last) > REFUSED_COUNT_MAX:
             del self._last[next(iter(self._last))]
 
     def rows(self, now_ns: int) -> list[UnservedReport]:
-        """Of those that may still be there."""
+        """Rows of refused engines that may still be there."""
         return [
             UnservedReport(engine, tenant, f"refused: {reason}")
             for (tenant, engine, _), (reason, at_ns) in self._last.items()
@@ -57,7 +57,7 @@ class Refusals:
 
 
 def unserved(owners: Iterable[Owner], refusals: Refusals, now_ns: int) -> list[UnservedReport]:
-    """One row an engine."""
+    """One row for each engine that is not served."""
     attached = [(owner, _reason(owner, now_ns)) for owner in owners]
     rows = [UnservedReport(each.title, each.key[0], reason) for each, reason in attached if reason]
     return rows + refusals.rows(now_ns)
