@@ -1,10 +1,10 @@
-"""Why a request hit or missed: stories of recent requests, joined with what their lookups found.
+"""Why a request hit or missed: stories of recent requests, joined with findings of their lookups.
 
     Story (engine, at a request's end) ─┐
     Finding (node, at each lookup) ─────┴▶ one row a request, ranges of blocks ─▶ kvstore explain
 
-A ring of STORIES_MAX; a request's prompt and keys are in none of it. Does not cover: what was found
-and why not (`findings`), how a reason reads (`kvstore.cli.reasons`).
+A ring of STORIES_MAX; prompts and keys of requests are not kept. Does not cover: results of lookups
+(`findings`), texts of reasons (`kvstore.cli.reasons`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from kvstore.wire.messages import Story, keys_array
 STORIES_MAX: Final = 1024
 NS_PER_US: Final = 1000
 COUNT_MAX: Final = 1 << 50
-"""Of nanoseconds (13 days), tokens, blocks: what an engine tells beyond that is nonsense, and sums
-of it would fit no message."""
+"""Bound of nanoseconds (13 days), tokens, blocks: larger values from an engine make no sense, and
+their sums would fit no message."""
 _COUNTS: Final = {*Story.__struct_fields__} - {"request", "outcome", "detail", "session", "leases"}
 
 
 class RequestReport(msgspec.Struct, frozen=True):
-    """One request, as its engine and this node saw it."""
+    """One request, from its engine's story and this node's findings."""
 
     number: int
-    """Of the node's own counting; asks for its ranges."""
+    """Number of this request on this node; `ranges` takes it."""
     request: str
     engine_id: str
     label: str
@@ -48,9 +48,9 @@ class RequestReport(msgspec.Struct, frozen=True):
     file_tokens: int
     peer_tokens: int
     outcome: Reason
-    """Why nothing, or nothing more, was loaded; none after a load."""
+    """Why no blocks, or no more, were loaded; none after a load."""
     detail: str
-    """Of a load that failed."""
+    """Detail of a load that failed."""
     queued_us: int
     lookup_us: int
     promotion_us: int
@@ -80,7 +80,7 @@ _AS_TOLD: Final = {*RequestReport.__struct_fields__} & {*Story.__struct_fields__
 
 
 class Explain:
-    """See the module."""
+    """Stories of recent requests of one node, and the questions about them."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -89,7 +89,7 @@ class Explain:
         self._next_number = 1
 
     def tell(self, connection: Connection, story: Story) -> None:
-        """A request ended."""
+        """A request ended: keep its story with the findings of its lookups."""
         state, owner = self._state, connection.owner
         if owner.address is None:
             return  # no session ever: it does not know what it speaks of
@@ -120,7 +120,7 @@ class Explain:
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
 
     def requests(self, request: str, *, limit: int) -> list[RequestReport]:
-        """The newest requests whose id fits `request`, newest first; empty fits all."""
+        """The newest requests whose id fits `request`, newest first; an empty one fits all."""
         found: list[RequestReport] = []
         for told in reversed(self._told):
             if len(found) == limit:
@@ -131,7 +131,7 @@ class Explain:
         return found
 
     def ranges(self, number: int) -> list[RangeReport]:
-        """What became of each block of a request's prompt; empty when it is not remembered."""
+        """Result for each block of a request's prompt; empty if the request is no longer kept."""
         for told in self._told:
             if told.row.number == number:
                 for finding in told.findings:
@@ -141,7 +141,7 @@ class Explain:
         return []
 
     def hashings(self) -> list[HashingReport]:
-        """How to compute the keys of each space that is known."""
+        """Parameters for computing the keys of each known space."""
         return [
             HashingReport(
                 space=space.hex(),
@@ -155,7 +155,7 @@ class Explain:
         ]
 
     def prefix(self, tenant: str, space: SpaceId, keys: bytes) -> list[RangeReport]:
-        """Where these blocks are now, or why nowhere; empty when the space is not known."""
+        """Tiers of these blocks now, or why they are in none; empty when the space is not known."""
         state, known = self._state, self._state.known.get((tenant, space))
         if known is None or not keys:
             return []
@@ -212,8 +212,8 @@ def _outcome(story: Story, first: Finding | None) -> Reason:
 def _of_request(
     story: Story, row: RangeReport, begin: int, end: int, *, served: int
 ) -> list[RangeReport]:
-    """What a lookup found, of the blocks from `begin` to `end`: what was loaded of it, and what was
-    not."""
+    """Split a lookup's row for the blocks from `begin` to `end` into those that were loaded and
+    those that were not."""
     if row.reason is Reason.NONE:
         cut = min(max(begin, served), end)
         reason = reason_of(story.outcome) or Reason.NOT_NEEDED
@@ -237,8 +237,8 @@ def _why_unasked(told: _Told) -> Reason:
 
 
 def fits(request: str, asked: str) -> bool:
-    """Whether an engine's id of a request is what a client calls `asked`. Engines put words before
-    a client's id and behind it, with dashes between: cmpl-ID-0-1f2e3d4c."""
+    """Whether an engine's id of a request contains the client's id `asked`. Engines add a prefix
+    and suffixes to a client's id, with dashes between: cmpl-ID-0-1f2e3d4c."""
     if not asked:
         return True
     return f"-{request}-".find(f"-{asked}-") >= 0 or request.startswith(asked)

@@ -1,13 +1,13 @@
-"""What each lookup found, block by block: kept when a lease is asked for, examined later.
+"""Findings: results of lookups, block by block, kept when a lease is asked for, examined later.
 
-    LeaseAsk ──add──▶ Finding (what was held then) ──Tick──▶ ranges (why the rest was not)
+    LeaseAsk ──add──▶ Finding (blocks held then) ──Tick──▶ ranges (why the rest was not held)
 
-Answering comes first: a lease costs no more than remembering what its answer was made of. Why the
-rest missed is looked up at the next ticks, a bounded number of keys each, and whatever leaves the
+Answering comes first: a lease costs no more than keeping the parts of its answer. Why the rest
+missed is looked up at the next ticks, a bounded number of keys each, and a block that leaves the
 tables meanwhile leaves a tombstone with a later time. Then the keys are dropped.
 
 Rules. 1: everything is bounded: FINDINGS_MAX lookups, RANGES_MAX ranges each, PENDING_KEYS_MAX
-keys. 2: what a lookup found is what was held when it was asked, not when it is examined.
+keys. 2: a finding describes the tables at the time of the lookup, not of its examination.
 Does not cover: requests (`explain`).
 """
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 FINDINGS_MAX: Final = 4096
 RANGES_MAX: Final = 32
-"""Of one lookup; what lies behind is not told apart."""
+"""Ranges of one lookup; all blocks behind them share one range."""
 PENDING_KEYS_MAX: Final = 1 << 16
 LOOKS_PER_TICK: Final = 16_384
-"""At a key in a shard: some milliseconds of the loop."""
+"""Looks at a key in a shard: some milliseconds of the loop."""
 LOOKS_OF_ONE: Final = 256
-"""That a lookup takes at least."""
+"""Looks that a lookup is charged at least."""
 SPACE_DIGITS: Final = 16
-"""Of a space, in rows for people."""
+"""Hex digits of a space, in rows for people."""
 OTHER_SCOPES_MAX: Final = 256
-"""Looked into for a block that is not in its own space."""
+"""Scopes that are searched for a block that is not in its own space."""
 
 Flags = NDArray[np.bool_]
 NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
@@ -58,36 +58,36 @@ _TIER_OF: Final = {
     Reason.NOT_READ: "file",
     Reason.PROMOTION_DEADLINE: "file",
 }
-"""Where a block is that was not leased."""
+"""Tier of a block that was not leased."""
 
 
 class RangeReport(msgspec.Struct, frozen=True):
-    """Neighbouring blocks with the same story."""
+    """Neighbouring blocks with the same result."""
 
     first_block: int
     blocks: int
     tier: str = ""
-    """That served them, or holds them though they were not served: engine, dram, file, peer."""
+    """Source of the blocks, or their place if they were not loaded: engine, dram, file, peer."""
     reason: Reason = Reason.NONE
-    """Why they were not served; none when they were."""
+    """Why the blocks were not loaded; none when they were."""
     node: str = ""
-    """Another one that they came from, or could have come from."""
+    """Other node that the blocks came from, or could have come from."""
     sought: Reason = Reason.NONE
-    """What became of asking other nodes; none: they were not asked."""
+    """Result of asking other nodes; none: they were not asked."""
     name: str = ""
-    """The engine that room was made for, or the space that holds them."""
+    """Engine that room was made for, or space that holds the blocks."""
     left_ms: tuple[int, int] = (0, 0)
-    """Of blocks that left: how long before the question the last and the first of them did."""
+    """Time from when the last and the first of the blocks left until the lookup."""
     search: Search | None = None
     """The question to other nodes in full."""
 
 
 class Brought(NamedTuple):
-    """Where neighbouring leased blocks came from."""
+    """Origins of neighbouring leased blocks."""
 
     origins: Origins
     searches: NDArray[np.int64]
-    """Number of the search that brought each from another node, or 0."""
+    """Number of the search that brought each block from another node, or 0."""
 
 
 class Finding:
@@ -105,41 +105,41 @@ class Finding:
         self.asker = asker
         self.asked_ns = now_ns
         self.held = held
-        """Leased at once."""
+        """Number of blocks leased at once."""
         self.arrived = 0
-        """Leased later, as they came."""
+        """Number of blocks leased later, on arrival."""
         self.promoting = promoting
         self.pieces: list[tuple[int, Brought]] = []
-        """(place of the first, where they came from) of pieces of which not all were in dram."""
+        """(place of the first block, origins) of pieces of which not all were in dram."""
         self.searched: Search | None = None
-        """Other nodes were asked, or not asked again, for what was not here."""
+        """Question to other nodes, new or earlier, about the blocks that were not held."""
         self.search_begin = 0
-        """Where the first block that it asked about would be among those that were not held."""
+        """Place of the search's first block among those that were not held."""
         self.refused = (0, 0)
-        """Of what was not held: the first that was in dram and not pinned, and how many were."""
+        """(first, count) of the blocks not held that were in dram and could not be pinned."""
         self.keys: Keys | None = None
-        """What was not held; None once examined."""
+        """Keys of the blocks that were not held; None once examined."""
         self.present, self.in_dram = NO_FLAGS, NO_FLAGS
-        """Of what was not held, by the first shard: in some tier, in dram."""
+        """Flags of the blocks not held, by the first shard: in some tier, in dram."""
         self.rest: list[RangeReport] = []
-        """Of what was not held, once examined."""
+        """Ranges of the blocks that were not held, once examined."""
 
     def close(self, rest: list[RangeReport]) -> None:
-        """It has been examined."""
+        """End the examination: keep the ranges, drop the keys."""
         self.rest, self.keys = rest, None
         self.present, self.in_dram = NO_FLAGS, NO_FLAGS
 
     def brought(self, begin: int, brought: Brought | None) -> None:
-        """Where the leased blocks from `begin` on came from; None: all were in dram."""
+        """Add the origins of the leased blocks from `begin` on; None: all were in dram."""
         if brought is not None:
             self.pieces.append((begin, brought))
 
     def origins(self) -> Origins:
-        """Where each of the leased blocks came from for this lookup."""
+        """Origin, for this lookup, of each leased block."""
         return self._leased()[0]
 
     def _leased(self) -> tuple[Origins, NDArray[np.int64]]:
-        """Origin and search of each."""
+        """Origin and search of each leased block."""
         count = self.held + self.arrived
         origins = np.full(count, Origin.DRAM, dtype=np.uint8)
         searches = np.zeros(count, dtype=np.int64)
@@ -149,7 +149,7 @@ class Finding:
         return origins, searches
 
     def ranges(self, searches: Searches) -> list[RangeReport]:
-        """What was leased, then what was not. It must have been examined."""
+        """Ranges of leased blocks, then of the others. The finding must have been examined."""
         origins, numbers = self._leased()
         found = []
         for begin, end in _runs(origins | numbers << 8):
@@ -162,7 +162,7 @@ class Finding:
         return found
 
     def _sought(self, row: RangeReport, begin: int, end: int) -> list[RangeReport]:
-        """Of blocks that were not held those from `begin` to `end`, in pieces that share one story
+        """Blocks from `begin` to `end` of those that were not held, in pieces that share one result
         of other nodes."""
         search, first = self.searched, self.search_begin
         cuts = {begin, max(begin, end)}
@@ -178,7 +178,7 @@ class Finding:
 
 
 def _told_of(row: RangeReport, search: Search | None, *, at: int) -> RangeReport:
-    """With what other nodes had to do with blocks from a place of the search on."""
+    """The row with the results of other nodes, for blocks from a place of the search on."""
     if search is None:
         return row
     is_served = row.reason is Reason.NONE
@@ -204,7 +204,7 @@ class Findings:
         return len(self._by_lease)
 
     def add(self, connection: Connection, lease: int, finding: Finding) -> None:
-        """Keep it, in place of the oldest."""
+        """Keep a finding, in place of the oldest."""
         self._by_lease[connection.owner.open_session, lease] = finding
         if len(self._by_lease) > FINDINGS_MAX:
             self._by_lease.popitem(last=False)
@@ -217,16 +217,16 @@ class Findings:
                 self._pending.append(finding)
 
     def latest(self, session: int, lease: int) -> Finding | None:
-        """None: it is not remembered any more."""
+        """The finding of this lease; None: not kept any more."""
         return self._by_lease.get((session, lease))
 
     def get(self, owner: OwnerKey, session: int, lease: int) -> Finding | None:
-        """That of this engine's lookup, if it is still remembered."""
+        """The finding of this engine's lookup, if it is still kept."""
         finding = self.latest(session, lease)
         return finding if finding is not None and finding.owner == owner else None
 
     def tick(self, state: State) -> None:
-        """Examine some of what waits."""
+        """Examine some of the findings that wait."""
         budget = LOOKS_PER_TICK
         while self._pending and budget > 0:
             finding = self._pending.popleft()
@@ -235,7 +235,7 @@ class Findings:
                 self.examine(finding, state)
 
     def examine(self, finding: Finding, state: State) -> None:
-        """Now, because somebody asks for it, or because it is its turn."""
+        """Examine a finding now: on request, or in its turn."""
         if finding.keys is None:
             return
         self._pending_keys -= len(finding.keys)
@@ -282,11 +282,11 @@ def examine(
         state: of the node, now.
         scopes: the shards of the engine that asked.
         keys: in chain order; before the first of them everything was held.
-        present: which of them some tier held, by the first shard, when it was asked.
-        in_dram: which of those were in dram.
-        promoting: so many of the first ones were on their way, and the one behind ended the
-            lookup; None: it is not about a lookup.
-        asked_ns: when.
+        present: flags of the keys that some tier held at `asked_ns`, by the first shard.
+        in_dram: flags of those that were in dram.
+        promoting: so many of the first ones were on their way, and the next one ended the
+            lookup; None: there was no lookup.
+        asked_ns: time of the lookup.
     """
     residency = state.residency
     codes = np.where(in_dram, Reason.BEHIND_A_GAP, Reason.BEHIND_A_GAP_ON_DISK).astype(np.int64)
@@ -312,7 +312,7 @@ def examine(
 def _in_other_shards(
     residency: Residency, scopes: Sequence[int], keys: Keys
 ) -> tuple[Flags, Flags]:
-    """Which keys some of these shards know, and which all of them do."""
+    """Flags of the keys that some of these shards know, and of those that all of them know."""
     there = residency.find_all(scopes, keys) >= 0
     return np.logical_or.reduce(there, axis=0), np.logical_and.reduce(there, axis=0)
 
@@ -338,8 +338,8 @@ def _absent(
 
 
 def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
-    """Which keys another space of the same tenant holds, and that space's name. Decided by the
-    first key: a chain that another model has begins there."""
+    """Flags of the keys that another space of the same tenant holds, and that space's name. The
+    first key decides: a chain that another model has begins there."""
     residency = state.residency
     scopes = residency.scopes()
     own = next((address for address, number in scopes.items() if number == scope), None)
@@ -359,7 +359,7 @@ def _elsewhere(state: State, scope: int, keys: Keys) -> tuple[Flags, int]:
 def ranges(
     state: State, codes: NDArray[np.int64], stamps: NDArray[np.uint64], until_ns: int
 ) -> list[RangeReport]:
-    """Neighbours with one code; `until_ns`: when it was asked for."""
+    """Ranges of neighbours with one code; `until_ns`: time of the lookup."""
     found: list[RangeReport] = []
     for begin, end in _runs(codes):
         if len(found) == RANGES_MAX - 1 and end < len(codes):
@@ -384,7 +384,7 @@ def ranges(
 
 
 def _runs(codes: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Where neighbours with one code begin and end."""
+    """(begin, end) of each run of neighbours with one code."""
     if len(codes) == 0:
         return []
     begins = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist()]

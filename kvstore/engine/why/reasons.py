@@ -1,7 +1,7 @@
 """Why a block is not here, was not loaded, or did not come: codes, for rows and tombstones.
 
-Numbers stay: rows cross from a node to a command of another version, and the first ones fit the
-byte that a tombstone has for them. Does not cover: what people read (`kvstore.cli.reasons`).
+Numbers never change: rows cross from a node to a command of another version. Those of departures
+fit the byte that a tombstone has for them. Does not cover: their texts (`kvstore.cli.reasons`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 
 class Reason(enum.IntEnum):
-    """Of one range of blocks, of a request, or of a question to the index."""
+    """Reason of a range of blocks, of a request, or of a question to the index."""
 
     NONE = 0
 
@@ -82,5 +82,5 @@ _OF_ENGINES: Final = {
 
 
 def reason_of(outcome: str) -> Reason:
-    """Of an engine's word for why nothing, or nothing more, was loaded (`Story.outcome`)."""
+    """Reason for an engine's `Story.outcome`, which says why no blocks, or no more, were loaded."""
     return _OF_ENGINES.get(outcome, Reason.OTHER_VERSION)

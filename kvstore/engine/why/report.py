@@ -35,57 +35,57 @@ class NodeReport(msgspec.Struct, frozen=True):
     restarts: int
     """Node processes before this one."""
     blocks_kept: int
-    """Taken over from them, in memory."""
+    """Blocks taken over from earlier processes, in dram."""
 
 
 class TierReport(msgspec.Struct, frozen=True):
-    """One tier. Slot counts are of dram, what was not written is of the file tier."""
+    """One tier. Slot counts are for dram, counts of blocks not written for the disk tier."""
 
     tier: str
     capacity_bytes: int
     ready_bytes: int
     used_bytes: int
-    """Slots that hold a block; of the file tier whole segments."""
+    """Slots that hold a block; in the disk tier, whole segments."""
     blocks: int
     slots_sealed: int
     slots_granted: int
     slots_quarantined: int
     slots_leased: int
     policy: str
-    """What goes first out of dram; what is written to disk."""
+    """Eviction policy of dram; admission policy of the disk tier."""
     not_admitted: int
     """Times a block was not written because it was seen for the first time."""
     over_budget: int
     """Times a block was not written, or not kept, because the day's budget was used up."""
     budget_left_bytes: int
-    """What may be written to disk now; NO_BUDGET: any amount."""
+    """Bytes that may be written to disk now; NO_BUDGET: any amount."""
     reads: str
-    """Whether they are tried: closed (as ever), open (not now), half-open (one, to see)."""
+    """State of the circuit breaker: closed (reads go on), open (none), half-open (one probe)."""
     writes: str
     scrubbed_blocks: int
-    """Verified in the background since the start."""
+    """Blocks verified by the scrub since the start."""
     scrubbed_bytes: int
     scrub_bad: int
-    """Of those: not what was stored, and dropped."""
+    """Damaged blocks among those, which were dropped."""
     scrub_age_ms: int
-    """Since everything was verified once more; -1: not yet."""
+    """Time since the end of the last complete scrub; -1: none yet."""
 
 
 class QuotaReport(msgspec.Struct, frozen=True):
-    """What one quota promises of dram, and what its engines have."""
+    """Share of dram that one quota guarantees, and use by its engines."""
 
     quota: str
     """Name of a model or tenant; empty: all others together."""
     promised_bytes: int
     used_bytes: int
-    """Slots that hold its blocks or are lent to it; may be more: a promise is no wall."""
+    """Slots that hold its blocks or are granted to it; may exceed the guarantee."""
 
 
 class SpaceReport(msgspec.Struct, frozen=True):
-    """One (tenant, space): what one model's engines share."""
+    """One (tenant, space): blocks that one model's engines share."""
 
     space: str
-    """All its digits: with them it is asked for elsewhere."""
+    """All hex digits, as other commands need them."""
     tenant: str
     label: str
     blocks_dram: int
@@ -93,7 +93,7 @@ class SpaceReport(msgspec.Struct, frozen=True):
     bytes_dram: int
     engines: int
     off: str
-    """Switched off by a shadow check in this tier, or in all; empty: it is not."""
+    """Tier in which a shadow check switched the space off, or all; empty: the space is on."""
 
 
 class BlockReport(msgspec.Struct, frozen=True):
@@ -148,7 +148,7 @@ def nodes(state: State) -> list[NodeReport]:
 
 
 def engines(state: State) -> tuple[EngineEntry, ...]:
-    """Those that have a session, for routers."""
+    """Engines that have a session, for routers."""
     return tuple(
         EngineEntry(
             engine=owner.key[1],
@@ -219,7 +219,7 @@ def tiers(
 
 
 def load(state: State) -> Load:
-    """What this node does. Told every few seconds: no pass over anything."""
+    """Load of this node. Published every few seconds, so no pass over any table."""
     counters, slots = state.counters, state.slots
     return Load(
         at_ms=state.now_ns // NS_PER_MS,

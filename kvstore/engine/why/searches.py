@@ -1,10 +1,10 @@
-"""What became of asking other nodes for blocks: one record a question to the index.
+"""Searches of other nodes for blocks: one record for each question to the index.
 
-    asked ─▶ nobody, too dear, avoided, no room ─── or on its way ─▶ fetched, or failed
+    asked ─▶ no node, too dear, avoided, no room ─── or on its way ─▶ fetched, or failed
 
-Lookups that share what is on its way share the record, and so do those that would have asked again.
-The newest SEARCHES_MAX are kept; it holds counts, times and the names of nodes, no keys. Does not
-cover: what is decided (`moves.fetches`), which blocks of a lookup it is about (`findings`).
+Lookups that wait for the same blocks share the record, and so do those that would have asked again.
+The newest SEARCHES_MAX are kept, with counts, times and the names of nodes, no keys. Does not
+cover: decisions (`moves.fetches`), the blocks of a lookup that a search is about (`findings`).
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ SEARCHES_MAX: Final = 4096
 
 
 class Search(msgspec.Struct):
-    """One question, and what followed from it."""
+    """One question, and its results."""
 
     number: int
     asked: int
-    """Blocks."""
+    """Blocks of the question."""
     sought: Reason
     node: str = ""
-    """That was chosen, or would have been."""
+    """Node that was chosen, or would have been."""
     known: int = 0
-    """Leading blocks that it has, by the index."""
+    """Leading blocks that the node has, by the index."""
     wanted: int = 0
-    """To be fetched: there was room for so many."""
+    """Blocks to be fetched: there was room for so many."""
     missing: int = 0
-    """Of the known ones, those that were not here by then."""
+    """Known blocks that were not here when the index answered."""
     fetched: int = 0
     not_lent: int = 0
     not_kept: int = 0
     damaged: int = 0
     is_void: bool = False
-    """Cleared or switched off here, while it was on its way."""
+    """Cleared or switched off here while the blocks were on their way."""
     trouble: str = ""
-    """The last one, as the shell told it."""
+    """Last failure, as the shell reported it."""
     failures: int = 0
-    """Of the node, in a row, when it was avoided."""
+    """Failures of the node in a row, when it was avoided."""
     fetch_ns: int = 0
-    """Estimates of both ways, when computing was as quick."""
+    """Estimates for fetching and computing, when computing was as quick."""
     compute_ns: int = 0
     begun_ns: int = 0
     ended_ns: int = 0
     under_way: int = 0
-    """Fetches."""
+    """Number of fetches under way."""
 
     @property
     def is_late(self) -> bool:
-        """Whether what was to be fetched comes, or came, after the request had stopped waiting."""
+        """Whether the fetched blocks come, or came, after the request had stopped waiting."""
         return self.sought is Reason.ON_ITS_WAY or (
             self.sought is Reason.FETCHED and self.wanted == self.missing
         )
 
 
 class Searches:
-    """By the number of the question, and of each fetch that followed from it."""
+    """Searches by the number of the question, and of each fetch that followed from it."""
 
     def __init__(self) -> None:
         self._by_number: OrderedDict[int, tuple[Search, Sequence[int]]] = OrderedDict()
-        """With the place of each of its keys among those that were asked about."""
+        """(search, place in the question of each key of this question or fetch)."""
 
     def __len__(self) -> int:
         return len(self._by_number)
 
     def get(self, number: int, at: int = 0) -> tuple[Search | None, int]:
-        """The search, and the place there of one of the number's keys; None: it is not remembered
+        """The search, and the place in it of key `at` of this number; None: the search is not kept
         any more."""
         search, places = self._by_number.get(number, (None, ()))
         return search, int(places[at]) if search is not None else 0
@@ -90,8 +90,8 @@ class Searches:
     def judged(
         self, question: int, why: Reason, candidate: Candidate | None = None, *figures: float
     ) -> None:
-        """See `Witness`. Of several nodes the one that was chosen last counts, else the one that
-        computing was weighed against for most blocks, else the first that was avoided."""
+        """See `Witness`. Among several nodes the one that was chosen last counts, else the one that
+        was too dear for most blocks, else the first that was avoided."""
         search, _ = self.get(question)
         if search is None:
             return
@@ -118,7 +118,7 @@ class Searches:
             self._keep(job, search, places)
 
     def fetched(self, event: Fetched, good: int, *, is_void: bool, now_ns: int) -> int:
-        """See `Witness`. Returns the number of its question; 0: it is not remembered any more."""
+        """See `Witness`. Returns the number of the question; 0: the search is not kept any more."""
         search, places = self._by_number.get(event.job, (None, ()))
         if search is None:
             return 0

@@ -1,11 +1,11 @@
-"""What is remembered of blocks that left: why, when, and for whom. Bounded; newest wins.
+"""Tombstones of blocks that left: why, when, and for which engine. Bounded; newest wins.
 
     block ── leaves its last tier ──▶ one entry of 16 bytes at a place given by its print
 
-One flat array. Two blocks whose prints lead to one place: the later one stays, so a block that is
-not found here was never stored or left too long ago. A print is 64 bits of scope and key: what is
-told of a block may, once in a very long while, be another one's story. Never its bytes.
-Does not cover: blocks that a tier still holds (`residency`), who asks (`findings`).
+One flat array. If the prints of two blocks lead to one place, the later block stays, so a block
+that is not found here was never stored or left too long ago. A print is 64 bits of scope and key: a
+tombstone may, very rarely, be another block's. This affects explanations, never bytes.
+Does not cover: blocks that a tier still holds (`residency`), use by lookups (`findings`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAME_SHIFT: Final = 8
 TIME_SHIFT: Final = 24
 
 Stamps = NDArray[np.uint64]
-"""Packed: time in ms from bit 24 on, number of a name from bit 8 on, why. 0: nothing is known."""
+"""Packed: time in ms from bit 24 on, number of a name from bit 8 on, reason. 0: not known."""
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -41,13 +41,13 @@ class Departure(msgspec.Struct, frozen=True):
 
 
 class Names:
-    """Short texts by number, 0 being none; those that come when all numbers are taken are none."""
+    """Short texts by number; 0 is the empty text, and any new text when all numbers are taken."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {"": 0}
 
     def number(self, name: str) -> int:
-        """Of this text, made when new."""
+        """Number of this text, a new one for a new text."""
         if name not in self._numbers and len(self._numbers) < NAMES_MAX:
             self._numbers[name] = len(self._numbers)
         return self._numbers.get(name, 0)
@@ -66,19 +66,19 @@ def stamp(why: Reason, name: int, now_ns: int) -> int:
 
 
 def restamp(packed: int, why: Reason) -> int:
-    """The same time, for another reason and nobody in particular."""
+    """A stamp of the same time, for another reason and without a name."""
     return stamp(why, 0, unpack(packed).at_ms * NS_PER_MS) if packed else 0
 
 
 def unpack(packed: int) -> Departure:
-    """What a stamp says."""
+    """The parts of a stamp."""
     low = packed & ((1 << TIME_SHIFT) - 1)
     why = Reason(low & ((1 << NAME_SHIFT) - 1))
     return Departure(why=why, name=low >> NAME_SHIFT, at_ms=packed >> TIME_SHIFT)
 
 
 class Tombstones:
-    """See the module."""
+    """Stamps of the blocks that left one node, by scope and key."""
 
     def __init__(self, *, block_count_max: int) -> None:
         size = min(COUNT_MAX, 1 << max(4, (block_count_max - 1).bit_length()))
@@ -108,7 +108,7 @@ class Tombstones:
             self.has_overwritten = bool((self._entries[places, 0] != prints).any())
 
     def find(self, scope: int, keys: Keys) -> Stamps:
-        """Stamp of each key, 0 where nothing is known."""
+        """Stamp of each key, 0 where none is known."""
         prints = keys[:, 0] ^ np.uint64(scope * _MIX & _U64)
         entries = self._entries[(prints & self._mask).astype(np.int64)]
         return np.where(entries[:, 0] == prints, entries[:, 1], np.uint64(0))

@@ -1,8 +1,8 @@
-"""What blocks leave behind: the engine's witness (`Witness`), as long as it remembers.
+"""The trail of blocks: the engine's witness (`Witness`), with a bounded history.
 
     left ─▶ tombstones     looked up, grew ─▶ findings     asked, judged, fetched ─▶ searches
 
-Does not cover: requests, and what is made of all this (`explain`).
+Does not cover: requests, and explanations from the trail (`explain`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvstore.engine.witness import LookedUp, Origin, Origins
 
 
 class Trail:
-    """Of one node."""
+    """The trail of one node."""
 
     def __init__(self, *, block_count_max: int, word_count: int) -> None:
         self.tombstones = Tombstones(block_count_max=block_count_max)
         self.searches = Searches()
         self.findings = Findings()
         self._search_of_word = np.zeros(word_count, dtype=np.int64)
-        """That brought a block there last."""
+        """Search that last brought a block into each slot."""
         self.left = self.tombstones.write
         self.asked = self.searches.asked
         self.judged = self.searches.judged
