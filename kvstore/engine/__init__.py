@@ -2,18 +2,18 @@
 
 | room        | cares about                                       | in → out                    |
 |-------------|---------------------------------------------------|-----------------------------|
-| `engine`    | dispatch, and what concerns all blocks            | events → commands           |
+| `engine`    | dispatch, operations on all blocks                | events → commands           |
 | `events`    | the values that go in and come out                | –                           |
-| `state`     | what the rooms share; `counters`: for /metrics    | –                           |
-| `witness`   | what moves and tables say of blocks, for `why`    | –                           |
-| `check`     | what must be true between two steps               | engine → nothing, or an error |
-| `memory/`   | slots, which tier holds which block, what to keep | transitions → states        |
-| `sessions/` | who is attached, what he asks and was promised    | Hellos, asks → replies      |
+| `state`     | tables that the rooms share; `counters`: for /metrics | –                       |
+| `witness`   | reports of moves and tables about blocks, for `why` | –                         |
+| `check`     | invariants between two steps                      | engine → nothing, or an error |
+| `memory/`   | slots, tiers of each block, eviction              | transitions → states        |
+| `sessions/` | attached engines, their lookups and leases        | Hellos, asks → replies      |
 | `moves/`    | blocks that come to dram and leave it             | seals, ends → reads, writes |
-| `trust/`    | what is verified again, what is switched off      | –                           |
-| `why/`      | what lookups found, stories, snapshots            | engine → rows               |
+| `trust/`    | scrubs, and spaces that are switched off          | –                           |
+| `why/`      | results of lookups, stories, snapshots            | engine → rows               |
 
-What others may import is here and in `events`; a contract of pyproject.toml holds it.
+Other packages import only names of this module and of `events`, by a contract of pyproject.toml.
 
 A new policy goes beside `memory/policy/lru.py`; a new message is dispatched in `engine.py`.
 """

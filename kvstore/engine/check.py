@@ -1,4 +1,4 @@
-"""Everything that must be true of an engine between two steps. For tests; cost grows with size."""
+"""Invariants of an engine between two steps. For tests; the cost grows with the size."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _check_blocks(state: State) -> None:
 
 
 def _check_journal(state: State) -> None:
-    """What another process would go on with is what there is."""
+    """The journal, with which another process would go on, agrees with the tables."""
     slots, residency, journal = state.slots, state.residency, state.journal
     sealed = np.flatnonzero(slots.state == SlotState.SEALED)
     assert not np.setdiff1d(journal.published(), sealed).size, "the journal tells of what is gone"
@@ -139,7 +139,7 @@ def _check_leases(state: State, files: Files, loans: Loans) -> None:
 
 
 def _check_pins(state: State) -> None:
-    """What is pinned is counted, and no more than it may be."""
+    """Pins are counted, and within their bounds."""
     slots = state.slots
     pins, quotas = slots.pins, slots.quotas
     writable = (slots.state == SlotState.GRANTED) | (slots.state == SlotState.QUARANTINED)

@@ -1,8 +1,8 @@
 """The node's engine: events in, commands out. Decides everything, touches nothing.
 
-Covers: taking events in order, who may send what, clearing, the file tier's word. Does not cover:
-attaching (`sessions`), credits and seals (`stores`), leases (`lookups`), time (an argument),
-sockets and memory (`kvstore.node`, `kvstore.tiers`).
+Covers: taking events in order, the messages that each role may send, clearing. Does not cover:
+attaching (`sessions`), credits and seals (`stores`), leases (`lookups`), events of the disk tier
+(`files`), time (an argument), sockets and memory (`kvstore.node`, `kvstore.tiers`).
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ from kvstore.wire.messages import (
 __all__ = ["Engine", "EngineConfig"]
 
 CLEAR_ROWS_MAX = 32_768
-"""Rows of one Clear, about 10 ms: whoever clears asks again until fewer were there."""
+"""Rows of one Clear, about 10 ms: the caller sends Clear again until fewer rows were there."""
 HELD_ROWS_MAX = 16_384
 """Rows of one slice of `held`."""
 _FROM_SCHEDULER = (Hint, LeaseAsk, LeaseRenew, LeaseRelease, Measured, Story, Compared, Unserved)
 
 
 class Engine:
-    """See the module. One thread; `step` is the only thing that changes it.
+    """The engine of one node. One thread; only `step` changes its state.
 
-    What it holds is told to `journal` while it steps, so that another process can go on with it.
+    Each step also writes the state to `journal`, so that another process can go on with it.
     """
 
     def __init__(self, config: EngineConfig, journal: Journal | None = None) -> None:
@@ -140,9 +140,9 @@ class Engine:
             FileLate: self._files.late,
             FileReclaim: self._files.reclaim,
         }
-        """Of events that concern one room."""
+        """Handlers of events that concern one room."""
         self._clear_from = 0
-        """Row behind the last one that was cleared."""
+        """Row after the last one that was cleared."""
         self.explain = Explain(self._state)
         """Why recent requests hit or missed."""
 
@@ -157,8 +157,8 @@ class Engine:
         return self._arrivals.has_news
 
     def step(self, events: Iterable[Event], now_ns: int) -> list[Command]:
-        """Take events in order; returns what to do, in order. An iterator is asked for the next
-        event when the one before is done with: it ends when the caller has no more time."""
+        """Take events in order; returns commands, in order. The next event is drawn from `events`
+        when the one before is done: the caller can end an iterator when time is up."""
         state = self._state
         state.now_ns = now_ns
         state.commands = []
@@ -268,7 +268,7 @@ class Engine:
     # ── all blocks ───────────────────────────────────────────────────────────────────────────────
 
     def _empty_what_is_off(self) -> None:
-        """A slice of it."""
+        """Clear a slice of a space that is switched off."""
         address = self._switches.to_empty()
         if address is not None:
             tenant, space = address
@@ -293,9 +293,9 @@ class Engine:
         return len(rows)
 
     def salvage(self) -> list[Command]:
-        """After `step` raised: what it had decided until then, raised generations included.
+        """After `step` raised: the commands until then, raised generations included.
 
-        Without them a slot could be reused unnoticed by those who still read it.
+        Without these a slot could be reused unnoticed by its readers.
         """
         self._state.publish_generations()
         self._state.tell_changes()
@@ -303,17 +303,17 @@ class Engine:
         return commands
 
     def learned(self) -> Learned:
-        """What the next start may begin with."""
+        """Measured paces for the next start."""
         disk = self._files.pace.measured_ns_per_mib or self.config.learned.disk_ns_per_mib
         return within_bounds(Learned(disk, self._state.paces.all()))
 
     def spent_bytes(self) -> int:
-        """What is used up of the day's budget of disk writes; 0 without one."""
+        """Used part of the day's budget of disk writes; 0 without one."""
         return self._files.writes.spent_bytes()
 
     @property
     def left_out_blocks(self) -> int:
-        """That the file tier told of and that found no row in the table, since the start."""
+        """Blocks, since the start, that the disk tier reported and that found no row."""
         return self._files.left_out_count
 
     # ── looking in ───────────────────────────────────────────────────────────────────────────────
@@ -329,12 +329,12 @@ class Engine:
         return report.nodes(self._state)
 
     def unserved(self) -> list[UnservedReport]:
-        """Engines that get nothing from this node, and why."""
+        """Engines that this node does not serve, and why."""
         state = self._state
         return unserved(state.owners.values(), state.refusals, state.now_ns)
 
     def load(self) -> Load:
-        """What this node does, without what it does with others."""
+        """Load of this node, without its traffic with other nodes."""
         return report.load(self._state)
 
     def engines(self) -> tuple[EngineEntry, ...]:
@@ -366,7 +366,7 @@ class Engine:
         )
 
     def spaces_off(self) -> list[tuple[str, SpaceId, Tier | None]]:
-        """(tenant, space, tier or all) of what a shadow check switched off."""
+        """(tenant, space, tier or all) of the spaces that a shadow check switched off."""
         return [(*address, off.tier) for address, off in self._state.off.items()]
 
     @property
@@ -379,14 +379,14 @@ class Engine:
         return report.blocks(self._state, limit=limit, space=space)
 
     def held(self, begin_row: int) -> tuple[list[Changed], int]:
-        """What the tiers hold, a slice at a time: from row 0 on, until the next row is -1. What
-        changes between two slices is told by `Changed`."""
+        """Blocks that the tiers hold, a slice at a time: from row 0 on, until the next row is -1.
+        `Changed` reports changes between two slices."""
         held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
         return list(self._state.in_words(held)), self._next_row(begin_row)
 
     def offered(self, begin_row: int) -> tuple[list[Offered], int]:
-        """What peers can have, in the slices of `held`. What changes between two of them is told by
-        `Offered`."""
+        """Blocks that peers can fetch, in the slices of `held`. `Offered` reports changes between
+        two slices."""
         held = self._state.residency.held(begin_row, HELD_ROWS_MAX)
         return self._state.offers.held(held), self._next_row(begin_row)
 

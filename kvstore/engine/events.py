@@ -1,4 +1,4 @@
-"""What happens to the engine, and what it wants done. The only way in and out of `Engine.step`."""
+"""Events for the engine, and its commands: the only way in and out of `Engine.step`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Received(msgspec.Struct, frozen=True):
     connection: ConnectionId
     message: EngineMessage
     process: int = 0
-    """Who sent a Hello, as the kernel knows it: a number below 0 that no other process has; 0 where
-    it cannot tell."""
+    """Process that sent a Hello, by a number of the kernel: below 0, and no other process has it; 0
+    if the kernel gives none."""
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The socket ended. Its process may live on."""
+    """The socket ended. The process behind it may live on."""
 
     connection: ConnectionId
 
@@ -60,11 +60,11 @@ class AdoptedWriter(msgspec.Struct, frozen=True):
 
 
 class Adopt(msgspec.Struct, frozen=True):
-    """Go on with what an earlier process of this node left. The first event, if at all."""
+    """Go on with the state of an earlier process of this node. The first event, if at all."""
 
     found: JournalContents
     writers: tuple[AdoptedWriter, ...]
-    """All whose end the node would hear of; whoever the journal names is among them."""
+    """All writers whose end the node would notice; those that the journal names are among them."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -77,9 +77,9 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed: leases may have run out."""
 
     file_used_bytes: int = 0
-    """What the file tier takes of its capacity."""
+    """Used part of the disk tier's capacity."""
     file_breakers: tuple[str, str] = ("closed", "closed")
-    """State of those of its reads and of its writes."""
+    """State of the circuit breakers of disk reads and writes."""
 
 
 class Clear(msgspec.Struct, frozen=True):
@@ -90,15 +90,15 @@ class Clear(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """Another node that holds a run of what was asked for, from the first key on."""
+    """Another node that holds a run of the keys in question, from the first one on."""
 
     node: str
     blocks: int
-    """The leading ones that it has, in its dram or on its disk."""
+    """Prefix length: leading blocks in its dram or on its disk."""
 
 
 class Located(msgspec.Struct, frozen=True):
-    """Answer to Locate, always, and soon: who holds what."""
+    """Answer to Locate, always, and soon: the locations of its keys."""
 
     locate: int
     candidates: tuple[Candidate, ...] = ()
@@ -108,26 +108,26 @@ class Located(msgspec.Struct, frozen=True):
 
 class Fetched(msgspec.Struct, frozen=True):
     """A Fetch has truly ended: nothing writes to its slots any more. `good`: one bool per block,
-    true where the bytes of all its shards are there and verified, and were lent until the end."""
+    true where all its shards are there and verified, and stayed on the peer until the end."""
 
     job: int
     good: bytes
     checksums: bytes = b""
     """[n][S], 16 bytes each, of the good ones; or nothing if none is good."""
     peer_failed: bool = False
-    """The peer, or the way to it, is at fault: something else may be asked elsewhere."""
+    """The peer, or the path to it, is at fault: other nodes may be asked."""
     not_lent: int = 0
-    """Of the blocks that are not good, here and below: the peer did not lend them."""
+    """Blocks that are not good, here and below: those that the peer did not serve."""
     not_kept: int = 0
-    """They left there before they were read."""
+    """Those that left the peer before they were read."""
     damaged: int = 0
-    """They were lent all the while, and are not what was stored."""
+    """Those that stayed on the peer, but differ from the stored blocks."""
     trouble: str = ""
-    """Why none came, in words for people."""
+    """Why no block came, for people."""
 
 
 class Lend(msgspec.Struct, frozen=True):
-    """Another node asks to read blocks: the longest run of these keys that is here."""
+    """Another node asks to read the longest run of these keys that is here."""
 
     peer: int
     """The shell's number for one incarnation of a node; never used again."""
@@ -138,7 +138,7 @@ class Lend(msgspec.Struct, frozen=True):
 
 
 class LoanReturned(msgspec.Struct, frozen=True):
-    """It has read them: LoanEnded says whether they were there until now."""
+    """The peer has read the blocks: LoanEnded says which were there until now."""
 
     peer: int
     loan: int
@@ -188,7 +188,7 @@ class RaiseGenerations(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Nothing depends on this connection or its process any more: drop pidfd and records."""
+    """The engine is done with this connection and its process: drop pidfd and records."""
 
     connection: ConnectionId
 
@@ -200,12 +200,12 @@ class Cleared(msgspec.Struct, frozen=True):
 
 
 class SwitchedOff(msgspec.Struct, frozen=True):
-    """To be told to people: a shadow check found other values than this space holds."""
+    """Report to people: a shadow check found other values than this space holds."""
 
     tenant: str
     space: SpaceId
     tier: Tier | None
-    """Which one is off for it; None: all."""
+    """Tier that is off for the space; None: all."""
     engine: str
     blocks: int
     diverged: int
@@ -213,7 +213,7 @@ class SwitchedOff(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True, gc=False):
-    """A tier holds these blocks since now, or no more. Only if EngineConfig.tell_changes."""
+    """A tier holds these blocks from now on, or no more. Only if EngineConfig.tell_changes."""
 
     tier: Tier
     stored: bool
@@ -221,16 +221,16 @@ class Changed(msgspec.Struct, frozen=True, gc=False):
     space: SpaceId
     shard: Shard
     label: str
-    """Of the model, as the first engine of this space named it; empty before there was one."""
+    """Label of the model, from an engine of this space; empty before there was one."""
     block_tokens: int
-    """0 before there was an engine of this space."""
+    """Tokens of a block; 0 before there was an engine of this space."""
     keys: bytes
 
 
 class Offered(msgspec.Struct, frozen=True, gc=False):
-    """Peers can have these blocks from a tier since now, or no more: every shard is in it. Only if
-    EngineConfig.tell_offers. What was never offered may be taken back, and what is offered may be
-    offered again."""
+    """Peers can fetch these blocks from a tier from now on, or no more: every shard is in it. Only
+    if EngineConfig.tell_offers. Blocks that were never offered may be taken back, and offered ones
+    may be offered again."""
 
     tier: Tier
     stored: bool
@@ -238,26 +238,26 @@ class Offered(msgspec.Struct, frozen=True, gc=False):
     space: SpaceId
     keys: bytes
     engine: str = ""
-    """Whose own memory; empty: the node's."""
+    """Engine whose own cache holds the blocks; empty: the node holds them."""
     rank: int = 0
 
 
 class OffersUntold(msgspec.Struct, frozen=True):
-    """What is held of a space can be judged only since now: `Engine.offered` tells it."""
+    """Blocks of a space could not be judged before now: `Engine.offered` has them."""
 
 
 class Follow(msgspec.Struct, frozen=True):
-    """This engine publishes what its own memory holds. Only if EngineConfig.follows; may be said
-    again."""
+    """This engine publishes the blocks of its own cache. Only if EngineConfig.follows; may be
+    repeated."""
 
     connection: ConnectionId
-    """Of its scheduler, until Unfollow."""
+    """Connection of the scheduler, until Unfollow."""
     engine: str
     rank: int
-    """Data-parallel."""
+    """Data-parallel rank."""
     endpoint: str
     replay_endpoint: str
-    """Empty: it does not replay."""
+    """Empty: no replay."""
     tenant: str
     space: SpaceId
     hash_seed: str
@@ -265,13 +265,13 @@ class Follow(msgspec.Struct, frozen=True):
 
 
 class Unfollow(msgspec.Struct, frozen=True):
-    """Its scheduler is gone."""
+    """The scheduler of a followed engine is gone."""
 
     connection: ConnectionId
 
 
 class Locate(msgspec.Struct, frozen=True):
-    """Ask the index who holds these keys, in chain order. Located answers."""
+    """Ask the index for the locations of these keys, in chain order. Located answers."""
 
     locate: int
     tenant: str
@@ -281,8 +281,8 @@ class Locate(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Bring these blocks from another node, and verify them. `slots` u32 [n][S], the peer's until
-    Fetched: one column per shard, whose blocks have so many bytes."""
+    """Bring these blocks from another node, and verify them. `slots` u32 [n][S], held for the peer
+    until Fetched: one column per shard; `block_bytes`: size of a block in each."""
 
     job: int
     node: str
@@ -296,9 +296,9 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Lent(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to Lend, at once or when what is on disk has come: the leading run that is in dram,
-    pinned until LoanReturned or the end of its time; possibly nothing. Arrays are [n][S] of these
-    shards, which cover all layers and heads."""
+    """Answer to Lend, at once or when the blocks on disk have come: the leading run in dram, pinned
+    until LoanReturned or the end of its time; possibly empty. Arrays are [n][S] of these shards,
+    which cover all layers and heads."""
 
     peer: int
     loan: int

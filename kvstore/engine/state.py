@@ -1,4 +1,4 @@
-"""What the parts of the engine share: the tables, the clock of this step, and the commands so far.
+"""State that the engine's parts share: the tables, the clock of this step, the commands so far.
 
 Holds no decision. `sessions`, `stores` and `lookups` decide; `engine` dispatches to them.
 """
@@ -53,31 +53,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """A random number, so that no engine can choose keys that collide in the table."""
     first_generation: int = 1
-    """Of every slot: higher than any that an earlier process gave it."""
+    """Generation of every slot at the start: higher than any from an earlier process."""
     restarts: int = 0
     """Earlier processes of this node."""
     file_bytes: int = 0
-    """Size of the file tier; 0: there is none."""
+    """Size of the disk tier; 0: there is none."""
     learned: Learned = Learned()
-    """By an earlier start."""
+    """Paces measured by an earlier process."""
     connection_count_max: int = 256
     lease_ttl_ms: int = 10_000
     lease_count_max: int = 4096
-    """A session's."""
+    """Most leases of one session."""
     credit_share: float = 0.125
     credit_blocks_max: int = 512
     low_watermark: float = 0.02
     high_watermark: float = 0.05
     policy: str = "lru"
-    """Which block goes next: a name of `policy.choose.POLICIES`."""
+    """Eviction policy: a name of `policy.choose.POLICIES`."""
     file_admission: AdmissionMode = AdmissionMode.ALL
-    """Which blocks are written to the file tier."""
+    """Rule for the blocks that are written to the disk tier."""
     file_day_bytes: int = 0
-    """What may be written to it in a day; 0: any amount."""
+    """Budget of disk writes in a day; 0: any amount."""
     file_spent_bytes: int = 0
-    """Of that, used up at the start."""
+    """Part of the budget that is used up at the start."""
     quotas: tuple[tuple[str, int], ...] = ()
-    """Bytes of dram promised to (model label or tenant); not more in all than there is."""
+    """Guaranteed bytes of dram by model label or tenant; the sum is at most all of dram."""
     tell_changes: bool = False
     """Whether `Changed` commands are wanted."""
     tell_offers: bool = False
@@ -85,20 +85,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     follows: bool = False
     """Whether `Follow` commands are wanted."""
     fetches: bool = False
-    """Whether other nodes are asked for what is not here."""
+    """Whether other nodes are asked for blocks that are not here."""
     fetches_always: bool = False
-    """Also for what is computed as quickly."""
+    """Whether blocks are fetched that are computed as quickly, too."""
 
 
 KNOWN_SPACES_MAX = 1024
 
 
 class KnownSpace(msgspec.Struct, frozen=True):
-    """What an engine said of its space."""
+    """A space, as reported by an engine."""
 
     space: Space
     scopes: tuple[int, ...]
-    """Of its session, by column."""
+    """Scopes of the engine's session, by column."""
     label: str
 
 
@@ -106,9 +106,9 @@ class Off(msgspec.Struct, frozen=True):
     """A space that is switched off (`switches`)."""
 
     tier: Tier | None
-    """In which; None: in all."""
+    """Tier that is off for the space; None: all."""
     is_empty: bool = False
-    """Nothing of it is held any more."""
+    """No block of the space is held any more."""
 
 
 class State:
@@ -144,26 +144,26 @@ class State:
         self.connections: dict[ConnectionId, Connection] = {}
         self.refusals = Refusals()
         self.known: dict[tuple[str, SpaceId], KnownSpace] = {}
-        """By tenant and space, the latest session's; at most KNOWN_SPACES_MAX."""
+        """Spaces by (tenant, space), as in the latest session; at most KNOWN_SPACES_MAX."""
         self.offers = Offers(self.residency, self.geometry)
         self.off: dict[tuple[str, SpaceId], Off] = {}
-        """By tenant and space."""
+        """Spaces that are switched off, by (tenant, space)."""
         self.names = Names()
-        """Of engines and spaces, for tombstones."""
+        """Names of engines and spaces, for tombstones."""
         self.room_for = (Reason.EVICTED_FOR_STORES, 0)
-        """Why slots are emptied now, and the number of the engine's name."""
+        """Reason of evictions from now on, and the number of the engine's name."""
         self.now_ns = 0
         self.file_used_bytes = 0
-        """As the tier told last."""
+        """Used bytes of the disk tier at the last Tick."""
         self.file_breakers = ("closed", "closed")
-        """Of its reads and its writes, as it told last."""
+        """Circuit breakers of disk reads and writes at the last Tick."""
         self.cause = 0
         """Number of the event being taken."""
         self.commands: list[Command] = []
         self.hung_up: set[ConnectionId] = set()
-        """In this step: what they sent before they could know is not heard."""
+        """Connections hung up in this step: messages queued from them are ignored."""
         self.credits_due = True
-        """Something changed that may allow or need a grant."""
+        """Whether a change may allow or need a grant."""
 
     def say(self, command: Command) -> None:
         """Append a command."""
@@ -178,7 +178,7 @@ class State:
             self.commands.append(Send(connection.id, message, self.cause))
 
     def publish_generations(self) -> None:
-        """Before anything else can see the slots."""
+        """Send raised generations before any command that shows the slots."""
         if self.slots.raised:
             words = np.concatenate(self.slots.raised)
             self.slots.raised.clear()
@@ -189,7 +189,7 @@ class State:
             )
 
     def tell_changes(self) -> None:
-        """What tiers gained and lost becomes commands."""
+        """Turn gains and losses of the tiers into commands."""
         changes = self.residency.take_changes()
         if self.config.tell_changes:
             self.commands += self.in_words(changes)
@@ -197,7 +197,7 @@ class State:
             self.commands += self.offers.told(changes)
 
     def in_words(self, changes: Iterable[Change]) -> Iterator[Changed]:
-        """Changes with all that is known of their blocks."""
+        """Changes with the label and block size of their spaces."""
         for change in changes:
             tenant, space, shard = change.scope
             known = self.known.get((tenant, space))
@@ -213,7 +213,7 @@ class State:
             )
 
     def know(self, address: tuple[str, SpaceId], known: KnownSpace) -> None:
-        """A session opened: its engine's space in full, in place of the one unused for longest."""
+        """A session opened: keep its space in full, in place of the one unused for longest."""
         was_known = self.known.pop(address, None) is not None
         if self.config.tell_offers and not was_known and self.offers.any_held(address):
             self.say(OffersUntold())
@@ -224,24 +224,24 @@ class State:
             del self.known[next(iter(self.known))]
 
     def geometry(self, address: tuple[str, SpaceId]) -> tuple[int, int] | None:
-        """Layers and heads of a space's model; None if no engine said it to any process."""
+        """Layers and heads of a space's model; None if no engine reported them to any process."""
         known = self.known.get(address)
         return (known.space.layer_count, known.space.kv_head_count) if known else None
 
     def is_off(self, tenant: str, space: SpaceId, tier: Tier = Tier.DRAM) -> bool:
-        """Whether nothing of this space is to be lent from, or stored in, a tier."""
+        """Whether a tier may neither serve nor store blocks of this space."""
         off = self.off.get((tenant, space)) if self.off else None
         return off is not None and (off.tier in (None, tier) or not off.is_empty)
 
     def is_scope_off(self, scope: int, tier: Tier = Tier.DRAM) -> bool:
-        """The same of a scope's space."""
+        """The same for a scope's space."""
         if not self.off:
             return False
         tenant, space, _ = self.residency.address(scope)
         return self.is_off(tenant, space, tier)
 
     def forget_unused_scopes(self) -> None:
-        """Before a scope is made: those that neither blocks nor sessions use go, when many."""
+        """Before a scope is made: drop those that neither blocks nor sessions use, when many."""
         groups = (group for owner in self.owners.values() for group in owner.groups)
         self.residency.forget_unused_scopes(
             keep={scope for group in groups for scope in group.asker.scopes}
@@ -257,24 +257,24 @@ class State:
         return {size for group in self.open_groups() for size in group.asker.slot_sizes}
 
     def free(self, words: Words) -> None:
-        """Give slots back that hold no block."""
+        """Free slots that hold no block."""
         if len(words):
             self.slots.free(words, self.cause)
             self.credits_due = True
 
     def stamp(self, why: Reason, name: int = 0) -> int:
-        """For what leaves now."""
+        """Stamp for blocks that leave now."""
         return stamp(why, name, self.now_ns)
 
     def empty(self, words: Words, stamp: int) -> None:
-        """Sealed slots lose their blocks, for a reason. Readers with a lease see the generation
-        change."""
+        """Sealed slots lose their blocks, for the reason in `stamp`. Readers with a lease see the
+        generation change."""
         if len(words):
             self.counters.file_blocks_crowded += self.residency.drop_dram(words, stamp)
             self.free(words)
 
     def make_room_for(self, why: Reason, title: str) -> None:
-        """What is evicted from now on is evicted for this."""
+        """Set the reason of evictions from now on, and the engine's title."""
         self.room_for = (why, self.names.number(title))
 
     def evict(self, words: Words) -> None:

@@ -1,7 +1,7 @@
-"""What is told of blocks while they move, for `why` to explain afterwards: codes and counts.
+"""The witness of moving blocks: codes and counts, for `why` to explain afterwards.
 
-Nothing is answered, so no move depends on what is listened to. Does not cover: what is made of it
-(`why.trail`), counters.
+Calls return nothing, so no move depends on a witness. Does not cover: the records (`why.trail`),
+counters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Origin(enum.IntEnum):
-    """Where a leased block was when it was asked for."""
+    """Place of a leased block when it was asked for."""
 
     DRAM = 0
     FILE = 1
@@ -37,37 +37,37 @@ Origins = NDArray[np.uint8]
 
 
 class Wanted(NamedTuple):
-    """What a lookup may wait for from other nodes, and why no more."""
+    """Blocks from other nodes that a lookup may wait for, and why no more."""
 
     coming: int = 0
     """Leading blocks that are on their way, or may be."""
     number: int = 0
-    """Of the question, or the fetch, that brings them or did not; 0: other nodes play no part."""
+    """Number of the question or fetch that brings them or did not; 0: other nodes play no part."""
     at: int = 0
-    """Place of the lookup's first block among its keys."""
+    """Place of the lookup's first block among the keys of that question or fetch."""
 
 
 class LookedUp(NamedTuple):
-    """One LeaseAsk, and what its answer was made of."""
+    """One LeaseAsk, and the parts of its answer."""
 
     connection: Connection
     lease: int
     asker: Asker
     run: Run
-    """Leased at once."""
+    """Blocks leased at once."""
     origins: Origins | None
-    """Of these; None: all were in dram."""
+    """Origins of these; None: all were in dram."""
     rest: Keys
-    """What was asked for besides."""
+    """Keys behind the run."""
     promoting: int
-    """Of the rest, on their way."""
+    """Leading blocks of the rest that are on their way."""
     refused: int
-    """Of the rest, in dram and not to be pinned."""
+    """Leading blocks of the rest that are in dram and may not be pinned."""
     wanted: Wanted
 
 
 class Witness(Protocol):
-    """Listens."""
+    """Port for reports of moves and lookups."""
 
     def left(self, scopes: NDArray[np.uint32], keys: Keys, stamp: int) -> None:
         """Blocks left their last tier; the stamp says why."""
@@ -86,25 +86,25 @@ class Witness(Protocol):
     def grew(
         self, session: int, lease: int, words: Words, origins: Origins | None, refused: int
     ) -> None:
-        """A lease got blocks that were on their way, in these slots of the first shard; so many
+        """A lease grew by blocks that were on their way, in these slots of the first shard; so many
         more could not be pinned."""
         ...
 
     def asked(self, question: int, blocks: int, why: Reason) -> None:
-        """The index was asked where blocks are, or why it was not."""
+        """The index was asked for locations of blocks, or why it was not."""
         ...
 
     def judged(
         self, question: int, why: Reason, candidate: Candidate | None = None, *figures: float
     ) -> None:
-        """What became of a question, or of one candidate of its answer.
+        """Result of a question, or of one candidate of its answer.
 
         Args:
             question: its number.
-            why: what became of it.
-            candidate: the node; None: it is about all of them.
-            figures: failures of the node in a row; or what fetching a block and computing it cost
-                in ns, as estimated; or blocks to be fetched, if it is about none.
+            why: the result.
+            candidate: the node; None: the result concerns all of them.
+            figures: failures of the node in a row; or estimated times in ns for fetching and for
+                computing a block; or blocks to be fetched, without a candidate.
         """
         ...
 
@@ -115,6 +115,6 @@ class Witness(Protocol):
     def fetched(
         self, event: Fetched, words: Words, good: int, *, is_void: bool, now_ns: int
     ) -> None:
-        """It ended with so many good blocks, some in these slots. `is_void`: cleared or switched
-        off meanwhile."""
+        """A fetch ended with so many good blocks, some in these slots. `is_void`: cleared or
+        switched off meanwhile."""
         ...

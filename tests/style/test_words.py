@@ -29,7 +29,7 @@ FOLDERS = [
         *("demo", "engine/memory", "engine/memory/policy", "engine/trust"),
         *("obs", "stores", "supervisor", "testing", "tiers"),
         *("wire", "transport", "tiers/file", "tiers/file/segments", "peers", "node"),
-        *("engine/moves", "engine/sessions", "engine/why"),
+        *("engine", "engine/moves", "engine/sessions", "engine/why"),
     )
 ] + ["connector", "kernels", "kvstore"]
 """Folders with clean docstrings of modules, classes, functions and attributes."""
