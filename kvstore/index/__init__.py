@@ -1,10 +1,10 @@
-"""The global prefix index (pure): who holds which block, by what nodes say of themselves.
+"""The global prefix index (pure): which node holds which block, as published by the nodes.
 
-index       the whole: which holder has how much of a prompt
+index       the whole: how much of a prompt each holder has
 chain       from tokens, what engines call their blocks
-feed        how far a node is believed; places: what it said, as orders; rivals: two with one name
+feed        trust in a node; places: its messages as orders; rivals: two nodes with one name
 engine_feed, engine_blocks   the same of an engine's own memory
-holdings    who holds what: flat memory, fixed at the start
+holdings    holders of blocks: flat memory, fixed at the start
 fields, loops, rows, sets, native   where its numbers lie; loops over them, plain or compiled
-check       what must be true between two calls
+check       invariants between two calls
 """

@@ -35,7 +35,7 @@ def block_keys(
 
 
 def root_key(seed: str) -> BlockKey:
-    """What stands for the parent of a first block."""
+    """Parent of a first block."""
     return BlockKey(_digest(seed))
 
 

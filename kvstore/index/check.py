@@ -112,7 +112,7 @@ def _check_order(holdings: Holdings) -> None:
 
 
 def _members(sets: list[int], first: int) -> tuple[list[int], list[int]]:
-    """Of a set; and its chunks."""
+    """Slots of a set, and its chunks."""
     members: list[int] = []
     chunks, chunk = [first], first
     for i in range(sets[first * CHUNK + SIZE]):

@@ -1,12 +1,12 @@
-"""What an engine's own memory holds, by keys: its events in, changes of the index out.
+"""Blocks in an engine's own memory, by keys: its events in, changes of the index out.
 
     parent, tokens ─stored──▶ keys of the chain            the engine's names of them are kept
     names ─────────removed──▶ the keys that they stood for
 
 Engines may name blocks by other hashes than ours, or by a part of them. A block's tokens and its
 parent's key give the key that everybody else uses (`chain`); the engine's name for it is remembered
-until it is removed. What has a parent that is not known, an adapter or anything else but tokens and
-a salt in its key is left out: it is not offered, which costs a miss. Where whole names are known to
+until it is removed. A block with an unknown parent, an adapter or anything else but tokens and a
+salt in its key is left out: it is not offered, which costs a miss. Where whole names are known to
 be keys, nothing of that is needed.
 
 Bounded: `block_count_max` names. Covers: keys and names. Does not cover: forms
@@ -24,7 +24,7 @@ from kvstore.types import BlockKey
 BLOCK_COUNT_MAX: Final = 1 << 20
 
 Name = int | bytes
-"""Of a block, by its engine."""
+"""The engine's name of a block."""
 
 
 class EngineBlocks:

@@ -1,21 +1,21 @@
-"""What one engine publishes of its own memory, in order and without gaps, or not at all.
+"""Events of one engine about its own memory, in order and without gaps, or not at all.
 
     begin ─▶ JOINING ─▶ LIVE ⇄ FILLING        batches by number in, changes of the index out
                  ▲________│_______│           a gap that cannot be filled: all is void
 
 An engine numbers its batches from 0 and keeps the last ones, which it replays from a number on.
 
-1. Nothing is told while the past is replayed: only what is held at its end.
-2. A gap is filled by a replay. While that runs, what comes live waits.
-3. What cannot be filled, or not be read, may have been a removal: all that is held is void, and
-   held is from then on what comes. To forget costs misses; to tell what is gone costs the time of
-   whoever relies on it.
+1. Nothing is published while the past is replayed: only the blocks held at its end.
+2. A gap is filled by a replay. Live batches wait meanwhile.
+3. A gap that cannot be filled, or a batch that cannot be read, may have been a removal: all blocks
+   are void, and later batches count anew. A forgotten block costs a miss; a published block that
+   is gone costs the time of its readers.
 4. Numbers that do not rise are those of another publisher: begin again.
 5. A replay may lack pieces in its middle (a full queue drops them): it is asked for again from
    there. The first piece missing means that the engine keeps it no more.
 
-6. What came is worked on in pieces, as PIECE_WORK_MAX says: while `has_more`, `more` goes on, and
-   nothing else is to be heard. Others are worth their turn, too.
+6. Batches are worked on in pieces of PIECE_WORK_MAX: while `has_more`, the caller calls `more` and
+   passes in nothing else. Other engines get their turn between pieces.
 
 The engine sends nothing before it knows that it is subscribed to, and the replay may end before:
 once more, soon after joining, the rest is asked for.
@@ -53,13 +53,13 @@ REPLAY_MS: Final = 5000
 JOINED_MS: Final = 1000
 """After joining the rest is asked for."""
 KEYS_MAX: Final = 4096
-"""Of one change."""
+"""Keys of one change."""
 PIECE_WORK_MAX: Final = 1024
-"""Of one call: about 30 ms. A name, 64 tokens of one, or 256 bytes to be decoded are 1."""
+"""Work of one call: about 30 ms. A name, 64 tokens of one, or 256 bytes to be decoded are 1."""
 _WORK_TOKENS: Final = 64
 _WORK_BYTES: Final = 256
 OWN_GROUPS: Final = (None, 0)
-"""Of models with several groups of blocks, whose keys are the same, only the first is looked at."""
+"""KV cache groups that count: all groups of a model have the same keys, and the first is enough."""
 
 
 class FollowedMemory(msgspec.Struct, frozen=True):
@@ -116,7 +116,7 @@ class EngineFeed:
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._events: deque[EngineEvent] = deque()
-        """Of batches that were taken; pieces that are still to be worked on."""
+        """Pieces of received batches that are still to be worked on."""
         self._in_order = 0
         """Batches of this replay that were taken."""
         self._has_hole = False
@@ -180,7 +180,7 @@ class EngineFeed:
         return changes + self._told(self._take(number, payload)) + self.more(now_ms)
 
     def replay_ended(self, now_ms: int) -> list[Change]:
-        """That was all of it."""
+        """End of the replay."""
         if self.phase not in (Phase.JOINING, Phase.FILLING):
             return []
         if self._has_hole:
@@ -211,7 +211,7 @@ class EngineFeed:
 
     @property
     def has_more(self) -> bool:
-        """What came is not worked on to its end: `more` is to be called."""
+        """Received batches are not worked on to their end: `more` is to be called."""
         return bool(self._events) or (self.phase is Phase.LIVE and bool(self._waiting))
 
     def more(self, now_ms: int) -> list[Change]:
@@ -238,7 +238,7 @@ class EngineFeed:
         return self._told(changes)
 
     def held(self) -> list[Stored]:
-        """All that has been told and not taken back."""
+        """All published blocks that were not removed since."""
         return self.held_of(self.held_keys())
 
     def held_keys(self) -> list[BlockKey]:
@@ -246,7 +246,7 @@ class EngineFeed:
         return [] if self.phase is Phase.JOINING else self.blocks.keys()
 
     def held_of(self, keys: Sequence[BlockKey]) -> list[Stored]:
-        """What `held_keys` found, as it is told."""
+        """Result of `held_keys` in the form of a change."""
         return self._stored(keys)
 
     # ── how ──────────────────────────────────────────────────────────────────────────────────────

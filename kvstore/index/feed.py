@@ -1,11 +1,12 @@
-"""What one node says to one replica of the index, and how far to believe it: no blocks in here.
+"""Messages of one node to one replica of the index, and trust in them: no blocks in here.
 
     Hello ─▶ EXACT ⇄ ASKED ─▶ FILLING ─▶ EXACT       words in, `Heard` out; `index.py` applies it
 
 A feed is an ordered stream that the node dials. Each `Delta` has the next sequence number, and a
-`FeedBeat` repeats the last. Whatever does not fit (a number left out, another count at Hello) is a
-gap, and the node is asked for a snapshot. A `SnapshotPart` is what the node offers **when the part
-is written**, and carries the number of the last delta before it: deltas may stand between parts.
+`FeedBeat` repeats the last. A message that does not fit (a number left out, another count at
+Hello) is a gap, and the node is asked for a snapshot. A `SnapshotPart` has the offers of the node
+**when the part is written**, and the number of the last delta before it: deltas may stand between
+parts.
 
 Time is an argument, in milliseconds of a clock that does not go back.
 """
@@ -38,12 +39,12 @@ the one that replaced it is heard."""
 
 
 class Trust(enum.IntEnum):
-    """How far an answer can be believed. The order is that of doubt."""
+    """Trust in an answer, in the order of doubt."""
 
     EXACT = 0
     """All that the node said up to its last sequence number."""
     CATCHING_UP = 1
-    """What is told was true when it was told; more may be there."""
+    """Published blocks were there when published; more may be there."""
     STALE = 2
     """Silent, or its stream broke: it may be gone."""
 
@@ -102,13 +103,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     stream: int
     """Counts the streams that this incarnation dialled to this replica."""
     sequence: int
-    """Of the last delta that the node made: 0 when it never offered anything."""
+    """Number of the last delta that the node made: 0 when it never offered anything."""
     address: str = ""
     """Where peers find the node."""
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
-    """What changed, in order."""
+    """Changes, in order."""
 
     node: str
     incarnation: Incarnation
@@ -125,7 +126,7 @@ class FeedBeat(msgspec.Struct, frozen=True, tag="Beat"):
     stream: int
     sequence: int
     load: Load | None = None
-    """None: as told before."""
+    """None: as published before."""
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, tag="Part"):
@@ -135,14 +136,14 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="Part"):
     incarnation: Incarnation
     stream: int
     sequence: int
-    """Of the last delta before this part."""
+    """Number of the last delta before this part."""
     number: int
     is_last: bool
     stored: tuple[Stored, ...]
 
 
 class Registry(msgspec.Struct, frozen=True, tag=True):
-    """All engines that the node serves now. What it said of them before is void."""
+    """All engines that the node serves now. Earlier registries are void."""
 
     node: str
     incarnation: Incarnation
@@ -165,12 +166,12 @@ class ConnectRefused(msgspec.Struct, frozen=True, tag="Refused"):
 
 
 Word = Delta | FeedBeat | SnapshotPart | Registry
-"""What comes on an open stream."""
+"""Messages of an open stream."""
 Event = Hello | Word | FeedClosed | ConnectRefused
 
 
 class Verdict(enum.Enum):
-    """What the replica does with the stream after an event."""
+    """The replica's next step for the stream after an event."""
 
     GO_ON = "go on"
     ASK = "ask"
@@ -194,7 +195,7 @@ class Heard(msgspec.Struct, frozen=True):
     """A snapshot begins."""
     apply: bool = False
     complete: bool = False
-    """The snapshot is whole: what is neither in it nor told meanwhile is void."""
+    """The snapshot is whole: blocks neither in it nor published meanwhile are void."""
 
 
 _CLOSE: Final = Heard(Verdict.CLOSE)
@@ -202,7 +203,7 @@ _GO_ON: Final = Heard(Verdict.GO_ON)
 
 
 def trust_after(silent_ms: int, *, is_open: bool, is_exact: bool) -> Trust | None:
-    """How far a node is believed that was silent for so long. None: in no answer."""
+    """Trust in a node after so much silence. None: in no answer."""
     if silent_ms >= OUT_MS:
         return None
     if not is_open or silent_ms >= STALE_MS:
@@ -211,7 +212,7 @@ def trust_after(silent_ms: int, *, is_open: bool, is_exact: bool) -> Trust | Non
 
 
 def until_ms(heard_ms: int, now_ms: int) -> int:
-    """Silence since `heard_ms` may change what is believed of a node then, not before."""
+    """Earliest time at which silence since `heard_ms` may change the trust in a node."""
     ages = (STALE_MS, OUT_MS, FORGET_MS)
     return min((t for age in ages if (t := heard_ms + age) > now_ms), default=now_ms + 1)
 
@@ -229,7 +230,7 @@ class Feed:
         self.address = ""
         self.sequence = 0
         self.load: Load | None = None
-        """What its incarnation told last."""
+        """Last load published by its incarnation."""
         self.engines: tuple[EngineEntry, ...] = ()
         """The same."""
         self._incarnation = Incarnation(0)
@@ -242,7 +243,7 @@ class Feed:
         """When a snapshot was asked for, or its last part came."""
         self._phase = _Phase.EXACT
         self._parts = 0
-        """Of the snapshot that is coming, so far."""
+        """Parts of the present snapshot so far."""
 
     @classmethod
     def of_another(
@@ -292,7 +293,7 @@ class Feed:
 
     @property
     def incarnation(self) -> Incarnation:
-        """Of the stream that is heard."""
+        """Incarnation of the present stream."""
         return self._incarnation
 
     @property

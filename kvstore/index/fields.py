@@ -1,11 +1,11 @@
-"""The flat memory of `holdings.py`: where each number lies. What it means is said in `loops.py`."""
+"""The flat memory of `holdings.py`: where each number lies. `loops.py` has the meaning of each."""
 
 from __future__ import annotations
 
 from typing import Final, Protocol
 
 WORDS: Final = 8
-"""Of a key."""
+"""Numbers of a key."""
 
 # A row.
 ROW: Final = 12
@@ -35,7 +35,7 @@ LENGTH: Final = 2
 WORST: Final = 5
 """The slowest tier that the match needed so far."""
 LOST_IN: Final = 6
-"""Of the scope that has this number, not of the slot: how many of its slots have lost something."""
+"""Number of slots of this scope (not of this slot) that have lost something."""
 SLOWEST: Final = 2
 """The last tier."""
 
@@ -43,7 +43,7 @@ FREE: Final = 0
 SHOWN: Final = 1
 HIDDEN: Final = 2
 VOID: Final = 3
-"""In no answer, and swept away."""
+"""In no answer, and swept."""
 
 # Of scratch, in parts as long as there are slots: a set being made (1), the answer (ANSWER), the
 # slots still in the run (1), the tiers that keep each of them as fast as it is (1).

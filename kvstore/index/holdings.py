@@ -4,9 +4,9 @@ A **slot** is one holder in one (tenant, space), so that to clear a space, or to
 a node, is to void slots: at once out of every answer, and taken out of the rows by and by. Slots
 and scopes have names here; all else is numbers, and `loops.py` works on them.
 
-Full, that is with `entry_count_max` (block, slot) pairs: the block that was longest not asked for
-and not told leaves, and its slots have lost something. Of blocks told or asked for together the
-first are the newest.
+Full, that is with `entry_count_max` (block, slot) pairs: the block with the oldest request or
+publication leaves, and its slots have lost something. Among blocks requested or published together
+the first are the newest.
 
 Bytes for E entries and S slots: rows 48 E, cells 8 E, sets 36 E + 252 S, slots 60 S.
 """
@@ -28,7 +28,7 @@ ENTRY_COUNT_MAX: Final = 1 << 29
 _SWEPT_TO_OPEN: Final = 100_000
 """So many rows are swept at most for a slot when none is free: nobody is answered meanwhile."""
 _SWEPT_PER_TOLD: Final = 4
-"""So many rows are swept for each key told, while there is something void."""
+"""Rows swept for each published key, while there is something void."""
 
 
 class Holdings:
@@ -92,7 +92,7 @@ class Holdings:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the flat memory; the system gives it as it is first written."""
+        """Size of the flat memory; the system gives pages as they are first written."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def open(self, tenant: str, space: SpaceId, *, is_hidden: bool) -> int | None:
@@ -150,7 +150,7 @@ class Holdings:
         return list(zip(numbers, numbers, numbers, numbers, numbers, strict=True))
 
     def has_lost(self, tenant: str, space: SpaceId) -> bool:
-        """Something left for want of room that a slot, which is not void, was told to hold."""
+        """A block of a slot that is not void left for want of room."""
         scope = self.scopes.get((tenant, space))
         return scope is not None and self._slots[scope * fields.SLOT + fields.LOST_IN] > 0
 

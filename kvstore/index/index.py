@@ -1,9 +1,9 @@
-"""The global prefix index: which holder has how much of a prompt, by what nodes say of themselves.
+"""The global prefix index: how much of a prompt each holder has, as published by the nodes.
 
-    Event ─▶ Feed (believe it?) ─▶ Holdings (void, show, store, remove)        match ─▶ Answer
+    Event ─▶ Feed (trust?) ─▶ Holdings (void, show, store, remove)        match ─▶ Answer
 
-Here lives which `Holdings` slot answers for which node, and nothing else: `feed.py` decides what is
-believed, `places.py` which slot it is about, `holdings.py` keeps it.
+This module maps nodes to `Holdings` slots, and nothing else: `feed.py` decides on trust,
+`places.py` on the slot, `holdings.py` keeps the blocks.
 
 Pure: time is an argument. Bounded: `entry_count_max` (block, holder) pairs, `slot_count_max` slots,
 `node_count_max` nodes.
@@ -49,7 +49,7 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Who holds the first block, and how far he goes."""
+    """Holders of the first block, each with its matching prefix length."""
 
     trust: Trust
     """EXACT: nobody else holds it, by what the nodes said. CATCHING_UP: somebody may."""
@@ -57,7 +57,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A node, as it is believed."""
+    """A node and the trust in it."""
 
     node: str
     incarnation: Incarnation
@@ -67,9 +67,9 @@ class Member(msgspec.Struct, frozen=True):
     """None: in no answer."""
     sequence: int
     load: Load | None = None
-    """None: it told none yet."""
+    """None: not published yet."""
     engines: tuple[EngineEntry, ...] = ()
-    """That it serves."""
+    """Engines that the node serves."""
 
 
 class Statistics(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ def default_slot_count(entry_count_max: int) -> int:
 
 
 class _Node:
-    """What the index keeps of a node beside its blocks, and its `Slots`."""
+    """State of a node beside its blocks, and its `Slots`."""
 
     def __init__(self, name: str, index: Index) -> None:
         self.feed = Feed()
@@ -163,9 +163,9 @@ class Index:
         """By slot."""
         self._young_until_ms = now_ms + OUT_MS
         self._review_ms = now_ms
-        """Until then no silence changes what is believed of a node."""
+        """Until then no silence changes the trust in a node."""
         self.doubted: set[_Node] = set()
-        """Those that are in answers, and not exact: they may hold more than answers tell."""
+        """Nodes in answers that are not in sync: they may hold more than answers have."""
 
     def hear(self, event: Event, now_ms: int) -> Verdict:
         """Take in what a node said, or what happened to its stream."""
@@ -229,7 +229,7 @@ class Index:
         )
 
     def _review(self, now_ms: int) -> None:
-        """What silence changed in what is believed of nodes, when it can have changed anything."""
+        """Changes of trust in nodes by silence, when there can be any."""
         if now_ms < self._review_ms:
             return
         for name in [name for name, node in self.nodes.items() if node.feed.is_lost(now_ms)]:
@@ -241,7 +241,7 @@ class Index:
             self._judge(node, now_ms)
 
     def _judge(self, node: _Node, now_ms: int) -> None:
-        """What is believed of a node by what it said, and how long ago."""
+        """Trust in a node by its last message and its age."""
         trust = node.feed.trust(now_ms)
         if trust is Trust.EXACT and node.places.is_short:
             trust = Trust.CATCHING_UP

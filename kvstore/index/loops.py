@@ -1,4 +1,4 @@
-"""What `holdings.py` does to its flat memory: plain functions that run as they stand, or compiled.
+"""Operations of `holdings.py` on its flat memory: plain functions, run as they stand or compiled.
 
 Blocks of a prompt mostly have one and the same set of holders, so that to add a holder, or to go on
 with a match, is to see that nothing changed since the block before (`MEMO_FROM`). And they mostly
@@ -90,7 +90,7 @@ def alter(
 
 
 def evict(rows: Ints, cells: Ints, sets: Ints, set_cells: Ints, slots: Ints, meta: Ints) -> None:
-    """What was longest not asked for and not told leaves; its holders have lost something."""
+    """The block with the oldest request or publication leaves; its holders have lost something."""
     row = rows[NEWER]  # of the sentinel: the oldest
     first = chunk = rows[row * ROW + SET]
     for i in range(sets[first * CHUNK + SIZE]):
@@ -260,7 +260,7 @@ def is_held_by(sets: Ints, scratch: Ints, meta: Ints, here: int, count: int) -> 
 def narrow(
     sets: Ints, slots: Ints, scratch: Ints, meta: Ints, here: int, count: int, at: int
 ) -> int:
-    """Who of those still in the run holds block `at` too: both lists ascend. How many."""
+    """Number of holders still in the run that have block `at` too: both lists ascend."""
     left, place, stop = sets[here * CHUNK + SIZE], here * CHUNK, here * CHUNK + MEMBERS
     active = meta[SLOT_COUNT] * (1 + ANSWER)
     kept = active

@@ -18,7 +18,7 @@ from kvstore.index import loops, rows, sets
 
 
 class Loops(NamedTuple):
-    """What `Holdings` calls; `loops.py` has the arguments."""
+    """Functions that `Holdings` calls; `loops.py` has the arguments."""
 
     store: Callable[..., None]
     remove: Callable[..., None]

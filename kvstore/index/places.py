@@ -1,13 +1,13 @@
-"""What one node said of its blocks, as orders to whatever keeps them (pure).
+"""Messages of one node about its blocks, as orders to their keeper (pure).
 
     Heard, event ─▶ open, store, remove, show, void
 
 A **slot** is one holder in one (tenant, space). A snapshot over older words fills hidden slots
 beside them; at its end they are shown and the older ones void. Deltas that come meanwhile go to
-both. A node has PLACES_MAX of either at most: nobody takes the slots of others.
+both. A node has PLACES_MAX of either at most: no node takes the slots of others.
 
-Covers: which slot stands for which place. Does not cover: what is believed (`feed`), what keeps the
-blocks (`holdings`, `kvstore.stores`).
+Covers: which slot stands for which place. Does not cover: trust (`feed`), the keeper of the blocks
+(`holdings`, `kvstore.stores`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from kvstore.index.feed import (
 from kvstore.types import SpaceId, Tier
 
 PLACES_MAX: Final = 1024
-"""Of one node, and as many again while a snapshot of it comes."""
+"""Places of one node, and as many again while a snapshot of it comes."""
 
 Scope = Hashable
-"""What whoever keeps the blocks calls a (tenant, space)."""
+"""The keeper's name of a (tenant, space)."""
 Place = tuple[str, int, Scope]
 """Engine, rank, scope."""
 
 
 class PlaceSlots(Protocol):
-    """What keeps the blocks of one node."""
+    """Keeper of the blocks of one node."""
 
     def scope(self, tenant: str, space: SpaceId) -> Scope:
         """Its name of a (tenant, space)."""
@@ -74,12 +74,12 @@ class Places:
         self.coming: dict[Place, int] | None = None
         """The slots of a snapshot that fills while older ones answer."""
         self._scopes: dict[tuple[str, int], set[Scope]] = {}
-        """Of an engine's places, or more: so that nothing is looked through when it leaves."""
+        """Superset of an engine's places, so that none are searched for when the engine leaves."""
         self.is_short = False
         """Something it said found no room."""
 
     def resume(self, slots: dict[Place, int], coming: dict[Place, int] | None) -> None:
-        """Go on with what somebody else opened; of a snapshot, only what was told before it."""
+        """Go on with slots that another keeper opened; of a snapshot, only with earlier blocks."""
         self.slots, self.coming = slots, coming
         self.abandon()
         self._know(slots)

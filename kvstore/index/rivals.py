@@ -4,7 +4,7 @@ A restarted node replaces its past, which is dead and never speaks again. So a p
 Hello after it was replaced, and again after that was refused, lives beside the one that replaced
 it. Only the second time counts: one Hello of a dead process may come late.
 
-Pure. Covers: which names. Does not cover: which of the two is heard (`feed`), who is told
+Pure. Covers: which names. Does not cover: which of the two is heard (`feed`), notices
 (`kvstore.indexer.service`).
 """
 
@@ -15,18 +15,18 @@ from typing import Final
 from kvstore.types import Incarnation
 
 RIVAL_MS: Final = 15_000
-"""It dials every 2 s: silent for so long, it is gone."""
+"""A process dials every 2 s: after so much silence it is gone."""
 NAMES_MAX: Final = 1024
 
 
 class Rivals:
-    """Of the nodes of one replica; at most NAMES_MAX, the latest."""
+    """Twins among the nodes of one replica; at most NAMES_MAX, the latest."""
 
     def __init__(self) -> None:
         self._refused: dict[str, tuple[Incarnation, int, str]] = {}
         """When last, and from where, the replaced incarnation of a node said Hello."""
         self._rivals: dict[str, tuple[int, str]] = {}
-        """Of those, the names of which that was not the first time."""
+        """Refused nodes for which that was not the first time."""
 
     def refused(self, node: str, incarnation: Incarnation, host: str, now_ms: int) -> bool:
         """Its Hello was, since another incarnation is heard. Returns whether both are alive."""
@@ -47,5 +47,5 @@ class Rivals:
         return None if found is None or now_ms - found[0] > RIVAL_MS else found[1]
 
     def names(self, now_ms: int) -> list[str]:
-        """Of nodes that are two processes now."""
+        """Names of nodes that are two processes now."""
         return sorted(node for node in list(self._rivals) if self.of(node, now_ms) is not None)

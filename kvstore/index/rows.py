@@ -41,7 +41,7 @@ def home(meta: Ints, mixed: int) -> int:
 
 
 def home_of_key(meta: Ints, keys: Sequence[int], at: int, scope: int) -> int:
-    """Of a key that is told or asked for."""
+    """First cell to probe for a published or requested key."""
     i = at * WORDS
     return home(
         meta,
@@ -113,7 +113,7 @@ def insert(rows: Ints, cells: Ints, meta: Ints, keys: Sequence[int], at: int, sc
 
 
 def delete(rows: Ints, cells: Ints, meta: Ints, row: int) -> None:
-    """Forget a row whose set is empty. What lies behind its cell moves up: no tombstones."""
+    """Forget a row whose set is empty. Later cells of its probe move up: no tombstones."""
     base, count = row * ROW, meta[CELL_COUNT]
     unlink(rows, row)
     hole = home_of_row(meta, rows, row)
