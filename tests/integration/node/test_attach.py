@@ -274,7 +274,8 @@ def test_a_name_of_too_many_bytes_costs_only_its_own_connection(
         assert not isinstance(decode_from_node(sock.recv(4096)), Welcome)
 
 
-LONG_MODEL = encode(msgspec.structs.replace(HELLO_RANK, space=make_space(model="m" * (100 << 10))))
+_LONG = Group(make_space(model="m" * (100 << 10)), Shard(0, 4, 0, 4), BLOCK_BYTES)
+LONG_MODEL = encode(msgspec.structs.replace(HELLO_RANK, groups=(_LONG,)))
 _FIELDS, _AGAIN = len(HelloRank.__struct_fields__) + 1, 20_000
 LONG_IN_ITSELF = (
     b"\xde"
@@ -287,7 +288,10 @@ LONG_IN_ITSELF = (
 
 @pytest.mark.parametrize(
     ("hello", "sentence"),
-    [(LONG_MODEL, "length <= 255 - at `$.space.model`"), (LONG_IN_ITSELF, "at most 49152")],
+    [
+        (LONG_MODEL, "length <= 255 - at `$.groups[0].space.model`"),
+        (LONG_IN_ITSELF, "at most 49152"),
+    ],
     ids=["a long model", "long in itself"],
 )
 def test_a_hello_that_the_supervisor_could_not_be_told_is_refused(
