@@ -103,7 +103,7 @@ def test_a_black_hole_costs_misses_and_heals(
             attached(pair.a.socket, engine_id="a", timeout_s=ENDS_S) as asker,
             attached(pair.a.socket, engine_id="c", timeout_s=ENDS_S) as other,
         ):
-            for stage in STAGES:
+            for done, stage in enumerate(STAGES, start=1):
                 keys, more = (make_keys(BLOCKS, seed=f"{stage} {n}") for n in range(2))
                 cable.store(holder, keys)
                 reply = cable.cut_at(stage, asker, keys)
@@ -126,6 +126,8 @@ def test_a_black_hole_costs_misses_and_heals(
                     whole = pair.borrow(asker, wanted)
                     assert asker.is_right(whole, wanted)
                     asker.release(whole)
+                # The next stage counts from here: both nodes have told of both prompts.
+                assert cable.becomes({ENTRIES: done * 2 * 2 * BLOCKS})
         cable.rests(there=[])
         for name, node in (("a", pair.a), ("b", pair.b)):
             with lan.inside(name):
