@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -87,6 +87,7 @@ class TransferEnded(NamedTuple):
     """Nothing writes to the places of this transfer any more."""
 
     transfer: int
+    peer: str
     good: bool
     """All bytes are there; not that they are right, or that they were lent until the end."""
     reason: str = ""
@@ -166,17 +167,11 @@ class MoverChild:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def hear(self) -> list[wire.FromMover]:
-        """All that it has said. Raises ProtocolError."""
-        heard: list[wire.FromMover] = []
-        while True:
-            try:
-                data = self.socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT)
-            except OSError:
-                return heard
-            if not data:
-                return heard
-            heard.append(wire.decode_from_mover(data))
+    def hear(self) -> Iterator[wire.FromMover]:
+        """All that it has said. Raises ProtocolError, after the messages before the malformed."""
+        with contextlib.suppress(OSError):
+            while data := self.socket.recv(wire.DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT):
+                yield wire.decode_from_mover(data)
 
     def signal(self, number: signal.Signals) -> None:
         """Never reaches another process."""
@@ -268,6 +263,10 @@ class Mover:
         for fd in (child.socket.fileno(), child.pidfd):
             self._epoll.register(fd, select.EPOLLIN)
 
+    def is_reading(self, peer: str) -> bool:
+        """Whether a transfer from this peer has not ended."""
+        return peer in self._watch.transfers.values()
+
     def connect(self, peer: str, descriptor: bytes) -> None:
         """`PeerUnreachable` comes if that cannot be; `forget` it before it is connected again."""
         if len(descriptor) > wire.DESCRIPTOR_BYTES_MAX:  # which would end the mover
@@ -342,7 +341,8 @@ class Mover:
         why, self._killed = self._killed or f"{reason} with status {status}", ""
         self._again_ns = 0 if self._unusable else now_ns + max(pause_ns, 1)
         self.restarts += 1
-        return [*(TransferEnded(each, good=False, reason=why) for each in ended), Down(why)]
+        ends = [TransferEnded(each, peer, good=False, reason=why) for each, peer in ended.items()]
+        return [*ends, Down(why)]
 
     def _say(self, *messages: wire.FromNode) -> None:
         if self._child is not None and not self._child.say(*messages):
@@ -354,9 +354,9 @@ class Mover:
                 self._ready, self._has_served, self._refused = not self._killed, True, 0
                 return [Up(message)]
             case wire.Done(transfer=transfer, took_ns=took_ns):
-                return self._end(TransferEnded(transfer, good=True, took_ns=took_ns))
+                return self._end(transfer, good=True, took_ns=took_ns)
             case wire.Failed(transfer=transfer, reason=reason):
-                return self._end(TransferEnded(transfer, good=False, reason=reason))
+                return self._end(transfer, good=False, reason=reason)
             case wire.Limbo(transfer=transfer):
                 self._watch.in_limbo(transfer)
             case wire.Unreachable(peer=peer, reason=reason):
@@ -378,5 +378,8 @@ class Mover:
         self.refused += refused - before
         return [Crowded(refused)] if refused.bit_length() > before.bit_length() else []
 
-    def _end(self, ended: TransferEnded) -> list[MoverEvent]:
-        return [ended] if self._watch.ended(ended.transfer) else []
+    def _end(
+        self, transfer: int, *, good: bool, reason: str = "", took_ns: int = 0
+    ) -> list[MoverEvent]:
+        peer = self._watch.ended(transfer)
+        return [] if peer is None else [TransferEnded(transfer, peer, good, reason, took_ns)]

@@ -42,8 +42,7 @@ class MoverHost:
         self._mover = mover
         self._clock = clock
         self._numbers = itertools.count(1)
-        self._transfers: dict[int, tuple[str, asyncio.Future[TransferEnded]]] = {}
-        """Under way: the peer, and the end."""
+        self._awaited: dict[int, asyncio.Future[TransferEnded]] = {}
         self._connected: dict[str, bytes] = {}
         """Descriptor of each peer that the mover is connected to."""
         self._to_forget: set[str] = set()
@@ -93,7 +92,7 @@ class MoverHost:
         assert self._loop is not None
         number = next(self._numbers)
         if not self.descriptor:  # nor is one told of peers that does not say yet that it is there
-            return TransferEnded(number, good=False, reason=self.trouble)
+            return TransferEnded(number, peer, good=False, reason=self.trouble)
         self._to_forget.discard(peer)
         if self._connected.get(peer) != descriptor:
             if peer in self._connected:
@@ -102,18 +101,16 @@ class MoverHost:
             self._mover.connect(peer, descriptor)
         deadline_ns = self._clock.now_ns() + int(timeout_s * NS_PER_S)
         if not self._mover.post(number, peer, pieces, deadline_ns=deadline_ns):
-            return TransferEnded(
-                number, good=False, reason=self.trouble or "the transfer worker takes nothing now"
-            )
+            trouble = self.trouble or "the transfer worker takes nothing now"
+            return TransferEnded(number, peer, good=False, reason=trouble)
         end: asyncio.Future[TransferEnded] = self._loop.create_future()
-        self._transfers[number] = peer, end
+        self._awaited[number] = end
         self._plan()
         return await asyncio.shield(end)
 
     def forget(self, peer: str) -> None:
         """Nothing more is read from it, as far as is known."""
-        is_read_from = any(name == peer for name, _ in self._transfers.values())
-        if is_read_from and not self._forgets_reads:
+        if self._mover.is_reading(peer) and not self._forgets_reads:
             self._to_forget.add(peer)
         elif self._connected.pop(peer, None) is not None:
             self._mover.forget(peer)
@@ -161,10 +158,8 @@ class MoverHost:
                     " from this node already",
                     refused,
                 )
-            case TransferEnded(transfer=transfer):
-                peer, end = self._transfers.pop(transfer, ("", None))
-                if end is not None and not end.done():
-                    end.set_result(event)
+            case TransferEnded(transfer=transfer, peer=peer):
+                self._awaited.pop(transfer).set_result(event)
                 if peer in self._to_forget:
                     self._to_forget.discard(peer)
                     self.forget(peer)  # or not yet: it may be read from still

@@ -29,13 +29,13 @@ T = TypeVar("T", bound=Hashable)
 
 
 class Guests(Generic[T]):
-    """Those that are here."""
+    """The incoming connections of one port: arriving ones, then admitted ones."""
 
     def __init__(self) -> None:
         self._arriving: dict[T, None] = {}
         """Oldest first."""
         self._heard_ns: dict[T, int] = {}
-        """When each that is admitted was heard last; longest quiet first."""
+        """Last sign of each admitted guest, the longest quiet first."""
         self._nodes: dict[T, str] = {}
         """Names of admitted guests that have one."""
 
@@ -71,7 +71,7 @@ class Guests(Generic[T]):
         return gone
 
     def heard(self, guest: T, now_ns: int) -> None:
-        """One that is admitted."""
+        """A sign of an admitted guest."""
         del self._heard_ns[guest]
         self._heard_ns[guest] = now_ns
 

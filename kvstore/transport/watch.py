@@ -65,9 +65,9 @@ class Watch:
         self._deaths = 0
 
     @property
-    def transfers(self) -> list[int]:
-        """Transfers that have not ended."""
-        return list(self._transfers)
+    def transfers(self) -> dict[int, str]:
+        """Transfers that have not ended, each with its peer."""
+        return {number: each.peer for number, each in self._transfers.items()}
 
     @property
     def limbo_bytes(self) -> int:
@@ -87,9 +87,10 @@ class Watch:
         assert transfer not in self._transfers, transfer
         self._transfers[transfer] = _WatchedTransfer(peer, size_bytes, deadline_ns)
 
-    def ended(self, transfer: int) -> bool:
-        """The mover says so. False: that transfer is not known."""
-        return self._transfers.pop(transfer, None) is not None
+    def ended(self, transfer: int) -> str | None:
+        """The mover says so. Returns its peer; None: that transfer is not known."""
+        known = self._transfers.pop(transfer, None)
+        return known.peer if known else None
 
     def in_limbo(self, transfer: int) -> None:
         """The mover says that it cannot know."""
@@ -121,10 +122,10 @@ class Watch:
         times = [each.deadline_ns + GRACE_NS * each.overdue for each in self._transfers.values()]
         return min([*times, self._looked_ns + LOOK_LATE_NS // 2, self._silent_at_ns])
 
-    def died(self, now_ns: int) -> tuple[list[int], int]:
-        """The mover is dead and reaped: the transfers that have ended with it, and how long to wait
-        before another is started."""
-        ended = list(self._transfers)
+    def died(self, now_ns: int) -> tuple[dict[int, str], int]:
+        """The mover is dead and reaped: the transfers that have ended with it, each with its peer,
+        and how long to wait before another is started."""
+        ended = self.transfers
         self._transfers.clear()
         soon = now_ns - self._begun_ns <= LONG_NS
         self._deaths = self._deaths + 1 if soon else 1

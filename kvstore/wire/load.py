@@ -54,6 +54,6 @@ class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Data-parallel."""
     role: Label = ""
     address: Label = ""
-    """Address of the node's HTTP server."""
+    """Address of the engine's HTTP server."""
     queue: U32 | None = None
     """Requests that wait."""

@@ -92,14 +92,14 @@ class SimMover:
         """Read from a peer. On return nothing writes to the places of the pieces any more."""
         number = next(self._numbers)
         if self.trouble:
-            return TransferEnded(number, good=False, reason=self.trouble)
+            return TransferEnded(number, peer, good=False, reason=self.trouble)
         rows = list(zip(*(array.tolist() for array in pieces), strict=True))
         self.writing[number] = {to // PAGE_BYTES for to, _, _ in rows}
         life = self._lives
         deadline_ns = self.peers.now_ns + int(timeout_s * NS_PER_S)
         reason = await self._read(descriptor, rows, deadline_ns, life)
         self.writing.pop(number, None)
-        return TransferEnded(number, good=not reason, reason=reason)
+        return TransferEnded(number, peer, good=not reason, reason=reason)
 
     def forget(self, peer: str) -> None:
         """Each read finds its source by the descriptor: there is nothing to forget."""

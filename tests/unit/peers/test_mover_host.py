@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 
 import pytest
 
+from kvstore.errors import ProtocolError
 from kvstore.net.clock import MonotonicClock
-from kvstore.peers.mover import Down, Mover, MoverEvent, MoverSettings, TransferEnded, Unusable, Up
+from kvstore.peers.mover import (
+    Down,
+    Mover,
+    MoverChild,
+    MoverEvent,
+    MoverSettings,
+    TransferEnded,
+    Unusable,
+    Up,
+)
 from kvstore.peers.mover_host import MoverHost
 from kvstore.ports import Pieces
 from kvstore.transport.pieces import make_pieces
-from kvstore.wire.mover import Beat, Registered
+from kvstore.wire.mover import Beat, Done, Registered, encode
 
 
 class ScriptedMover:
@@ -22,7 +33,8 @@ class ScriptedMover:
         self.events: list[MoverEvent] = []
         self.taken: asyncio.Queue[MoverEvent] = asyncio.Queue()
         self.said: list[tuple[str, str]] = []
-        self.posted: list[int] = []
+        self.posted: dict[int, str] = {}
+        """Transfers that have not ended, each with its peer."""
         self._ends = os.pipe()
 
     def start(self) -> None: ...
@@ -34,6 +46,8 @@ class ScriptedMover:
         taken, self.events = self.events, []
         for event in taken:
             os.read(self._ends[0], 1)
+            if isinstance(event, TransferEnded):  # as of one batch: all of it is known at once
+                self.posted.pop(event.transfer)
             # Heard after the host has taken it: on the next turn of the loop.
             asyncio.get_running_loop().call_soon(self.taken.put_nowait, event)
         return taken
@@ -45,12 +59,15 @@ class ScriptedMover:
     def connect(self, peer: str, descriptor: bytes) -> None:
         self.said.append(("connect", peer))
 
+    def is_reading(self, peer: str) -> bool:
+        return peer in self.posted.values()
+
     def forget(self, peer: str) -> None:
         self.said.append(("forget", peer))
 
     def post(self, transfer: int, peer: str, pieces: Pieces, *, deadline_ns: int) -> bool:
         self.said.append(("post", peer))
-        self.posted.append(transfer)
+        self.posted[transfer] = peer
         return True
 
     def next_ns(self) -> int:
@@ -107,10 +124,34 @@ def test_a_peer_that_is_read_from_is_forgotten_when_that_has_ended(*, ends_reads
         scripted.said.clear()
         host.forget("b")
         assert scripted.said == ([("forget", "b")] if ends_reads else [])
-        for number in scripted.posted:
+        for number in list(scripted.posted):
             assert scripted.said == ([("forget", "b")] if ends_reads else [])
-            scripted.say(TransferEnded(number, good=True))
+            scripted.say(TransferEnded(number, "b", good=True))
             await asyncio.wait_for(scripted.taken.get(), 60)
+        assert all([(await each).good for each in moves])
+        assert scripted.said == [("forget", "b")]
+        host.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_is_forgotten_once_when_its_reads_end_together() -> None:
+    scripted = ScriptedMover()
+
+    async def main() -> None:
+        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+        host.start()
+        scripted.say(up(b"one", ends_reads=False))
+        await asyncio.wait_for(scripted.taken.get(), 60)
+        pieces = make_pieces([0], [0], [8])
+        moves = [
+            asyncio.create_task(host.move("b", b"its", pieces, timeout_s=60)) for _ in range(2)
+        ]
+        await asyncio.sleep(0)
+        host.forget("b")
+        scripted.said.clear()
+        for number in list(scripted.posted):
+            scripted.say(TransferEnded(number, "b", good=True))
         assert all([(await each).good for each in moves])
         assert scripted.said == [("forget", "b")]
         host.close()
@@ -133,8 +174,8 @@ def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
             await asyncio.sleep(0)
             if len(moves) == 1:
                 host.forget("b")
-        for number in scripted.posted:
-            scripted.say(TransferEnded(number, good=True))
+        for number in list(scripted.posted):
+            scripted.say(TransferEnded(number, "b", good=True))
             await asyncio.wait_for(scripted.taken.get(), 60)
         await asyncio.gather(*moves)
         assert scripted.said == [("connect", "b"), ("post", "b"), ("post", "b")]
@@ -167,3 +208,30 @@ def test_peers_that_found_no_room_are_said_at_the_first_and_when_they_doubled(
     said = [record.getMessage() for record in caplog.records if "refused peers" in record.message]
     assert [text.split(" times")[0][-1] for text in said] == ["1", "2", "4"]
     assert mover.refused == 5, "those of the transfer worker before included"
+
+
+_SPEAKER = """if True:
+    import socket, sys
+    with socket.socket(fileno=int(sys.argv[1])) as end:
+        end.recv(65536)  # Begin: unread, it would end the connection with an error
+        for data in {data}:
+            end.send(data)
+"""
+
+
+def test_messages_before_a_malformed_one_are_heard() -> None:
+    said = [encode(Done(7, took_ns=1)), b"not a message", encode(Done(8, took_ns=1))]
+    settings = MoverSettings(backend="tcp", name="a")
+    arena = os.memfd_create("arena")
+    heard: list[object] = []
+    try:
+        child = MoverChild(
+            arena, arena, 0, settings, program=("-I", "-S", "-c", _SPEAKER.format(data=said))
+        )
+        select.select([child.pidfd], [], [])
+        with pytest.raises(ProtocolError):
+            heard.extend(child.hear())
+        child.close()
+    finally:
+        os.close(arena)
+    assert heard == [Done(7, took_ns=1)]

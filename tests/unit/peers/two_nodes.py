@@ -77,7 +77,7 @@ class MemoryMover:
         for to, begin, size in zip(*(array.tolist() for array in pieces), strict=True):
             there = self.peers[peer.removesuffix(".node.kvstore")]
             self.memory[to : to + size] = there[begin : begin + size]
-        return TransferEnded(1, good=not self.reason, reason=self.reason)
+        return TransferEnded(1, peer, good=not self.reason, reason=self.reason)
 
     def forget(self, peer: str) -> None:
         self.forgotten.append(peer)

@@ -35,9 +35,9 @@ def _post(watch: Watch, number: int, *, size: int = 1, deadline_ns: int = NS_PER
 def test_what_ends_in_time_is_left_alone(watch: Watch) -> None:
     _post(watch, 1)
     assert watch.look(NS_PER_S - 1) == []
-    assert watch.ended(1)
+    assert watch.ended(1) == "peer-1"
     assert watch.look(NS_PER_S + GRACE_NS) == []
-    assert not watch.ended(1)
+    assert watch.ended(1) is None
 
 
 def test_a_late_one_is_forgotten_first_and_then_the_mover_is_recycled(watch: Watch) -> None:
@@ -47,15 +47,15 @@ def test_a_late_one_is_forgotten_first_and_then_the_mover_is_recycled(watch: Wat
     assert watch.look(NS_PER_S + GRACE_NS - 1) == []
     assert watch.next_ns() <= NS_PER_S + GRACE_NS
     assert isinstance(watch.look(NS_PER_S + GRACE_NS), Recycle)
-    assert watch.transfers == [1]
-    assert watch.died(2 * NS_PER_S)[0] == [1]
-    assert watch.transfers == []
+    assert watch.transfers == {1: "peer-1"}
+    assert watch.died(2 * NS_PER_S)[0] == {1: "peer-1"}
+    assert watch.transfers == {}
 
 
 def test_a_late_one_that_ends_when_forgotten_costs_no_mover(watch: Watch) -> None:
     _post(watch, 1)
     assert watch.look(NS_PER_S) == [Overdue(1, "peer-1")]
-    assert watch.ended(1)
+    assert watch.ended(1) == "peer-1"
     assert watch.look(NS_PER_S + GRACE_NS) == []
 
 
