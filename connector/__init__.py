@@ -8,7 +8,8 @@
 | `worker_side.py`    | the step's hooks → jobs, fences, results             | each worker       |
 | `copier.py`         | the copy thread: the socket and the copies           | each worker       |
 | `handoff.py`        | plans and results between the worker's two threads   | each worker       |
-| `mapping.py`        | engine configuration → space, shard, geometry (pure) | each worker       |
+| `mapping.py`        | engine configuration → space and shard (pure)        | each worker       |
+| `drafts.py`         | the draft model and its layers (pure)                | both              |
 | `kv_formats.py`     | engine versions whose caches have the same bytes     | each worker       |
 | `weights.py`        | the digest of the weights on disk                    | each worker       |
 | `config.py`         | keys of kv_connector_extra_config                    | both              |

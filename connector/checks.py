@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class NotServed(msgspec.Struct, frozen=True):
+    """This rank's cache cannot be shared; `reason` is one sentence for the log."""
+
+    reason: str
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> None:
@@ -67,7 +75,7 @@ def _check_images(vllm_config: VllmConfig) -> None:
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
 
     groups = kv_cache_config.kv_cache_groups
     hash_tokens = kv_cache_config.hash_block_size
@@ -82,8 +90,9 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
             "try --disable-hybrid-kv-cache-manager, or run it without --kv-transfer-config"
         )
     # Exactly these: subclasses keep windows or sinks, whose blocks do not hold what the key says.
-    if groups and type(groups[0].kv_cache_spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        raise ValueError(
-            "KVStoreConnector serves full attention only, this model has "
-            f"{type(groups[0].kv_cache_spec).__name__}: run it without --kv-transfer-config"
-        )
+    for spec in iter_layer_specs(groups[0].kv_cache_spec) if groups else ():
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+            raise ValueError(
+                "KVStoreConnector serves full attention only, this model has "
+                f"{type(spec).__name__}: run it without --kv-transfer-config"
+            )

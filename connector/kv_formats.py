@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvstore.connector.drafts import has_cache
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -46,6 +48,7 @@ def kv_format(version: str, vllm_config: VllmConfig, *, isa: str) -> str:
         and model.model_impl == "auto"
         and not model.model_class_overrides
         and vllm_config.lora_config is None
+        and not has_cache(vllm_config)
         and isa.startswith(_ISA)
     )
     alone = f"vllm {version}"

@@ -1,4 +1,4 @@
-"""A vllm engine's configuration and cache in kvstore's terms: space, shard, geometry.
+"""A vllm engine's configuration and cache in kvstore's terms: space and shard.
 
 Pure: reads objects, opens no file (the weights' digest is an argument). Models that cannot be
 distinguished for certain are not served: a cold cache is cheap, a wrong one is not. Code that
@@ -8,9 +8,10 @@ depends on the engine's version is here, in `kv_formats.py` and in `vllm.py` alo
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,10 +19,11 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from kvstore.connector.checks import NotServed
+from kvstore.connector.drafts import draft_layers, lookahead_tokens, models_of
 from kvstore.connector.kv_formats import kv_format
 from kvstore.kernels.compare import BOUNDS
 from kvstore.types import Shard
-from kvstore.wire.layout import Geometry
 from kvstore.wire.space import Space
 
 if TYPE_CHECKING:
@@ -61,13 +63,6 @@ _OF_IMAGES = (
 )
 """Settings for processing and encoding of images: a key holds a hash of the image itself and of the
 request's options, but not of these."""
-_DRAFTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
-
-
-class NotServed(msgspec.Struct, frozen=True):
-    """This rank's cache cannot be shared; `reason` is one sentence for the log."""
-
-    reason: str
 
 
 class RankPart(msgspec.Struct, frozen=True):
@@ -77,7 +72,7 @@ class RankPart(msgspec.Struct, frozen=True):
     layer_count: int
     """Layers of the whole model."""
     head_count: int
-    """KV heads of the whole model."""
+    """KV heads of the whole model; their greatest common divisor where layers differ."""
 
 
 class RankModel(msgspec.Struct, frozen=True):
@@ -85,7 +80,8 @@ class RankModel(msgspec.Struct, frozen=True):
 
     space: Space
     shard: Shard
-    geometry: Geometry
+    uncompared: frozenset[int] = frozenset()
+    """Layers, by their place in the order, whose bytes may differ for the same key."""
 
 
 def layers_in_order(kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
@@ -133,8 +129,6 @@ def cache_arrays(
         arrays.append(
             as_strided(memory[begin:], shape=(block_count, page_bytes), strides=(stride, 1))
         )
-    if len({array.shape for array in arrays}) != 1:
-        return NotServed("the layers' pages differ in size")
     return arrays
 
 
@@ -151,54 +145,74 @@ def describe(
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     *,
-    weights: str,
+    weights: Sequence[str],
 ) -> RankModel | NotServed:
-    """Space, shard and geometry of a rank whose caches `cache_arrays` accepted."""
+    """Space and shard of a rank whose caches `cache_arrays` accepted.
+
+    Args:
+        vllm_config, kv_cache_config: of this rank.
+        kv_caches: by layer, as of `cache_arrays`.
+        weights: digests of the weights of `drafts.models_of` the engine.
+    """
     import vllm
 
     names = layers_in_order(kv_caches)
-    reason = _why_not(vllm_config, kv_cache_config, names)
+    reason = _why_not(kv_cache_config, names)
     if reason:
         return NotServed(reason)
-    cache = kv_caches[names[0]]
-    head_count, token_count = int(cache.shape[1]), int(cache.shape[2])
-    geometry = Geometry(
-        layer_count=len(names),
-        head_count=head_count,
-        token_count=token_count,
-        token_bytes=int(cache.shape[3]) * cache.element_size(),
-    )
-    part = part_of(vllm_config, kv_cache_config, names, head_count=head_count)
+    drafts = draft_layers(vllm_config, names)
+    if isinstance(drafts, NotServed):
+        return drafts
+    caches = {name: kv_caches[name] for name in names}
+    heads = {name: int(cache.shape[1]) for name, cache in caches.items()}
+    part = part_of(vllm_config, kv_cache_config, heads, drafts=drafts)
     if isinstance(part, NotServed):
         return part
-    layer = vllm_config.compilation_config.static_forward_context[names[0]]
-    isa = _isa(layer)
-    if isa is None:
+    held = part.shard.head_end - part.shard.head_begin
+    sizes = tuple(cache[0].nbytes // held for cache in caches.values())
+    if len(set(sizes)) > 1 and part.layer_count != len(names):
+        return NotServed("its layers differ in size, and those of other pipeline stages are hidden")
+    layers = [vllm_config.compilation_config.static_forward_context[name] for name in names]
+    isa = _each(map(_isa, layers))
+    if "" in map(_isa, layers):
         return NotServed("the attention backend does not say how it packs its pages")
     model, cache_config = vllm_config.model_config, vllm_config.cache_config
+    block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
     space = Space(
         model=model_digest(model),
-        weights=weights,
+        weights=weights[0],
+        draft=_draft_digest(vllm_config, weights[-1]) if drafts else "",
         dtype=str(model.dtype),
-        kv_dtype=f"{cache_config.cache_dtype} as {cache.dtype}",
+        kv_dtype=f"{cache_config.cache_dtype} as {_each(cache.dtype for cache in caches.values())}",
         quantization=str(model.quantization or ""),
-        attention_backend=str(layer.get_attn_backend().get_name()),
+        attention_backend=_each(layer.get_attn_backend().get_name() for layer in layers),
         kv_layout=str(kv_cache_config.kv_cache_layout),
         isa=isa,
-        block_tokens=token_count,
-        hash_block_tokens=int(kv_cache_config.hash_block_size or token_count),
+        block_tokens=block_tokens,
+        hash_block_tokens=int(kv_cache_config.hash_block_size or block_tokens),
         layer_count=part.layer_count,
         kv_head_count=part.head_count,
-        token_bytes=geometry.token_bytes,
+        head_bytes=sizes if len(set(sizes)) > 1 else sizes[:1],
         hash_algorithm=str(cache_config.prefix_caching_hash_algo),
         hash_seed=_hash_seed(cache_config.prefix_caching_hash_algo),
         kv_format=kv_format(vllm.__version__, vllm_config, isa=isa),
     )
-    return RankModel(space=space, shard=part.shard, geometry=geometry)
+    volatile = drafts if lookahead_tokens(vllm_config) else frozenset()
+    uncompared = frozenset(at for at, name in enumerate(names) if name in volatile)
+    return RankModel(space=space, shard=part.shard, uncompared=uncompared)
+
+
+def _each(values: Iterable[object]) -> str:
+    """Different values, in order, as one text."""
+    return ", ".join(dict.fromkeys(map(str, values)))
 
 
 def part_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: list[str], *, head_count: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    heads: Mapping[str, int],
+    *,
+    drafts: frozenset[str] = frozenset(),
 ) -> RankPart | NotServed:
     """Which layers and KV heads of the model a rank holds.
 
@@ -209,20 +223,32 @@ def part_of(
     Args:
         vllm_config: of this rank.
         kv_cache_config: of this rank.
-        names: its layers that own memory, in order.
-        head_count: KV heads in its cache.
+        heads: KV heads in each of its layers that own memory, in order.
+        drafts: layers of the draft model.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    ranks = parallel.tensor_parallel_size
-    heads_total = 1 if model.use_mla else int(model.get_total_num_kv_heads())
-    replicas = max(1, ranks // heads_total)
-    # The engine itself says how many ranks are alike for MLA only; elsewhere it says 1.
-    agrees = kv_cache_config.kv_tp_replicas in (1, replicas)
-    if not agrees or ranks % replicas or ranks // replicas * head_count != heads_total:
-        return NotServed(
-            f"each of {ranks} ranks holds {head_count} of {heads_total} KV heads, which does not "
-            "say which"
-        )
+    names, ranks = list(heads), parallel.tensor_parallel_size
+    models = [each for each, _ in models_of(vllm_config)]
+    totals, alike = [], set()
+    for name, held in heads.items():
+        of = models[-1] if name in drafts else model
+        # A single rank holds all heads, and layers may differ in their number.
+        total = held if ranks == 1 else 1 if of.use_mla else int(of.get_total_num_kv_heads())
+        replicas = max(1, ranks // total)
+        # The engine itself says how many ranks are alike for MLA only; elsewhere it says 1.
+        agrees = kv_cache_config.kv_tp_replicas in (1, replicas)
+        if not agrees or ranks % replicas or ranks // replicas * held != total:
+            return NotServed(
+                f"each of {ranks} ranks holds {held} of {total} KV heads of {name}, which does not "
+                "say which"
+            )
+        totals.append(total)
+        alike.add(replicas)
+    if len(alike) != 1:
+        return NotServed("some of its layers have their KV heads on several ranks, others do not")
+    (replicas,) = alike
+    heads_total = math.gcd(*totals)
+    head_count = heads_total * replicas // ranks
     head_begin = parallel.rank % ranks // replicas * head_count
     layer_begin, layers_total = 0, len(names)
     if parallel.pipeline_parallel_size > 1:
@@ -275,20 +301,30 @@ def _without(config: Any) -> Any:
     return config
 
 
-def _why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: list[str]) -> str:
+def _draft_digest(vllm_config: VllmConfig, weights: str) -> str:
+    """Digest (hex) of the draft model: its computation, weights and lookahead."""
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    parts = (
+        speculative.method,
+        lookahead_tokens(vllm_config),
+        model_digest(speculative.draft_model_config),
+        weights,
+    )
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def _why_not(kv_cache_config: KVCacheConfig, names: list[str]) -> str:
     if kv_cache_config.kv_cache_layout != "LBHNC":
         return f"the KV cache layout is {kv_cache_config.kv_cache_layout}, not LBHNC"
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _DRAFTLESS:
-        return "the draft model of speculative decoding has a cache of its own"
     grouped = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
     if not set(names) <= grouped:
         return "layers outside of the KV cache group have a cache"
     return ""
 
 
-def _isa(layer: Any) -> str | None:
-    """Page order of a CPU backend, and its processor; None if the layer hides the order.
+def _isa(layer: Any) -> str:
+    """Page order of a CPU backend, and its processor; empty if the layer hides the order.
 
     MLA layers hide it, which costs nothing: vllm's reference MLA for CPUs turns prefix caching
     off, because it cannot continue a prefix that it did not compute.
@@ -297,7 +333,7 @@ def _isa(layer: Any) -> str | None:
 
     isa = getattr(layer, "isa", None)
     if not isinstance(isa, str) or not isa:
-        return None
+        return ""
     return f"{isa}/{torch.backends.cpu.get_cpu_capability()}/{platform.machine()}"
 
 

@@ -60,6 +60,7 @@ class SchedulerSide:
         self._config = config
         self._core = SchedulerCore(core_config)
         self._block_tokens = core_config.block_tokens
+        self._lookahead_tokens = core_config.lookahead_tokens
         self._link: Link | None = None
         self._requests: dict[str, Request] = {}
         self._due_tokens: dict[str, int] = {}
@@ -176,7 +177,7 @@ class SchedulerSide:
             self._flush(time.monotonic_ns())
             return
         self._requests[request.request_id] = request
-        self._due_tokens[request.request_id] = self._block_tokens
+        self._due_tokens[request.request_id] = self._block_tokens + self._lookahead_tokens
         self._core.new_request(
             request.request_id,
             request.block_hashes,
@@ -313,7 +314,7 @@ class SchedulerSide:
                 request_id, request.block_hashes, block_ids=block_ids[0], full_blocks=full
             )
             done = self._core.dealt_with_blocks(request_id)
-            self._due_tokens[request_id] = (done + 1) * self._block_tokens
+            self._due_tokens[request_id] = (done + 1) * self._block_tokens + self._lookahead_tokens
 
     def rescue_plan(self) -> StepPlan:
         """After an error of ours: loads that the engine waits for must still reach the ranks."""

@@ -32,6 +32,7 @@ from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.connector.attendant import TURN, Attendant
 from kvstore.connector.checks import check_engine
 from kvstore.connector.config import ConnectorConfig, parse_config
+from kvstore.connector.drafts import lookahead_tokens
 from kvstore.connector.events import event_endpoints
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.connector.stats import KVStorePromMetrics, KVStoreStats
@@ -399,6 +400,7 @@ def _core_config(config: ConnectorConfig, vllm_config: VllmConfig) -> SchedulerC
         tenant=config.tenant,
         rank_count=vllm_config.parallel_config.world_size,
         block_tokens=vllm_config.cache_config.block_size,
+        lookahead_tokens=lookahead_tokens(vllm_config),
         label=str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
         data_rank=data_rank,
         events=events,

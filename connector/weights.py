@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvstore.connector.checks import NotServed
+
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig
 
 PIECE_BYTES = 4096
 WHOLE_BYTES_MAX = 4 * PIECE_BYTES
@@ -65,12 +67,6 @@ class WeightsDigest(msgspec.Struct, frozen=True):
     read_bytes: int
 
 
-class NoDigest(msgspec.Struct, frozen=True):
-    """These weights cannot be distinguished from others: the cache must stay off."""
-
-    reason: str
-
-
 class _Tensor(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
@@ -80,23 +76,24 @@ _tensor_decoder = msgspec.json.Decoder(_Tensor)
 
 
 class _Unreadable(Exception):
-    """Internal: the module's public functions turn it into NoDigest."""
+    """Internal: the module's public functions turn it into NotServed."""
 
 
-def digest_weights(vllm_config: VllmConfig) -> WeightsDigest | NoDigest:
+def digest_weights(model: ModelConfig, load: LoadConfig) -> WeightsDigest | NotServed:
     """The digest of the weights that the engine is configured to load."""
-    model, load = vllm_config.model_config, vllm_config.load_config
     load_format = str(load.load_format)
     if load_format == "dummy":
         text = f"dummy {model.seed}"
         return WeightsDigest(hashlib.sha256(text.encode()).hexdigest(), 0, 0)
     if load_format not in _FILE_FORMATS:
-        return NoDigest(f"weights of load format {load_format} cannot be distinguished from others")
+        return NotServed(
+            f"weights of load format {load_format} cannot be distinguished from others"
+        )
     path = Path(model.model)
     if not path.exists():
         found = _downloaded(model.model, model.revision, load.download_dir)
         if found is None:
-            return NoDigest(f"the weight files of {model.model} cannot be found")
+            return NotServed(f"the weight files of {model.model} cannot be found")
         path = found
     return digest_path(path)
 
@@ -113,7 +110,7 @@ def _downloaded(model: str, revision: str | None, folder: str | None) -> Path | 
         return None
 
 
-def digest_path(path: Path) -> WeightsDigest | NoDigest:
+def digest_path(path: Path) -> WeightsDigest | NotServed:
     """The digest of a model's folder, or of a single weight file."""
     hasher = _Hasher()
     try:
@@ -121,16 +118,16 @@ def digest_path(path: Path) -> WeightsDigest | NoDigest:
         files = sorted(folder.iterdir()) if path.is_dir() else [path]
         weights = [file for file in files if file.suffix in _SUFFIXES and file.is_file()]
         if not weights:
-            return NoDigest(f"there are no weight files in {path}")
+            return NotServed(f"there are no weight files in {path}")
         for name in _CONFIG_FILES:
             if (folder / name).is_file():
                 hasher.add(name, (folder / name).read_bytes())
         for file in weights:
             _add_file(hasher, file)
     except OSError as error:
-        return NoDigest(f"weight files cannot be read: {error}")
+        return NotServed(f"weight files cannot be read: {error}")
     except _Unreadable as error:
-        return NoDigest(str(error))
+        return NotServed(str(error))
     return WeightsDigest(hasher.digest(), len(weights), hasher.read_bytes)
 
 

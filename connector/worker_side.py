@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.core.plan import RankReport, StepPlan
 from kvstore.client.core.rank import RankConfig, RankCore, refuse
+from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier
+from kvstore.connector.drafts import models_of
 from kvstore.connector.handoff import Handoff
-from kvstore.connector.mapping import NotServed, cache_arrays, describe, value_type
-from kvstore.connector.weights import NoDigest, digest_weights
+from kvstore.connector.mapping import cache_arrays, describe, value_type
+from kvstore.connector.weights import digest_weights
 from kvstore.kernels.pack import PagedCache
 from kvstore.wire.groups import Group
+from kvstore.wire.layout import shard_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +66,7 @@ class WorkerSide:
         _sides.add(self)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The paged cache exists: find its space, shard and geometry, and start to attach."""
+        """The paged cache exists: find its space and shard, and start to attach."""
         found = self._describe(kv_caches)
         if isinstance(found, NotServed):
             self._reason = found.reason
@@ -92,21 +95,30 @@ class WorkerSide:
         if isinstance(arrays, NotServed):
             return arrays
         begin_ns = time.monotonic_ns()
-        weights = digest_weights(self._vllm_config)
-        if isinstance(weights, NoDigest):
-            return NotServed(weights.reason)
+        weights = []
+        for model, load in models_of(self._vllm_config):
+            digest = digest_weights(model, load)
+            if isinstance(digest, NotServed):
+                return digest
+            weights.append(digest)
         rank_model = describe(
-            self._vllm_config, self._kv_cache_config, kv_caches, weights=weights.digest
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            weights=[each.digest for each in weights],
         )
         if isinstance(rank_model, NotServed):
             return rank_model
         logger.info(
             "kvstore: weights %s from %d files, %.1f MiB read in %.0f ms",
-            weights.digest[:8],
-            weights.file_count,
-            weights.read_bytes / 2**20,
+            " and ".join(each.digest[:8] for each in weights),
+            sum(each.file_count for each in weights),
+            sum(each.read_bytes for each in weights) / 2**20,
             (time.monotonic_ns() - begin_ns) / 1e6,
         )
+        cache = PagedCache(arrays, uncompared=rank_model.uncompared)
+        expected = shard_bytes(rank_model.space, rank_model.shard)
+        assert cache.block_bytes == expected, (cache.block_bytes, expected)
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
@@ -116,10 +128,8 @@ class WorkerSide:
             tenant=self._config.tenant,
             rank=self._rank,
             process=secrets.token_hex(8),
-            groups=(Group(rank_model.space, rank_model.shard, rank_model.geometry.block_bytes),),
+            groups=(Group(rank_model.space, rank_model.shard, cache.block_bytes),),
         )
-        cache = PagedCache(arrays)
-        assert cache.block_bytes == rank_model.geometry.block_bytes, cache.block_bytes
         return config, cache
 
     # ── a step, in order ─────────────────────────────────────────────────────────────────────────

@@ -4,11 +4,11 @@
     layer 1   │page 0│page 1│page 2│ …   ⇄      │page 1 of layer 0│page 1 of layer 1│ … │
     …
 
-The checksum is made piece by piece, while the piece is still in the core's own cache: over
-uncached memory it would cost as much as the copy. Its input is the engine's side of the copy, which
-no other process can write, so a concurrent change of the slot does not matter. Layers at equal
-distances, as in vLLM, are copied together; any other strides, orders, paddings and allocations work
-too.
+Pages of different layers may differ in size. The checksum is made piece by piece, while the piece
+is still in the core's own cache: over uncached memory it would cost as much as the copy. Its input
+is the engine's side of the copy, which no other process can write, so a concurrent change of the
+slot does not matter. Layers at equal distances, as in vLLM, are copied together; any other strides,
+orders, paddings and allocations work too.
 
 Measured (bench/micro/pack_speed.py, share of plain memcpy): pieces of 128 KiB 0.82, 256 KiB 0.83,
 512 KiB 0.78, whole blocks of 2 MiB 0.69; libc's memcpy through ctypes is no faster than numpy's
@@ -21,7 +21,7 @@ Does not cover: other devices, other shards than the engine's own, generations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -39,28 +39,38 @@ _Piece = tuple[NDArray[np.uint8], int, int]
 
 
 class PagedCache:
-    """A rank's KV cache as bytes: blocks of `layer_count` pages of `page_bytes` each.
+    """A rank's KV cache as bytes: blocks of one page a layer.
 
     Not synchronised: callers copy a block in one thread at a time, without another writer.
     """
 
-    def __init__(self, layers: Sequence[Bytes]) -> None:
+    def __init__(
+        self, layers: Sequence[Bytes], *, uncompared: Collection[int] = frozenset()
+    ) -> None:
         """Args:
         layers: per layer, in model order, [block_count, page_bytes] u8, writable; bytes of a page
             are contiguous, everything else is free.
+        uncompared: places of the layers that `error` leaves out.
 
         Raises:
-            ValueError: layers that are no such thing, or differ in shape.
+            ValueError: layers that are no such thing, or differ in their number of blocks.
         """
-        if not layers or len({layer.shape for layer in layers}) != 1 or layers[0].ndim != 2:
-            raise ValueError("layers of a cache must be arrays [block_count, page_bytes] alike")
+        if len({layer.shape[0] for layer in layers if layer.ndim == 2}) != 1:
+            raise ValueError("layers of a cache must be arrays [block_count, page_bytes]")
         for layer in layers:
-            if layer.dtype != np.uint8 or layer.strides[1] != 1 or not layer.flags.writeable:
-                raise ValueError("pages of a cache must be contiguous, writable bytes")
-        self.block_count, self.page_bytes = layers[0].shape
-        self.layer_count = len(layers)
-        self.block_bytes = self.layer_count * self.page_bytes
+            if layer.ndim != 2 or layer.dtype != np.uint8 or not layer.flags.writeable:
+                raise ValueError("pages of a cache must be writable bytes")
+            if layer.strides[1] != 1:
+                raise ValueError("pages of a cache must be contiguous")
+        self.block_count = len(layers[0])
         self._layers = tuple(layers)  # keeps every allocation alive: a run may span several
+        ends = np.cumsum([layer.shape[1] for layer in layers]).tolist()
+        self.block_bytes = int(ends[-1])
+        self._compared = [
+            (layer, end - layer.shape[1], end)
+            for place, (layer, end) in enumerate(zip(layers, ends, strict=True))
+            if place not in uncompared
+        ]
         self._runs = _runs(layers)
         self._pieces = [piece for run in self._runs for piece in _cut(run)]
 
@@ -92,9 +102,9 @@ class PagedCache:
     def error(self, block: int, slot: Bytes, *, values: str) -> float:
         """Distance of a block from the slot's (`compare.error_of`); copies nothing."""
         self._check(block, slot)
-        size = self.page_bytes
-        cached = [slot[at : at + size] for at in range(0, self.block_bytes, size)]
-        return error_of([layer[block] for layer in self._layers], cached, values=values)
+        computed = [layer[block] for layer, _, _ in self._compared]
+        cached = [slot[begin:end] for _, begin, end in self._compared]
+        return error_of(computed, cached, values=values)
 
     def _copied(self, block: int, slot: Bytes, *, is_store: bool) -> Iterator[memoryview]:
         """The pages of a block in order, which may lie apart, each piece once it is copied."""
@@ -113,24 +123,24 @@ class PagedCache:
 
 
 def _runs(layers: Sequence[Bytes]) -> list[_Piece]:
-    """Layers joined as long as they lie at equal distances, in order."""
-    page_bytes = layers[0].shape[1]
+    """Layers of one size joined as long as they lie at equal distances, in order."""
     runs: list[_Piece] = []
-    first = 0
+    first = begin = 0
     while first < len(layers):
         count, distance = 1, 0
         for here, after in zip(layers[first:], layers[first + 1 :], strict=False):
             step = _address(after) - _address(here)
-            if after.strides != here.strides or (count > 1 and step != distance):
+            is_alike = after.shape == here.shape and after.strides == here.strides
+            if not is_alike or (count > 1 and step != distance):
                 break
             count, distance = count + 1, step
-        block_count, block_stride = layers[first].shape[0], layers[first].strides[0]
+        (block_count, page_bytes), (block_stride, _) = layers[first].shape, layers[first].strides
         pages = as_strided(
             layers[first],
             shape=(block_count, count, page_bytes),
             strides=(block_stride, distance, 1),
         )
-        runs.append((pages, first * page_bytes, (first + count) * page_bytes))
+        runs.append((pages, begin, begin := begin + count * page_bytes))
         first += count
     return runs
 

@@ -282,7 +282,8 @@ class Locate(msgspec.Struct, frozen=True):
 
 class Fetch(msgspec.Struct, frozen=True):
     """Bring these blocks from another node, and verify them. `slots` u32 [n][S], held for the peer
-    until Fetched: one column per shard; `block_bytes`: size of a block in each."""
+    until Fetched: one column per shard; `block_bytes`: size of a block in each; `head_bytes`: those
+    of the space."""
 
     job: int
     node: str
@@ -290,6 +291,7 @@ class Fetch(msgspec.Struct, frozen=True):
     space: SpaceId
     shards: tuple[Shard, ...]
     block_bytes: tuple[int, ...]
+    head_bytes: tuple[int, ...]
     keys: bytes
     slots: Any
     cause: int

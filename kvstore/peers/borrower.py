@@ -341,7 +341,7 @@ class Borrower:
             for shard, size in zip(borrowed.shards, borrowed.block_bytes, strict=True)
         ]
         try:
-            assembly = Assembly(sources, targets)
+            assembly = Assembly(sources, targets, head_bytes=command.head_bytes)
         except ValueError as error:
             raise SessionLost(f"node {command.node} lends {error}") from None
         slots = np.asarray(command.slots, dtype=np.int64).reshape(count, -1)[:lent]

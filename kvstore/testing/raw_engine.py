@@ -74,6 +74,7 @@ def make_space(*, model: str = "model", block_bytes: int = BLOCK_BYTES) -> Space
     return Space(
         model=model,
         weights="weights",
+        draft="",
         dtype="float32",
         kv_dtype="float32",
         quantization="",
@@ -84,7 +85,7 @@ def make_space(*, model: str = "model", block_bytes: int = BLOCK_BYTES) -> Space
         hash_block_tokens=BLOCK_TOKENS,
         layer_count=LAYER_COUNT,
         kv_head_count=HEAD_COUNT,
-        token_bytes=block_bytes // (LAYER_COUNT * HEAD_COUNT * BLOCK_TOKENS),
+        head_bytes=(block_bytes // (LAYER_COUNT * HEAD_COUNT),),
         hash_algorithm="sha256_cbor",
         hash_seed="0",
         kv_format="vllm-cpu-1",

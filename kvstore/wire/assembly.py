@@ -20,31 +20,37 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey, Shard
+from kvstore.types import CHECKSUM_BYTES, KEY_BYTES, BlockKey
 from kvstore.wire.checksum import checksum_of
-from kvstore.wire.layout import corners, shared
+from kvstore.wire.layout import corners, layer_offsets, shared
 from kvstore.wire.record import Scope, header
 
 
 class Assembly:
     """How blocks of one space come from the shards of a peer into ours."""
 
-    def __init__(self, sources: Sequence[Scope], targets: Sequence[Scope]) -> None:
+    def __init__(
+        self, sources: Sequence[Scope], targets: Sequence[Scope], *, head_bytes: Sequence[int]
+    ) -> None:
         """Cheap, whatever a peer says: it is not taken off the loop.
+
+        Args:
+            sources, targets: shards of the peer, and ours.
+            head_bytes: of the space (`Space.head_bytes`).
 
         Raises:
             ValueError: they are not both the whole of the same blocks.
         """
-        head_bytes = {_head_bytes(scope) for scope in (*sources, *targets)}
-        if len(head_bytes) != 1:
-            raise ValueError("shards of blocks of other sizes")
-        (size,) = head_bytes
         self.sources, self.targets = tuple(sources), tuple(targets)
         theirs, ours = (corners([scope.shard for scope in side]) for side in (sources, targets))
+        layer_count = int(ours[:, 1].max())
         # What costs nothing first: so there are no more runs than a block has heads in layers.
-        if _size(sources) != _size(targets):
+        if _size(sources) != _size(targets) or theirs[:, 1].max() > layer_count:
             raise ValueError("shards that do not cover the same layers and heads")
-        self.runs = runs = shared(theirs, ours, head_bytes=size)
+        offsets = layer_offsets(head_bytes, layer_count)
+        if not (_fits(theirs, sources, offsets) and _fits(ours, targets, offsets)):
+            raise ValueError("shards of blocks of other sizes")
+        self.runs = runs = shared(theirs, ours, offsets=offsets)
         # As many bytes twice would leave others as they were: what was in a slot before.
         if not (
             _fill(sources, runs.sources, runs.source_offsets, runs.lengths)
@@ -130,10 +136,9 @@ def _fill(
     )
 
 
-def _head_bytes(scope: Scope) -> int:
-    """Bytes of one head in one layer of a block."""
-    shard: Shard = scope.shard
-    heads = (shard.layer_end - shard.layer_begin) * (shard.head_end - shard.head_begin)
-    if heads <= 0 or scope.block_bytes % heads:
-        raise ValueError("a block whose bytes are no multiple of its heads")
-    return scope.block_bytes // heads
+def _fits(shards: NDArray[np.int64], side: Sequence[Scope], offsets: NDArray[np.int64]) -> bool:
+    """Whether each shard has as many bytes as its layers and heads."""
+    layer, layer_end, head, head_end = shards.T
+    sizes = (offsets[layer_end] - offsets[layer]) * (head_end - head)
+    is_any = bool(((layer < layer_end) & (head < head_end)).all())
+    return is_any and sizes.tolist() == [scope.block_bytes for scope in side]

@@ -1,10 +1,14 @@
-"""Geometry of a block: how one block of one shard lies in its slot.
+"""Layout of a block: how one block of one shard lies in its slot.
 
     slot bytes = [layer][head][token][K‖V]        (vLLM's LBHNC page per layer, layers contiguous)
 
               page of layer 0            page of layer 1
     ├─head 0─┼─head 1─┤…        ├─head 0─┼─head 1─┤…           …│ pad to 4 KiB │
-      token 0..N-1, each token_bytes = K bytes + V bytes of one head
+      token 0..N-1, each of them K bytes + V bytes of one head
+
+A layer with a cache of its own size, such as a draft model's, has as many heads as the others, of
+its own size: where the numbers of KV heads differ, their greatest common divisor is the number of
+heads, and each of them stands for several (`Space.head_bytes`).
 
 Another parallel size cuts the same block otherwise. Two shards have one run of bytes per layer in
 common, or one for all neighbouring layers where both have all of each other's heads (`shared`):
@@ -26,47 +30,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard
-from kvstore.wire.bounds import Count, Tokens
 from kvstore.wire.space import Space
-
-
-class Geometry(msgspec.Struct, frozen=True):
-    """Shape of one block of one shard."""
-
-    layer_count: Count
-    head_count: Count
-    token_count: Tokens
-    """Tokens in a block."""
-    token_bytes: Tokens
-    """Bytes of K‖V of one token in one head of one layer."""
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one layer of the block."""
-        return self.head_count * self.token_count * self.token_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        """Payload bytes of the block: all layers."""
-        return self.layer_count * self.page_bytes
-
-    def page_offset(self, layer: int) -> int:
-        """Byte offset of a layer's page in the slot. `layer` counts from the shard's first."""
-        assert 0 <= layer < self.layer_count, f"layer {layer} of {self.layer_count}"
-        return layer * self.page_bytes
-
-    def covers(self, shard: Shard) -> bool:
-        """True when this is the geometry of `shard`: as many layers and heads."""
-        return (
-            shard.layer_end - shard.layer_begin == self.layer_count
-            and shard.head_end - shard.head_begin == self.head_count
-        )
 
 
 def shard_bytes(space: Space, shard: Shard) -> int:
     """Payload bytes of one block of a shard."""
-    layers, heads = shard.layer_end - shard.layer_begin, shard.head_end - shard.head_begin
-    return layers * heads * space.block_tokens * space.token_bytes
+    sizes = space.head_bytes
+    layers = slice(shard.layer_begin, shard.layer_end)
+    its = sizes[0] * (layers.stop - layers.start) if len(sizes) == 1 else sum(sizes[layers])
+    return its * (shard.head_end - shard.head_begin)
+
+
+def layer_offsets(head_bytes: Sequence[int], layer_count: int) -> NDArray[np.int64]:
+    """Bytes of one head in the layers before each layer, and in all: i64 [layer_count + 1].
+
+    Args:
+        head_bytes: of each layer, or one number for all (`Space.head_bytes`).
+        layer_count: of the model.
+    """
+    sizes = np.resize(np.array(head_bytes, dtype=np.int64), layer_count)
+    return np.concatenate(([0], np.cumsum(sizes)))
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -93,12 +76,14 @@ def corners(shards: Sequence[Shard]) -> NDArray[np.int64]:
     return np.array([msgspec.structs.astuple(shard) for shard in shards], dtype=np.int64)
 
 
-def shared(sources: NDArray[np.int64], targets: NDArray[np.int64], *, head_bytes: int) -> Runs:
+def shared(
+    sources: NDArray[np.int64], targets: NDArray[np.int64], *, offsets: NDArray[np.int64]
+) -> Runs:
     """Runs of a block's `sources` that belong into its `targets`; possibly none.
 
     Args:
         sources, targets: corners of shards of one space.
-        head_bytes: of one head in one layer: tokens of a block times bytes of a token.
+        offsets: `layer_offsets` of the space.
     """
     is_shared = sources[:, None, 0] < targets[:, 1]
     is_shared &= targets[:, 0] < sources[:, None, 1]
@@ -106,23 +91,24 @@ def shared(sources: NDArray[np.int64], targets: NDArray[np.int64], *, head_bytes
     is_shared &= targets[:, 2] < sources[:, None, 3]
     source, target = np.nonzero(is_shared)
     one, other = sources[source], targets[target]
-    layer, _, head, _ = (begins := np.maximum(one, other)).T
+    layer, _, head, _ = np.maximum(one, other).T
     _, layer_end, _, head_end = np.minimum(one, other).T
     # All of each other's heads: one run for all layers.
     is_whole = (one[:, 2:] == other[:, 2:]).all(axis=1)
-    layers = layer_end - layer
-    counts = np.where(is_whole, 1, layers)
-    lengths = (head_end - head) * head_bytes * np.where(is_whole, layers, 1)
+    counts = np.where(is_whole, 1, layer_end - layer)
     each = np.repeat(np.arange(len(source)), counts)
-    nth = np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = layer[each] + np.arange(len(each)) - np.repeat(np.cumsum(counts) - counts, counts)
+    end = np.where(is_whole[each], layer_end[each], first + 1)
+    size = offsets[end] - offsets[first]
 
-    def offsets(shards: NDArray[np.int64]) -> NDArray[np.int64]:
-        heads = (shards[:, 3] - shards[:, 2])[each]
-        past: NDArray[np.int64] = (begins - shards)[each]
-        found: NDArray[np.int64] = ((past[:, 0] + nth) * heads + past[:, 2]) * head_bytes
+    def begin_in(shards: NDArray[np.int64]) -> NDArray[np.int64]:
+        its = shards[each]
+        before = (offsets[first] - offsets[its[:, 0]]) * (its[:, 3] - its[:, 2])
+        found: NDArray[np.int64] = before + (head[each] - its[:, 2]) * size
         return found
 
-    source_offsets = offsets(one)
+    source_offsets = begin_in(one)
     order = np.lexsort((source_offsets, source[each]))
-    runs = (source[each], target[each], source_offsets, offsets(other), lengths[each])
+    lengths = (head_end - head)[each] * size
+    runs = (source[each], target[each], source_offsets, begin_in(other), lengths)
     return Runs(*(array[order] for array in runs))

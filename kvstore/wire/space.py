@@ -8,11 +8,15 @@ cold start and never a wrong answer; a field forgotten here is a wrong answer.
 from __future__ import annotations
 
 import hashlib
+from typing import Annotated, Final
 
 import msgspec
 
 from kvstore.types import SpaceId
-from kvstore.wire.bounds import Count, Label, Tokens
+from kvstore.wire.bounds import BlockBytes, Count, Label, Tokens
+
+SIZED_LAYERS_MAX: Final = 1024
+"""Layers of a model whose layers differ in size."""
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -24,6 +28,8 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Digest of the model's own configuration (hex)."""
     weights: Label
     """Digest of config.json and, per weights file, of size, header and sampled pieces (hex)."""
+    draft: Label
+    """Digest of the draft model whose layers lie in the blocks, too (hex); empty: none does."""
     dtype: Label
     kv_dtype: Label
     quantization: Label
@@ -37,8 +43,11 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers of the whole model, not of the rank."""
     kv_head_count: Count
     """KV heads of the whole model, not of the rank."""
-    token_bytes: Tokens
-    """Bytes of K‖V of one token in one head of one layer."""
+    head_bytes: Annotated[
+        tuple[BlockBytes, ...], msgspec.Meta(min_length=1, max_length=SIZED_LAYERS_MAX)
+    ]
+    """Bytes of one head of one layer in a block: one number where all layers are alike, else one
+    for each layer of the model."""
     hash_algorithm: Label
     hash_seed: Label
     kv_format: Label

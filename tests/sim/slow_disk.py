@@ -75,6 +75,7 @@ def _space(block_bytes: int) -> Space:
     return Space(
         model="m",
         weights="w",
+        draft="",
         dtype="bfloat16",
         kv_dtype="bfloat16",
         quantization="",
@@ -85,7 +86,7 @@ def _space(block_bytes: int) -> Space:
         hash_block_tokens=TOKENS,
         layer_count=1,
         kv_head_count=1,
-        token_bytes=block_bytes // TOKENS,
+        head_bytes=(block_bytes,),
         hash_algorithm="sha256_cbor",
         hash_seed="",
         kv_format="sim",

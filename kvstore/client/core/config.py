@@ -21,6 +21,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     rank_count: int
     block_tokens: int
+    lookahead_tokens: int = 0
+    """Tokens past a block on which its last entries depend, with drafts that read the model's
+    hidden states: a block is stored when they are known, and a hit leaves its last block out."""
     label: str = ""
     data_rank: int = 0
     """Data-parallel."""

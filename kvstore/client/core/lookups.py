@@ -161,6 +161,8 @@ class EngineLookups:
             lookup.failed, lookup.detail = "load failed", "the node sent no checksums"
             return self._miss(lookup, lookup.failed)
         blocks = lookup.first_block + lookup.found_blocks - first_block
+        if self._config.lookahead_tokens:
+            blocks -= 1  # what follows it need not be what followed it when it was stored
         tokens = blocks * self._config.block_tokens
         if tokens < max(self._config.min_load_tokens, 1):
             self.release(lookup)

@@ -277,10 +277,10 @@ class SchedulerCore:
         entry = self._requests.get(request)
         if entry is None or entry.lookup.stage is LookupStage.LOADING:
             return 0
-        tokens = min(computed_tokens, known_tokens)
+        tokens = min(computed_tokens, known_tokens) - self.config.lookahead_tokens
         if self.config.store == "prompt":
             tokens = min(tokens, entry.prompt_tokens)
-        full = tokens // self.config.block_tokens
+        full = max(tokens, 0) // self.config.block_tokens
         has_work = self._has_to_store(entry.progress, full)
         return full if has_work or self._shadows.has_work(entry.lookup, full) else 0
 

@@ -43,7 +43,7 @@ from kvstore.engine.memory.policy.port import NONE, Words
 from kvstore.engine.memory.table import Keys
 from kvstore.types import PAGE_BYTES, SLOT_BYTES_MIN, Shard, SpaceId
 
-LAYOUT_VERSION: Final = 4
+LAYOUT_VERSION: Final = 5
 """Layout of all state for the next process. Raise it with any change of meaning: code of another
 version starts with empty memory."""
 _MAGIC: Final = int.from_bytes(b"KVSJRN01", "little")

@@ -323,6 +323,7 @@ class Fetches:
                 space=asker.space,
                 shards=asker.shards,
                 block_bytes=asker.block_bytes,
+                head_bytes=asker.head_bytes,
                 keys=keys.tobytes(),
                 slots=state.slots.slots_of(words),
                 cause=state.cause,

@@ -29,6 +29,7 @@ class Asker(msgspec.Struct, frozen=True):
     """Scopes of the shards, valid while the engine is attached or blocks of them are held."""
     slot_sizes: tuple[int, ...]
     block_bytes: tuple[int, ...]
+    head_bytes: tuple[int, ...]
     block_tokens: int
     quota: QuotaGroup
     engine: str
@@ -60,6 +61,7 @@ def asker(
         scopes=tuple(scope for _, scope in columns),
         slot_sizes=tuple(slot_bytes(size) for size in sizes),
         block_bytes=sizes,
+        head_bytes=space.head_bytes,
         block_tokens=space.block_tokens,
         quota=quota,
         engine=engine,

@@ -170,6 +170,11 @@ def _group_objection(rank: int, group: Group, *, slab_bytes: int) -> str:
     inside = 0 <= s.layer_begin < s.layer_end <= space.layer_count
     if not (inside and 0 <= s.head_begin < s.head_end <= space.kv_head_count):
         return f"rank {rank} reports layers or heads that the model does not have"
+    if len(space.head_bytes) not in (1, space.layer_count):
+        return (
+            f"rank {rank} reports the sizes of {len(space.head_bytes)} layers where the model has "
+            f"{space.layer_count}"
+        )
     expected = shard_bytes(space, s)
     if group.block_bytes != expected:
         return (

@@ -49,7 +49,7 @@ WORST = "kvstore_shadow_error_max"
 SAME_DIGEST = """
 import kvstore.connector.weights as weights
 
-weights.digest_weights = lambda config: weights.WeightsDigest("same", 1, 1)
+weights.digest_weights = lambda model, load: weights.WeightsDigest("same", 1, 1)
 """
 
 

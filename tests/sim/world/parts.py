@@ -348,6 +348,7 @@ def sim_space(model: str) -> Space:
     return Space(
         model=model,
         weights="w",
+        draft="",
         dtype="float32",
         kv_dtype="float32",
         quantization="",
@@ -358,7 +359,8 @@ def sim_space(model: str) -> Space:
         hash_block_tokens=16,
         layer_count=2,
         kv_head_count=2,
-        token_bytes=64 if model == "model-a" else 2048,
+        # Layers of one size, and of two.
+        head_bytes=(1 << 10,) if model == "model-a" else (24 << 10, 40 << 10),
         hash_algorithm="sha256_cbor",
         hash_seed="",
         kv_format="sim",

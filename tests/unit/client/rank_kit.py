@@ -17,6 +17,7 @@ from kvstore.wire.space import Space
 SPACE = Space(
     model="m",
     weights="w",
+    draft="",
     dtype="float32",
     kv_dtype="auto",
     quantization="",
@@ -27,7 +28,7 @@ SPACE = Space(
     hash_block_tokens=128,
     layer_count=2,
     kv_head_count=2,
-    token_bytes=64,
+    head_bytes=(128 * 64,),
     hash_algorithm="sha256_cbor",
     hash_seed="",
     kv_format="vllm-cpu-1",

@@ -86,6 +86,25 @@ def test_only_blocks_beyond_the_engines_own_hit_are_asked_for_and_loaded(
     assert job.keys == b"".join(keys[2:])
 
 
+def test_with_drafts_a_hit_leaves_its_last_block_out() -> None:
+    node = ScriptedNode(lookahead_tokens=1)
+    keys = chain("a", 5)
+    node.keys = set(keys[:4])
+    node.attach()
+    arrive(node, "r", keys)
+    ask(node, "r", keys)
+    node.exchange()
+    assert ask(node, "r", keys) == Hit(3 * BLOCK_TOKENS)
+    load(node, "r", keys, [10, 11, 12, 13, 14], 3)
+    (job,) = node.core.plan((), node.now_ns).loads
+    assert (job.block_ids, job.keys) == ((10, 11, 12), b"".join(keys[:3]))
+    # The engine's own hit left the block before out; this one has nothing more.
+    arrive(node, "s", keys)
+    ask(node, "s", keys, local=3)
+    node.exchange()
+    assert ask(node, "s", keys, local=3) == Miss("not stored")
+
+
 def test_the_engines_own_hit_may_grow_between_two_questions(node: ScriptedNode) -> None:
     keys = chain("a", 6)
     node.keys = set(keys)

@@ -61,6 +61,24 @@ def test_blocks_are_stored_in_the_step_that_completes_them(node: ScriptedNode) -
     assert [counts[f"store_{name}"] for name in names] == [5, 4, 1, 9, 7]
 
 
+@pytest.mark.parametrize("store", ["all", "prompt"])
+def test_a_block_waits_for_the_tokens_that_its_drafts_depend_on(store: str) -> None:
+    node = ScriptedNode(lookahead_tokens=2, store=store)
+    keys = chain("a", 2)
+    node.attach(credits=10)
+    begin(node, "r", keys)
+    assert step(node, "r", keys, computed=BLOCK_TOKENS + 1) is None
+    # Drafts are no known tokens.
+    assert step(node, "r", keys, computed=BLOCK_TOKENS + 5, known=BLOCK_TOKENS + 1) is None
+    job = step(node, "r", keys, computed=BLOCK_TOKENS + 2)
+    assert job is not None
+    assert job.block_ids == (100,)
+    assert step(node, "r", keys, computed=2 * BLOCK_TOKENS) is None
+    job = step(node, "r", keys, computed=2 * BLOCK_TOKENS + 2)
+    assert job is not None
+    assert job.block_ids == (101,)
+
+
 def test_draft_tokens_never_complete_a_block(node: ScriptedNode) -> None:
     keys = chain("a", 2)
     node.attach(credits=10)

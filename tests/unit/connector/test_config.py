@@ -96,7 +96,13 @@ def test_images_that_the_engine_hashes_are_served() -> None:
 @pytest.mark.engine
 def test_only_one_group_of_full_attention_is_served() -> None:
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SinkFullAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
     from kvstore.connector.checks import check_engine
 
@@ -105,6 +111,14 @@ def test_only_one_group_of_full_attention_is_served() -> None:
         block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=256
     )
     check_engine(engine(), groups(full, hash_tokens=128))
+    latent = MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    uneven = UniformTypeKVCacheSpecs.from_specs({"a": full, "b": latent})
+    check_engine(engine(), groups(uneven, hash_tokens=128))
+    sink = SinkFullAttentionSpec(
+        block_size=128, num_kv_heads=2, head_size=64, dtype=torch.float32, sink_len=4
+    )
+    with pytest.raises(ValueError, match="SinkFullAttentionSpec"):
+        check_engine(engine(), groups(UniformTypeKVCacheSpecs.from_specs({"a": full, "b": sink})))
     with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
         check_engine(engine(), groups(full, window))
     with pytest.raises(ValueError, match="SlidingWindowSpec"):

@@ -27,6 +27,7 @@ def engine(**changes: Any) -> Any:
     return SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
         lora_config=changes.pop("lora", None),
+        speculative_config=changes.pop("speculative", None),
         model_config=SimpleNamespace(**(model | changes)),
     )
 
@@ -63,6 +64,7 @@ def test_a_version_that_was_not_compared_stands_alone(version: str) -> None:
         {"model_impl": "transformers"},
         {"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
         {"lora": True},
+        {"speculative": SimpleNamespace(method="eagle")},
         {"isa": "amx/AVX512/x86_64"},
     ],
     ids=str,

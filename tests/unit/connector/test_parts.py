@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.connector.mapping import NotServed, RankPart, part_of
+from kvstore.connector.checks import NotServed
+from kvstore.connector.mapping import RankPart, part_of
 from kvstore.types import Shard
 
 LAYERS = 6
@@ -28,6 +29,8 @@ def part(
     begin = rank // tp * (LAYERS // pp)
     end = begin + LAYERS // pp
     config: Any = SimpleNamespace(
+        speculative_config=None,
+        load_config=None,
         parallel_config=SimpleNamespace(
             rank=rank, tensor_parallel_size=tp, pipeline_parallel_size=pp
         ),
@@ -41,7 +44,7 @@ def part(
     cache: Any = SimpleNamespace(kv_tp_replicas=replicas)
     layers = [f"model.layers.{n}.self_attn.attn" for n in range(begin, end)]
     held = max(1, heads // tp) if held is None else held
-    return part_of(config, cache, names or layers, head_count=held)
+    return part_of(config, cache, dict.fromkeys(names or layers, held))
 
 
 def shards(count: int, **of: Any) -> list[tuple[int, int, int, int]]:

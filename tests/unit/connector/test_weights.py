@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvstore.connector import weights
-from kvstore.connector.weights import NoDigest, WeightsDigest, digest_path, digest_weights
+from kvstore.connector.checks import NotServed
+from kvstore.connector.weights import WeightsDigest, digest_path, digest_weights
 
 SIZES = {"embed": 300_000, "layers.0.q": 65_536, "layers.0.norm": 512, "layers.1.q": 16_385}
 
@@ -126,8 +127,8 @@ def test_a_single_file_is_enough(model: Path) -> None:
 
 
 def test_nothing_to_read_is_said(tmp_path: Path) -> None:
-    assert isinstance(digest_path(tmp_path), NoDigest)
-    assert isinstance(digest_path(tmp_path / "absent"), NoDigest)
+    assert isinstance(digest_path(tmp_path), NotServed)
+    assert isinstance(digest_path(tmp_path / "absent"), NotServed)
 
 
 @given(head=st.binary(max_size=300))
@@ -138,8 +139,8 @@ def test_a_file_that_only_looks_like_safetensors_is_no_digest(
     (folder / "model.safetensors").write_bytes(head)
     found = digest_path(folder)
     if len(head) < 10:
-        assert isinstance(found, NoDigest)
-    assert isinstance(found, NoDigest | WeightsDigest)
+        assert isinstance(found, NotServed)
+    assert isinstance(found, NotServed | WeightsDigest)
 
 
 @pytest.mark.parametrize(
@@ -157,21 +158,21 @@ def test_offsets_outside_of_the_file_are_no_digest(tmp_path: Path, entries: obje
     head = json.dumps(entries).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(head).to_bytes(8, "little") + head + bytes(10))
-    assert isinstance(digest_path(tmp_path), NoDigest)
+    assert isinstance(digest_path(tmp_path), NotServed)
 
 
-def config(model: str, load_format: str = "auto", seed: int = 0) -> Any:
-    return SimpleNamespace(
-        model_config=SimpleNamespace(model=model, revision=None, seed=seed),
-        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+def config(model: str, load_format: str = "auto", seed: int = 0) -> tuple[Any, Any]:
+    return (
+        SimpleNamespace(model=model, revision=None, seed=seed),
+        SimpleNamespace(load_format=load_format, download_dir=None),
     )
 
 
 def test_dummy_weights_differ_by_seed_and_from_real_ones(model: Path) -> None:
     found = [
-        digest_weights(config(str(model), "dummy", seed=1)),
-        digest_weights(config(str(model), "dummy", seed=2)),
-        digest_weights(config(str(model))),
+        digest_weights(*config(str(model), "dummy", seed=1)),
+        digest_weights(*config(str(model), "dummy", seed=2)),
+        digest_weights(*config(str(model))),
     ]
     assert all(isinstance(each, WeightsDigest) for each in found)
     assert len({each.digest for each in found if isinstance(each, WeightsDigest)}) == 3
@@ -179,8 +180,8 @@ def test_dummy_weights_differ_by_seed_and_from_real_ones(model: Path) -> None:
 
 @pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache", "someones-plugin"])
 def test_weights_from_elsewhere_are_no_digest(model: Path, load_format: str) -> None:
-    found = digest_weights(config(str(model), load_format))
-    assert isinstance(found, NoDigest)
+    found = digest_weights(*config(str(model), load_format))
+    assert isinstance(found, NotServed)
     assert load_format in found.reason
 
 
@@ -188,8 +189,8 @@ def test_weights_from_elsewhere_are_no_digest(model: Path, load_format: str) -> 
 def test_a_model_that_is_nowhere_is_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("nobody/nothing-at-all", "/absent/folder"):
-        found = digest_weights(config(name))
-        assert isinstance(found, NoDigest), found
+        found = digest_weights(*config(name))
+        assert isinstance(found, NotServed), found
         assert name in found.reason
 
 

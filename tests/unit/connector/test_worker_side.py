@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,13 @@ import pytest
 
 from kvstore.client.core.plan import LoadJob, RankReport, StepPlan, StoreJob
 from kvstore.connector import worker_side
+from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.kv_formats import FORMATS
-from kvstore.connector.mapping import NotServed, RankModel, cache_arrays, describe, layers_in_order
+from kvstore.connector.mapping import RankModel, cache_arrays, describe, layers_in_order
 from kvstore.connector.worker_side import WorkerSide
 from kvstore.types import PAGE_BYTES
+from kvstore.wire.layout import shard_bytes
 from kvstore.wire.messages import Seal
 from tests.unit.connector.scripted_node import WAIT_S, ScriptedNode, node_at
 
@@ -26,6 +28,9 @@ pytestmark = pytest.mark.engine
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 12, 6, 2, 32, 64
 BLOCK = LAYERS * HEADS * TOKENS * CONTENT * 4
+
+
+NAMES = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
 
 
 class Layer:
@@ -51,8 +56,7 @@ def kv_caches(dtype: str = "float32") -> dict[str, Any]:
     import torch
 
     memory = torch.rand(LAYERS, BLOCKS, HEADS, TOKENS, CONTENT).to(getattr(torch, dtype))
-    names = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
-    return dict(sorted(zip(names, memory, strict=True)))
+    return dict(sorted(zip(NAMES, memory, strict=True)))
 
 
 def vllm_config(path: str, **changes: Any) -> Any:
@@ -72,31 +76,35 @@ def vllm_config(path: str, **changes: Any) -> Any:
         hf_config=changes.get("hf_config", HfConfig()),
         multimodal_config=changes.get("images"),
         get_total_num_kv_heads=lambda: changes.get("total_heads", HEADS),
+        get_total_num_hidden_layers=lambda: LAYERS,
         use_mla=False,
     )
     return SimpleNamespace(
         model_config=model,
         load_config=SimpleNamespace(load_format="dummy", download_dir=None),
         cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256_cbor"),
-        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            rank=0, tensor_parallel_size=changes.get("tp", 1), pipeline_parallel_size=1
+        ),
         kv_transfer_config=SimpleNamespace(engine_id="engine"),
         instance_id="instance",
         speculative_config=changes.get("speculative"),
+        num_prefill_lookahead_tokens=changes.get("lookahead", 0),
         lora_config=changes.get("lora"),
         compilation_config=SimpleNamespace(
             static_forward_context={
-                f"model.layers.{n}.self_attn.attn": changes.get("layer", Layer())
-                for n in range(LAYERS)
+                name: changes.get("layer", Layer())
+                for name in (*NAMES, *changes.get("draft_names", ()))
             }
         ),
     )
 
 
-def kv_cache_config(layout: str = "LBHNC") -> Any:
-    names = [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+def kv_cache_config(layout: str = "LBHNC", names: Sequence[str] = NAMES) -> Any:
+    spec = SimpleNamespace(block_size=TOKENS)
     return SimpleNamespace(
         num_blocks=BLOCKS,
-        kv_cache_groups=[SimpleNamespace(layer_names=names)],
+        kv_cache_groups=[SimpleNamespace(layer_names=names, kv_cache_spec=spec)],
         kv_cache_layout=layout,
         hash_block_size=TOKENS,
         kv_tp_replicas=1,
@@ -104,9 +112,30 @@ def kv_cache_config(layout: str = "LBHNC") -> Any:
 
 
 def described(**changes: Any) -> RankModel:
-    found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights="w")
+    found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
     assert isinstance(found, RankModel), found
     return found
+
+
+def drafting(
+    method: str, *names: str, heads: int = 1, tp: int = 1, weights: str = "d"
+) -> RankModel | NotServed:
+    """An engine with a draft model of such layers, of one KV head in all."""
+    import torch
+
+    speculative = SimpleNamespace(
+        method=method,
+        draft_load_config=None,
+        use_eagle_block_drop=lambda: method != "draft_model",
+        draft_model_config=vllm_config("/draft", total_heads=1).model_config,
+    )
+    config = vllm_config("/a", speculative=speculative, draft_names=names, lookahead=1, tp=tp)
+    config.model_config.get_total_num_kv_heads = lambda: tp * HEADS
+    caches = kv_caches() | {
+        name: torch.rand(BLOCKS, heads, TOKENS, CONTENT) for name in names if name not in NAMES
+    }
+    cache_config = kv_cache_config(names=list(caches))
+    return describe(config, cache_config, caches, weights=["w", weights])
 
 
 # ── mapping ──────────────────────────────────────────────────────────────────────────────────────
@@ -116,7 +145,7 @@ def test_layers_are_ordered_by_number_and_shared_ones_left_out() -> None:
     caches = kv_caches()
     caches["model.layers.99.self_attn.attn"] = caches["model.layers.3.self_attn.attn"]
     names = layers_in_order(caches)
-    assert names == [f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)]
+    assert names == NAMES
 
 
 def test_arrays_are_the_tensors_memory() -> None:
@@ -159,12 +188,12 @@ def test_caches_that_are_not_one_page_a_block_are_not_served() -> None:
     assert "CPU caches only" in found.reason
 
 
-def test_geometry_and_shard_fit_the_cache() -> None:
+def test_space_and_shard_fit_the_cache() -> None:
     import vllm
 
     found = described()
-    assert found.geometry.block_bytes == BLOCK
-    assert found.geometry.covers(found.shard)
+    assert shard_bytes(found.space, found.shard) == BLOCK
+    assert found.space.head_bytes == (TOKENS * CONTENT * 4,)
     assert (found.space.layer_count, found.space.kv_head_count) == (LAYERS, HEADS)
     assert found.space.kv_format == FORMATS[vllm.__version__]
     assert found.space.isa.startswith("vec/")
@@ -208,20 +237,62 @@ def test_what_the_model_sees_of_an_image_is_in_the_space() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"speculative": SimpleNamespace(method="eagle")},
-        {"total_heads": 2 * HEADS},
+        {"speculative": SimpleNamespace(method="dflash")},
+        {"total_heads": 4 * HEADS, "tp": 2},
         {"layer": SimpleNamespace()},
     ],
 )
 def test_what_cannot_be_told_for_certain_is_not_served(changes: dict[str, Any]) -> None:
-    found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights="w")
+    found = describe(vllm_config("/a", **changes), kv_cache_config(), kv_caches(), weights=["w"])
     assert isinstance(found, NotServed)
-    found = describe(vllm_config("/a"), kv_cache_config("BLHNC"), kv_caches(), weights="w")
+    found = describe(vllm_config("/a"), kv_cache_config("BLHNC"), kv_caches(), weights=["w"])
     assert isinstance(found, NotServed)
 
 
 def test_drafts_without_a_model_are_served() -> None:
-    assert described(speculative=SimpleNamespace(method="ngram")) == described()
+    speculative = SimpleNamespace(method="ngram", use_eagle_block_drop=lambda: False)
+    assert described(speculative=speculative) == described()
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("draft_model", "draft_model.model.layers.0.self_attn.attn"),
+        ("eagle", f"model.layers.{LAYERS}.self_attn.attn"),
+        ("mtp", "model.mtp.layers.0.self_attn.attn"),
+    ],
+)
+def test_layers_of_a_draft_model_are_part_of_the_blocks(method: str, name: str) -> None:
+    found = drafting(method, name)
+    assert isinstance(found, RankModel)
+    space = found.space
+    # Two heads in each layer of the model, one in the draft's: one head, of two sizes.
+    assert (space.layer_count, space.kv_head_count) == (LAYERS + 1, 1)
+    small = TOKENS * CONTENT * 4
+    assert sorted(space.head_bytes) == [small, *[2 * small] * LAYERS]
+    assert shard_bytes(space, found.shard) == BLOCK + small
+    its = space.head_bytes.index(small)
+    assert found.uncompared == (frozenset() if method == "draft_model" else frozenset({its}))
+    others = [described(), drafting(method, name, weights="e"), drafting("eagle3", name)]
+    spaces = {each.space for each in others if isinstance(each, RankModel)}
+    assert len(spaces | {space}) == len(others) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "word"),
+    [
+        ("a.layer", {}, "names"),
+        # The model's heads are on one rank each, the draft's only head is on both.
+        (f"model.layers.{LAYERS}.self_attn.attn", {"tp": 2}, "several ranks"),
+        (f"model.layers.{LAYERS}.self_attn.attn", {"tp": 2, "heads": 2}, "which"),
+    ],
+)
+def test_a_draft_model_that_cannot_be_placed_is_not_served(
+    name: str, more: dict[str, Any], word: str
+) -> None:
+    found = drafting("eagle", name, **more)
+    assert isinstance(found, NotServed)
+    assert word in found.reason
 
 
 # ── a step ───────────────────────────────────────────────────────────────────────────────────────

@@ -76,6 +76,7 @@ def space(model: str = "m", *, layer_bytes: int = SLOT_BYTES_MIN) -> Space:
     return Space(
         model=model,
         weights="w",
+        draft="",
         dtype="float32",
         kv_dtype="float32",
         quantization="",
@@ -86,7 +87,7 @@ def space(model: str = "m", *, layer_bytes: int = SLOT_BYTES_MIN) -> Space:
         hash_block_tokens=TOKENS,
         layer_count=LAYERS,
         kv_head_count=HEADS,
-        token_bytes=layer_bytes // HEADS // TOKENS,
+        head_bytes=(layer_bytes // HEADS,),
         hash_algorithm="sha256_cbor",
         hash_seed="",
         kv_format="e",

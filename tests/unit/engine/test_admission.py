@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("each_policy")
 
 FOUR = tuple(Shard(0, 1, head, head + 1) for head in range(4))
 QUARTERS = msgspec.structs.replace(
-    space("four ranks"), layer_count=1, kv_head_count=4, token_bytes=1 << 10
+    space("four ranks"), layer_count=1, kv_head_count=4, head_bytes=(16 << 10,)
 )
 
 

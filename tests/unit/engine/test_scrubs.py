@@ -47,7 +47,7 @@ def test_every_sealed_block_is_listed_with_its_address_and_checksum() -> None:
     (look,) = listed(node)
     assert [scope.space for scope in look.scopes] == [SPACE]
     assert [(s.tenant, s.shard, s.block_bytes) for s in look.scopes] == [
-        ("t", WHOLE, SMALL.layer_count * SMALL.kv_head_count * 16 * SMALL.token_bytes)
+        ("t", WHOLE, SMALL.layer_count * SMALL.kv_head_count * SMALL.head_bytes[0])
     ]
     found = {
         k.tobytes(): ((int(s), int(g)), c.tobytes())

@@ -21,6 +21,7 @@ from kvstore.wire.space import Space
 SPACE = Space(
     model="m",
     weights="w",
+    draft="",
     dtype="float32",
     kv_dtype="float32",
     quantization="",
@@ -31,7 +32,7 @@ SPACE = Space(
     hash_block_tokens=16,
     layer_count=2,
     kv_head_count=2,
-    token_bytes=512,
+    head_bytes=(16 * 512,),
     hash_algorithm="sha256_cbor",
     hash_seed="0",
     kv_format="vllm-cpu-1",

@@ -100,7 +100,9 @@ def attached() -> tuple[Bare, Peer]:
     node = Bare(
         slots=SLOTS, slab_slots=1024, block_count_max=2 * SLOTS, fetches=True, tell_offers=False
     )
-    space = msgspec.structs.replace(SMALL, layer_count=SHARDS, kv_head_count=1, token_bytes=1024)
+    space = msgspec.structs.replace(
+        SMALL, layer_count=SHARDS, kv_head_count=1, head_bytes=(16 << 10,)
+    )
     peer = Peer(node, space=space, shards=[Shard(n, n + 1, 0, 1) for n in range(SHARDS)])
     return node, peer
 

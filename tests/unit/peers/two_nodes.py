@@ -201,7 +201,7 @@ class Together(Node):
 
 def whole_block(number: int) -> np.ndarray:
     """[layer][head][bytes] of a block."""
-    size = SMALL.block_tokens * SMALL.token_bytes
+    (size,) = SMALL.head_bytes
     return np.random.default_rng(number).integers(0, 256, (LAYERS, HEADS, size), dtype=np.uint8)
 
 

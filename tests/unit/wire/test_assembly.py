@@ -14,8 +14,9 @@ from kvstore.wire.assembly import Assembly
 from kvstore.wire.layout import Runs, shared
 from kvstore.wire.record import Scope, header
 
-LAYERS, HEADS, HEAD_BYTES = 4, 8, 24
+LAYERS, HEADS, EVEN, UNEVEN = 4, 8, (24,), (24, 8, 40, 16)
 KEY = BlockKey(bytes(range(32)))
+Sizes = tuple[int, ...]
 
 
 def ranks(count: int, stages: int = 1) -> list[Shard]:
@@ -28,24 +29,25 @@ def ranks(count: int, stages: int = 1) -> list[Shard]:
     ]
 
 
-def scopes(shards: list[Shard], head_bytes: int = HEAD_BYTES, tenant: str = "t") -> list[Scope]:
-    return [
-        Scope(
-            tenant,
-            b"s" * 32,
-            shard,
-            (shard.layer_end - shard.layer_begin)
-            * (shard.head_end - shard.head_begin)
-            * head_bytes,
-        )
-        for shard in shards
-    ]
+def scopes(
+    shards: list[Shard], head_bytes: tuple[int, ...] = EVEN, tenant: str = "t"
+) -> list[Scope]:
+    def size(shard: Shard) -> int:
+        layers = range(shard.layer_begin, shard.layer_end)
+        heads = shard.head_end - shard.head_begin
+        return heads * sum(head_bytes[layer % len(head_bytes)] for layer in layers)
+
+    return [Scope(tenant, b"s" * 32, shard, size(shard)) for shard in shards]
 
 
-def cut(block: np.ndarray, shard: Shard) -> bytes:
+def assembly(sources: list[Scope], targets: list[Scope], head_bytes: Sizes = EVEN) -> Assembly:
+    return Assembly(sources, targets, head_bytes=head_bytes)
+
+
+def cut(block: list[np.ndarray], shard: Shard) -> bytes:
     """The bytes of a shard, [layer][head][byte], the obvious way."""
-    part = block[shard.layer_begin : shard.layer_end, shard.head_begin : shard.head_end]
-    return np.ascontiguousarray(part).tobytes()
+    layers = block[shard.layer_begin : shard.layer_end]
+    return b"".join(layer[shard.head_begin : shard.head_end].tobytes() for layer in layers)
 
 
 def checksum(scope: Scope, payload: bytes) -> bytes:
@@ -55,12 +57,13 @@ def checksum(scope: Scope, payload: bytes) -> bytes:
 class Move:
     """One block that goes from a peer's arena into ours."""
 
-    def __init__(self, source: list[Shard], target: list[Shard], seed: int = 1) -> None:
-        self.block = np.random.default_rng(seed).integers(
-            0, 256, (LAYERS, HEADS, HEAD_BYTES), dtype=np.uint8
-        )
-        self.sources, self.targets = scopes(source), scopes(target)
-        self.assembly = Assembly(self.sources, self.targets)
+    def __init__(
+        self, source: list[Shard], target: list[Shard], seed: int = 1, head_bytes: Sizes = EVEN
+    ) -> None:
+        random, sizes = np.random.default_rng(seed), np.resize(head_bytes, LAYERS)
+        self.block = [random.integers(0, 256, (HEADS, size), dtype=np.uint8) for size in sizes]
+        self.sources, self.targets = scopes(source, head_bytes), scopes(target, head_bytes)
+        self.assembly = assembly(self.sources, self.targets, head_bytes)
         payloads = [cut(self.block, scope.shard) for scope in self.sources]
         self.checksums = [checksum(s, p) for s, p in zip(self.sources, payloads, strict=True)]
         slot = 4096
@@ -85,8 +88,11 @@ SIZES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (1, 1), (4, 4)]
 
 @pytest.mark.parametrize(("there", "here"), SIZES)
 @pytest.mark.parametrize("stages", [(1, 1), (2, 1), (1, 2), (2, 4)])
-def test_every_byte_is_in_its_place(there: int, here: int, stages: tuple[int, int]) -> None:
-    move = Move(ranks(there, stages[0]), ranks(here, stages[1]))
+@pytest.mark.parametrize("head_bytes", [EVEN, UNEVEN])
+def test_every_byte_is_in_its_place(
+    there: int, here: int, stages: tuple[int, int], head_bytes: Sizes
+) -> None:
+    move = Move(ranks(there, stages[0]), ranks(here, stages[1]), head_bytes=head_bytes)
     made = move.verify()
     expected = [cut(move.block, scope.shard) for scope in move.targets]
     assert [bytes(s[: len(e)]) for s, e in zip(move.slots, expected, strict=True)] == expected
@@ -112,14 +118,14 @@ def test_a_flipped_bit_anywhere_is_noticed(there: int, here: int) -> None:
 def test_a_block_of_another_key_or_tenant_is_noticed() -> None:
     move = Move(ranks(2), ranks(1))
     assert move.assembly.verify(BlockKey(bytes(32)), move.slots, move.checksums) is None
-    others = Assembly(scopes(ranks(2), tenant="u"), scopes(ranks(1), tenant="u"))
+    others = assembly(scopes(ranks(2), tenant="u"), scopes(ranks(1), tenant="u"))
     assert others.verify(KEY, move.slots, move.checksums) is None
 
 
 def test_equal_shards_are_one_run_each() -> None:
-    assembly = Assembly(scopes(ranks(2)), scopes(ranks(2)))
-    half = LAYERS * HEADS // 2 * HEAD_BYTES
-    assert [array.tolist() for array in assembly.runs] == [
+    half = LAYERS * HEADS // 2 * EVEN[0]
+    made = assembly(scopes(ranks(2)), scopes(ranks(2)))
+    assert [array.tolist() for array in made.runs] == [
         [0, 1],
         [0, 1],
         [0] * 2,
@@ -141,7 +147,7 @@ def test_shards_that_come_twice_do_not_stand_for_those_that_are_missing(
 ) -> None:
     """As many bytes as a block has, but some places of it would stay as they were."""
     with pytest.raises(ValueError, match="cover"):
-        Assembly(scopes(there), scopes(here))
+        assembly(scopes(there), scopes(here))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,7 @@ def test_shards_that_come_twice_do_not_stand_for_those_that_are_missing(
 )
 def test_what_is_not_the_same_blocks_is_refused(there: list[Shard], here: list[Shard]) -> None:
     with pytest.raises(ValueError, match="cover"):
-        Assembly(scopes(there), scopes(here))
+        assembly(scopes(there), scopes(here))
 
 
 def test_too_many_bytes_are_refused_before_shards_are_compared(
@@ -168,12 +174,12 @@ def test_too_many_bytes_are_refused_before_shards_are_compared(
 ) -> None:
     """A peer may name a thousand shards."""
 
-    def compared(*sides: np.ndarray, head_bytes: int) -> None:
-        raise AssertionError(f"{len(sides)} sides were compared by {head_bytes} bytes")
+    def compared(*sides: np.ndarray, offsets: np.ndarray) -> None:
+        raise AssertionError(f"{len(sides)} sides were compared by {offsets}")
 
     monkeypatch.setattr("kvstore.wire.assembly.shared", compared)
     with pytest.raises(ValueError, match="cover"):
-        Assembly(scopes([Shard(n, n + 1, 0, 1) for n in range(1024)]), scopes(ranks(1)))
+        assembly(scopes([Shard(n, n + 1, 0, 1) for n in range(1024)]), scopes(ranks(1)))
 
 
 def test_as_many_shards_as_a_peer_may_name_are_compared_at_once(
@@ -182,23 +188,28 @@ def test_as_many_shards_as_a_peer_may_name_are_compared_at_once(
     """Half a million pairs, one after the other, would stop the loop for seconds."""
     calls = []
 
-    def counted(*sides: np.ndarray, head_bytes: int) -> Runs:
+    def counted(*sides: np.ndarray, offsets: np.ndarray) -> Runs:
         calls.append([len(side) for side in sides])
-        return shared(*sides, head_bytes=head_bytes)
+        return shared(*sides, offsets=offsets)
 
     monkeypatch.setattr("kvstore.wire.assembly.shared", counted)
     cells = [Shard(n, n + 1, head, head + 1) for n in range(128) for head in range(8)]
-    Assembly(scopes(cells), scopes([Shard(0, 128, 0, 8)]))
+    assembly(scopes(cells), scopes([Shard(0, 128, 0, 8)]))
     assert calls == [[1024, 1]]
 
 
 def test_blocks_of_other_sizes_are_refused() -> None:
+    whole, double = scopes(ranks(1)), scopes(ranks(1), (48,))
     with pytest.raises(ValueError, match="sizes"):
-        Assembly(scopes(ranks(1)), scopes(ranks(1), head_bytes=48))
-    with pytest.raises(ValueError, match="multiple"):
-        Assembly([Scope("t", b"s" * 32, Shard(0, 1, 0, 3), 100)], scopes(ranks(1)))
-    with pytest.raises(ValueError, match="multiple"):
-        Assembly([Scope("t", b"s" * 32, Shard(1, 1, 0, 3), 100)], scopes(ranks(1)))
+        assembly(double, double)
+    # As many bytes in all, but not in each layer.
+    stages, swapped = (scopes(ranks(1, stages=2), each) for each in (UNEVEN, UNEVEN[::-1]))
+    for sides in ((stages, swapped), (swapped, stages)):
+        with pytest.raises(ValueError, match="sizes"):
+            assembly(*sides, UNEVEN)
+    for shard in (Shard(0, 1, 0, 3), Shard(1, 1, 0, 3)):
+        with pytest.raises(ValueError, match="sizes"):
+            assembly([Scope("t", b"s" * 32, shard, whole[0].block_bytes)], whole)
 
 
 @given(st.sampled_from(SIZES), st.integers(0, 2**32))
