@@ -59,7 +59,7 @@ def draft_layers(vllm_config: VllmConfig, names: Sequence[str]) -> frozenset[str
     end = int(vllm_config.model_config.get_total_num_hidden_layers())
     found = frozenset(name for name in names if _is_drafts(name, end))
     if not found or len(found) == len(names):
-        return NotServed("the draft model's layers cannot be told from the model's by their names")
+        return NotServed("the names of the layers do not show which are the draft model's")
     return found
 
 

@@ -27,6 +27,7 @@ from tests.integration.engine.support import (
     node_for,
     wait_until,
 )
+from tests.kit.gauges import starved_s
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -111,12 +112,14 @@ def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
                 and engine.hits().external_hits > before
             ):
                 rounds += 1
-                done = list(pool.map(lambda i: engine.complete(prompts[i], max_tokens=8), order))
+                asked = list(pool.map(lambda i: _timed(engine, prompts[i]), order))
+                done = [each for each, _ in asked]
                 wrong = [i for i, c in zip(order, done, strict=True) if c.tokens != reference[i]]
                 assert wrong == []
                 # Two at a time share the cores: each may take as long as both recomputed.
                 slowest = 2 * max(c.duration_s for c in recompute)
-                late = [c.duration_s for c in done if c.duration_s > slowest + LATE_S]
+                # What they waited for a core, on a machine with other work, is no lateness.
+                late = [c.duration_s for c, s in asked if c.duration_s - s > slowest + LATE_S]
                 assert late == []
         assert engine.hits().external_hits > before, "the node never served: nothing was tested"
         assert min(tormentor.kills, tormentor.stops) >= HURT_MIN, "the node was hardly hurt"
@@ -124,6 +127,13 @@ def test_no_request_is_lost_wrong_or_late_while_the_node_dies_again_and_again(
         "seed %d: %d requests, %d kills, %d stops",
         *(SEED, rounds * REQUESTS, tormentor.kills, tormentor.stops),
     )
+
+
+def _timed(engine: VllmServer, prompt: tuple[int, ...]) -> tuple[Completion, float]:
+    """Also the seconds that the engine waited for a core meanwhile."""
+    before_s = starved_s(engine.server_pid)
+    done = engine.complete(prompt, max_tokens=8)
+    return done, starved_s(engine.server_pid) - before_s
 
 
 def _computed(engine: VllmServer, prompt: tuple[int, ...]) -> Completion:

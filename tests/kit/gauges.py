@@ -75,6 +75,17 @@ def processes(node: NodeProcess) -> list[int]:
     return [node.supervisor_pid, *children] if children else []
 
 
+def starved_s(pid: int) -> float:
+    """Seconds that threads of this process and its descendants were ready to run, and had to wait
+    for a core; 0 where the kernel does not count them."""
+    waited_ns = 0
+    for process in (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))):
+        for file in Path(f"/proc/{process}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # a thread that ended
+                waited_ns += int(file.read_text("ascii").split()[1])
+    return waited_ns / 1e9
+
+
 def descriptors(pid: int) -> list[str]:
     """What a process has open, as the kernel names it. Empty when it is gone."""
     found = []

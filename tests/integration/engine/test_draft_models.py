@@ -56,7 +56,7 @@ def test_a_draft_models_cache_is_stored_and_loaded_with_the_models(
             assert [done.tokens for done in first] == answers
             drafted = engine.metrics()[DRAFTED]
             assert drafted > 0
-            # The same hits, first most of them from the engine's own cache, then none: equal drafts.
+            # The same hits, most of them from the engine's own cache, then none: equal drafts.
             accepted, loaded = [], []
             for _ in range(2):
                 before = engine.metrics().get(ACCEPTED, 0), engine.hits().external_hits
