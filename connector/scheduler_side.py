@@ -21,13 +21,15 @@ import msgspec
 from kvstore.client.core.plan import LoadJob, StepPlan
 from kvstore.client.core.scheduler import PENDING, Hit, SchedulerCore
 from kvstore.client.link import Link, Lost
+from kvstore.connector.adapters import AdapterKeys, Adapters
+from kvstore.connector.checks import NotServed
 from kvstore.connector.media import why_left_out
 from kvstore.errors import AttachError
 from kvstore.obs.logs import RateLimit
 from kvstore.wire.messages import Hint, Message, Story
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -48,6 +50,8 @@ _KEYS_ASKED_PER_STEP = 4096
 and sending keys takes the scheduler's time (2 ms for so many, at the most)."""
 _UNREAD_NS_MAX = 250_000_000
 """A node that takes nothing from a full socket for so long is as good as stopped."""
+_ADAPTER_NS_MAX = 500_000_000
+"""Longest wait of a request for the digest of its adapter; it is computed after that."""
 _SELECT_FD_END = 1024
 _IDLE_NS = 100_000_000
 """An engine that has not looked at the socket for so long is idle, or in a long step."""
@@ -56,13 +60,20 @@ _IDLE_NS = 100_000_000
 class SchedulerSide:
     """One per engine, in the scheduler's process."""
 
-    def __init__(self, config: ConnectorConfig, core_config: SchedulerConfig) -> None:
+    def __init__(
+        self, config: ConnectorConfig, core_config: SchedulerConfig, *, adapter_dtype: str = ""
+    ) -> None:
         self._config = config
         self._core = SchedulerCore(core_config)
         self._block_tokens = core_config.block_tokens
         self._lookahead_tokens = core_config.lookahead_tokens
         self._link: Link | None = None
+        self._adapters = Adapters(dtype=adapter_dtype)
         self._requests: dict[str, Request] = {}
+        self._keys: dict[str, Sequence[bytes]] = {}
+        """Keys of each request, which may still grow."""
+        self._unread_until_ns: dict[str, int] = {}
+        """Ends of the waits of requests whose adapter is being read."""
         self._due_tokens: dict[str, int] = {}
         """Tokens at which the next block of a request is complete: most steps complete none."""
         self._spin_left_ns = _SPIN_NS_PER_STEP
@@ -164,40 +175,64 @@ class SchedulerSide:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def on_new_request(self, request: Request) -> None:
-        """Hint the node. LoRA requests are left out: adapters have no digest yet."""
+        """Hint the node."""
         self.poll()
-        reason = self._why_left_out(request)
+        self._begin(request, time.monotonic_ns() + _ADAPTER_NS_MAX)
+
+    def _begin(self, request: Request, until_ns: int) -> bool:
+        """Hint the node, or leave the request out. False: its adapter is being read."""
+        now_ns = time.monotonic_ns()
+        reason = why_left_out(request, self._config.images)
+        keys: Sequence[bytes] = request.block_hashes
+        if not reason and request.lora_request is not None:
+            digest = self._adapters.look(request.lora_request, now_ns)
+            if digest is None and now_ns < until_ns:
+                self._unread_until_ns[request.request_id] = until_ns
+                return False
+            if isinstance(digest, bytes):
+                keys = AdapterKeys(request, digest)
+            else:
+                reason = "adapter"
         if reason:
-            self._core.left_out(
-                request.request_id,
-                prompt_tokens=request.num_prompt_tokens,
-                reason=reason,
-                now_ns=time.monotonic_ns(),
-            )
-            self._flush(time.monotonic_ns())
-            return
+            self._leave_out(request, reason, now_ns)
+            return True
+        self._keys[request.request_id] = keys
         self._requests[request.request_id] = request
         self._due_tokens[request.request_id] = self._block_tokens + self._lookahead_tokens
         self._core.new_request(
-            request.request_id,
-            request.block_hashes,
-            prompt_tokens=request.num_prompt_tokens,
-            now_ns=time.monotonic_ns(),
+            request.request_id, keys, prompt_tokens=request.num_prompt_tokens, now_ns=now_ns
         )
-        self._flush(time.monotonic_ns())
+        self._flush(now_ns)
+        return True
 
-    def _why_left_out(self, request: Request) -> str:
-        if request.lora_request is not None:
-            return "adapter"
-        return why_left_out(request, self._config.images)
+    def _leave_out(self, request: Request, reason: str, now_ns: int) -> None:
+        self._core.left_out(
+            request.request_id,
+            prompt_tokens=request.num_prompt_tokens,
+            reason=reason,
+            now_ns=now_ns,
+        )
+        self._flush(now_ns)
+
+    def _is_left_out(self, request: Request) -> bool:
+        """A session may get images after its first prompt, and the files of an adapter change."""
+        if why_left_out(request, self._config.images):
+            return True
+        adapter = request.lora_request
+        return adapter is not None and isinstance(
+            self._adapters.look(adapter, time.monotonic_ns()), NotServed
+        )
 
     def get_num_new_matched_tokens(
         self, request: Request, local_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local ones; None: ask again next step."""
+        until_ns = self._unread_until_ns.pop(request.request_id, 0)
+        if until_ns and not self._begin(request, until_ns):
+            return None, False
         if request.request_id not in self._requests or request.skip_reading_prefix_cache:
             return 0, False
-        if self._why_left_out(request):  # a session may get images after its first prompt
+        if self._is_left_out(request):
             return 0, False
         self.poll()
         outcome = self._match(request, local_tokens)
@@ -222,7 +257,7 @@ class SchedulerSide:
         asked_before = self._core.leases_open
         outcome = self._core.match(
             request.request_id,
-            request.block_hashes,
+            self._keys[request.request_id],
             local_tokens=local_tokens,
             now_ns=time.monotonic_ns(),
             may_ask=self._keys_left > 0 and not self._unsent,
@@ -243,7 +278,7 @@ class SchedulerSide:
             self._promised = LoadJob(request.request_id, 0, 0, tuple(block_ids), b"", b"", b"")
         self._core.allocated(
             request.request_id,
-            request.block_hashes,
+            self._keys[request.request_id],
             block_ids=block_ids,
             external_tokens=external_tokens,
             now_ns=time.monotonic_ns(),
@@ -256,9 +291,11 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> None:
         """The request ended; its blocks are free at once, fences protect running copies."""
+        if self._unread_until_ns.pop(request.request_id, 0):
+            self._leave_out(request, "adapter", time.monotonic_ns())
         if self._requests.pop(request.request_id, None) is None:
             return
-        del self._due_tokens[request.request_id]
+        del self._due_tokens[request.request_id], self._keys[request.request_id]
         story = self._core.finished(request.request_id)
         self._flush(time.monotonic_ns())
         if story is not None and self._config.log_requests:
@@ -302,7 +339,7 @@ class SchedulerSide:
 
     def _store(self, request: Request, computed: int, state: KVConnectorBlockState) -> None:
         """Store the blocks that this step completes, as far as there is room for them."""
-        if self._why_left_out(request):
+        if self._is_left_out(request):
             return
         request_id = request.request_id
         full = self._core.full_blocks(
@@ -311,7 +348,7 @@ class SchedulerSide:
         block_ids = state.get_block_ids(request_id) if full else None
         if block_ids is not None:
             self._core.fill(
-                request_id, request.block_hashes, block_ids=block_ids[0], full_blocks=full
+                request_id, self._keys[request_id], block_ids=block_ids[0], full_blocks=full
             )
             done = self._core.dealt_with_blocks(request_id)
             self._due_tokens[request_id] = (done + 1) * self._block_tokens + self._lookahead_tokens
@@ -368,6 +405,7 @@ class SchedulerSide:
         if unserved:
             self.cannot_be_served(unserved)
         self._closed = True
+        self._adapters.close()
         self._drop("the engine is shutting down", time.monotonic_ns())
 
 

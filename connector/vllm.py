@@ -129,7 +129,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, _core_config(config, vllm_config))
+            lora = vllm_config.lora_config
+            self._scheduler = SchedulerSide(
+                config,
+                _core_config(config, vllm_config),
+                adapter_dtype="" if lora is None else str(lora.lora_dtype),
+            )
             self._attendant = Attendant(weakref.WeakMethod(self.attend))
             self._attendant.start()
         else:

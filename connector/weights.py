@@ -4,7 +4,7 @@ Covers: the configuration files; of every weight file its name, size and sampled
 safetensors file also the header, and pieces of each tensor, small ones whole. So a tensor that is
 replaced, by a fine-tune or a merge, is seen. A few bytes changed by hand in the middle of a large
 tensor may not be: a program that changes weights in place calls the engine's `reset_cache`.
-Does not cover: adapters (LoRA requests are not stored). Reads pieces, never unpickles.
+Reads pieces, never unpickles.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ HEADER_BYTES_MAX = 100_000_000
 """The limit of the safetensors format itself."""
 
 _CONFIG_FILES = (
+    "adapter_config.json",
     "config.json",
     "params.json",
     "hf_quant_config.json",
@@ -91,15 +92,15 @@ def digest_weights(model: ModelConfig, load: LoadConfig) -> WeightsDigest | NotS
         )
     path = Path(model.model)
     if not path.exists():
-        found = _downloaded(model.model, model.revision, load.download_dir)
+        found = downloaded(model.model, model.revision, load.download_dir)
         if found is None:
             return NotServed(f"the weight files of {model.model} cannot be found")
         path = found
     return digest_path(path)
 
 
-def _downloaded(model: str, revision: str | None, folder: str | None) -> Path | None:
-    """Where the hub's client keeps a model that the engine has downloaded before."""
+def downloaded(model: str, revision: str | None, folder: str | None) -> Path | None:
+    """Where the hub's client keeps what the engine has downloaded before."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -48,7 +48,7 @@ TEXTS: Final = {
     Reason.DEADLINE: "the node's answer took longer than lookup_deadline_ms",
     Reason.LOAD_FAILED: "the load failed and the rest was computed",
     Reason.SHADOW_CHECK: "a hit, computed all the same to compare it with the cache (shadow_every)",
-    Reason.ADAPTER: "requests with a LoRA adapter are neither stored nor loaded",
+    Reason.ADAPTER: "the adapter's files cannot be read, or changed under the engine: see its log",
     Reason.IMAGE_UUID: "an image was named by its client (uuid), not by a hash of its content",
     Reason.IMAGES_OFF: "requests with images are neither stored nor loaded (images: none)",
     Reason.NOT_ASKED: "the engine never asked: it ended early, or must not read a cache",

@@ -19,7 +19,7 @@ from tests.amounts import amount
 from tests.integration.engine.fixtures import MAX_TOKENS, VERIFIED, Reference
 from tests.integration.engine.nursery import EngineNursery
 from tests.integration.engine.support import inspect, wait_until
-from tests.kit.drafts import build_eagle, build_twin
+from tests.kit.side_models import build_eagle, build_twin
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -13,6 +13,8 @@ from kvstore.client.core.config import SchedulerConfig
 from kvstore.client.core.costs import Costs
 from kvstore.client.core.lookup import LookupStage
 from kvstore.connector import scheduler_side
+from kvstore.connector.adapters import AdapterKeys
+from kvstore.connector.checks import NotServed
 from kvstore.connector.config import ConnectorConfig
 from kvstore.connector.scheduler_side import SchedulerSide
 from kvstore.wire import messages as m
@@ -310,16 +312,80 @@ def stories(link: FullSocket) -> list[tuple[str, str]]:
 
 
 def test_every_end_is_told_and_an_adapters_at_its_beginning(
-    make_side: Callable[[FullSocket], SchedulerSide],
+    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = FullSocket(room=100)
     side = make_side(link)
     plain, adapted = request(1, 8), request(2, 8)
     adapted.lora_request = object()
+    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: NotServed("gone"))
     for one in (plain, adapted):
         side.on_new_request(one)
         side.request_finished(one)
     assert stories(link) == [("r1", "not asked"), ("r2", "adapter")]
+
+
+def hinted(link: FullSocket) -> list[bytes]:
+    return [s.keys for s in link.sent if isinstance(s, m.Hint)]
+
+
+def test_a_request_waits_for_the_digest_of_its_adapter(
+    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FullSocket(room=100)
+    side, one = make_side(link), request(1, 8)
+    one.lora_request = object()
+    digest: list[bytes | None] = [None]
+    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: digest[0])
+    side.on_new_request(one)
+    assert side.get_num_new_matched_tokens(one, 0) == (None, False)
+    assert link.sent == []
+    digest[0] = b"d" * 32
+    assert side.get_num_new_matched_tokens(one, 0) == (None, False)
+    keys = b"".join(AdapterKeys(one, b"d" * 32))
+    assert hinted(link) == [keys]
+    assert [s.keys for s in link.sent if isinstance(s, m.LeaseAsk)] == [keys]
+    side.request_finished(one)
+    assert [side._keys, side._requests, side._unread_until_ns] == [{}, {}, {}]
+
+
+def test_a_request_whose_adapter_takes_too_long_is_computed(
+    make_side: Callable[[FullSocket], SchedulerSide],
+    clock: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    link = FullSocket(room=100)
+    side = make_side(link)
+    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: None)
+    late, gone = request(1, 8), request(2, 8)
+    late.lora_request = gone.lora_request = object()
+    for one in (late, gone):
+        side.on_new_request(one)
+    side.request_finished(gone)
+    assert stories(link) == [("r2", "adapter")]
+    assert side.get_num_new_matched_tokens(late, 0) == (None, False)
+    clock.now_ns += 500_000_000
+    assert side.get_num_new_matched_tokens(late, 0) == (0, False)
+    side.request_finished(late)
+    assert stories(link) == [("r2", "adapter"), ("r1", "adapter")]
+    assert not side._unread_until_ns
+
+
+def test_nothing_is_stored_or_loaded_once_an_adapters_files_changed(
+    make_side: Callable[[FullSocket], SchedulerSide], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FullSocket(room=100)
+    side, one = make_side(link), request(1, 8)
+    one.lora_request = object()
+    digest: list[bytes | NotServed] = [b"d" * 32]
+    monkeypatch.setattr(side._adapters, "look", lambda adapter, now_ns: digest[0])
+    side.on_new_request(one)
+    assert side._is_left_out(one) is False
+    digest[0] = NotServed("changed")
+    assert side.get_num_new_matched_tokens(one, 0) == (0, False)
+    one.num_computed_tokens = 0
+    state = SimpleNamespace(get_block_ids=lambda name: pytest.fail("its blocks are looked at"))
+    side.build_plan(output(scheduled={"r1": 8 * BLOCK_TOKENS}, state=state))
 
 
 def test_a_story_is_not_added_to_a_backlog(

@@ -1,10 +1,44 @@
-"""Draft models for a target that `kvstore.demo.models` built, with KV heads of another number."""
+"""Models beside one that `kvstore.demo.models` built: draft models with KV heads of another number,
+and LoRA adapters."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Final
+
+RANK: Final = 8
+"""Of adapters."""
+
+
+def build_adapter(directory: Path, target: Path, *, seed: int) -> Path:
+    """A LoRA adapter of rank 8 for the model in `target`, with seeded weights that change every
+    answer. Returns its directory; files of another seed there are replaced."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((target / "config.json").read_text("utf-8"))
+    hidden, width = config["hidden_size"], config["head_dim"]
+    sizes = {
+        "q_proj": config["num_attention_heads"] * width,
+        "k_proj": config["num_key_value_heads"] * width,
+        "v_proj": config["num_key_value_heads"] * width,
+    }
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in sizes.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            shapes = {"lora_A": (RANK, hidden), "lora_B": (size, RANK)}
+            for part, shape in shapes.items():
+                weights[f"{module}.{part}.weight"] = torch.randn(shape, generator=random) * 0.2
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "bias": "none"}
+    settings |= {"target_modules": list(sizes), "base_model_name_or_path": ""}
+    (directory / "adapter_config.json").write_text(json.dumps(settings), "utf-8")
+    save_file(weights, str(directory / "adapter_model.safetensors"))
+    return directory
 
 
 def build_twin(directory: Path, target: Path) -> Path:
