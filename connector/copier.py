@@ -17,6 +17,7 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -57,20 +58,21 @@ class Copier:
     def __init__(
         self,
         handoff: Handoff,
-        cache: PagedCache,
+        caches: Sequence[PagedCache],
         *,
         socket: str,
         heartbeat_timeout_ms: int,
         values: str = "",
     ) -> None:
         """Args:
-        handoff, cache: source of jobs, and the blocks to copy.
+        handoff: source of jobs.
+        caches: blocks to copy, by KV cache group.
         socket: the node's.
         heartbeat_timeout_ms: silence of `dial.GONE_TIMES` as long ends the connection.
         values: type of the numbers in the cache, for comparing; empty: they cannot be compared.
         """
         self._handoff = handoff
-        self._cache = cache
+        self._caches = caches
         self._socket = socket
         self._dial = Dial(heartbeat_timeout_ms)
         self._values = values
@@ -219,8 +221,8 @@ class Copier:
     def _copy(self, copy: Copy) -> Outcome:
         assert self._arena is not None, "a session without a mapping"
         assert self._generations is not None, "a session without a mapping"
-        begin = copy.slot * PAGE_BYTES
-        end = begin + self._cache.block_bytes
+        begin, cache = copy.slot * PAGE_BYTES, self._caches[copy.group]
+        end = begin + cache.block_bytes
         if end > self._generations.ready_bytes():
             return CopyVoid("the slot lies outside the arena")
         if not self._is_current(copy):
@@ -231,11 +233,11 @@ class Copier:
         begin_ns = time.perf_counter_ns()
         checksum = b""
         if not isinstance(copy, LoadBlock):
-            checksum = self._cache.store(copy.block_id, slot, copy.header)
+            checksum = cache.store(copy.block_id, slot, copy.header)
         elif copy.checksum is None:
-            self._cache.load(slot, copy.block_id)
+            cache.load(slot, copy.block_id)
         else:
-            checksum = self._cache.load_checked(slot, copy.block_id, copy.header)
+            checksum = cache.load_checked(slot, copy.block_id, copy.header)
         duration_ns = time.perf_counter_ns() - begin_ns
         if not self._is_current(copy):
             return CopyVoid()
@@ -246,7 +248,7 @@ class Copier:
     def _compare(self, copy: CompareBlock, slot: Bytes) -> Outcome:
         if not self._values:
             return CopyVoid("values of this type cannot be compared")
-        error = self._cache.error(copy.block_id, slot, values=self._values)
+        error = self._caches[copy.group].error(copy.block_id, slot, values=self._values)
         diverged = error > BOUNDS[self._values]
         # Damaged bytes fail their checksum, and are no evidence against the space.
         damaged = diverged and checksum_of(copy.header, [slot.data]) != copy.checksum

@@ -29,7 +29,7 @@ from kvstore.wire.space import Space
 if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _NOT_THE_MODEL = frozenset(
     {
@@ -76,7 +76,7 @@ class RankPart(msgspec.Struct, frozen=True):
 
 
 class RankModel(msgspec.Struct, frozen=True):
-    """A rank's cache in the terms of the attach protocol."""
+    """A KV cache group of a rank in the terms of the attach protocol."""
 
     space: Space
     shard: Shard
@@ -140,24 +140,39 @@ def value_type(kv_caches: Mapping[str, torch.Tensor]) -> str:
     return name if name in BOUNDS else ""
 
 
+def grouped(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> list[dict[str, torch.Tensor]] | NotServed:
+    """The caches by layer of each group whose blocks have keys. Groups share the memory of their
+    layers: a block belongs to one of them at a time."""
+    names = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
+    owned = {cache.data_ptr() for name, cache in kv_caches.items() if name in names}
+    if any(cache.data_ptr() not in owned for cache in kv_caches.values()):
+        return NotServed("layers outside of the KV cache groups have a cache")
+    return [
+        {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+        for group in kv_cache_config.prefix_cacheable_groups
+    ]
+
+
 def describe(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     *,
     weights: Sequence[str],
+    group: int = 0,
 ) -> RankModel | NotServed:
-    """Space and shard of a rank whose caches `cache_arrays` accepted.
+    """Space and shard of a KV cache group whose caches `cache_arrays` accepted.
 
     Args:
         vllm_config, kv_cache_config: of this rank.
-        kv_caches: by layer, as of `cache_arrays`.
+        kv_caches: by layer, as of `grouped`.
         weights: digests of the weights of `drafts.models_of` the engine.
+        group: number of the group, as of `grouped`.
     """
-    import vllm
-
     names = layers_in_order(kv_caches)
-    reason = _why_not(kv_cache_config, names)
+    reason = _why_not(vllm_config, kv_cache_config)
     if reason:
         return NotServed(reason)
     drafts = draft_layers(vllm_config, names)
@@ -173,33 +188,50 @@ def describe(
     if len(set(sizes)) > 1 and part.layer_count != len(names):
         return NotServed("its layers differ in size, and those of other pipeline stages are hidden")
     layers = [vllm_config.compilation_config.static_forward_context[name] for name in names]
-    isa = _each(map(_isa, layers))
     if "" in map(_isa, layers):
         return NotServed("the attention backend does not say how it packs its pages")
-    model, cache_config = vllm_config.model_config, vllm_config.cache_config
-    block_tokens = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+    spec = kv_cache_config.prefix_cacheable_groups[group].kv_cache_spec
     space = Space(
-        model=model_digest(model),
+        **_settings(vllm_config, kv_cache_config, int(spec.block_size), caches, layers),
         weights=weights[0],
         draft=_draft_digest(vllm_config, weights[-1]) if drafts else "",
-        dtype=str(model.dtype),
-        kv_dtype=f"{cache_config.cache_dtype} as {_each(cache.dtype for cache in caches.values())}",
-        quantization=str(model.quantization or ""),
-        attention_backend=_each(layer.get_attn_backend().get_name() for layer in layers),
-        kv_layout=str(kv_cache_config.kv_cache_layout),
-        isa=isa,
-        block_tokens=block_tokens,
-        hash_block_tokens=int(kv_cache_config.hash_block_size or block_tokens),
+        group=_group_digest(kv_cache_config, spec, names),
         layer_count=part.layer_count,
         kv_head_count=part.head_count,
         head_bytes=sizes if len(set(sizes)) > 1 else sizes[:1],
-        hash_algorithm=str(cache_config.prefix_caching_hash_algo),
-        hash_seed=_hash_seed(cache_config.prefix_caching_hash_algo),
-        kv_format=kv_format(vllm.__version__, vllm_config, isa=isa),
     )
     volatile = drafts if lookahead_tokens(vllm_config) else frozenset()
     uncompared = frozenset(at for at, name in enumerate(names) if name in volatile)
     return RankModel(space=space, shard=part.shard, uncompared=uncompared)
+
+
+def _settings(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    block_tokens: int,
+    caches: Mapping[str, torch.Tensor],
+    layers: Sequence[Any],
+) -> dict[str, Any]:
+    """Fields of the space that do not depend on the rank's part of the model."""
+    import vllm
+
+    model, cache_config = vllm_config.model_config, vllm_config.cache_config
+    isa = _each(map(_isa, layers))
+    types = _each(cache.dtype for cache in caches.values())
+    return {
+        "model": model_digest(model),
+        "dtype": str(model.dtype),
+        "kv_dtype": f"{cache_config.cache_dtype} as {types}",
+        "quantization": str(model.quantization or ""),
+        "attention_backend": _each(layer.get_attn_backend().get_name() for layer in layers),
+        "kv_layout": str(kv_cache_config.kv_cache_layout),
+        "isa": isa,
+        "block_tokens": block_tokens,
+        "hash_block_tokens": int(kv_cache_config.hash_block_size or block_tokens),
+        "hash_algorithm": str(cache_config.prefix_caching_hash_algo),
+        "hash_seed": _hash_seed(cache_config.prefix_caching_hash_algo),
+        "kv_format": kv_format(vllm.__version__, vllm_config, isa=isa),
+    }
 
 
 def _each(values: Iterable[object]) -> str:
@@ -301,6 +333,14 @@ def _without(config: Any) -> Any:
     return config
 
 
+def _group_digest(kv_cache_config: KVCacheConfig, spec: KVCacheSpec, names: list[str]) -> str:
+    """Digest (hex) of a group's layers and their kind; empty for the only one."""
+    if len(kv_cache_config.kv_cache_groups) == 1:
+        return ""
+    kind = (type(spec).__name__, getattr(spec, "sliding_window", 0), names)
+    return hashlib.sha256(msgspec.json.encode(kind)).hexdigest()
+
+
 def _draft_digest(vllm_config: VllmConfig, weights: str) -> str:
     """Digest (hex) of the draft model: its computation, weights and lookahead."""
     speculative = vllm_config.speculative_config
@@ -314,12 +354,12 @@ def _draft_digest(vllm_config: VllmConfig, weights: str) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _why_not(kv_cache_config: KVCacheConfig, names: list[str]) -> str:
+def _why_not(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if kv_cache_config.kv_cache_layout != "LBHNC":
         return f"the KV cache layout is {kv_cache_config.kv_cache_layout}, not LBHNC"
-    grouped = {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}
-    if not set(names) <= grouped:
-        return "layers outside of the KV cache group have a cache"
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups > 1 and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return f"the layers of {groups} KV cache groups are on several pipeline stages"
     return ""
 
 

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -329,9 +330,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, KVStoreMetadata)
         self._worker.wait_for_save(metadata.plan)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose load ended, well or not, each exactly once."""
-        return None, self._finished_loads() or None
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads ended, well or not, each exactly once."""
+        finished = self._finished_loads()
+        return KVConnectorTransferResults(
+            finished_recving=finished, failed_recving=self._failed_loads(finished)
+        )
+
+    @_guarded(lambda self: set(), also_when_off=True)
+    def _failed_loads(self, finished: set[str]) -> set[str]:
+        assert self._worker is not None
+        return self._worker.failed_requests(finished)
 
     @_guarded(lambda self: set(), also_when_off=True)
     def _finished_loads(self) -> set[str]:

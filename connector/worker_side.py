@@ -13,15 +13,16 @@ import os
 import secrets
 import time
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from kvstore.client.core.plan import RankReport, StepPlan
+from kvstore.client.core.plan import LoadResult, RankReport, StepPlan
 from kvstore.client.core.rank import RankConfig, RankCore, refuse
 from kvstore.connector.checks import NotServed
 from kvstore.connector.copier import Copier
 from kvstore.connector.drafts import models_of
 from kvstore.connector.handoff import Handoff
-from kvstore.connector.mapping import cache_arrays, describe, value_type
+from kvstore.connector.mapping import cache_arrays, describe, grouped, value_type
 from kvstore.connector.weights import digest_weights
 from kvstore.kernels.pack import PagedCache
 from kvstore.wire.groups import Group
@@ -61,6 +62,10 @@ class WorkerSide:
         self._report: RankReport | None = None
         """Returned by `get_finished`, not yet reported to the scheduler."""
         self._load_errors: set[int] = set()
+        self._failed: set[str] = set()
+        """Requests of `get_finished` of which a load failed, and which are computed whole."""
+        self._loading: Counter[str] = Counter()
+        """Loads under way of each request: one for each KV cache group."""
         self._unsaved = StepPlan()
         """Plan of a step that began, until `wait_for_save` is called."""
         _sides.add(self)
@@ -72,11 +77,11 @@ class WorkerSide:
             self._reason = found.reason
             logger.warning("kvstore: the cache is off: %s", found.reason)
             return
-        rank_config, cache = found
+        rank_config, caches = found
         self._handoff = Handoff(RankCore(rank_config))
         self._copier = Copier(
             self._handoff,
-            cache,
+            caches,
             socket=self._config.socket,
             heartbeat_timeout_ms=self._config.heartbeat_timeout_ms,
             values=value_type(kv_caches),
@@ -90,10 +95,10 @@ class WorkerSide:
 
     def _describe(
         self, kv_caches: dict[str, torch.Tensor]
-    ) -> tuple[RankConfig, PagedCache] | NotServed:
-        arrays = cache_arrays(kv_caches, block_count=self._kv_cache_config.num_blocks)
-        if isinstance(arrays, NotServed):
-            return arrays
+    ) -> tuple[RankConfig, list[PagedCache]] | NotServed:
+        by_group = grouped(self._kv_cache_config, kv_caches)
+        if isinstance(by_group, NotServed):
+            return by_group
         begin_ns = time.monotonic_ns()
         weights = []
         for model, load in models_of(self._vllm_config):
@@ -101,14 +106,14 @@ class WorkerSide:
             if isinstance(digest, NotServed):
                 return digest
             weights.append(digest)
-        rank_model = describe(
-            self._vllm_config,
-            self._kv_cache_config,
-            kv_caches,
-            weights=[each.digest for each in weights],
-        )
-        if isinstance(rank_model, NotServed):
-            return rank_model
+        digests = [each.digest for each in weights]
+        groups, caches = [], []
+        for number, layers in enumerate(by_group):
+            group = self._describe_group(number, layers, digests)
+            if isinstance(group, NotServed):
+                return group
+            groups.append(group[0])
+            caches.append(group[1])
         logger.info(
             "kvstore: weights %s from %d files, %.1f MiB read in %.0f ms",
             " and ".join(each.digest[:8] for each in weights),
@@ -116,9 +121,6 @@ class WorkerSide:
             sum(each.read_bytes for each in weights) / 2**20,
             (time.monotonic_ns() - begin_ns) / 1e6,
         )
-        cache = PagedCache(arrays, uncompared=rank_model.uncompared)
-        expected = shard_bytes(rank_model.space, rank_model.shard)
-        assert cache.block_bytes == expected, (cache.block_bytes, expected)
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
         assert transfer.engine_id is not None
@@ -128,9 +130,25 @@ class WorkerSide:
             tenant=self._config.tenant,
             rank=self._rank,
             process=secrets.token_hex(8),
-            groups=(Group(rank_model.space, rank_model.shard, cache.block_bytes),),
+            groups=tuple(groups),
         )
-        return config, cache
+        return config, caches
+
+    def _describe_group(
+        self, number: int, layers: dict[str, torch.Tensor], weights: list[str]
+    ) -> tuple[Group, PagedCache] | NotServed:
+        arrays = cache_arrays(layers, block_count=self._kv_cache_config.num_blocks)
+        if isinstance(arrays, NotServed):
+            return arrays
+        model = describe(
+            self._vllm_config, self._kv_cache_config, layers, weights=weights, group=number
+        )
+        if isinstance(model, NotServed):
+            return model
+        cache = PagedCache(arrays, uncompared=model.uncompared)
+        expected = shard_bytes(model.space, model.shard)
+        assert cache.block_bytes == expected, (cache.block_bytes, expected)
+        return Group(model.space, model.shard, cache.block_bytes), cache
 
     # ── a step, in order ─────────────────────────────────────────────────────────────────────────
 
@@ -171,14 +189,35 @@ class WorkerSide:
         if report is None:
             return set()
         self._report = _join(self._report, report)
-        for load in report.loads:
+        return {load.request for load in report.loads if self._load_ended(load)}
+
+    def _load_ended(self, load: LoadResult) -> bool:
+        """Whether it was the last one of its request."""
+        if load.failed_block_ids and self._has_groups:
+            self._failed.add(load.request)
+        elif load.failed_block_ids:
             self._load_errors.update(load.failed_block_ids)
-        return {load.request for load in report.loads}
+        self._loading[load.request] -= 1
+        if self._loading[load.request] > 0:
+            return False
+        del self._loading[load.request]
+        return True
+
+    @property
+    def _has_groups(self) -> bool:
+        return len(self._kv_cache_config.kv_cache_groups) > 1
 
     def block_ids_with_load_errors(self) -> set[int]:
-        """Target blocks of the loads that `get_finished` just named which hold nothing valid."""
+        """Target blocks of the loads that `get_finished` just named which hold nothing valid.
+        With several KV cache groups none: the engine asks for whole requests then."""
         errors, self._load_errors = self._load_errors, set()
         return errors
+
+    def failed_requests(self, finished: set[str]) -> set[str]:
+        """Those of the requests that `get_finished` just named of which nothing is valid."""
+        failed = self._failed & finished
+        self._failed -= failed
+        return failed
 
     def build_worker_meta(self) -> RankReport | None:
         """Results up to the last `get_finished`; None if there are none."""
@@ -203,6 +242,7 @@ class WorkerSide:
         self._reason = "this is a forked child of a worker"
 
     def _submit(self, plan: StepPlan) -> None:
+        self._loading.update(load.request for load in plan.loads)
         if self._handoff is not None:
             self._handoff.submit(plan)
             return

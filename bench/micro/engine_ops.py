@@ -61,6 +61,7 @@ SPACE = Space(
     model="m",
     weights="w",
     draft="",
+    group="",
     dtype="float32",
     kv_dtype="float32",
     quantization="",

@@ -83,7 +83,7 @@ class FakeRank:
 def run_rank(socket_path: Path, engine_id: str, nonce: str, plans: socket.socket) -> None:
     """The process of a FakeRank: until the other end of `plans` is closed."""
     space = Space(
-        *("bench", "w", "", "float32", "float32", "", "none", "LBHNC", ""),
+        *("bench", "w", "", "", "float32", "float32", "", "none", "LBHNC", ""),
         *(BLOCK_TOKENS, BLOCK_TOKENS, 1, 1, (BLOCK_TOKENS * 512,), "sha256_cbor", "", "bench"),
     )
     core = RankCore(

@@ -75,6 +75,7 @@ def make_space(*, model: str = "model", block_bytes: int = BLOCK_BYTES) -> Space
         model=model,
         weights="weights",
         draft="",
+        group="",
         dtype="float32",
         kv_dtype="float32",
         quantization="",

@@ -30,6 +30,8 @@ class Space(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Digest of config.json and, per weights file, of size, header and sampled pieces (hex)."""
     draft: Label
     """Digest of the draft model whose layers lie in the blocks, too (hex); empty: none does."""
+    group: Label
+    """Digest of the KV cache group's layers and kind, of several (hex); empty: the only one."""
     dtype: Label
     kv_dtype: Label
     quantization: Label

@@ -76,6 +76,7 @@ def _space(block_bytes: int) -> Space:
         model="m",
         weights="w",
         draft="",
+        group="",
         dtype="bfloat16",
         kv_dtype="bfloat16",
         quantization="",

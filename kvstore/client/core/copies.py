@@ -34,6 +34,8 @@ PLAN_MALFORMED = "the plan's arrays do not fit together"
 class LoadBlock(msgspec.Struct, frozen=True):
     """Copy: slot → engine block. The generation is compared before and after."""
 
+    group: int
+    """KV cache group of the block."""
     block_id: int
     slot: SlotId
     generation: Generation
@@ -48,6 +50,7 @@ class LoadBlock(msgspec.Struct, frozen=True):
 class StoreBlock(msgspec.Struct, frozen=True):
     """Copy: engine block → slot, if the slot still has this generation; return the checksum."""
 
+    group: int
     block_id: int
     slot: SlotId
     generation: Generation
@@ -58,6 +61,7 @@ class StoreBlock(msgspec.Struct, frozen=True):
 class CompareBlock(msgspec.Struct, frozen=True):
     """Copy nothing: compare an engine block with a slot, if that still has this generation."""
 
+    group: int
     block_id: int
     slot: SlotId
     generation: Generation
@@ -170,6 +174,7 @@ class RunningLoad(Job):
     def copy(self) -> LoadBlock:
         i, key = self.index, self.key(self.index)
         return LoadBlock(
+            group=self.plan.group,
             block_id=self.plan.block_ids[i],
             slot=SlotId(self.slots[i]),
             generation=Generation(self.generations[i]),
@@ -193,6 +198,7 @@ class RunningStore(Job):
     def copy(self) -> StoreBlock:
         i, key = self.index, self.key(self.index)
         return StoreBlock(
+            group=self.plan.group,
             block_id=self.plan.block_ids[i],
             slot=SlotId(self.slots[i]),
             generation=Generation(self.generations[i]),
@@ -216,6 +222,7 @@ class RunningCheck(Job):
     def copy(self) -> CompareBlock:
         i, key = self.index, self.key(self.index)
         return CompareBlock(
+            group=self.plan.group,
             block_id=self.plan.block_ids[i],
             slot=SlotId(self.slots[i]),
             generation=Generation(self.generations[i]),

@@ -349,6 +349,7 @@ def sim_space(model: str) -> Space:
         model=model,
         weights="w",
         draft="",
+        group="",
         dtype="float32",
         kv_dtype="float32",
         quantization="",

@@ -18,6 +18,7 @@ SPACE = Space(
     model="m",
     weights="w",
     draft="",
+    group="",
     dtype="float32",
     kv_dtype="auto",
     quantization="",

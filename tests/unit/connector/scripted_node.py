@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from kvstore.arena import Arena
 from kvstore.types import Incarnation
+from kvstore.wire.groups import ShardColumn
 from kvstore.wire.messages import (
     DATAGRAM_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -101,7 +102,7 @@ class ScriptedNode:
         """Accept, welcome, quiesce; returns the Hello when the rank is quiet."""
         hello = self.accept()
         self.welcome()
-        self.send(Quiesce(session))
+        self.send(Quiesce(session, columns=tuple(ShardColumn() for _ in hello.groups)))
         assert self.receive(Quiet) == Quiet(session)
         return hello
 

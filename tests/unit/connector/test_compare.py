@@ -31,7 +31,7 @@ class Rank:
         cache = PagedCache([layer.view(np.uint8) for layer in self.numbers])
         self.handoff = Handoff(RankCore(CONFIG))
         self.copier = Copier(
-            self.handoff, cache, socket=str(path), heartbeat_timeout_ms=2000, values=values
+            self.handoff, [cache], socket=str(path), heartbeat_timeout_ms=2000, values=values
         )
         self.copier.start()
 
@@ -126,7 +126,7 @@ def test_a_slot_that_is_reused_says_nothing(
     node: ScriptedNode, rank: Rank, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = stored(node, rank)
-    cache = rank.copier._cache
+    cache = rank.copier._caches[0]
     original = cache.error
 
     def reuse() -> None:

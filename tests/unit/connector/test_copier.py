@@ -34,6 +34,7 @@ SPACE = Space(
     model="m",
     weights="w",
     draft="",
+    group="",
     dtype="float32",
     kv_dtype="auto",
     quantization="",
@@ -77,7 +78,7 @@ class Rank:
         self.memory: Bytes = memory
         self.handoff = Handoff(RankCore(CONFIG))
         self.copier = Copier(
-            self.handoff, PagedCache(list(memory)), socket=str(path), heartbeat_timeout_ms=250
+            self.handoff, [PagedCache(list(memory))], socket=str(path), heartbeat_timeout_ms=250
         )
         self.copier.start()
 
@@ -217,7 +218,7 @@ def test_a_generation_raised_during_a_copy_voids_it(
     node: ScriptedNode, rank: Rank, store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.open_session(5)
-    cache = rank.copier._cache
+    cache = rank.copier._caches[0]
     verb = "store" if store else "load"
     original = getattr(cache, verb)
 

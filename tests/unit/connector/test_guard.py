@@ -131,6 +131,9 @@ def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
         def get_finished(self, *, idle: bool) -> set[str]:
             return self.ended
 
+        def failed_requests(self, finished: set[str]) -> set[str]:
+            return finished
+
         def shutdown(self) -> None:
             self.down = True
 
@@ -148,7 +151,8 @@ def test_a_failed_rank_still_ends_loads_that_come_later() -> None:
     assert connector.get_kv_connector_stats() is None
     connector._connector_metadata = metadata
     connector.start_load_kv(SimpleNamespace(attn_metadata=None))
-    assert connector.get_finished(set()) == (None, {"r"})
+    results = connector.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"r"}, {"r"})
 
 
 def test_ranks_that_cannot_be_served_tell_the_node_by_the_scheduler() -> None:

@@ -101,10 +101,11 @@ def vllm_config(path: str, **changes: Any) -> Any:
 
 
 def kv_cache_config(layout: str = "LBHNC", names: Sequence[str] = NAMES) -> Any:
-    spec = SimpleNamespace(block_size=TOKENS)
+    groups = [SimpleNamespace(layer_names=names, kv_cache_spec=SimpleNamespace(block_size=TOKENS))]
     return SimpleNamespace(
         num_blocks=BLOCKS,
-        kv_cache_groups=[SimpleNamespace(layer_names=names, kv_cache_spec=spec)],
+        kv_cache_groups=groups,
+        prefix_cacheable_groups=groups,
         kv_cache_layout=layout,
         hash_block_size=TOKENS,
         kv_tp_replicas=1,
@@ -453,7 +454,7 @@ def test_a_fence_is_waited_for_through_the_copy_thread(
     node.open_session(5)
     assert side._handoff is not None
     assert side._copier is not None
-    core, cache, fenced = side._handoff._core, side._copier._cache, threading.Event()
+    core, cache, fenced = side._handoff._core, side._copier._caches[0], threading.Event()
     fence, store = core.fence, cache.store
 
     def note_fence(blocks: Any) -> bool:

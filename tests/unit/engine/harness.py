@@ -77,6 +77,7 @@ def space(model: str = "m", *, layer_bytes: int = SLOT_BYTES_MIN) -> Space:
         model=model,
         weights="w",
         draft="",
+        group="",
         dtype="float32",
         kv_dtype="float32",
         quantization="",

@@ -1,0 +1,113 @@
+"""A rank whose cache has several KV cache groups, which lie over each other in the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.client.core.plan import LoadJob, StepPlan, StoreJob
+from kvstore.connector.checks import NotServed
+from kvstore.connector.config import ConnectorConfig
+from kvstore.connector.mapping import describe
+from kvstore.connector.worker_side import WorkerSide
+from kvstore.wire.messages import Seal
+from tests.unit.connector.scripted_node import ScriptedNode, node_at
+from tests.unit.connector.test_worker_side import (
+    BLOCK,
+    NAMES,
+    TOKENS,
+    finish,
+    job,
+    kv_cache_config,
+    kv_caches,
+    step,
+    vllm_config,
+)
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[ScriptedNode]:
+    with node_at(tmp_path / "node.sock") as node:
+        yield node
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Iterator[tuple[WorkerSide, dict[str, Any]]]:
+    """A rank with two KV cache groups of two layers and of one, in the same memory."""
+    caches = {name: cache for name, cache in kv_caches().items() if name in NAMES[:2]}
+    config = kv_cache_config(names=NAMES[:2])
+    caches[NAMES[2]] = caches[NAMES[0]]
+    window = SimpleNamespace(block_size=TOKENS, sliding_window=64)
+    config.kv_cache_groups.append(SimpleNamespace(layer_names=NAMES[2:3], kv_cache_spec=window))
+    side = WorkerSide(
+        ConnectorConfig(socket=str(tmp_path / "node.sock")), vllm_config("/a"), config
+    )
+    side.register_kv_caches(caches)
+    yield side, caches
+    side.shutdown()
+
+
+def test_each_group_has_a_space_and_blocks_of_its_own(
+    node: ScriptedNode, groups: tuple[WorkerSide, dict[str, Any]]
+) -> None:
+    side, caches = groups
+    hello = node.open_session(5)
+    assert [group.block_bytes for group in hello.groups] == [BLOCK // 6, BLOCK // 12]
+    spaces = [group.space for group in hello.groups]
+    assert spaces[0].group != spaces[1].group
+    assert "" not in {space.group for space in spaces}
+    stores = (job(StoreJob, (2,), job=1), job(StoreJob, (3,), job=2, group=1))
+    step(side, StepPlan(stores=stores), idle=False)
+    seals = [node.receive(Seal) for _ in stores]
+    assert [seal.group for seal in seals] == [0, 1]
+    before = {name: cache.clone() for name, cache in caches.items()}
+    for cache in caches.values():
+        cache[2:4] = 0
+    # Both were put into the same slot: the second of them is what it holds now.
+    load = job(LoadJob, (3,), request="r", lease=1, group=1, checksums=seals[1].checksums)
+    side.start_load_kv(StepPlan(loads=(load,)))
+    assert finish(side)[:2] == ({"r"}, set())
+    assert (caches[NAMES[2]][3] == before[NAMES[2]][3]).all()
+    assert not caches[NAMES[1]][3].any(), "the other layer of the other group"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_of_several_groups_ends_with_its_last_load_and_fails_whole(
+    node: ScriptedNode, groups: tuple[WorkerSide, dict[str, Any]], fails: bool
+) -> None:
+    side, _ = groups
+    node.open_session(5)
+    wrong = b"\1" * 16 if fails else b""
+    loads = (
+        job(LoadJob, (2,), request="r", lease=1, checksums=wrong),
+        job(LoadJob, (3,), request="r", lease=2, group=1),
+        job(LoadJob, (4,), request="s", lease=3),
+    )
+    side.start_load_kv(StepPlan(loads=loads))
+    ended: list[str] = []
+    failed: set[str] = set()
+    while len(ended) < 2:
+        finished, errors, _ = finish(side)
+        ended += finished
+        failed |= side.failed_requests(finished)
+        assert errors == set()
+    assert sorted(ended) == ["r", "s"]
+    assert failed == ({"r"} if fails else set())
+    assert side.failed_requests({"r", "s"}) == set()
+    assert not side._loading
+
+
+def test_groups_on_several_stages_are_not_served() -> None:
+    config = kv_cache_config()
+    config.kv_cache_groups.append(config.kv_cache_groups[0])
+    engine = vllm_config("/a")
+    engine.parallel_config.pipeline_parallel_size = 2
+    found = describe(engine, config, kv_caches(), weights=["w"])
+    assert isinstance(found, NotServed)
+    assert "stages" in found.reason
