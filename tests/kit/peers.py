@@ -137,12 +137,18 @@ def metric(node: NodeProcess, name: str, labels: str = "") -> float:
 
 
 def metrics(node: NodeProcess, *names: str) -> list[float]:
-    """Numbers of its /metrics, at one moment. Names come with their labels."""
-    with urllib.request.urlopen(node.metrics_url, timeout=10) as answer:
-        page = answer.read().decode()
-    found = [re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE) for name in names]
-    assert all(found), f"not all of {names}"
-    return [float(each[1]) for each in found if each]
+    """Numbers of its /metrics, at one moment. Names come with their labels. A page without them, as
+    while the index in the node is busy, is asked for again; raises TimeoutError in the end."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        with urllib.request.urlopen(node.metrics_url, timeout=10) as answer:
+            page = answer.read().decode()
+        found = [re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE) for name in names]
+        if all(found):
+            return [float(each[1]) for each in found if each]
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not all of {names}")
+        threading.Event().wait(_PAUSE_S)
 
 
 def at_rest(node: NodeProcess, *engines: RawEngine) -> None:

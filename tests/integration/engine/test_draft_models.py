@@ -23,7 +23,7 @@ from tests.kit.side_models import build_eagle, build_twin
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
-PROMPTS = amount(40, nightly=120)
+PROMPTS = amount(24, nightly=120)
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 OWN_ERRORS = "vllm:kvstore_connector_errors_total"
