@@ -4,8 +4,9 @@ vLLM's keys hold an adapter's name and path, and not its weights. So each key of
 adapter is hashed together with a digest of the adapter's files: another rank, other target modules
 or other weights make other keys.
 
-The digest is read on a thread while the first request waits. An adapter whose files change while
-the engine runs has an unknown state in the engine, which reads them when it needs them: it is not
+The scheduler's thread touches no file: a disk that hangs would stop it. A thread of its own reads
+the digest while the first requests wait, and looks at the files again and again. An adapter whose
+files change has an unknown state in the engine, which reads them when it needs them: it is not
 served any more, until the engine loads it under another number. As with the model's own weights,
 changes between the engine's reading and the first request are not seen.
 
@@ -17,28 +18,39 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, overload
 
 from kvstore.connector.checks import NotServed
 from kvstore.connector.weights import digest_path, downloaded
+from kvstore.units import NS_PER_MS, NS_PER_S
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-ADAPTERS_MAX: Final = 4096
-"""Numbers of adapters that are remembered; the engine counts them up."""
-LOOK_NS: Final = 50_000_000
+ADAPTERS_MAX: Final = 16_384
+"""Adapters of one engine: what is known of one is never forgotten, since its files may change."""
+READ_NS_MAX: Final = 500 * NS_PER_MS
+"""Longest wait for a digest; requests are computed from then on, until it is there."""
+LOOK_NS: Final = 50 * NS_PER_MS
 """Files of an adapter are looked at so often at the most."""
+LOOK_NS_MAX: Final = NS_PER_S
+"""A look that takes longer leaves the adapter's state unknown for as long."""
 
 Stamp = tuple[tuple[str, int, int, int], ...]
 """Name, inode, size and time of the last change of each file."""
+T = TypeVar("T")
 
 logger = logging.getLogger("vllm.kvstore.adapters")
+
+_SLOW: Final = NotServed("its files take too long to read")
+_IN_PLACE: Final = NotServed("it was loaded in place of another one, under the same number")
+_TOO_MANY: Final = NotServed(f"there are more than {ADAPTERS_MAX} adapters")
 
 
 class AdapterKeys(Sequence[bytes]):
@@ -68,82 +80,116 @@ class AdapterKeys(Sequence[bytes]):
         return made
 
 
+class _Files(NamedTuple):
+    stamp: Stamp
+    digest: bytes
+
+
 class _Adapter:
-    def __init__(
-        self, path: Path, stamp: Stamp, digest: Future[bytes | NotServed], now_ns: int
-    ) -> None:
-        self.path, self.stamp, self.digest = path, stamp, digest
+    def __init__(self, path: str, reading: Future[_Files | NotServed], now_ns: int) -> None:
+        self.path, self.reading = path, reading
         self.looked_ns = now_ns
-        self.changed: NotServed | None = None
+        """When it was begun to read, or to look at."""
+        self.look: Future[Stamp] | None = None
+        """Under way."""
+        self.is_changed = False
+
+
+class _Reader:
+    """A thread for files. A daemon: one that a disk keeps for ever does not keep the process."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvstore-adapter", daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self) -> None:
+        """The thread ends after the job in flight."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            future, job = entry
+            future.set_result(job())
 
 
 class Adapters:
-    """All adapters of one engine, in the scheduler's process."""
+    """All adapters of one engine, in the scheduler's process. No call waits."""
 
     def __init__(self, *, dtype: str) -> None:
         """`dtype`: type in which the engine keeps the weights of adapters."""
         self._dtype = dtype
-        self._reader: ThreadPoolExecutor | None = None
-        self._found: OrderedDict[int, _Adapter] = OrderedDict()
+        self._reader = _Reader()
+        self._found: dict[int, _Adapter] = {}
         """By the engine's number of the adapter."""
 
     def look(self, adapter: LoRARequest, now_ns: int) -> bytes | NotServed | None:
-        """The adapter's digest; None while it is being read."""
-        found = self._found.get(adapter.lora_int_id) or self._read(adapter, now_ns)
-        if not found.digest.done():
-            return None
-        if found.changed is None and now_ns - found.looked_ns >= LOOK_NS:
-            found.looked_ns = now_ns
-            if _stamp(found.path) != found.stamp:
-                found.changed = NotServed("its files changed while the engine ran")
-                _say(adapter, found.changed)
-        return found.changed or found.digest.result()
+        """The adapter's digest; None: it is being read, ask again."""
+        found = self._found.get(adapter.lora_int_id)
+        if found is None:
+            if len(self._found) >= ADAPTERS_MAX:
+                return _TOO_MANY
+            reading = self._reader.submit(lambda: _read(adapter, self._dtype))
+            found = self._found[adapter.lora_int_id] = _Adapter(adapter.lora_path, reading, now_ns)
+        if adapter.load_inplace or adapter.lora_path != found.path:
+            return _IN_PLACE
+        if not found.reading.done():
+            return None if now_ns - found.looked_ns < READ_NS_MAX else _SLOW
+        files = found.reading.result()
+        if isinstance(files, NotServed):
+            return files
+        self._watch(adapter, found, files.stamp, now_ns)
+        if found.is_changed:
+            return NotServed("its files changed while the engine ran")
+        if found.look is not None and now_ns - found.looked_ns >= LOOK_NS_MAX:
+            return _SLOW
+        return files.digest
 
     def close(self) -> None:
         """Read nothing more."""
-        if self._reader is not None:
-            self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
 
-    def _read(self, adapter: LoRARequest, now_ns: int) -> _Adapter:
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvstore-adapter")
-        path = Path(adapter.lora_path)
-        stamp = _stamp(path)  # first: what changes while it is read is seen later
-        reading = self._reader.submit(_read, adapter, path, self._dtype)
-        found = self._found[adapter.lora_int_id] = _Adapter(path, stamp, reading, now_ns)
-        while len(self._found) > ADAPTERS_MAX:
-            self._found.popitem(last=False)
-        return found
+    def _watch(self, adapter: LoRARequest, found: _Adapter, stamp: Stamp, now_ns: int) -> None:
+        if found.look is not None and found.look.done():
+            if found.look.result() != stamp and not found.is_changed:
+                found.is_changed = True
+                _say(adapter, "its files changed while the engine ran")
+            found.look = None
+        if found.look is None and now_ns - found.looked_ns >= LOOK_NS:
+            found.looked_ns = now_ns
+            found.look = self._reader.submit(lambda: _stamp(Path(found.path)))
 
 
-def _say(adapter: LoRARequest, why: NotServed) -> None:
+def _say(adapter: LoRARequest, reason: str) -> None:
     logger.warning(
-        "kvstore: requests with the adapter %s are computed: %s", adapter.lora_name, why.reason
+        "kvstore: requests with the adapter %s are computed: %s", adapter.lora_name, reason
     )
 
 
-def _read(adapter: LoRARequest, path: Path, dtype: str) -> bytes | NotServed:
-    """On the reader's thread."""
+def _read(adapter: LoRARequest, dtype: str) -> _Files | NotServed:
+    """Its digest, and the state of its files before: a change while they are read is seen later."""
+    path = Path(adapter.lora_path)
     try:
-        found = _digest(adapter, path, dtype)
-    except OSError as error:
+        stamp = _stamp(path)
+        folder = path if path.exists() else downloaded(adapter.lora_path, None, None)
+        found: Any = NotServed(f"its files cannot be found at {adapter.lora_path}")
+        if folder is not None:
+            found = digest_path(folder)
+    except (OSError, ValueError) as error:
         found = NotServed(f"its files cannot be read: {error}")
     if isinstance(found, NotServed):
-        _say(adapter, found)
-    return found
-
-
-def _digest(adapter: LoRARequest, path: Path, dtype: str) -> bytes | NotServed:
-    if adapter.load_inplace:
-        return NotServed("it is loaded in place of another one, under the same number")
-    folder = path if path.exists() else downloaded(adapter.lora_path, None, None)
-    if folder is None:
-        return NotServed(f"its files cannot be found at {adapter.lora_path}")
-    found = digest_path(folder)
-    if isinstance(found, NotServed):
+        _say(adapter, found.reason)
         return found
     text = f"kvstore adapter 1 {dtype} {adapter.is_3d_lora_weight} {found.digest} "
-    return hashlib.sha256(text.encode()).digest()
+    return _Files(stamp, hashlib.sha256(text.encode()).digest())
 
 
 def _stamp(path: Path) -> Stamp:

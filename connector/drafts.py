@@ -31,11 +31,10 @@ def has_cache(vllm_config: VllmConfig) -> bool:
 
 
 def models_of(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
-    """The model, and the draft model if it has a cache, each with the way it is loaded."""
+    """The model, and the draft model if its cache is served, each with the way it is loaded."""
     models = [(vllm_config.model_config, vllm_config.load_config)]
-    if has_cache(vllm_config):
-        speculative = vllm_config.speculative_config
-        assert speculative is not None
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method in _SERVED:
         load = speculative.draft_load_config or vllm_config.load_config
         models.append((speculative.draft_model_config, load))
     return models

@@ -345,10 +345,13 @@ def _draft_digest(vllm_config: VllmConfig, weights: str) -> str:
     """Digest (hex) of the draft model: its computation, weights and lookahead."""
     speculative = vllm_config.speculative_config
     assert speculative is not None
+    model = speculative.draft_model_config
     parts = (
         speculative.method,
         lookahead_tokens(vllm_config),
-        model_digest(speculative.draft_model_config),
+        model_digest(model),
+        str(model.dtype),
+        str(model.quantization or ""),
         weights,
     )
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

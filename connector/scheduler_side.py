@@ -50,8 +50,6 @@ _KEYS_ASKED_PER_STEP = 4096
 and sending keys takes the scheduler's time (2 ms for so many, at the most)."""
 _UNREAD_NS_MAX = 250_000_000
 """A node that takes nothing from a full socket for so long is as good as stopped."""
-_ADAPTER_NS_MAX = 500_000_000
-"""Longest wait of a request for the digest of its adapter; it is computed after that."""
 _SELECT_FD_END = 1024
 _IDLE_NS = 100_000_000
 """An engine that has not looked at the socket for so long is idle, or in a long step."""
@@ -72,8 +70,8 @@ class SchedulerSide:
         self._requests: dict[str, Request] = {}
         self._keys: dict[str, Sequence[bytes]] = {}
         """Keys of each request, which may still grow."""
-        self._unread_until_ns: dict[str, int] = {}
-        """Ends of the waits of requests whose adapter is being read."""
+        self._unread: set[str] = set()
+        """Requests that wait for their adapter to be read."""
         self._due_tokens: dict[str, int] = {}
         """Tokens at which the next block of a request is complete: most steps complete none."""
         self._spin_left_ns = _SPIN_NS_PER_STEP
@@ -177,17 +175,17 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Hint the node."""
         self.poll()
-        self._begin(request, time.monotonic_ns() + _ADAPTER_NS_MAX)
+        self._begin(request)
 
-    def _begin(self, request: Request, until_ns: int) -> bool:
+    def _begin(self, request: Request) -> bool:
         """Hint the node, or leave the request out. False: its adapter is being read."""
         now_ns = time.monotonic_ns()
         reason = why_left_out(request, self._config.images)
         keys: Sequence[bytes] = request.block_hashes
         if not reason and request.lora_request is not None:
             digest = self._adapters.look(request.lora_request, now_ns)
-            if digest is None and now_ns < until_ns:
-                self._unread_until_ns[request.request_id] = until_ns
+            if digest is None:
+                self._unread.add(request.request_id)
                 return False
             if isinstance(digest, bytes):
                 keys = AdapterKeys(request, digest)
@@ -227,9 +225,10 @@ class SchedulerSide:
         self, request: Request, local_tokens: int
     ) -> tuple[int | None, bool]:
         """Tokens to load beyond the local ones; None: ask again next step."""
-        until_ns = self._unread_until_ns.pop(request.request_id, 0)
-        if until_ns and not self._begin(request, until_ns):
-            return None, False
+        if request.request_id in self._unread:
+            self._unread.discard(request.request_id)
+            if not self._begin(request):
+                return None, False
         if request.request_id not in self._requests or request.skip_reading_prefix_cache:
             return 0, False
         if self._is_left_out(request):
@@ -291,7 +290,8 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> None:
         """The request ended; its blocks are free at once, fences protect running copies."""
-        if self._unread_until_ns.pop(request.request_id, 0):
+        if request.request_id in self._unread:
+            self._unread.discard(request.request_id)
             self._leave_out(request, "adapter", time.monotonic_ns())
         if self._requests.pop(request.request_id, None) is None:
             return

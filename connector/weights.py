@@ -100,7 +100,7 @@ def digest_weights(model: ModelConfig, load: LoadConfig) -> WeightsDigest | NotS
 
 
 def downloaded(model: str, revision: str | None, folder: str | None) -> Path | None:
-    """Where the hub's client keeps what the engine has downloaded before."""
+    """The folder in which the hub's client keeps a download of the engine; None: there is none."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -100,7 +100,7 @@ def of_request(row: RequestReport) -> str:
 
 
 def of_range(row: RangeReport, request: RequestReport | None) -> str:
-    """Where its blocks came from, or why they missed; without a request, where they are now."""
+    """Origin of the blocks in a request, or why they missed; without a request, their tier now."""
     if row.reason is Reason.NONE:
         text = (_LOADED if request else _HELD)[row.tier]
         if (search := row.search) is not None:

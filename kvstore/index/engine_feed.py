@@ -84,7 +84,7 @@ class EngineCounters:
 
 
 class Phase(enum.Enum):
-    """Where it stands."""
+    """State of the feed of one engine."""
 
     AWAY = "away"
     JOINING = "joining"

@@ -211,7 +211,7 @@ class Index:
         ]
 
     def address(self, node: str, now_ms: int) -> str | None:
-        """Where peers find the node; None when it is not there, or out."""
+        """Address for peers of the node; None when it is not there, or out."""
         self._review(now_ms)
         known = self.nodes.get(node)
         return None if known is None or known.trust is None else known.feed.address

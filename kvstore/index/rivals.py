@@ -42,7 +42,7 @@ class Rivals:
         return True
 
     def of(self, node: str, now_ms: int) -> str | None:
-        """Where its rival is; None: it has none."""
+        """Address of the node's rival; None: it has none."""
         found = self._rivals.get(node)
         return None if found is None or now_ms - found[0] > RIVAL_MS else found[1]
 

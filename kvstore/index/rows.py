@@ -31,7 +31,7 @@ from kvstore.index.fields import (
 
 
 def home(meta: Ints, mixed: int) -> int:
-    """Where a probe begins, by all words of a block. Every bit of every word counts, by secrets:
+    """First cell of a probe, by all words of a block. Every bit of every word counts, by secrets:
     nobody can choose keys that begin at one cell, or at neighbours."""
     folded = (mixed & M31) * meta[SECRET_A] + (mixed >> 31) * meta[SECRET_B]
     return (((folded >> 20) & M31) * meta[CELL_COUNT]) >> 31

@@ -66,7 +66,8 @@ def replicas_write_too(patch: pytest.MonkeyPatch) -> None:
 
     def changed(self: RankCore, message: NodeMessage) -> None:
         if isinstance(message, Quiesce):
-            message = msgspec.structs.replace(message, writes=True)
+            columns = [msgspec.structs.replace(its, writes=True) for its in message.columns]
+            message = msgspec.structs.replace(message, columns=tuple(columns))
         received(self, message)
 
     patch.setattr(RankCore, "received", changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvstore.connector.adapters import ADAPTERS_MAX, LOOK_NS, AdapterKeys, Adapters
+from kvstore.connector import adapters as module
+from kvstore.connector.adapters import (
+    LOOK_NS,
+    LOOK_NS_MAX,
+    READ_NS_MAX,
+    AdapterKeys,
+    Adapters,
+)
 from kvstore.connector.checks import NotServed
 from kvstore.connector.weights import digest_path
 
@@ -50,13 +57,28 @@ def adapters() -> Iterator[Adapters]:
 
 def read(adapters: Adapters, adapter: Any, now_ns: int = 0) -> bytes | NotServed:
     """Its digest, when it has been read."""
-    deadline = threading.Event()
+    found: bytes | NotServed = until(lambda: adapters.look(adapter, now_ns))
+    return found
+
+
+def until(look: Callable[[], Any]) -> Any:
     for _ in range(int(WAIT_S * 1000)):
-        found = adapters.look(adapter, now_ns)
+        found = look()
         if found is not None:
             return found
-        deadline.wait(0.001)
+        threading.Event().wait(0.001)
     raise TimeoutError
+
+
+class Clock:
+    """Goes on by a look's pause each time that it is read."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def tick(self) -> int:
+        self.now_ns += LOOK_NS
+        return self.now_ns
 
 
 def test_equal_files_have_one_digest_and_all_else_another(
@@ -80,7 +102,7 @@ def test_equal_files_have_one_digest_and_all_else_another(
         others.close()
 
 
-def test_while_files_are_read_there_is_no_digest(
+def test_a_disk_that_hangs_keeps_nobody_waiting_for_longer_than_once(
     adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_read = threading.Event()
@@ -89,26 +111,68 @@ def test_while_files_are_read_there_is_no_digest(
         assert may_read.wait(WAIT_S)
         return digest_path(path)
 
-    monkeypatch.setattr("kvstore.connector.adapters.digest_path", slow)
+    monkeypatch.setattr(module, "digest_path", slow)
     adapter = named(write(tmp_path / "a"))
-    assert adapters.look(adapter, 0) is None
-    assert adapters.look(adapter, 0) is None
+    assert adapters.look(adapter, 5) is None
+    assert adapters.look(adapter, 4 + READ_NS_MAX) is None
+    # All requests wait for the same end, and later ones not at all.
+    assert isinstance(adapters.look(adapter, 5 + READ_NS_MAX), NotServed)
     may_read.set()
-    assert isinstance(read(adapters, adapter), bytes)
+    assert isinstance(until(lambda: _bytes(adapters.look(adapter, READ_NS_MAX))), bytes)
+
+
+def test_files_that_cannot_be_looked_at_again_are_not_trusted(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = named(write(tmp_path / "a"))
+    digest = read(adapters, adapter)
+    may_look, stamp = threading.Event(), module._stamp
+
+    def slow(path: Path) -> Any:
+        assert may_look.wait(WAIT_S)
+        return stamp(path)
+
+    monkeypatch.setattr(module, "_stamp", slow)
+    begun_ns = LOOK_NS
+    assert adapters.look(adapter, begun_ns) == digest
+    assert adapters.look(adapter, begun_ns + LOOK_NS_MAX - 1) == digest
+    assert isinstance(adapters.look(adapter, begun_ns + LOOK_NS_MAX), NotServed)
+    may_look.set()
+    assert until(lambda: _bytes(adapters.look(adapter, begun_ns + LOOK_NS_MAX))) == digest
+
+
+def _bytes(found: object) -> bytes | None:
+    return found if isinstance(found, bytes) else None
 
 
 def test_files_that_change_under_the_engine_end_the_service_of_that_number(
     adapters: Adapters, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = write(tmp_path / "a")
+    folder, clock = write(tmp_path / "a"), Clock()
     before = read(adapters, named(folder))
     write(folder, seed=2)
-    assert adapters.look(named(folder), LOOK_NS - 1) == before, "not looked at yet"
-    assert isinstance(adapters.look(named(folder), LOOK_NS), NotServed)
+
+    def refusal() -> NotServed | None:
+        found = adapters.look(named(folder), clock.tick())
+        return found if isinstance(found, NotServed) else None
+
+    assert "changed" in until(refusal).reason
     write(folder)
-    assert isinstance(adapters.look(named(folder), 9 * LOOK_NS), NotServed), "nor ever again"
+    for _ in range(3):
+        assert refusal() is not None, "nor ever again"
     assert len([line for line in caplog.messages if "changed" in line]) == 1
-    assert read(adapters, named(folder, 2), 9 * LOOK_NS) == before, "under another number it is"
+    assert read(adapters, named(folder, 2), clock.now_ns) == before, "under another number it is"
+
+
+def test_another_adapter_under_the_same_number_is_not_served(
+    adapters: Adapters, tmp_path: Path
+) -> None:
+    one, other = write(tmp_path / "a"), write(tmp_path / "b", seed=2)
+    digest = read(adapters, named(one))
+    # Loaded in place, whether a request says so or only its path shows it.
+    assert isinstance(adapters.look(named(other), 0), NotServed)
+    assert isinstance(adapters.look(named(one, in_place=True), 0), NotServed)
+    assert adapters.look(named(one), 0) == digest
 
 
 @pytest.mark.parametrize("what", ["nowhere", "empty", "in place", "unreadable"])
@@ -124,15 +188,22 @@ def test_an_adapter_without_a_certain_digest_is_not_served(
     if what == "unreadable":
         (folder / "adapter_model.safetensors").unlink()
         os.symlink("/proc/self/mem", folder / "adapter_model.safetensors")
-    found = read(adapters, named(folder, in_place=what == "in place"))
+    adapter = named(folder, in_place=what == "in place")
+    found = read(adapters, adapter)
     assert isinstance(found, NotServed)
 
 
-def test_numbers_are_forgotten_in_the_end(adapters: Adapters, tmp_path: Path) -> None:
+def test_what_is_known_of_an_adapter_is_never_forgotten(
+    adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read again, its files might be others than those that the engine has loaded."""
+    monkeypatch.setattr(module, "ADAPTERS_MAX", 3)
     folder = write(tmp_path / "a")
-    for number in range(1, ADAPTERS_MAX + 10):
-        adapters.look(named(folder, number), 0)
-    assert len(adapters._found) == ADAPTERS_MAX
+    first = read(adapters, named(folder, 1))
+    for number in (2, 3):
+        assert read(adapters, named(folder, number)) == first
+    assert isinstance(adapters.look(named(folder, 4), 0), NotServed)
+    assert adapters.look(named(folder, 1), 0) == first
 
 
 def test_keys_depend_on_the_adapter_and_grow_with_the_request() -> None:

@@ -250,52 +250,6 @@ def test_what_cannot_be_told_for_certain_is_not_served(changes: dict[str, Any]) 
     assert isinstance(found, NotServed)
 
 
-def test_drafts_without_a_model_are_served() -> None:
-    speculative = SimpleNamespace(method="ngram", use_eagle_block_drop=lambda: False)
-    assert described(speculative=speculative) == described()
-
-
-@pytest.mark.parametrize(
-    ("method", "name"),
-    [
-        ("draft_model", "draft_model.model.layers.0.self_attn.attn"),
-        ("eagle", f"model.layers.{LAYERS}.self_attn.attn"),
-        ("mtp", "model.mtp.layers.0.self_attn.attn"),
-    ],
-)
-def test_layers_of_a_draft_model_are_part_of_the_blocks(method: str, name: str) -> None:
-    found = drafting(method, name)
-    assert isinstance(found, RankModel)
-    space = found.space
-    # Two heads in each layer of the model, one in the draft's: one head, of two sizes.
-    assert (space.layer_count, space.kv_head_count) == (LAYERS + 1, 1)
-    small = TOKENS * CONTENT * 4
-    assert sorted(space.head_bytes) == [small, *[2 * small] * LAYERS]
-    assert shard_bytes(space, found.shard) == BLOCK + small
-    its = space.head_bytes.index(small)
-    assert found.uncompared == (frozenset() if method == "draft_model" else frozenset({its}))
-    others = [described(), drafting(method, name, weights="e"), drafting("eagle3", name)]
-    spaces = {each.space for each in others if isinstance(each, RankModel)}
-    assert len(spaces | {space}) == len(others) + 1
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "word"),
-    [
-        ("a.layer", {}, "names"),
-        # The model's heads are on one rank each, the draft's only head is on both.
-        (f"model.layers.{LAYERS}.self_attn.attn", {"tp": 2}, "several ranks"),
-        (f"model.layers.{LAYERS}.self_attn.attn", {"tp": 2, "heads": 2}, "which"),
-    ],
-)
-def test_a_draft_model_that_cannot_be_placed_is_not_served(
-    name: str, more: dict[str, Any], word: str
-) -> None:
-    found = drafting("eagle", name, **more)
-    assert isinstance(found, NotServed)
-    assert word in found.reason
-
-
 # ── a step ───────────────────────────────────────────────────────────────────────────────────────
 
 

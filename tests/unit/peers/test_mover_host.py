@@ -83,6 +83,18 @@ def up(descriptor: bytes, *, ends_reads: bool = True) -> Up:
     return Up(Registered("memory", descriptor, ends_reads))
 
 
+PIECES = make_pieces([0], [0], [8])
+
+
+async def started(scripted: ScriptedMover) -> MoverHost:
+    """A host whose mover is up, with a back end that ends no reads."""
+    host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
+    host.start()
+    scripted.say(up(b"one", ends_reads=False))
+    await asyncio.wait_for(scripted.taken.get(), 60)
+    return host
+
+
 def test_every_change_of_the_descriptor_is_told_once() -> None:
     scripted = ScriptedMover()
 
@@ -139,13 +151,9 @@ def test_a_peer_is_forgotten_once_when_its_reads_end_together() -> None:
     scripted = ScriptedMover()
 
     async def main() -> None:
-        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
-        host.start()
-        scripted.say(up(b"one", ends_reads=False))
-        await asyncio.wait_for(scripted.taken.get(), 60)
-        pieces = make_pieces([0], [0], [8])
+        host = await started(scripted)
         moves = [
-            asyncio.create_task(host.move("b", b"its", pieces, timeout_s=60)) for _ in range(2)
+            asyncio.create_task(host.move("b", b"its", PIECES, timeout_s=60)) for _ in range(2)
         ]
         await asyncio.sleep(0)
         host.forget("b")
@@ -163,14 +171,10 @@ def test_a_peer_that_is_read_from_again_is_not_forgotten() -> None:
     scripted = ScriptedMover()
 
     async def main() -> None:
-        host = MoverHost(scripted, MonotonicClock())  # type: ignore[arg-type]
-        host.start()
-        scripted.say(up(b"one", ends_reads=False))
-        await asyncio.wait_for(scripted.taken.get(), 60)
-        pieces = make_pieces([0], [0], [8])
+        host = await started(scripted)
         moves = []
         for _ in range(2):
-            moves.append(asyncio.create_task(host.move("b", b"its", pieces, timeout_s=60)))
+            moves.append(asyncio.create_task(host.move("b", b"its", PIECES, timeout_s=60)))
             await asyncio.sleep(0)
             if len(moves) == 1:
                 host.forget("b")
